@@ -1,0 +1,71 @@
+# Two commands, each of which does all the set-up it needs on a fresh machine (Python 3.11 or newer and a C++17 compiler):
+#   make demo    train a small transformer on the CPU through the stock deepspeed launcher
+#   make test    linters and all tests that need no GPU
+# On a machine whose pip knows the public index only, PIP_FLAGS saves gigabytes of CUDA packages:
+#   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+NATIVE_SOURCES := $(shell find csrc -name '*.[ch]pp' 2>/dev/null)
+
+# DeepSpeed looks for ninja on the PATH.
+ACTIVATE := PATH="$(BIN):$$PATH"
+# Kept with the environment: the default cache in the home directory does not tell one torch version from another.
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export DS_ACCELERATOR := cpu
+
+.PHONY: demo test lint sanitize native install clean
+
+demo: install
+	$(ACTIVATE) $(BIN)/deepspeed --log_level warning --num_gpus 1 examples/finetune.py \
+		--deepspeed_config configs/slide_cpu.json --model tiny --batch 8 --seq 128 --steps 100 --log runs/demo.jsonl
+
+test: install lint
+	$(ACTIVATE) $(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_FLAGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
+
+# The C++ alone, hammered from several threads under ThreadSanitizer and AddressSanitizer.
+sanitize:
+	bash csrc/tests/run_sanitizers.sh
+
+# The extension in place, for the python that is active (needs pybind11 there).
+native:
+	$(PYTHON) setup.py build_ext --inplace
+
+install: $(VENV)/.installed
+
+$(VENV)/.requirements: requirements/torch.txt requirements/test.txt requirements/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned versions need Python 3.11 or newer, not " \
+		+ sys.version.split()[0] + ": name another one with make PYTHON=python3.11")'
+	@echo "Installing the pinned packages into $(VENV): a few minutes, once."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -r requirements/torch.txt
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -r requirements/test.txt
+	@touch $@
+
+# DeepSpeed would compile these at their first use, about a minute in the middle of a run or a test with a time limit.
+# A compilation that was killed leaves its lock behind, and the next one would wait for it for ever.
+$(VENV)/.operators: $(VENV)/.requirements
+	@echo "Compiling DeepSpeed's CPU operators: about a minute, once."
+	@rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
+	@$(ACTIVATE) $(BIN)/python -c 'from deepspeed.accelerator import get_accelerator as get; \
+		[get().create_op_builder(name).load(verbose=False) for name in ("CPUAdamBuilder", "ShareMemCommBuilder")]'
+	@touch $@
+
+# Editable, so that a change of Python needs no new installation; a change of C++ or of the metadata makes one.
+$(VENV)/.installed: $(VENV)/.operators setup.py pyproject.toml $(NATIVE_SOURCES)
+	$(ACTIVATE) $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist runs *.egg-info ds_slide/_native*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

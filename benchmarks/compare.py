@@ -1,0 +1,181 @@
+"""Run the settings of a plan one after the other and write table, CSV and a dated Markdown page.
+
+    python3 benchmarks/compare.py --plan main --limit 570 --out results/
+
+Every setting is a process of its own (`step.py`), so that none inherits memory or allocator state from another. A
+setting that fails or exceeds its time gets a row that says so. Pages are rewritten after every row: a run that is
+stopped keeps what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import machine
+import tables
+from plans import PLANS
+from settings import Setting
+from tables import Record
+
+HERE = Path(__file__).resolve().parent
+# Below this a setting cannot even build its model; what is left of the limit is then reported, not spent.
+LEAST_SECONDS = 20.0
+ERROR_LENGTH = 300
+
+
+def run_process(command: list[str], log: Path, seconds: float) -> tuple[int | None, str]:
+    """Exit status of `command` (None if it was killed after `seconds`) and its output, which is added to `log`."""
+    with log.open("a") as file:
+        file.write(f"\n==== {shlex.join(command)}\n")
+        file.flush()
+        begin = file.tell()
+        # A process group of its own, so that compilers and helpers started by the system under test end with it.
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, preexec_fn=os.setpgrp)
+        status: int | None = None
+        try:
+            status = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    with log.open(errors="replace") as file:
+        file.seek(begin)
+        return status, file.read()
+
+
+def last_words(output: str) -> str:
+    """The last line that says something: an exception, or how far a killed run came."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return (errors or lines or ["no output"])[-1][:ERROR_LENGTH]
+
+
+def run_setting(setting: Setting, log: Path, seconds: float) -> Record:
+    """The record of one `step.py` process, or one that says how it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "record.jsonl"
+        command = [sys.executable, str(HERE / "step.py"), *setting.arguments(), "--out", str(out)]
+        begin = time.monotonic()
+        status, output = run_process(command, log, seconds)
+        wall_s = time.monotonic() - begin
+        record: Record = json.loads(out.read_text()) if out.exists() else {}
+    if status is None:
+        record |= {"status": "killed", "error": f"over {seconds:.0f} s; last line: {last_words(output)}"}
+    elif status != 0 and record.get("status", "ok") == "ok":
+        # Measured, yet ended badly, or died without a word (out of host memory): the row must not pass as a result.
+        record |= {"status": "failed", "error": f"exit status {status}; last line: {last_words(output)}"}
+    return {"setting": dataclasses.asdict(setting), "command": setting.command(), **record, "wall_s": wall_s}
+
+
+def measure_ceilings(log: Path) -> Record | None:
+    """The record of `pcie.py`; None when it failed."""
+    status, output = run_process([sys.executable, str(HERE / "pcie.py")], log, 60)
+    return json.loads(output.splitlines()[-1]) if status == 0 else None
+
+
+class Report:
+    """The files of one run; `write` brings all of them up to date."""
+
+    def __init__(self, folder: Path, plan: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        now = datetime.datetime.now(datetime.timezone.utc)
+        stem = f"{now:%Y-%m-%d}_{machine.short_name()}_{plan}"
+        taken = len(list(folder.glob(f"{stem}*.md")))
+        self.path = folder / (f"{stem}-{taken + 1}" if taken else stem)
+        self._title = f"{plan}: {machine.short_name()}, {now:%Y-%m-%d}"
+        self._facts = {"date": f"{now:%Y-%m-%d %H:%M} UTC", **machine.describe()}
+        self._command = "python3 benchmarks/compare.py " + shlex.join(sys.argv[1:])
+
+    def write(self, ceilings: Record | None, records: list[Record]) -> None:
+        page = tables.markdown_page(self._title, self._facts, ceilings, self._command, records)
+        self.path.with_suffix(".md").write_text(page)
+        self.path.with_suffix(".csv").write_text(tables.csv_text(records))
+        header = {"facts": self._facts, "ceilings": ceilings}
+        self.path.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in [header, *records]))
+
+
+def chosen_settings(arguments: argparse.Namespace) -> list[Setting]:
+    """The settings of the plan after the options that filter and change them."""
+    changes: dict[str, Any] = {
+        name: getattr(arguments, name) for name in ("steps", "warmup") if getattr(arguments, name)
+    }
+    chosen = []
+    for setting in PLANS[arguments.plan]():
+        if setting.system == "slide":
+            setting = dataclasses.replace(setting, slide={**setting.slide, **arguments.slide})
+        setting = dataclasses.replace(setting, **changes)
+        if re.search(arguments.only, setting.command()):
+            chosen.append(setting)
+    return chosen
+
+
+def summary_line(record: Record) -> str:
+    name = f"{record['setting']['system']} {record['setting']['model']} clip {record['setting']['clip']:g}"
+    if record["status"] != "ok":
+        return f"{name}: {record['status']}: {record['error']}"
+    speed = f"{record['step_s']:.3f} s/step, {record['tokens_per_s']:,.0f} tokens/s"
+    return f"{name}: {speed} ({record['wall_s']:.0f} s in all)"
+
+
+def stop(*_: Any) -> None:
+    """SIGTERM as an exception, so that the running system is ended too."""
+    raise SystemExit("stopped")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", choices=sorted(PLANS), default="quick")
+    parser.add_argument("--limit", type=float, default=570.0, help="seconds for everything")
+    parser.add_argument("--each", type=float, default=150.0, help="seconds for one setting")
+    parser.add_argument("--out", type=Path, help="folder for table, records and log")
+    parser.add_argument("--only", default="", help="regular expression: run the settings whose command matches")
+    parser.add_argument(
+        "--slide", type=json.loads, default={}, help='additions to "ds_slide" of every slide row, as JSON'
+    )
+    parser.add_argument("--steps", type=int, help="timed steps of every row")
+    parser.add_argument("--warmup", type=int, help="warm-up steps of every row")
+    parser.add_argument("--no-ceilings", action="store_true", help="skip pcie.py")
+    parser.add_argument("--list", action="store_true", help="print the commands and stop")
+    arguments = parser.parse_args()
+    settings = chosen_settings(arguments)
+    if arguments.list:
+        print("\n".join(setting.command() for setting in settings))
+        return
+    if arguments.out is None:
+        parser.error("--out DIR is needed: it says where the page goes")
+    signal.signal(signal.SIGTERM, stop)
+    deadline = time.monotonic() + arguments.limit
+    report, records = Report(arguments.out, arguments.plan), []
+    log = report.path.with_suffix(".log")
+    ceilings = None if arguments.no_ceilings else measure_ceilings(log)
+    for number, setting in enumerate(settings, 1):
+        seconds = min(arguments.each, deadline - time.monotonic())
+        if seconds < LEAST_SECONDS:
+            print(f"time limit: {len(settings) - number + 1} settings left out")
+            break
+        record = run_setting(setting, log, seconds)
+        records.append(record)
+        print(summary_line(record), flush=True)
+        report.write(ceilings, records)
+    if records:
+        print(tables.plain(tables.rows(records)))
+        print(f"written: {report.path}.md, .csv, .jsonl, .log")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Time training steps of one system in one setting and print the record as one JSON line.
+
+    python3 benchmarks/step.py --system slide --model qwen2.5-3b --batch 8 --seq 2048 --clip 1.0 --out steps.jsonl
+
+Weights and tokens depend on the seed only, so that records of different systems compare loss by loss. No launcher is
+needed for the one process. Runs without a GPU too (`DS_ACCELERATOR=cpu`, `--model tiny`); GPU figures are then absent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import memory
+import settings
+import torch
+from clock import PhaseClock
+from settings import Setting
+from torch import Tensor
+from trainers import Trainer, make_trainer
+
+# The presets have one home, beside the example script.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from finetune_models import build_model, num_parameters
+
+_started = time.perf_counter()
+
+
+def note(text: str) -> None:
+    """Progress on stderr, with the seconds since the start: shows where a killed run was."""
+    print(f"[{time.perf_counter() - _started:7.2f} s] {text}", file=sys.stderr, flush=True)
+
+
+def accelerator_device() -> torch.device:
+    """The GPU, unless there is none or DS_ACCELERATOR=cpu asks for the processor."""
+    on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+    return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+
+
+def prepare_model(setting: Setting, device: torch.device) -> Any:
+    """The model in training mode; the same weights for every system."""
+    model: Any = build_model(setting.model, dtype=torch.bfloat16, device=device, seed=setting.seed)
+    if setting.checkpointing != "none":
+        reentrant = setting.checkpointing == "reentrant"
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    return model.train()
+
+
+def token_batches(setting: Setting, vocabulary: int, device: torch.device) -> list[Tensor]:
+    """Uniformly random token ids [batch, seq], the same on every machine and for every system."""
+    generator = torch.Generator().manual_seed(setting.seed + 1)
+    shape = (setting.distinct_batches, setting.batch, setting.seq)
+    return list(torch.randint(vocabulary, shape, generator=generator).to(device).unbind())
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class StepLog:
+    """What the steps leave behind: times, losses, norms and engine statistics."""
+
+    def __init__(self) -> None:
+        self.step_s: list[float] = []
+        self.losses: list[Tensor] = []
+        self.grad_norms: list[Any] = []
+        self.engine: list[dict[str, Any]] = []
+
+
+def run_steps(
+    trainer: Trainer, batches: list[Tensor], setting: Setting, count: int, clock: PhaseClock, log: StepLog
+) -> None:
+    """`count` optimizer steps, appended to `log`.
+
+    The time of a step is the time from the end of the one before to its own end, so work that an engine defers into the
+    next step is counted: every timed step also pays for what its predecessor left.
+    """
+    before = time.perf_counter()
+    for _ in range(count):
+        position = len(log.step_s) * setting.grad_accum
+        clock.start()
+        losses = []
+        for micro in range(setting.grad_accum):
+            loss = trainer.forward(batches[(position + micro) % len(batches)])
+            clock.end_of("forward")
+            trainer.backward(loss)
+            clock.end_of("backward")
+            trainer.step()
+            clock.end_of("step")
+            losses.append(loss.detach())
+        mean_loss = torch.stack(losses).mean()
+        if setting.item:
+            mean_loss.item()
+        now = time.perf_counter()
+        log.step_s.append(now - before)
+        before = now
+        log.losses.append(mean_loss)
+        norm = trainer.grad_norm()
+        # The engine may reuse the tensor, and reading it here would stop the GPU: keep a copy for later.
+        log.grad_norms.append(norm.detach().clone() if isinstance(norm, Tensor) else norm)
+        log.engine.append(trainer.stats())
+
+
+def measure(setting: Setting) -> dict[str, Any]:
+    """Build, warm up, time; the record as a flat dict, except for lists per step and the engine's own statistics."""
+    device = accelerator_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.set_per_process_memory_fraction(setting.gpu_fraction, device)
+    pinned_in_rss = memory.pinned_counts_in_rss() if device.type == "cuda" else None
+    note(f"building {setting.model} on {device}")
+    model = prepare_model(setting, device)
+    parameters = num_parameters(model)
+    batches = token_batches(setting, model.config.vocab_size, device)
+    synchronize(device)
+    baseline = memory.snapshot()
+
+    note(f"{parameters / 1e9:.3f} G parameters; starting {setting.system}")
+    begin = time.perf_counter()
+    trainer = make_trainer(model, setting)
+    synchronize(device)
+    init_s = time.perf_counter() - begin
+    initialised = memory.snapshot()
+    peak_restarted = memory.restart_host_peak()
+    memory.restart_gpu_peak()
+
+    note(f"initialised in {init_s:.1f} s; {setting.warmup} steps to warm up")
+    log, clock = StepLog(), PhaseClock(device.type == "cuda")
+    run_steps(trainer, batches, setting, setting.warmup, clock, log)
+    synchronize(device)
+    note(f"{setting.steps} timed steps")
+    begin = time.perf_counter()
+    run_steps(trainer, batches, setting, setting.steps, clock, log)
+    synchronize(device)
+    total_s = time.perf_counter() - begin
+    trained = memory.snapshot()
+    note(f"{total_s / setting.steps:.3f} s a step")
+
+    timed = slice(setting.warmup, None)
+    record = {
+        "parameters": parameters,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "init_s": init_s,
+        **summarise_times(log.step_s[timed], clock.phases()[timed], total_s, setting.tokens_per_step),
+        **summarise_memory(baseline, initialised, trained, parameters, pinned_in_rss),
+        "host_peak_includes_init": not peak_restarted,
+        "losses": [float(loss) for loss in log.losses],
+        "grad_norms": [None if norm is None else float(norm) for norm in log.grad_norms],
+        **summarise_engine(log.engine[timed]),
+        "deepspeed_config": trainer.config,
+    }
+    trainer.close()
+    return record
+
+
+def summarise_times(step_s: list[float], phases: list[dict[str, float]], total_s: float, tokens: int) -> dict[str, Any]:
+    median = statistics.median(step_s)
+    summary: dict[str, Any] = {
+        "step_s": median,
+        "step_s_min": min(step_s),
+        "step_s_max": max(step_s),
+        "step_s_mean": total_s / len(step_s),
+        "tokens_per_s": tokens / median,
+    }
+    for phase in ("forward", "backward", "step"):
+        summary[f"{phase}_phase_s"] = statistics.median(step[phase] for step in phases)
+    summary["step_s_all"] = step_s
+    return summary
+
+
+def summarise_memory(
+    baseline: dict[str, int],
+    initialised: dict[str, int],
+    trained: dict[str, int],
+    parameters: int,
+    pinned_in_rss: bool | None,
+) -> dict[str, Any]:
+    """Peaks of set-up and training apart, and host bytes per parameter above the process before the engine existed."""
+
+    def host(snapshot: dict[str, int], rss: str, pinned: str) -> int:
+        return snapshot[rss] + (snapshot.get(pinned, 0) if pinned_in_rss is False else 0)
+
+    resident = host(trained, "rss_bytes", "pinned_torch_bytes")
+    peak = host(trained, "rss_peak_bytes", "pinned_torch_peak_bytes")
+    before = host(baseline, "rss_bytes", "pinned_torch_bytes")
+    return {
+        "host_peak_bytes": peak,
+        "host_peak_init_bytes": host(initialised, "rss_peak_bytes", "pinned_torch_peak_bytes"),
+        "host_bytes": resident,
+        "host_baseline_bytes": before,
+        "host_bytes_per_parameter": resident / parameters,
+        "host_peak_per_parameter": peak / parameters,
+        "host_engine_bytes_per_parameter": (peak - before) / parameters,
+        "machine_used_above_baseline_bytes": trained["machine_used_bytes"] - baseline["machine_used_bytes"],
+        "pinned_in_rss": pinned_in_rss,
+        "gpu_peak_allocated_bytes": trained.get("gpu_peak_allocated_bytes"),
+        "gpu_peak_reserved_bytes": trained.get("gpu_peak_reserved_bytes"),
+        "gpu_peak_init_bytes": initialised.get("gpu_peak_allocated_bytes"),
+        "gpu_device_used_bytes": trained.get("gpu_device_used_bytes"),
+        "memory": {"baseline": baseline, "initialised": initialised, "trained": trained},
+    }
+
+
+def summarise_engine(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """The engine's own view: median bound and efficiency of the timed steps, everything of the last one."""
+    reported = [step for step in steps if step]
+    if not reported:
+        return {}
+    lanes = [step["bound_lane"] for step in reported]
+    return {
+        "bound_s": statistics.median(step["bound_s"] for step in reported),
+        "bound_lane": max(set(lanes), key=lanes.count),
+        "efficiency": statistics.median(step["efficiency"] for step in reported),
+        "slide_stats": reported[-1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    settings.add_arguments(parser)
+    parser.add_argument("--out", type=Path, help="append the record to this file")
+    arguments = parser.parse_args()
+    setting = settings.from_arguments(arguments)
+    record: dict[str, Any] = {"setting": vars(setting), "command": setting.command()}
+    try:
+        record |= {"status": "ok", **measure(setting)}
+    except Exception as error:
+        # The table must say why a system has no figures; the traceback goes to the log as usual.
+        record |= {
+            "status": "failed",
+            "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+        }
+        raise
+    finally:
+        line = json.dumps(record)
+        if arguments.out:
+            with arguments.out.open("a") as file:
+                file.write(line + "\n")
+        else:
+            print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Records of `step.py` as table, CSV and Markdown page."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Record = dict[str, Any]
+
+_SHAPE = ("model", "batch", "seq", "grad_accum", "checkpointing", "seed")
+
+
+def baseline(records: Iterable[Record], system: str, record: Record) -> Record | None:
+    """The finished row of `system` on the same shape, with the same limits if there is one.
+
+    Stock must have had the same GPU limit. GPU-only is a bound rather than a rival, and may have had the whole card.
+    """
+    wanted = record["setting"]
+
+    def distance(other: Record) -> tuple[bool, bool]:
+        setting = other["setting"]
+        return setting["gpu_fraction"] != wanted["gpu_fraction"], setting["clip"] != wanted["clip"]
+
+    candidates = [
+        other
+        for other in records
+        if other["status"] == "ok"
+        and other["setting"]["system"] == system
+        and all(other["setting"][key] == wanted[key] for key in _SHAPE)
+        and (system == "gpu-only" or other["setting"]["gpu_fraction"] == wanted["gpu_fraction"])
+    ]
+    return min(candidates, key=distance, default=None)
+
+
+def speed_ratio(record: Record, other: Record | None) -> float | None:
+    """Tokens/s of `record` over those of `other`."""
+    return record["tokens_per_s"] / other["tokens_per_s"] if other and record["status"] == "ok" else None
+
+
+def loss_difference(record: Record, stock: Record | None) -> float | None:
+    """Largest relative difference of a step's loss from stock's; None unless both clip alike from the same weights."""
+    if record["status"] != "ok" or stock is None or record is stock:
+        return None
+    if any(record["setting"][key] != stock["setting"][key] for key in ("clip", "lr", "distinct_batches")):
+        return None
+    pairs = zip(record["losses"], stock["losses"], strict=False)
+    return max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+
+
+def _number(value: float | None, form: str, scale: float = 1.0) -> str:
+    return "" if value is None else format(value / scale, form)
+
+
+def _gpu_limit(record: Record) -> str:
+    fraction = record["setting"]["gpu_fraction"]
+    return "" if fraction >= 1 else f"{fraction:.1%}"
+
+
+def _extras(record: Record) -> str:
+    return ", ".join(f"{key} {value}" for kind in ("slide", "zero") for key, value in record["setting"][kind].items())
+
+
+Cell = Callable[[Record, list[Record]], str]
+COLUMNS: dict[str, Cell] = {
+    "system": lambda r, _: r["setting"]["system"],
+    "model": lambda r, _: r["setting"]["model"],
+    "batch": lambda r, _: f"{r['setting']['batch']} x {r['setting']['seq']}",
+    "clip": lambda r, _: f"{r['setting']['clip']:g}",
+    "GPU limit": lambda r, _: _gpu_limit(r),
+    "settings": lambda r, _: _extras(r),
+    "s/step": lambda r, _: _number(r.get("step_s"), ".3f"),
+    "forward": lambda r, _: _number(r.get("forward_phase_s"), ".3f"),
+    "backward": lambda r, _: _number(r.get("backward_phase_s"), ".3f"),
+    "step()": lambda r, _: _number(r.get("step_phase_s"), ".3f"),
+    "tokens/s": lambda r, _: _number(r.get("tokens_per_s"), ",.0f"),
+    "x stock": lambda r, rs: _number(speed_ratio(r, baseline(rs, "stock", r)), ".2f"),
+    "x GPU-only": lambda r, rs: _number(speed_ratio(r, baseline(rs, "gpu-only", r)), ".3f"),
+    "bound": lambda r, _: f"{r['bound_s']:.3f} {r['bound_lane']}" if "bound_s" in r else "",
+    "GPU peak GB": lambda r, _: _number(r.get("gpu_peak_allocated_bytes"), ".1f", 1e9),
+    "reserved GB": lambda r, _: _number(r.get("gpu_peak_reserved_bytes"), ".1f", 1e9),
+    "host peak GB": lambda r, _: _number(r.get("host_peak_bytes"), ".1f", 1e9),
+    "host B/param": lambda r, _: _number(r.get("host_peak_per_parameter"), ".2f"),
+    "engine B/param": lambda r, _: _number(r.get("host_engine_bytes_per_parameter"), ".2f"),
+    "init s": lambda r, _: _number(r.get("init_s"), ".1f"),
+    "loss": lambda r, _: f"{r['losses'][0]:.4f} -> {r['losses'][-1]:.4f}" if r.get("losses") else "",
+    "loss vs stock": lambda r, rs: _number(loss_difference(r, baseline(rs, "stock", r)), ".1e"),
+}
+
+LEGEND = """\
+* s/step: median time from the end of one step to the end of the next, with the loss read on the host after every step.
+* forward, backward, step(): time on the GPU's stream between the calls; work deferred into the next forward is there.
+* x stock, x GPU-only: tokens/s over those of that system on this page, with the same clipping if it is there.
+* GPU-only: weights, gradients and AdamW states in bf16, torch's fused AdamW: less work than with fp32 states.
+* bound: the busiest lane as the engine itself reports it, median over the timed steps.
+* GPU peak: torch's allocated bytes while training; reserved: what its allocator held. host peak: VmHWM while training,
+  the Python process and CUDA included; engine B/param: the same above the process as it was before the engine was made.
+* loss: first warm-up step to last timed step; loss vs stock: largest relative difference of any step, same clipping."""
+
+
+def rows(records: list[Record]) -> list[list[str]]:
+    """Header and one row per record; columns that are empty everywhere are left out."""
+    table = [[cell(record, records) for cell in COLUMNS.values()] for record in records]
+    used = [index for index in range(len(COLUMNS)) if any(row[index] for row in table)]
+    titles = list(COLUMNS)
+    body = [[row[index] for index in used] for row in table]
+    for row, record in zip(body, records, strict=True):
+        if record["status"] != "ok":
+            row[-1] = f"{record['status']}: {record.get('error', '')}"
+    return [[titles[index] for index in used], *body]
+
+
+def plain(table: list[list[str]]) -> str:
+    widths = [max(len(row[index]) for row in table) for index in range(len(table[0]) - 1)]
+    return "\n".join(
+        "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+        for row in table
+    )
+
+
+def markdown_table(table: list[list[str]]) -> str:
+    def line(row: list[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+
+    return "\n".join([line(table[0]), "|" + " --- |" * len(table[0]), *(line(row) for row in table[1:])])
+
+
+def csv_text(records: list[Record]) -> str:
+    """Every scalar of every record, settings first, ratios last."""
+    flat = []
+    for record in records:
+        stock, bound = baseline(records, "stock", record), baseline(records, "gpu-only", record)
+        scalars = {key: value for key, value in record.items() if not isinstance(value, dict | list)}
+        ratios = {
+            "speed_over_stock": speed_ratio(record, stock),
+            "speed_over_gpu_only": speed_ratio(record, bound),
+            "loss_difference_to_stock": loss_difference(record, stock),
+        }
+        flat.append({**record["setting"], **scalars, **ratios})
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()
+
+
+def markdown_page(
+    title: str, facts: dict[str, str], ceilings: Record | None, command: str, records: list[Record]
+) -> str:
+    """The dated page: machine, versions, ceilings, the table, and the exact commands."""
+    parts = [f"# {title}", "\n".join(f"* {name}: {value}" for name, value in facts.items())]
+    if ceilings and ceilings.get("gemm_tflop_s"):
+        parts.append(
+            "Ceilings measured in this run: "
+            f"bf16 GEMM 8192^3 {ceilings['gemm_tflop_s']:.0f} TFLOP/s; page-locked H2D {ceilings['h2d_gb_s']:.1f} "
+            f"GB/s, D2H {ceilings['d2h_gb_s']:.1f} GB/s, both at once {ceilings['h2d_both_gb_s']:.1f} GB/s each way; "
+            f"device copy {ceilings['device_copy_gb_s']:.0f} GB/s (read + write)."
+        )
+    parts += [markdown_table(rows(records)), LEGEND]
+    commands = "\n".join(record["command"] for record in records)
+    parts.append(f"Run with\n\n```\n{command}\n```\n\nwhich is, row by row,\n\n```\n{commands}\n```")
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,127 @@
+#include "update/update.hpp"
+
+#include <pybind11/stl.h>
+
+#include <array>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "bindings/register.hpp"
+
+namespace py = pybind11;
+
+namespace ds_slide {
+namespace {
+
+template <class Value, std::size_t count>
+Value named(char const* argument, std::string const& name,
+            std::array<std::pair<char const*, Value>, count> const& values) {
+  std::string known;
+  for (auto const& [candidate, value] : values) {
+    if (name == candidate) return value;
+    known += std::string(known.empty() ? "" : ", ") + candidate;
+  }
+  throw std::invalid_argument(std::string(argument) + " is \"" + name + "\" but must be one of " + known);
+}
+
+Dtype dtype_of(char const* argument, std::string const& name) {
+  static constexpr std::array<std::pair<char const*, Dtype>, 3> kValues{
+      {{"bf16", Dtype::bf16}, {"fp16", Dtype::fp16}, {"fp32", Dtype::fp32}}};
+  return named(argument, name, kValues);
+}
+
+WeightFormat weight_format_of(std::string const& name) {
+  static constexpr std::array<std::pair<char const*, WeightFormat>, 3> kValues{
+      {{"bf16_planar", WeightFormat::bf16_planar},
+       {"fp32", WeightFormat::fp32},
+       {"fp16_master", WeightFormat::fp16_master}}};
+  return named("weight_format", name, kValues);
+}
+
+KernelTable const& kernels_named(std::string const& isa) {
+  static constexpr std::array<std::pair<char const*, Isa>, 3> kValues{
+      {{"portable", Isa::portable}, {"avx2", Isa::avx2}, {"avx512", Isa::avx512}}};
+  return kernels_of(isa == "auto" ? best_isa() : named("isa", isa, kValues));
+}
+
+char const* isa_name() {
+  switch (best_isa()) {
+    case Isa::avx512:
+      return "avx512";
+    case Isa::avx2:
+      return "avx2";
+    case Isa::portable:
+      break;
+  }
+  return "portable";
+}
+
+std::size_t size_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
+
+/// The address as a pointer, checked as far as an address can be.
+void* pointer(char const* argument, std::uintptr_t address, std::size_t element_size, std::size_t numel) {
+  if (numel > 0 && (address == 0 || address % element_size != 0)) {
+    throw std::invalid_argument(std::string(argument) + " is " + std::to_string(address) +
+                                ", which is not the address of " + std::to_string(element_size) +
+                                "-byte elements");
+  }
+  return reinterpret_cast<void*>(address);
+}
+
+void adamw_binding(Workers& workers, std::string const& weight_format, std::uintptr_t weight_ptr,
+                   std::uintptr_t remainder_ptr, std::uintptr_t exp_avg_ptr, std::uintptr_t exp_avg_sq_ptr,
+                   std::uintptr_t grad_ptr, std::string const& grad_dtype, std::size_t numel, double lr,
+                   double beta1, double beta2, double eps, double weight_decay, std::int64_t step,
+                   bool bias_correction, bool adam_w_mode, double grad_scale, std::string const& isa) {
+  WeightFormat const format = weight_format_of(weight_format);
+  Dtype const gradient = dtype_of("grad_dtype", grad_dtype);
+  if (step < 1) throw std::invalid_argument("step is " + std::to_string(step) + " but counts from 1");
+  AdamwArrays arrays{};
+  arrays.weight = pointer("weight_ptr", weight_ptr, format == WeightFormat::fp32 ? 4 : 2, numel);
+  if (format == WeightFormat::bf16_planar)
+    arrays.remainder = pointer("remainder_ptr", remainder_ptr, 2, numel);
+  if (format == WeightFormat::fp16_master)
+    arrays.remainder = pointer("remainder_ptr", remainder_ptr, 4, numel);
+  arrays.exp_avg = static_cast<float*>(pointer("exp_avg_ptr", exp_avg_ptr, 4, numel));
+  arrays.exp_avg_sq = static_cast<float*>(pointer("exp_avg_sq_ptr", exp_avg_sq_ptr, 4, numel));
+  arrays.grad = pointer("grad_ptr", grad_ptr, size_of(gradient), numel);
+  AdamwConstants const constants =
+      make_constants({lr, beta1, beta2, eps, weight_decay, step, bias_correction, adam_w_mode, grad_scale});
+  adamw(workers, kernels_named(isa), format, gradient, arrays, numel, constants);
+}
+
+void accumulate_binding(Workers& workers, std::uintptr_t dst_ptr, std::string const& dst_dtype,
+                        std::uintptr_t src_ptr, std::string const& src_dtype, std::size_t numel,
+                        std::string const& isa) {
+  Dtype const dst = dtype_of("dst_dtype", dst_dtype);
+  Dtype const src = dtype_of("src_dtype", src_dtype);
+  accumulate(workers, kernels_named(isa), pointer("dst_ptr", dst_ptr, size_of(dst), numel), dst,
+             pointer("src_ptr", src_ptr, size_of(src), numel), src, numel);
+}
+
+double sum_of_squares_binding(Workers& workers, std::uintptr_t ptr, std::string const& dtype,
+                              std::size_t numel, std::string const& isa) {
+  Dtype const type = dtype_of("dtype", dtype);
+  return sum_of_squares(workers, kernels_named(isa), pointer("ptr", ptr, size_of(type), numel), type, numel);
+}
+
+}  // namespace
+
+void register_update(py::module_& module) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  module.def("isa", &isa_name, "Best instruction set of this processor: avx512, avx2 or portable.");
+  module.def("adamw", &adamw_binding, "One AdamW step in place; see _native.pyi.", py::arg("workers"),
+             py::arg("weight_format"), py::arg("weight_ptr"), py::arg("remainder_ptr"),
+             py::arg("exp_avg_ptr"), py::arg("exp_avg_sq_ptr"), py::arg("grad_ptr"), py::arg("grad_dtype"),
+             py::arg("numel"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+             py::arg("weight_decay"), py::arg("step"), py::arg("bias_correction"), py::arg("adam_w_mode"),
+             py::arg("grad_scale"), py::arg("isa") = "auto", Release());
+  module.def("accumulate", &accumulate_binding, "dst = round(float(dst) + float(src)).", py::arg("workers"),
+             py::arg("dst_ptr"), py::arg("dst_dtype"), py::arg("src_ptr"), py::arg("src_dtype"),
+             py::arg("numel"), py::arg("isa") = "auto", Release());
+  module.def("sum_of_squares", &sum_of_squares_binding, "Sum of squares in fp64.", py::arg("workers"),
+             py::arg("ptr"), py::arg("dtype"), py::arg("numel"), py::arg("isa") = "auto", Release());
+}
+
+}  // namespace ds_slide

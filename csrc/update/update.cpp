@@ -1,0 +1,106 @@
+#include "update/update.hpp"
+
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <vector>
+
+namespace ds_slide {
+namespace {
+
+// 16 Ki elements are 416 KiB of planar state: small enough that 16 threads end within 30 us of each other,
+// large enough that taking the next slice (one atomic add) is not seen.
+constexpr std::size_t kUpdateSlice = 16 * 1024;
+constexpr std::size_t kAccumulateSlice = 64 * 1024;
+constexpr std::size_t kSumSegment = 64 * 1024;  // part of the result: another length sums in another order
+
+constexpr std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
+constexpr std::size_t smaller(std::size_t a, std::size_t b) { return a < b ? a : b; }
+
+/// Rounded once to fp32, subnormals to zero as the arithmetic would treat them.
+float constant(double value) {
+  float const rounded = static_cast<float>(value);
+  return std::fabs(rounded) < std::numeric_limits<float>::min() ? std::copysign(0.0f, rounded) : rounded;
+}
+
+template <class Body>
+void for_slices(Workers& workers, std::size_t numel, std::size_t slice, Body const& body) {
+  workers.parallel_for(ceil_div(numel, slice), [&](std::size_t index) {
+    std::size_t const begin = index * slice;
+    body(index, begin, smaller(begin + slice, numel));
+  });
+}
+
+}  // namespace
+
+Isa best_isa() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  // Every processor with AVX2 has F16C (Haswell, Zen and later).
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    return Isa::avx512;
+  }
+  if (__builtin_cpu_supports("avx2")) return Isa::avx2;
+#endif
+  return Isa::portable;
+}
+
+KernelTable const& kernels_of(Isa isa) {
+  static Isa const best = best_isa();
+  if (static_cast<int>(isa) > static_cast<int>(best)) {
+    throw std::invalid_argument("this processor lacks the instruction set asked for; use isa=\"auto\"");
+  }
+#if defined(__x86_64__)
+  if (isa == Isa::avx512) return avx512_kernels();
+  if (isa == Isa::avx2) return avx2_kernels();
+#endif
+  return portable_kernels();
+}
+
+AdamwConstants make_constants(AdamwOptions const& options) {
+  double const step = static_cast<double>(options.step);
+  double const bc1 = options.bias_correction ? 1.0 - std::pow(options.beta1, step) : 1.0;
+  double const bc2 = options.bias_correction ? 1.0 - std::pow(options.beta2, step) : 1.0;
+  AdamwConstants constants{};
+  constants.decay = constant(1.0 - options.lr * options.weight_decay);
+  constants.weight_decay = constant(options.weight_decay);
+  constants.beta1 = constant(options.beta1);
+  constants.one_minus_beta1 = constant(1.0 - options.beta1);
+  constants.beta2 = constant(options.beta2);
+  constants.one_minus_beta2 = constant(1.0 - options.beta2);
+  constants.inv_bc2_sqrt = constant(1.0 / std::sqrt(bc2));
+  constants.step_size = constant(options.lr / bc1);
+  constants.eps = constant(options.eps);
+  constants.grad_scale = constant(options.grad_scale);
+  constants.adam_w_mode = options.adam_w_mode;
+  return constants;
+}
+
+void adamw(Workers& workers, KernelTable const& kernels, WeightFormat format, Dtype grad_dtype,
+           AdamwArrays const& arrays, std::size_t numel, AdamwConstants const& constants) {
+  auto const kernel = kernels.adamw[static_cast<int>(format)][static_cast<int>(grad_dtype)];
+  for_slices(workers, numel, kUpdateSlice,
+             [&](std::size_t, std::size_t begin, std::size_t end) { kernel(arrays, constants, begin, end); });
+}
+
+void accumulate(Workers& workers, KernelTable const& kernels, void* dst, Dtype dst_dtype, void const* src,
+                Dtype src_dtype, std::size_t numel) {
+  auto const kernel = kernels.accumulate[static_cast<int>(dst_dtype)][static_cast<int>(src_dtype)];
+  for_slices(workers, numel, kAccumulateSlice,
+             [&](std::size_t, std::size_t begin, std::size_t end) { kernel(dst, src, begin, end); });
+}
+
+double sum_of_squares(Workers& workers, KernelTable const& kernels, void const* data, Dtype dtype,
+                      std::size_t numel) {
+  auto const kernel = kernels.sum_of_squares[static_cast<int>(dtype)];
+  std::vector<double> sums(ceil_div(numel, kSumSegment));
+  for_slices(workers, numel, kSumSegment, [&](std::size_t index, std::size_t begin, std::size_t end) {
+    sums[index] = kernel(data, begin, end);
+  });
+  double total = 0.0;
+  for (double const sum : sums) total += sum;
+  return total;
+}
+
+}  // namespace ds_slide

@@ -1,0 +1,6 @@
+"""The "ds_slide" block of the DeepSpeed JSON."""
+
+from ds_slide.config.schema import CONFIG_KEY, DebugConfig, SlideConfig
+from ds_slide.config.sizes import format_bytes, parse_bytes
+
+__all__ = ["CONFIG_KEY", "DebugConfig", "SlideConfig", "format_bytes", "parse_bytes"]

@@ -1,0 +1,156 @@
+"""SlideConfig: every setting of the "ds_slide" block, with its range and its default.
+
+A wrong value is reported by its JSON path and what was expected there; an unknown key by the nearest valid one.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    ValidationInfo,
+)
+from pydantic_core import ErrorDetails
+
+from ds_slide.config.sizes import SIZE_HELP, parse_bytes
+from ds_slide.errors import SlideConfigError
+
+CONFIG_KEY = "ds_slide"
+"""Top-level key of the DeepSpeed JSON; stock DeepSpeed ignores it."""
+
+
+def _size_or_none(value: Any, info: ValidationInfo) -> int | None:
+    # "auto" is what people write next to Hugging Face's own "auto" values; here it has one possible meaning.
+    return None if value is None or value == "auto" else parse_bytes(value, f"{CONFIG_KEY}.{info.field_name}")
+
+
+def _size_or_auto(value: Any, info: ValidationInfo) -> int | str:
+    return "auto" if value == "auto" else parse_bytes(value, f"{CONFIG_KEY}.{info.field_name}")
+
+
+Budget = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_size_or_none)]
+AutoSize = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
+CoreNumber = Annotated[StrictInt, Field(ge=0)]
+ModulePath = Annotated[StrictStr, Field(min_length=1)]
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False)
+
+
+class DebugConfig(_Block):
+    """Switches for tests of DS-Slide itself; they cost speed and never change a result."""
+
+    lane_delay_ms: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, strict=True, description="a number of milliseconds, 0 or more"
+    )
+    """Longest random delay put before every operation of every lane, to bring races out; 0 switches it off."""
+
+    seed: StrictInt = Field(default=0, ge=0, description="an integer of 0 or more")
+    """Seed of those delays."""
+
+
+class SlideConfig(_Block):
+    """The "ds_slide" block. Sizes are stored in bytes, lists as tuples."""
+
+    enabled: StrictBool = Field(default=False, description="true or false")
+    """Whether DS-Slide replaces DeepSpeed's ZeRO-3 optimizer; false leaves stock DeepSpeed."""
+
+    window: StrictInt = Field(default=3, ge=2, description="an integer of at least 2")
+    """Number of GPU slots, one block each: one that computes and at least one that is filled meanwhile."""
+
+    gpu_memory: Budget = Field(default=None, description=f"{SIZE_HELP}, above 0, or null for what is free")
+    """Limit in bytes of everything that DS-Slide itself places on the GPU; None: what is free."""
+
+    host_memory: Budget = Field(default=None, description=f"{SIZE_HELP}, above 0, or null for what is free")
+    """Limit in bytes of the states and buffers in host memory; None: what is free."""
+
+    gpu_states: AutoSize = Field(default="auto", description=f'"auto", 0 or {SIZE_HELP}')
+    """GPU memory in bytes for optimizer states: edges first, then the first blocks, which are then updated on the GPU.
+
+    0 keeps all states in host memory; "auto" uses what the GPU budget leaves.
+    """
+
+    hold_gradients: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
+    """Whether gradients wait in host memory until backward has ended.
+
+    "auto" holds them when gradient clipping, fp16 or gradient accumulation need that; otherwise a block is updated as
+    soon as its gradient has arrived.
+    """
+
+    gradient_buffers: StrictInt = Field(default=4, ge=2, description="an integer of at least 2")
+    """Host staging buffers of one block each, used when gradients are not held."""
+
+    cpu_threads: Literal["auto"] | Annotated[StrictInt, Field(ge=1)] = Field(
+        default="auto", description='"auto" or an integer of at least 1'
+    )
+    """Threads of the CPU update on this rank; "auto": the cores this process may use, shared between local ranks."""
+
+    cpu_cores: Literal["auto", "none"] | Annotated[tuple[CoreNumber, ...], Field(min_length=1)] = Field(
+        default="auto", description='"auto", "none" or a list of core numbers such as [0, 1, 2, 3]'
+    )
+    """Cores that the update threads are pinned to; "none" does not pin."""
+
+    blocks: Literal["auto"] | Annotated[tuple[ModulePath, ...], Field(min_length=1)] = Field(
+        default="auto", description='"auto" or a list of module paths such as ["model.layers"]'
+    )
+    """Module paths of the layer lists whose elements are streamed as blocks; "auto" finds them."""
+
+    huge_pages: StrictBool = Field(default=False, description="true or false")
+    """Whether host slabs ask the kernel for transparent huge pages."""
+
+    debug: DebugConfig = Field(default_factory=lambda: DebugConfig(), description="an object")
+    """Switches for race tests."""
+
+    @classmethod
+    def from_deepspeed(cls, ds_config: Mapping[str, Any]) -> "SlideConfig | None":
+        """Read the block from a DeepSpeed config dict; None when the key is absent or `enabled` is false.
+
+        Raises SlideConfigError for an unknown key or a value of the wrong type or range. `"enabled": false` skips
+        these checks: off means off.
+        """
+        if CONFIG_KEY not in ds_config:
+            return None
+        block = ds_config[CONFIG_KEY]
+        if not isinstance(block, Mapping):
+            raise SlideConfigError(f'{CONFIG_KEY} is {block!r}; expected an object such as {{"enabled": true}}')
+        if block.get("enabled") is False:
+            return None
+        try:
+            config = cls.model_validate(dict(block))
+        except ValidationError as error:
+            # The first complaint only: the others mostly follow from it, and a message is one sentence.
+            raise SlideConfigError(_sentence(error.errors(include_url=False)[0], block)) from None
+        return config if config.enabled else None
+
+
+def _sentence(error: ErrorDetails, block: Mapping[str, Any]) -> str:
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    # error["loc"] is key after key, then names of union branches and list positions, which say nothing to the user.
+    model: type[BaseModel] = SlideConfig
+    path, value = CONFIG_KEY, block
+    for key in map(str, error["loc"]):
+        if key not in model.model_fields:
+            return _unknown_key(path, key, model)
+        field, path, value = model.model_fields[key], f"{path}.{key}", value[key]
+        if field.annotation is not DebugConfig or not isinstance(value, Mapping):
+            break
+        model = DebugConfig
+    return f"{path} is {json.dumps(value, default=repr)}; expected {field.description}"
+
+
+def _unknown_key(path: str, key: str, model: type[BaseModel]) -> str:
+    near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.5)
+    if near:
+        return f"{path}.{key} is not a setting of DS-Slide; did you mean {path}.{near[0]}?"
+    return f"{path}.{key} is not a setting of DS-Slide; the settings of {path} are {', '.join(model.model_fields)}"

@@ -1,0 +1,132 @@
+"""`safe_get_full_*`, `safe_set_full_*` and their local forms: one parameter's master, moments and gradient.
+
+Every call first waits for what it needs and nothing else: the parameter's unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from torch import nn
+
+from ds_slide.errors import SlideError
+from ds_slide.integration import planes
+from ds_slide.model.layout import Entry, piece
+from ds_slide.runtime.engine import SlideRuntime
+from ds_slide.runtime.unit import Unit
+
+Places = dict[nn.Parameter, tuple[Unit, Entry]]
+
+
+class StateAccess:
+    """All tensors handed out are fp32 on the accelerator; `full` ones have the parameter's shape (collective)."""
+
+    def __init__(self, runtime: SlideRuntime, places: Places, group: Any) -> None:
+        self._runtime = runtime
+        self._places = places
+        self._group = group
+
+    def local_state(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor | None:
+        """Master (`key` None) or moment of this rank's partition, [partition_numel]."""
+        place = self._trainable(parameter)
+        if place is None:
+            return None
+        self._runtime.settle(place[0])
+        own = planes.read_master(*place) if key is None else planes.read_state(*place, self._known(key))
+        return own.to(self._runtime.device.torch, copy=True)
+
+    def full_state(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor | None:
+        return self._gather(parameter, self.local_state(parameter, key))
+
+    def set_local_state(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None) -> None:
+        place = self._trainable(parameter)
+        if place is None:
+            return
+        unit, entry = place
+        self._runtime.settle(unit)
+        own = value.reshape(-1)[: entry.partition_numel]
+        if key is None:
+            planes.write_master(unit, entry, own)
+            self._runtime.weights_changed(unit)
+        else:
+            planes.read_state(unit, entry, self._known(key))[: own.numel()].copy_(own)
+
+    def set_full_state(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None) -> None:
+        place = self._trainable(parameter)
+        if place is not None:
+            self.set_local_state(parameter, self._own(value, place[1]), key)
+
+    def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        place = self._trainable(parameter)
+        if place is None:
+            return None
+        gradient = self._held(place[0], place[1])
+        return gradient.to(device=self._runtime.device.torch, dtype=torch.float32, copy=True)
+
+    def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return self._gather(parameter, self.local_gradient(parameter))
+
+    def set_local_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        place = self._trainable(parameter)
+        if place is None:
+            return
+        unit, entry = place
+        own = value.reshape(-1)[: entry.partition_numel]
+        self._held(unit, entry)[: own.numel()].copy_(own)
+        unit.square_sum_on = None
+        unit.gradient_ready = True
+
+    def set_full_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        place = self._trainable(parameter)
+        if place is not None:
+            self.set_local_gradient(parameter, self._own(value, place[1]))
+
+    def map_gradients(
+        self, function: Callable[[torch.Tensor, nn.Parameter], torch.Tensor], parameters: Sequence[nn.Parameter]
+    ) -> None:
+        """Replace the full gradient of each parameter by `function(gradient, parameter)`."""
+        for parameter in parameters:
+            gradient = self.full_gradient(parameter)
+            if gradient is not None:
+                self.set_full_gradient(parameter, function(gradient, parameter))
+
+    def device_of(self, parameter: nn.Parameter) -> torch.device | None:
+        """Where the states of the parameter live."""
+        place = self._trainable(parameter)
+        return None if place is None else place[0].state.exp_avg.device
+
+    def _trainable(self, parameter: nn.Parameter) -> tuple[Unit, Entry] | None:
+        place = self._places[parameter]
+        return place if place[1].trainable else None
+
+    def _held(self, unit: Unit, entry: Entry) -> torch.Tensor:
+        self._runtime.require_held("reading or writing a gradient")
+        self._runtime.settle(unit)
+        self._runtime.parts.lanes.update.drain()  # an accumulation may be under way
+        assert unit.state.gradient is not None
+        return unit.state.gradient[entry.offset : entry.offset + entry.partition_numel]
+
+    def _own(self, value: torch.Tensor, entry: Entry) -> torch.Tensor:
+        if value.numel() != entry.numel:
+            raise SlideError(f"{entry.name} has {entry.numel} elements, but the value given has {value.numel()}")
+        start, stop = piece(entry, self._runtime.parts.ranks.rank)
+        return value.reshape(-1)[start:stop]
+
+    def _gather(self, parameter: nn.Parameter, own: torch.Tensor | None) -> torch.Tensor | None:
+        if own is None:
+            return None
+        entry = self._places[parameter][1]
+        whole = own
+        if self._runtime.parts.ranks.world_size > 1:
+            whole = own.new_empty(self._runtime.parts.ranks.world_size * own.numel())
+            dist.all_gather_into_tensor(whole, own.contiguous(), group=self._group)
+        return whole[: entry.numel].view(entry.shape)
+
+    @staticmethod
+    def _known(key: str) -> str:
+        if key not in planes.STATE_KEYS:
+            raise SlideError(f"there is no optimizer state '{key}'; AdamW has {' and '.join(planes.STATE_KEYS)}")
+        return key

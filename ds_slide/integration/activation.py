@@ -1,0 +1,111 @@
+"""The switch: an engine whose config enables "ds_slide" gets SlideZeroOptimizer in place of the stage-3 optimizer.
+
+Two methods of DeepSpeedEngine are wrapped. The constructor checks first (DeepSpeed's names, then the config), so that
+a run that cannot work ends before it has taken memory. `_configure_zero_optimizer` chooses its class by an import
+inside the function, so replacing the attribute of the module for the length of that call is enough; its ~45 keyword
+arguments remain DeepSpeed's business. An engine without the key runs the originals.
+"""
+
+import difflib
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_wrapped_classes: set[type] = set()
+
+
+def install(engine_module: ModuleType) -> None:
+    """Wrap `DeepSpeedEngine` of the module `deepspeed.runtime.engine`. Idempotent."""
+    engine_class = engine_module.DeepSpeedEngine
+    if engine_class in _wrapped_classes:
+        return
+    engine_class.__init__ = _checking(engine_class.__init__)
+    # Where the method is gone the constructor's check says so, when and only when an engine wants DS-Slide.
+    if hasattr(engine_class, "_configure_zero_optimizer"):
+        engine_class._configure_zero_optimizer = _choosing(engine_class._configure_zero_optimizer)
+    _wrapped_classes.add(engine_class)
+
+
+def slide_config(ds_config: Any) -> Any:
+    """SlideConfig of a raw or parsed DeepSpeed config, or None where DS-Slide is off. Raises SlideConfigError."""
+    raw = getattr(ds_config, "_param_dict", ds_config)
+    # Without the key nothing of DS-Slide is imported, let alone run.
+    if not isinstance(raw, Mapping) or "ds_slide" not in raw:
+        return None
+    from ds_slide.config import SlideConfig
+
+    return SlideConfig.from_deepspeed(raw)
+
+
+def warn_if_meant(parsed: Any) -> None:
+    """DeepSpeed accepts any key at the top level, so that a misspelt block would run stock without a word."""
+    raw = getattr(parsed, "_param_dict", None)
+    if not isinstance(raw, Mapping):
+        return
+    if "ds_slide" in raw:
+        if "enabled" not in raw["ds_slide"]:
+            logger.warning("ds_slide.enabled is absent from the config and false by default: stock DeepSpeed runs")
+        return
+    for key in raw:
+        if difflib.SequenceMatcher(None, "ds_slide", str(key).lower()).ratio() > 0.8:
+            logger.warning("the config has the key %r, which DeepSpeed ignores; was ds_slide meant?", key)
+
+
+def _checking(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            given = signature.bind(self, *args, **kwargs).arguments
+        except TypeError:
+            given = {}  # the original reports it
+        parsed = given.get("config_class")
+        slide = slide_config(given.get("config") if parsed is None else parsed)
+        if slide is None:
+            warn_if_meant(parsed)
+        else:
+            from ds_slide.integration.contract import check_deepspeed_config
+            from ds_slide.integration.selfcheck import check_deepspeed, check_extension
+
+            check_deepspeed()
+            check_extension()
+            check_deepspeed_config(
+                parsed, slide, model=given["model"], client_optimizer=given.get("optimizer"), mpu=given.get("mpu")
+            )
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _configure_zero_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if slide_config(self._config) is None:
+            return original(self, *args, **kwargs)
+        # Before the swap: its class statement names the stage-3 class as its base.
+        import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
+        from deepspeed.runtime.zero import stage3
+
+        from ds_slide.errors import SlideError
+        from ds_slide.integration.optimizer import SlideZeroOptimizer
+
+        stock = stage3.DeepSpeedZeroOptimizer_Stage3
+        stage3.DeepSpeedZeroOptimizer_Stage3 = SlideZeroOptimizer
+        try:
+            optimizer = original(self, *args, **kwargs)
+        finally:
+            stage3.DeepSpeedZeroOptimizer_Stage3 = stock
+        if not isinstance(optimizer, SlideZeroOptimizer):
+            raise SlideError(
+                f"ds_slide.enabled is true, but DeepSpeed built a {type(optimizer).__name__}; set ds_slide.enabled to "
+                "false, or report this with the DeepSpeed config"
+            )
+        return optimizer
+
+    return _configure_zero_optimizer

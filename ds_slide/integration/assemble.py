@@ -1,0 +1,151 @@
+"""From DeepSpeed's arguments to a running engine: structure, layouts, plan, runtime."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from ds_slide.config import SlideConfig
+from ds_slide.integration import parameters as protocol
+from ds_slide.model.layout import ParameterInfo, build_layout
+from ds_slide.model.structure import UnitSpec, find_structure, parameter_numel, parameter_shape
+from ds_slide.plan.memory import Budgets, Needs, Plan, UnitSize, make_plan
+from ds_slide.runtime.build import STAGINGS, RuntimeSettings, UnitPlan, build_runtime
+from ds_slide.runtime.device import Device
+from ds_slide.runtime.engine import SlideRuntime
+from ds_slide.runtime.ranks import Ranks
+from ds_slide.runtime.threads import update_cores
+
+WEIGHT_FORMAT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def assemble(
+    module: nn.Module,
+    group_of: dict[nn.Parameter, int],
+    config: SlideConfig,
+    settings: RuntimeSettings,
+    process_group: Any,
+) -> SlideRuntime:
+    """Build the runtime for `module`, whose parameters have ZeRO-3's attributes already.
+
+    `group_of`: optimizer group of every trainable parameter. Collective over the ranks.
+    """
+    ranks = Ranks.over(process_group)
+    structure = find_structure(module, config.blocks)
+    unit_plans = [_unit_plan(spec, group_of, ranks.world_size) for spec in structure.units]
+    device = Device(torch.device(get_accelerator().current_device_name()))
+    plan = _plan(unit_plans, module, config, settings, device)
+    runtime = build_runtime(
+        module,
+        unit_plans,
+        plan,
+        settings,
+        ranks,
+        device,
+        take_weights=protocol.take_weights(ranks.rank),
+        adopt=protocol.adopt,
+        availability=protocol.set_availability,
+    )
+    _release_cached_host_memory()
+    return runtime
+
+
+def runtime_settings(
+    config: SlideConfig, dtype: torch.dtype, accumulation_dtype: torch.dtype, accumulation_steps: int, clips: bool
+) -> RuntimeSettings:
+    """Decide what the DeepSpeed settings mean for the runtime (see `SlideConfig.hold_gradients`)."""
+    needs_hold = clips or dtype == torch.float16 or accumulation_steps > 1
+    held = needs_hold if config.hold_gradients == "auto" else config.hold_gradients
+    held_dtype = accumulation_dtype if accumulation_steps > 1 else dtype
+    threads, cores = update_cores(
+        config.cpu_threads,
+        config.cpu_cores,
+        int(os.environ.get("LOCAL_RANK", "0")),
+        int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))),
+    )
+    return RuntimeSettings(
+        dtype=dtype,
+        held_dtype=held_dtype if held else None,
+        accumulates=accumulation_steps > 1,
+        window=config.window,
+        gradient_buffers=config.gradient_buffers,
+        cpu_threads=threads,
+        cpu_cores=cores,
+        huge_pages=config.huge_pages,
+        delay_ms=config.debug.lane_delay_ms,
+        seed=config.debug.seed,
+    )
+
+
+def _unit_plan(spec: UnitSpec, group_of: dict[nn.Parameter, int], world_size: int) -> UnitPlan:
+    by_name = dict(spec.parameters)
+    infos = [
+        ParameterInfo(name, parameter_shape(parameter), parameter_numel(parameter), group_of.get(parameter))
+        for name, parameter in spec.parameters
+    ]
+    layout = build_layout(infos, world_size)
+    return UnitPlan(spec, layout, [by_name[entry.name] for entry in layout.entries])
+
+
+def _plan(
+    unit_plans: Sequence[UnitPlan], module: nn.Module, config: SlideConfig, settings: RuntimeSettings, device: Device
+) -> Plan:
+    held = 0 if settings.held_dtype is None else settings.held_dtype.itemsize
+    rings = settings.held_dtype is None or settings.accumulates
+    needs = Needs(
+        weight_format=WEIGHT_FORMAT[settings.dtype],
+        weight_bytes=settings.dtype.itemsize,
+        gradient_bytes=settings.dtype.itemsize,
+        held_bytes=held,
+        window=settings.window,
+        stagings=STAGINGS,
+        ring=settings.gradient_buffers if rings else 0,
+    )
+    sizes = [UnitSize(plan.spec.name, plan.layout, plan.spec.kind == "edge") for plan in unit_plans]
+    return make_plan(sizes, needs, _budgets(module, config, device))
+
+
+def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
+    """Free memory as it will be once the parameters' present copies, which DS-Slide takes over, are gone."""
+    on_gpu = on_host = 0
+    for parameter in module.parameters():
+        for tensor in (parameter.data, getattr(parameter, "ds_tensor", None)):
+            if tensor is None:
+                continue
+            size = tensor.numel() * tensor.element_size()
+            if tensor.device.type == "cuda":
+                on_gpu += size
+            else:
+                on_host += size
+    gpu_states = None if config.gpu_states == "auto" else config.gpu_states
+    available = psutil.virtual_memory().available
+    if device.is_cuda:
+        free, total = torch.cuda.mem_get_info(device.torch)
+        fraction = torch.cuda.get_per_process_memory_fraction(device.torch) if _has_fraction() else 1.0
+        reserved = torch.cuda.memory_reserved(device.torch)
+        total = int(total * fraction)
+        free = min(free + reserved, total) - torch.cuda.memory_allocated(device.torch) + on_gpu
+    else:
+        # The accelerator is the host: its part comes out of the same memory, so nothing is placed there unasked.
+        free = total = available
+        gpu_states = gpu_states or 0
+    return Budgets(total, free, available + on_host, gpu_states, config.gpu_memory, config.host_memory)
+
+
+def _has_fraction() -> bool:
+    return hasattr(torch.cuda, "get_per_process_memory_fraction")
+
+
+def _release_cached_host_memory() -> None:
+    """Under zero.Init the weights were in page-locked memory that torch keeps for reuse; nobody will."""
+    release = getattr(torch._C, "_host_emptyCache", None)
+    if release is not None and torch.cuda.is_available():
+        release()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,230 @@
+"""What DS-Slide does not support, refused by name before any memory is taken.
+
+Two entrances: `check_deepspeed_config` when the engine starts (nothing but the parsed config, the model and the
+client's optimizer exist yet), `check_supported` when the ZeRO optimizer is built (its arguments are final). Both report
+every problem that they find, one sentence and one line each.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_slide.config import SlideConfig
+from ds_slide.errors import SlideConfigError
+from ds_slide.integration.refused import (
+    FP32_STATES,
+    NO_SUPPORT,
+    REFUSED_ENGINE_SETTINGS,
+    REFUSED_ZERO_SETTINGS,
+    Values,
+    setting_problems,
+)
+
+# (package, class) of what is supported: a subclass may change the update rule, so the type must be exact.
+_ADAM_CLASSES = (("deepspeed", "DeepSpeedCPUAdam"), ("deepspeed", "FusedAdam"), ("torch", "Adam"), ("torch", "AdamW"))
+_ADAM_NAMES = ("adam", "adamw")
+_FOREIGN_MODULES = {
+    ("deepspeed", "PipelineModule"): "pipeline parallelism",
+    ("deepspeed", "MoE"): "expert parallelism",
+    ("deepspeed", "AutoEPMoELayer"): "expert parallelism",
+}
+
+
+def check_deepspeed_config(
+    config: Any, slide: SlideConfig, *, model: nn.Module, client_optimizer: Any = None, mpu: Any = None
+) -> None:
+    """Refuse what a parsed `DeepSpeedConfig` asks for and DS-Slide cannot do.
+
+    `client_optimizer` and `mpu` are those given to `deepspeed.initialize`. Raises SlideConfigError.
+    """
+    stage = int(config.zero_optimization_stage)
+    if stage != 3:
+        # Alone: what else is wrong for an engine of stage 3 was not meant for one.
+        problem = f"zero_optimization.stage is {stage}, but DS-Slide is an engine for stage 3"
+        raise SlideConfigError(f'{problem}; set it to 3 or remove "ds_slide"')
+    values = values_of_config(config) | {"mpu": mpu}
+    _raise(
+        *setting_problems(values, (*REFUSED_ENGINE_SETTINGS, *REFUSED_ZERO_SETTINGS)),
+        *parallel_problems(values),
+        *offload_problems(values),
+        *holding_problems(values, slide),
+        *model_problems(model),
+        *optimizer_choice_problems(config.optimizer_name, client_optimizer),
+    )
+
+
+def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, ds_config: Mapping[str, Any]) -> None:
+    """Refuse arguments of DeepSpeedZeroOptimizer_Stage3's constructor that DS-Slide cannot honour.
+
+    `kwargs`: the constructor's keyword arguments by DeepSpeed's names; an absent one counts as off.
+    `init_optimizer`: the optimizer that brings the hyperparameters. `module`: the model. `ds_config`: the raw config
+    dict. Raises SlideConfigError.
+    """
+    slide = SlideConfig.from_deepspeed(ds_config) or SlideConfig()
+    values = dict(kwargs)
+    # These two arrive under other names than they are set with.
+    values["prescale_gradients"] = not values.get("postscale_gradients", True)
+    values["zero_quantized_gradients"] = values.get("all2all_process_group") is not None
+    values["fp16"] = model_dtype(module) == torch.float16
+    _raise(
+        *setting_problems(values, REFUSED_ZERO_SETTINGS),
+        *parallel_problems(values),
+        *offload_problems(values),
+        *holding_problems(values, slide),
+        *dtype_problems(values, module),
+        *model_problems(module),
+        *optimizer_problems(init_optimizer),
+    )
+
+
+def values_of_config(config: Any) -> dict[str, Any]:
+    """What the checks read from a parsed `DeepSpeedConfig`. Settings that came after 0.18.0 may be absent there."""
+    zero, fp16, bf16 = config.zero_config, config.float16_config, config.bfloat16_config
+    return {
+        "offload_optimizer_config": zero.offload_optimizer,
+        "offload_param_config": zero.offload_param,
+        "zenflow_config": zero.zenflow,
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size,
+        "zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
+        "zero_quantized_gradients": zero.zero_quantized_gradients,
+        "mics_shard_size": getattr(zero, "mics_shard_size", -1),
+        "elastic_checkpoint": zero.elastic_checkpoint,
+        "prescale_gradients": config.prescale_gradients,
+        "gradient_predivide_factor": config.gradient_predivide_factor,
+        "clip_grad": config.gradient_clipping,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "fp16": fp16.enabled,
+        "fp16_master_weights_and_gradients": fp16.fp16_master_weights_and_grads,
+        "bf16_master_weights_and_gradients": getattr(bf16, "bf16_master_weights_and_grads", False),
+        "bf16_optimizer_states": getattr(bf16, "bf16_optimizer_states", False),
+        "torch_autocast": config.torch_autocast_enabled,
+        "hybrid_engine": config.hybrid_engine.enabled,
+        "deepcompile": config.compile_config.deepcompile,
+        "autotp_size": config.tensor_parallel_config.autotp_size,
+        "expert_parallel": getattr(getattr(config, "expert_parallel_config", None), "enabled", False),
+        "sequence_parallel_size": config._param_dict.get("sequence_parallel_size", 1),
+        "load_universal": config.load_universal_checkpoint,
+        "pipeline_loading_checkpoint": zero.pipeline_loading_checkpoint,
+        "managed_gradient_accumulation": getattr(config, "managed_gradient_accumulation", True),
+    }
+
+
+def parallel_problems(values: Values) -> Iterator[str]:
+    if values.get("mpu") is not None:
+        yield "an mpu is passed to deepspeed.initialize, but DS-Slide has no model parallelism; pass mpu=None"
+
+
+def offload_problems(values: Values) -> Iterator[str]:
+    """DeepSpeed's own offload sections: accepted with devices none and cpu, and not needed at all."""
+    for section in ("offload_optimizer", "offload_param"):
+        settings = values.get(f"{section}_config")
+        if settings is not None and settings.device == "nvme":
+            path = f"zero_optimization.{section}.device"
+            yield f'{path} is "nvme", but the SSD tier is not in this version; set it to "cpu"'
+    settings = values.get("offload_optimizer_config")
+    path = "zero_optimization.offload_optimizer"
+    if (ratio := getattr(settings, "ratio", 1.0)) != 1.0:
+        yield f"{path}.ratio is {ratio}, but DS-Slide places states by ds_slide.gpu_states; set the ratio to 1.0"
+    if getattr(settings, "super_offload", False):
+        yield f"{path}.super_offload is true, but it replaces the optimizer that DS-Slide replaces; set it to false"
+    if values.get("zenflow_config") is not None:
+        yield "zero_optimization.zenflow is set, but it changes the update that DS-Slide does; remove it"
+
+
+def holding_problems(values: Values, slide: SlideConfig) -> Iterator[str]:
+    """`ds_slide.hold_gradients: false` against what is only right with gradients held until backward has ended."""
+    if slide.hold_gradients is not False:
+        return
+    reasons = []
+    if (clip := values.get("clip_grad", 0.0)) > 0:
+        reasons.append(f"gradient_clipping is {clip}")
+    if (steps := values.get("gradient_accumulation_steps", 1)) > 1:
+        reasons.append(f"gradient_accumulation_steps is {steps}")
+    if values.get("fp16"):
+        reasons.append("fp16 can overflow")
+    if reasons:
+        yield (
+            f"ds_slide.hold_gradients is false, but {' and '.join(reasons)}, so that no update is safe before backward "
+            'has ended; set it to "auto", or turn the other off'
+        )
+
+
+def dtype_problems(values: Values, module: nn.Module) -> Iterator[str]:
+    """A model of several data types, and gradients of another one than the model's."""
+    dtype = model_dtype(module)
+    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+        yield f"the model's parameters are {dtype}, but DS-Slide trains bfloat16, float16 and float32; convert it"
+        return
+    for name, parameter in module.named_parameters():
+        if parameter.dtype != dtype:
+            yield f"parameter {name} is {parameter.dtype} and others are {dtype}; convert the model to one data type"
+            break
+    communication = values.get("communication_data_type")
+    if communication not in (None, dtype):
+        yield f"communication_data_type is {communication}, but DS-Slide reduces gradients in {dtype}; remove it"
+    accumulation = values.get("gradient_accumulation_dtype")
+    if accumulation not in (None, dtype, torch.float32):
+        yield f"data_types.grad_accum_dtype is {accumulation}, but the model is {dtype}; remove it or use fp32"
+
+
+def optimizer_choice_problems(json_name: str | None, client_optimizer: Any) -> Iterator[str]:
+    """The optimizer as it is asked for: `optimizer.type` in the JSON, or an object or a callable from the script."""
+    if isinstance(client_optimizer, torch.optim.Optimizer):
+        yield from optimizer_problems(client_optimizer)
+    elif client_optimizer is not None:
+        return  # a callable: what it makes is checked when it is made
+    elif json_name is None:
+        yield (
+            'no optimizer is given, but DS-Slide exists to update parameters; add an "optimizer" of type AdamW to the '
+            "DeepSpeed config, or set ds_slide.enabled to false for inference"
+        )
+    elif json_name.lower() not in _ADAM_NAMES:
+        yield f'optimizer.type is "{json_name}", but DS-Slide updates with Adam only; use "AdamW" or "Adam"'
+
+
+def optimizer_problems(optimizer: Any) -> Iterator[str]:
+    """The optimizer object whose parameter groups DS-Slide takes over."""
+    kind = type(optimizer)
+    if (_package(kind), kind.__name__) not in _ADAM_CLASSES:
+        yield (
+            f"the optimizer is {kind.__module__}.{kind.__name__}, but DS-Slide updates with Adam only; use "
+            "DeepSpeedCPUAdam, FusedAdam, torch.optim.Adam or torch.optim.AdamW"
+        )
+        return
+    if not getattr(optimizer, "fp32_optimizer_states", True):
+        yield f"optimizer.params.fp32_optimizer_states is false, but {FP32_STATES}; remove it"
+    for index, group in enumerate(optimizer.param_groups):
+        if kind is torch.optim.Adam and group.get("decoupled_weight_decay"):
+            yield f"decoupled_weight_decay is true in parameter group {index} of Adam; use torch.optim.AdamW instead"
+        for option in ("amsgrad", "maximize", "differentiable"):
+            if group.get(option):
+                yield f"{option} is true in parameter group {index}, but {NO_SUPPORT}; set it to false"
+
+
+def model_problems(model: nn.Module) -> Iterator[str]:
+    """Modules that bring a parallelism of their own."""
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            missing = _FOREIGN_MODULES.get((_package(kind), kind.__name__))
+            if missing is not None:
+                where = f"module {name}" if name else "the model"
+                yield f"{where} is a DeepSpeed {kind.__name__}, but DS-Slide has no {missing}; use a model without"
+                return
+
+
+def model_dtype(module: nn.Module) -> torch.dtype | None:
+    """Data type of the first trainable parameter, else of the first one; None without parameters."""
+    parameters = sorted(module.parameters(), key=lambda parameter: not parameter.requires_grad)
+    return parameters[0].dtype if parameters else None
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _raise(*problems: str) -> None:
+    if problems:
+        raise SlideConfigError("\n".join(problems))

@@ -1,0 +1,319 @@
+"""The facade: what DeepSpeedEngine, Hugging Face and checkpoint tools expect of a ZeRO-3 optimizer object.
+
+A subclass only because `isinstance` gates much of the engine. The stock constructor is not run: it would build the
+partitions, hooks and buffers that DS-Slide replaces. What is inherited and used is small arithmetic over attributes
+that are set here: parameter groups, sub-groups, loss scale properties, the backward hook state.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+from deepspeed.runtime.zero.partition_parameters import _init_external_params
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import nn
+
+from ds_slide.config import SlideConfig
+from ds_slide.errors import SlideError
+from ds_slide.integration import parameters as protocol
+from ds_slide.integration.access import StateAccess
+from ds_slide.integration.assemble import assemble, runtime_settings
+from ds_slide.integration.contract import check_supported
+from ds_slide.integration.subgroups import SubGroups
+from ds_slide.optim.hyper import AdamWHyper
+
+
+class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
+    """ZeRO stage 3 with the states streamed by `ds_slide.runtime`. Constructor arguments: stock's."""
+
+    def __init__(
+        self, module: nn.Module, init_optimizer: Any, param_names: Any, timers: Any, ds_config: Any, **kwargs: Any
+    ) -> None:
+        ZeROOptimizer.__init__(self)
+        check_supported(kwargs, init_optimizer, module, ds_config)
+        config = SlideConfig.from_deepspeed(ds_config)
+        assert config is not None
+        self._set_stock_attributes(module, init_optimizer, param_names, timers, kwargs)
+        protocol.convert(module, self.dp_process_group, self.dtype)
+        self._make_sub_groups()
+        for child in module.modules():
+            _init_external_params(child)
+        FWD_MODULE_STACK.append(module)  # where DeepSpeed registers a parameter that is used outside its module
+        settings = runtime_settings(
+            config, self.dtype, self.gradient_accumulation_dtype, self.gradient_accumulation_steps, self.clip_grad > 0
+        )
+        group_of = {
+            parameter: group_id
+            for parameters, group_id in zip(self.fp16_groups, self._group_ids, strict=True)
+            for parameter in parameters
+        }
+        self.runtime = assemble(module, group_of, config, settings, self.dp_process_group)
+        self.protocol = protocol.ParameterProtocol(self.runtime, self.dp_process_group)
+        self.access = StateAccess(self.runtime, self.protocol.places, self.dp_process_group)
+        self.sub_groups = SubGroups(self.fp16_groups, self._group_ids, self.protocol.places, self.runtime)
+        self._empty_parameter_groups()
+        self._link_all_hp_params()
+        self._pending_norm: torch.Tensor | None = None
+
+    def _set_stock_attributes(
+        self, module: nn.Module, init_optimizer: Any, param_names: Any, timers: Any, kwargs: dict[str, Any]
+    ) -> None:
+        self.module = module
+        self.optimizer = init_optimizer
+        self.param_names = param_names
+        self.timers = timers
+        self.dtype = init_optimizer.param_groups[0]["params"][0].dtype
+        self.master_weights_and_grads_dtype = torch.float32
+        self.dp_process_group = kwargs["dp_process_group"]
+        self.partition_count = dist.get_world_size(group=self.dp_process_group)
+        self.clip_grad = kwargs.get("clip_grad", 0.0)
+        self.gradient_accumulation_dtype = kwargs.get("gradient_accumulation_dtype") or self.dtype
+        self.gradient_accumulation_steps = kwargs.get("gradient_accumulation_steps", 1)
+        self.sub_group_size = kwargs.get("sub_group_size")
+        self.elastic_checkpoint = False
+        self.overflow = False
+        self._global_grad_norm: Any = 0.0
+        self.custom_loss_scaler = False
+        self.external_loss_scale = None
+        self.torch_autocast_gradscaler = None
+        self.loss_scaler = CreateLossScaler(
+            dtype=self.dtype,
+            static_loss_scale=kwargs.get("static_loss_scale", 1.0),
+            dynamic_scaling=kwargs.get("dynamic_loss_scale", False),
+            dynamic_loss_args=kwargs.get("dynamic_loss_args"),
+        )
+        self.dynamic_loss_scale = self.loss_scaler.dynamic
+        # Read by the engine and by checkpointing; DS-Slide owns its tiers, so DeepSpeed's swapper is never there.
+        self.offload_optimizer = True
+        self.swap_optimizer = False
+        self.optimizer_swapper = None
+        self.zenflow = False
+        self.use_muon = False
+        self.persistent_parameters: list[nn.Parameter] = []
+
+    def _make_sub_groups(self) -> None:
+        self.trainable_param_groups = self._get_trainable_parameter_groups()
+        self.fp16_groups, self._group_ids = [], []
+        for group in self.trainable_param_groups:
+            for sub_group in self._create_fp16_sub_groups(group["params"]):
+                self.fp16_groups.append(sub_group)
+                self._group_ids.append(group["_ds_source_param_group_id"])
+        self.sub_group_to_group_id = dict(enumerate(self._group_ids))
+
+    def _empty_parameter_groups(self) -> None:
+        # As in stock: the optimizer object carries hyper-parameters for schedulers, never tensors.
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+
+    def _hypers(self) -> list[AdamWHyper]:
+        """Hyper-parameters of the coming update, by optimizer group."""
+        adam_w_mode = getattr(self.optimizer, "adam_w_mode", isinstance(self.optimizer, torch.optim.AdamW))
+        step = self.runtime.step_count + 1
+        return [
+            AdamWHyper.from_param_group(group, step=step, adam_w_mode=bool(adam_w_mode))
+            for group in self.optimizer.param_groups
+        ]
+
+    # ---- forward and backward, as the engine announces them ----------------------------------------------------
+
+    def clear_backward_seen_flag(self) -> None:
+        ZeROOptimizer.clear_backward_seen_flag(self)
+
+    def backward_prologue(self) -> None:
+        self.runtime.begin_backward(self._hypers())
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        super().set_gradient_accumulation_boundary(is_boundary)
+        self.runtime.set_final(bool(is_boundary))
+
+    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
+        self.independent_gradient_partition_epilogue()
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        self.runtime.end_backward()
+        self._epilogue_ran_this_backward = True
+
+    def backward_epilogue(self) -> None:
+        pass
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        pass
+
+    # ---- step ------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:
+        """Apply or queue the update; skip it when the gradients are not finite (`overflow`)."""
+        if closure is not None:
+            raise SlideError("step(closure) is not supported with ZeRO stage 3; call step() without arguments")
+        if self.runtime.held:
+            self._step_held()
+        else:
+            self._step_under_way()
+
+    def _step_held(self) -> None:
+        scaled_norm = math.sqrt(self.runtime.square_sum())
+        self.overflow = not math.isfinite(scaled_norm)
+        scale = float(self.loss_scale)
+        self._update_scale(self.overflow)
+        if self.overflow:
+            self._global_grad_norm = float("inf")
+            self.runtime.discard_gradients()
+            return
+        norm = scaled_norm / scale
+        self._global_grad_norm = torch.tensor(norm, dtype=torch.float32)
+        clip = max(1.0, (norm + 1e-6) / self.clip_grad) if self.clip_grad > 0 else 1.0
+        self.runtime.step(self._hypers(), 1.0 / (clip * scale))
+
+    def _step_under_way(self) -> None:
+        self.overflow = False
+        hypers = self._hypers()
+        if hypers != list(self.runtime.gradients.hypers):
+            raise SlideError(
+                "the optimizer's hyper-parameters changed between backward() and step(), but with clipping off the "
+                'update has already begun under backward; change them before backward(), or set "ds_slide": '
+                '{"hold_gradients": true}'
+            )
+        self._check_last_norm()
+        self._pending_norm = self._global_grad_norm = self.runtime.norm_on_device()
+        self.runtime.step(hypers, 1.0)
+
+    def _check_last_norm(self) -> None:
+        # One step late, when the value is there without waiting for it.
+        if self._pending_norm is not None and not math.isfinite(float(self._pending_norm)):
+            raise SlideError(
+                f"the gradients of step {self.runtime.step_count} were not finite and have been applied, because with "
+                'clipping off updates run under backward; resume from the last checkpoint with "ds_slide": '
+                '{"hold_gradients": true}, which skips such steps'
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the accumulation window, if there are any that step() has not taken."""
+        self._epilogue_ran_this_backward = False
+        if any(unit.gradient_ready for unit in self.runtime.units):
+            self.runtime.discard_gradients()
+        for group in self.fp16_groups:
+            for parameter in group:
+                parameter.grad = None
+
+    def slide_stats(self) -> dict[str, Any]:
+        """Statistics of the newest finished step (see `ds_slide.report.statistics`); empty before the first."""
+        return self.runtime.parts.recorder.as_dict(self.runtime.parts.memory_report)
+
+    # ---- states, for deepspeed.utils.safe_* ------------------------------------------------------------------
+
+    def get_full_hp_param(self, param: Any, optim_state_key: str | None = None) -> Any:
+        return self.access.full_state(param, optim_state_key)
+
+    def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        self.access.set_full_state(param, value, optim_state_key)
+
+    def get_local_fp32_param(self, param: Any, optim_state_key: str | None = None) -> Any:
+        return self.access.local_state(param, optim_state_key)
+
+    def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        self.access.set_local_state(param, value, optim_state_key)
+
+    def get_fp32_grad_for_param(self, param: Any) -> Any:
+        return self.access.full_gradient(param)
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        self.access.set_full_gradient(param, value)
+
+    def get_local_fp32_grad_for_param(self, param: Any) -> Any:
+        return self.access.local_gradient(param)
+
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        self.access.set_local_gradient(param, value)
+
+    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: Any) -> None:
+        self.access.map_gradients(update_func, param_list)
+
+    def get_hp_param_device(self, param: Any, optim_state_key: str | None = None) -> Any:
+        return self.access.device_of(param)
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------
+
+    def checkpoint_event_prologue(self) -> None:
+        """DeepSpeed saves and loads with every parameter partitioned; pending updates are waited for."""
+        for unit in self.runtime.units:
+            self.runtime.settle(unit)
+        self.runtime.unbind_residents()
+
+    def checkpoint_event_epilogue(self) -> None:
+        self.runtime.reload_weights()
+        self.runtime.bind_residents()
+
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's ZeRO-3 format, readable by zero_to_fp32.py, ds_to_universal.py and stock DeepSpeed."""
+        step = self.runtime.step_count
+        return {
+            "zero_stage": 3,
+            "loss_scaler": self.loss_scaler,
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "partition_count": self.partition_count,
+            "optimizer_state_dict": self.sub_groups.optimizer_state(self.optimizer.param_groups, step),
+            "fp32_flat_groups": self.sub_groups.masters(),
+        }
+
+    def load_state_dict(
+        self,
+        state_dict_list: Any,
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = False,
+        checkpoint_folder: Any = None,
+        load_serial: Any = None,
+        param_shapes: Any = None,
+    ) -> None:
+        """Load this rank's part of a ZeRO-3 checkpoint, DS-Slide's or stock's."""
+        if checkpoint_folder or load_serial is not None:
+            raise SlideError(
+                "universal and serially loaded checkpoints are not supported by DS-Slide; remove "
+                "checkpoint.load_universal and checkpoint.pipeline_loading_checkpoint from the DeepSpeed config"
+            )
+        saved = state_dict_list[dist.get_rank(group=self.dp_process_group)]
+        self.loss_scaler = saved["loss_scaler"]
+        self.dynamic_loss_scale = saved["dynamic_loss_scale"]
+        self.overflow = saved["overflow"]
+        self.sub_groups.load_masters(saved["fp32_flat_groups"])
+        if load_optimizer_states:
+            groups = self.optimizer.param_groups
+            self.runtime.step_count = self.sub_groups.load_optimizer_state(saved["optimizer_state_dict"], groups)
+
+    def refresh_fp32_params(self) -> None:
+        """The low-precision weights become the masters."""
+        self._restore_from_bit16_weights()
+
+    def _restore_from_bit16_weights(self) -> None:
+        for unit in self.runtime.units:
+            self.runtime.settle(unit)
+            remainder = unit.state.remainder
+            if remainder is not None:
+                weight = unit.state.weight[: remainder.numel()]
+                remainder.copy_(weight) if remainder.is_floating_point() else remainder.zero_()
+
+    # ---- the rest of the engine's contract -------------------------------------------------------------------
+
+    def empty_partition_cache(self) -> None:
+        pass
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        raise SlideError(
+            "engine.offload_states() is not supported by DS-Slide: its states are in host memory already; use "
+            "ds_slide.gpu_states to keep fewer of them on the GPU"
+        )
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        raise SlideError("engine.reload_states() is not supported by DS-Slide: there is nothing to reload")
+
+    def destroy(self) -> None:
+        """End the lanes and remove the hooks."""
+        self.runtime.close()
+        if self.module in FWD_MODULE_STACK:
+            FWD_MODULE_STACK.remove(self.module)

@@ -1,0 +1,172 @@
+"""ZeRO-3's parameter protocol (`ds_id`, `ds_tensor`, `all_gather`, `partition`, ...) over DS-Slide's planes.
+
+`deepspeed.zero.GatheredParameters`, Hugging Face and checkpointing reach parameters through these attributes. After
+`adopt`, `ds_tensor` is a view of this rank's weight plane, and gathering waits for a pending update first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.partition_parameters import (
+    Init,
+    PartitionedParamStatus,
+    ZeroParamStatus,
+    is_zero_param,
+)
+from torch import nn
+
+from ds_slide.integration import planes
+from ds_slide.model.layout import Entry, piece
+from ds_slide.runtime.engine import SlideRuntime
+from ds_slide.runtime.unit import Unit
+
+
+def convert(module: nn.Module, group: Any, dtype: torch.dtype) -> None:
+    """Give every ordinary parameter ZeRO-3's attributes, without partitioning or moving it.
+
+    `deepspeed.zero.Init` on a module would broadcast and copy each parameter into page-locked memory of its own, from
+    where it would be copied again; only its attribute pass is needed.
+    """
+    ordinary = [parameter for parameter in module.parameters() if not is_zero_param(parameter)]
+    if not ordinary:
+        return
+    init = Init(module=None, data_parallel_group=group, remote_device="cpu", pin_memory=False, dtype=dtype)
+    for parameter in ordinary:
+        if dist.get_world_size(group) > 1:
+            # The ranks may have drawn different weights; rank 0's are everyone's, as under zero.Init.
+            source = 0 if group == dist.get_world_group() else dist.get_global_rank(group, 0)
+            dist.broadcast(parameter.data, source, group=group)
+        init._convert_to_deepspeed_param(parameter)
+        parameter.ds_tensor = _placeholder(parameter, group)
+        parameter.ds_status = ZeroParamStatus.AVAILABLE
+
+
+def _placeholder(parameter: nn.Parameter, group: Any) -> torch.Tensor:
+    """Stands for the partition until there is one: whoever asks for sizes gets them."""
+    tensor = torch.empty(0, dtype=parameter.dtype)
+    return _as_partition(tensor, -(-parameter.ds_numel // dist.get_world_size(group)))
+
+
+def _as_partition(tensor: torch.Tensor, numel: int) -> torch.Tensor:
+    partition: Any = tensor
+    partition.ds_numel = numel
+    partition.status = PartitionedParamStatus.AVAILABLE
+    partition.final_location = None
+    return tensor
+
+
+def take_weights(rank: int) -> Any:
+    """A function that reads `rank`'s elements of a parameter, from wherever they are before DS-Slide has them."""
+
+    def take(parameter: nn.Parameter, entry: Entry) -> torch.Tensor:
+        start, stop = piece(entry, rank)
+        if parameter.ds_status == ZeroParamStatus.AVAILABLE:
+            return parameter.data.reshape(-1)[start:stop]
+        return parameter.ds_tensor.reshape(-1)[: stop - start]
+
+    return take
+
+
+def adopt(unit: Unit) -> None:
+    """Point the parameters of `unit` at its planes and let go of what they held before."""
+    for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True):
+        view = unit.state.weight[entry.offset : entry.offset + entry.partition_numel]
+        parameter.ds_tensor = _as_partition(view, entry.partition_numel)
+        parameter.data = torch.empty(0, dtype=view.dtype, device=parameter.device)
+        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        parameter.grad = None
+
+
+def set_availability(parameters: Sequence[nn.Parameter], available: bool) -> None:
+    """ZeRO-3's status follows the binding; its parameter dictionaries read it on every access."""
+    status = ZeroParamStatus.AVAILABLE if available else ZeroParamStatus.NOT_AVAILABLE
+    for parameter in parameters:
+        parameter.ds_status = status
+
+
+class _Gathered:
+    """The handle that `all_gather_coalesced` returns; the work is done already."""
+
+    def wait(self, *_args: Any, **_kwargs: Any) -> None:
+        return None
+
+
+class ParameterProtocol:
+    """`all_gather` and `partition` for every parameter of a runtime."""
+
+    def __init__(self, runtime: SlideRuntime, group: Any) -> None:
+        self._runtime = runtime
+        self._group = group
+        self.places: dict[nn.Parameter, tuple[Unit, Entry]] = {
+            parameter: (unit, entry)
+            for unit in runtime.units
+            for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True)
+        }
+        for parameter in self.places:
+            self._install(parameter)
+
+    def _install(self, parameter: Any) -> None:
+        def all_gather(param_list: Iterable[Any] | None = None, async_op: bool = False, hierarchy: int = 0) -> None:
+            self.gather([parameter] if param_list is None else param_list)
+
+        def all_gather_coalesced(params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> _Gathered:
+            self.gather(params)
+            return _Gathered()
+
+        def partition(
+            param_list: Iterable[Any] | None = None,
+            hierarchy: int = 0,
+            has_been_updated: bool = False,
+            free_data: bool = True,
+        ) -> None:
+            self.partition([parameter] if param_list is None else param_list, updated=has_been_updated)
+
+        parameter.all_gather = all_gather
+        parameter.all_gather_coalesced = all_gather_coalesced
+        parameter.partition = partition
+
+    def gather(self, parameters: Iterable[Any]) -> None:
+        """Put the whole parameters on the accelerator. Collective over the ranks for those that are not there."""
+        for parameter in parameters:
+            if parameter.ds_status == ZeroParamStatus.AVAILABLE:
+                continue
+            unit, entry = self.places[parameter]
+            self._runtime.settle(unit)
+            if unit.resident is not None:
+                self._runtime.bind_resident(unit)
+                continue
+            own = unit.state.weight[entry.offset : entry.offset + entry.partition_numel]
+            own = own.to(self._runtime.device.torch, copy=True)
+            whole = own
+            if self._runtime.parts.ranks.world_size > 1:
+                whole = own.new_empty(self._runtime.parts.ranks.world_size * entry.partition_numel)
+                dist.all_gather_into_tensor(whole, own, group=self._group)
+            parameter.data = whole[: entry.numel].view(entry.shape)
+            parameter.ds_status = ZeroParamStatus.AVAILABLE
+
+    def partition(self, parameters: Iterable[Any], *, updated: bool) -> None:
+        """Take the parameters back from the accelerator; with `updated`, what the caller wrote becomes the weights.
+
+        Elements whose low-precision value did not change keep their exact fp32 master.
+        """
+        rank = self._runtime.parts.ranks.rank
+        for parameter in parameters:
+            if parameter.ds_status != ZeroParamStatus.AVAILABLE:
+                continue
+            unit, entry = self.places[parameter]
+            if updated:
+                self._runtime.settle(unit)
+                start, stop = piece(entry, rank)
+                changed = planes.write_weight(unit, entry, parameter.data.reshape(-1)[start:stop])
+                if changed or self._runtime.parts.ranks.world_size > 1:
+                    self._runtime.weights_changed(unit)
+            if unit.resident is not None:
+                whole = unit.resident[entry.slot_offset : entry.slot_offset + entry.numel].view(entry.shape)
+                parameter.data = whole
+            elif not self._runtime.is_bound(unit):
+                parameter.data = self._runtime.parts.empty.tensor
+                parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE

@@ -1,0 +1,69 @@
+"""Reads and writes one parameter's partition in the planes of its unit. The caller has settled the unit."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_slide.model.layout import Entry
+from ds_slide.optim.reference import decode_planar, encode_planar
+from ds_slide.runtime.unit import Unit
+
+STATE_KEYS = ("exp_avg", "exp_avg_sq")
+
+
+def _span(entry: Entry, numel: int | None = None) -> slice:
+    return slice(entry.offset, entry.offset + (entry.partition_numel if numel is None else numel))
+
+
+def read_master(unit: Unit, entry: Entry) -> torch.Tensor:
+    """fp32 master of this rank's partition: a new tensor [partition_numel] where the planes are."""
+    weight, remainder = unit.state.weight[_span(entry)], unit.state.remainder
+    if remainder is None or entry.group is None:
+        return weight.float()
+    if remainder.is_floating_point():
+        return remainder[_span(entry)].clone()
+    return decode_planar(weight.view(torch.int16), remainder[_span(entry)])
+
+
+def write_master(unit: Unit, entry: Entry, values: torch.Tensor) -> None:
+    """Set the fp32 master, and with it the weight, of this rank's partition from [<= partition_numel] values."""
+    span = _span(entry, values.numel())
+    weight, remainder = unit.state.weight[span], unit.state.remainder
+    values = values.reshape(-1).to(device=weight.device, dtype=torch.float32)
+    if remainder is None:
+        weight.copy_(values)
+    elif remainder.is_floating_point():
+        remainder[span].copy_(values)
+        weight.copy_(values)
+    else:
+        high, low = encode_planar(values)
+        weight.view(torch.int16).copy_(high)
+        remainder[span].copy_(low)
+
+
+def write_weight(unit: Unit, entry: Entry, values: torch.Tensor) -> bool:
+    """Set the low-precision weight from [<= partition_numel] values; True when any bit changed.
+
+    The master of a changed element becomes the new value exactly; an unchanged element keeps its remainder.
+    """
+    span = _span(entry, values.numel())
+    weight, remainder = unit.state.weight[span], unit.state.remainder
+    new = values.reshape(-1).to(device=weight.device, dtype=weight.dtype)
+    changed = new.view(_bits(new.dtype)) != weight.view(_bits(weight.dtype))
+    if not bool(changed.any()):
+        return False
+    weight.copy_(new)
+    if remainder is not None and entry.group is not None:
+        own = remainder[span]
+        own[changed] = new[changed].float() if remainder.is_floating_point() else 0
+    return True
+
+
+def _bits(dtype: torch.dtype) -> torch.dtype:
+    return torch.int16 if dtype.itemsize == 2 else torch.int32
+
+
+def read_state(unit: Unit, entry: Entry, key: str) -> torch.Tensor:
+    """View of a moment of this rank's partition: [partition_numel] fp32."""
+    plane: torch.Tensor = getattr(unit.state, key)
+    return plane[_span(entry)]

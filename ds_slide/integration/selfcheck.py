@@ -1,0 +1,201 @@
+"""The private names of DeepSpeed that this room relies on, and the check that they are there and look as expected.
+
+The check runs when an engine with "ds_slide" enabled is built, before anything else: a DeepSpeed that has changed is
+reported as what it is instead of failing somewhere in the middle, and an engine without the key never meets the check.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from ds_slide.errors import SlideError
+
+SUPPORTED_VERSIONS = ">=0.18,<0.20"
+TESTED_VERSION = "0.19.8"
+_FIRST_VERSION = (0, 18)
+_END_VERSION = (0, 20)
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """`path` in `module`; for a function also the parameters it must start with, and those it must have anywhere."""
+
+    module: str
+    path: str
+    leading: tuple[str, ...] | None = None
+    anywhere: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.path}"
+
+
+def _methods(module: str, owner: str, **signatures: str) -> Iterator[Symbol]:
+    """Methods of one class: name="parameters after self, separated by spaces"."""
+    for name, parameters in signatures.items():
+        yield Symbol(module, f"{owner}.{name}", ("self", *parameters.split()))
+
+
+_STAGE3 = "deepspeed.runtime.zero.stage3"
+_PARTITION = "deepspeed.runtime.zero.partition_parameters"
+_OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
+
+SYMBOLS: tuple[Symbol, ...] = (
+    # activation.py
+    Symbol(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.__init__",
+        ("self", "args", "model", "optimizer"),
+        ("mpu", "config", "config_class"),
+    ),
+    Symbol("deepspeed.runtime.engine", "DeepSpeedEngine._configure_zero_optimizer", ("self", "optimizer")),
+    Symbol("deepspeed.runtime.superoffload.superoffload_stage3", "SuperOffloadOptimizer_Stage3"),
+    # optimizer.py: what it calls
+    *_methods(
+        "deepspeed.runtime.base_optimizer",
+        "ZeROOptimizer",
+        __init__="",
+        clear_backward_seen_flag="",
+        set_gradient_accumulation_boundary="is_boundary",
+    ),
+    Symbol(
+        "deepspeed.runtime.fp16.loss_scaler",
+        "CreateLossScaler",
+        ("dtype", "static_loss_scale", "dynamic_scaling", "dynamic_loss_args"),
+    ),
+    *_methods(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3",
+        _create_fp16_sub_groups="params_group",
+        _get_trainable_parameter_groups="",
+        _link_all_hp_params="",
+        _update_scale="has_overflow",
+    ),
+    Symbol(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.loss_scale"),
+    Symbol(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.param_groups"),
+    Symbol(_OFFLOAD, "FWD_MODULE_STACK"),
+    Symbol(_PARTITION, "_init_external_params", ("module",)),
+    # optimizer.py: what it overrides, which would run no more if it were renamed
+    Symbol(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3.__init__",
+        ("self", "module", "init_optimizer", "param_names", "timers", "ds_config"),
+        (
+            "dp_process_group",
+            "clip_grad",
+            "gradient_accumulation_dtype",
+            "gradient_accumulation_steps",
+            "sub_group_size",
+            "static_loss_scale",
+            "dynamic_loss_scale",
+            "dynamic_loss_args",
+        ),
+    ),
+    *_methods(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3",
+        backward_prologue="",
+        backward_epilogue="",
+        overlapping_partition_gradients_reduce_epilogue="",
+        independent_gradient_partition_epilogue="",
+        step="closure",
+        zero_grad="set_to_none",
+        get_full_hp_param="param optim_state_key",
+        set_full_hp_param="value param optim_state_key",
+        get_local_fp32_param="param optim_state_key",
+        set_local_hp_param="value param optim_state_key",
+        get_fp32_grad_for_param="param",
+        set_fp32_grad_for_param="value param",
+        get_local_fp32_grad_for_param="param",
+        set_local_grad_for_param="value param",
+        update_fp32_grad_for_param_vectorized="update_func param_list",
+        get_hp_param_device="param optim_state_key",
+        checkpoint_event_prologue="",
+        checkpoint_event_epilogue="",
+        state_dict="",
+        load_state_dict="state_dict_list load_optimizer_states load_from_fp32_weights checkpoint_folder load_serial",
+        refresh_fp32_params="",
+        _restore_from_bit16_weights="",
+        finalize_gradient_accumulation_boundary="",
+        clear_backward_seen_flag="",
+        set_gradient_accumulation_boundary="is_boundary",
+        empty_partition_cache="",
+        offload_states="include",
+        reload_states="",
+        destroy="",
+    ),
+    # parameters.py
+    Symbol(
+        _PARTITION,
+        "Init.__init__",
+        ("self", "module", "data_parallel_group"),
+        ("remote_device", "pin_memory", "dtype"),
+    ),
+    *_methods(_PARTITION, "Init", _convert_to_deepspeed_param="param"),
+    Symbol(_PARTITION, "is_zero_param", ("parameter",)),
+    Symbol(_PARTITION, "ZeroParamStatus.AVAILABLE"),
+    Symbol(_PARTITION, "ZeroParamStatus.NOT_AVAILABLE"),
+    Symbol(_PARTITION, "PartitionedParamStatus.AVAILABLE"),
+)
+
+
+def check_deepspeed() -> None:
+    """Raise SlideError when the installed DeepSpeed is outside SUPPORTED_VERSIONS or lacks what SYMBOLS lists."""
+    import deepspeed
+
+    found = faults(SYMBOLS)
+    if _FIRST_VERSION <= (deepspeed.__version_major__, deepspeed.__version_minor__) < _END_VERSION and not found:
+        return
+    details = f": {', '.join(found)}" if found else ""
+    raise SlideError(
+        f"DS-Slide is written for DeepSpeed {SUPPORTED_VERSIONS} and tested with {TESTED_VERSION}, but "
+        f"{deepspeed.__version__} is installed{details}; run pip install deepspeed=={TESTED_VERSION} or set "
+        "ds_slide.enabled to false"
+    )
+
+
+def check_extension() -> None:
+    """Raise SlideError when the C++ extension of this package is not built or does not load."""
+    try:
+        import ds_slide._native  # noqa: F401
+    except ImportError as error:
+        raise SlideError(
+            f"the C++ extension ds_slide._native does not load ({error}); build it by `pip install .` in the source "
+            "folder of DS-Slide, which needs a C++17 compiler, or set ds_slide.enabled to false"
+        ) from error
+
+
+def faults(symbols: Iterable[Symbol]) -> list[str]:
+    """One phrase for each symbol that is missing or has other parameters than expected."""
+    return [fault for symbol in symbols if (fault := _fault(symbol)) is not None]
+
+
+def _fault(symbol: Symbol) -> str | None:
+    try:
+        value: Any = functools.reduce(getattr, symbol.path.split("."), importlib.import_module(symbol.module))
+    except (ImportError, AttributeError):
+        return f"{symbol} is missing"
+    if symbol.leading is None:
+        return None
+    actual = tuple(inspect.signature(_without_nvtx(value)).parameters)
+    if actual[: len(symbol.leading)] != symbol.leading:
+        return f"{symbol} takes ({', '.join(actual)}) instead of ({', '.join(symbol.leading)}, ...)"
+    lacking = [name for name in symbol.anywhere if name not in actual]
+    return f"{symbol} has no parameter {', '.join(lacking)}" if lacking else None
+
+
+def _without_nvtx(function: Callable[..., Any]) -> Callable[..., Any]:
+    # DeepSpeed's instrument_w_nvtx makes it (*args, **kwargs) without functools.wraps; the original is in the closure.
+    while getattr(function, "__name__", "") == "wrapped_fn":
+        inner = [
+            cell.cell_contents
+            for cell in getattr(function, "__closure__", None) or ()
+            if isinstance(cell.cell_contents, FunctionType)
+        ]
+        if len(inner) != 1:
+            break
+        function = inner[0]
+    return function

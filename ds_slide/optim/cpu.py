@@ -1,0 +1,129 @@
+"""CPU tensors in front of the C++ kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from ds_slide.errors import SlideError
+from ds_slide.optim.hyper import AdamWHyper
+
+try:
+    from ds_slide import _native
+except ImportError as error:
+    raise SlideError(
+        f"the C++ extension ds_slide._native cannot be loaded ({error}); install the package with `pip install .`, "
+        "or build it in the source tree with `python setup.py build_ext --inplace`."
+    ) from error
+
+_DtypeName = Literal["bf16", "fp16", "fp32"]
+_WeightFormat = Literal["bf16_planar", "fp32", "fp16_master"]
+
+_DTYPE_NAMES: dict[torch.dtype, _DtypeName] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# (dtype of the weight, dtype of the remainder) -> weight format of the kernels
+_WEIGHT_FORMATS: dict[tuple[torch.dtype, torch.dtype | None], _WeightFormat] = {
+    (torch.bfloat16, torch.int16): "bf16_planar",
+    (torch.float32, None): "fp32",
+    (torch.float16, torch.float32): "fp16_master",
+}
+
+
+class CpuUpdater:
+    """AdamW, accumulation and norms on ``num_threads`` persistent threads.
+
+    Thread ``i`` is pinned to ``cores[i % len(cores)]`` unless ``cores`` is empty. Calls release the GIL, may come from
+    any thread and run one after the other. No result depends on the number of threads. All tensors are contiguous and
+    on the CPU; anything else is refused with SlideError.
+    """
+
+    def __init__(self, num_threads: int, cores: Sequence[int] = ()) -> None:
+        try:
+            self._workers = _native.Workers(num_threads, list(cores))
+        except (RuntimeError, ValueError) as error:
+            raise SlideError(f"cannot start the CPU update threads: {error}.") from error
+
+    @property
+    def num_threads(self) -> int:
+        return self._workers.num_threads
+
+    def adamw_(
+        self,
+        weight: torch.Tensor,
+        remainder: torch.Tensor | None,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        hyper: AdamWHyper,
+        grad_scale: float = 1.0,
+    ) -> None:
+        """One Adam(W) step in place, in one pass over memory; all tensors have the same number of elements.
+
+        ``weight`` bf16 with ``remainder`` int16 is the planar master; fp32 with None is a plain weight; fp16 with
+        ``remainder`` fp32 is an fp16 copy (written only) of the fp32 master. The moments are fp32, ``grad`` is bf16,
+        fp16 or fp32 and is multiplied by ``grad_scale`` first.
+        """
+        weight_format = _WEIGHT_FORMATS.get((weight.dtype, None if remainder is None else remainder.dtype))
+        if weight_format is None:
+            raise SlideError(
+                f"adamw_: weight {weight.dtype} with remainder {None if remainder is None else remainder.dtype} is no "
+                "weight format; use bfloat16 with int16, float32 with None, or float16 with float32."
+            )
+        numel = weight.numel()
+        beta1, beta2 = hyper.betas
+        _native.adamw(
+            self._workers,
+            weight_format,
+            _pointer("adamw_", "weight", weight, numel),
+            0 if remainder is None else _pointer("adamw_", "remainder", remainder, numel),
+            _pointer("adamw_", "exp_avg", exp_avg, numel, torch.float32),
+            _pointer("adamw_", "exp_avg_sq", exp_avg_sq, numel, torch.float32),
+            _pointer("adamw_", "grad", grad, numel),
+            _dtype_name("adamw_", "grad", grad),
+            numel,
+            hyper.lr,
+            beta1,
+            beta2,
+            hyper.eps,
+            hyper.weight_decay,
+            hyper.step,
+            hyper.bias_correction,
+            hyper.adam_w_mode,
+            grad_scale,
+        )
+
+    def accumulate_(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """``dst += src``: added in fp32, rounded to the dtype of ``dst``; bf16, fp16 and fp32 in any combination."""
+        numel = dst.numel()
+        _native.accumulate(
+            self._workers,
+            _pointer("accumulate_", "dst", dst, numel),
+            _dtype_name("accumulate_", "dst", dst),
+            _pointer("accumulate_", "src", src, numel),
+            _dtype_name("accumulate_", "src", src),
+            numel,
+        )
+
+    def sum_of_squares(self, tensor: torch.Tensor) -> float:
+        """Sum of the squares of a bf16, fp16 or fp32 tensor, accumulated in fp64; infinities and NaN propagate."""
+        numel = tensor.numel()
+        pointer = _pointer("sum_of_squares", "tensor", tensor, numel)
+        return _native.sum_of_squares(self._workers, pointer, _dtype_name("sum_of_squares", "tensor", tensor), numel)
+
+
+def _dtype_name(function: str, argument: str, tensor: torch.Tensor) -> _DtypeName:
+    name = _DTYPE_NAMES.get(tensor.dtype)
+    if name is None:
+        raise SlideError(f"{function}: {argument} is {tensor.dtype}; use bfloat16, float16 or float32.")
+    return name
+
+
+def _pointer(function: str, argument: str, tensor: torch.Tensor, numel: int, dtype: torch.dtype | None = None) -> int:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise SlideError(f"{function}: {argument} is not a contiguous CPU tensor; copy it to one first.")
+    if tensor.numel() != numel:
+        raise SlideError(f"{function}: {argument} has {tensor.numel()} elements but the others have {numel}.")
+    if dtype is not None and tensor.dtype != dtype:
+        raise SlideError(f"{function}: {argument} is {tensor.dtype} but must be {dtype}.")
+    return tensor.data_ptr()

@@ -1,0 +1,130 @@
+"""The update rule in plain torch, on any device: the statement that the C++ and GPU kernels must match bit by bit.
+
+Every operation is done in fp64 on fp32 operands and rounded to fp32 at once. For +, -, *, / and sqrt that gives the
+correctly rounded fp32 result (53 bits are at least 2 * 24 + 2, so the second rounding is harmless), and it does not
+depend on how torch computes fp32 on some device: no fused multiply-add, no approximate square root, no flushing mode.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ds_slide.optim.hyper import AdamWConstants, AdamWHyper
+
+# Flush to zero as x86 processors do it (MXCSR.FTZ): a result is subnormal when it is below 2^-126 after rounding with
+# an exponent range that has no lower end. From 2^-126 - 2^-151 on, such rounding gives 2^-126, which stays.
+_FLUSHED_BELOW = 2.0**-126 - 2.0**-151
+_CHUNK = 1 << 22
+
+
+def encode_planar(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Splits fp32 ``weight`` into ``(hi, lo)``, both int16 of its shape.
+
+    ``hi`` holds the bits of the weight rounded to bf16, ``lo`` the low 16 bits of the fp32 number. Rounding hides
+    whether a tie (low half 0x8000) went up or down, so a tie is first moved by one fp32 ulp, which leaves ``hi`` as it
+    is. NaN stays NaN, its payload is not kept.
+    """
+    bits = weight.contiguous().view(torch.int32)
+    upper = (bits >> 16) & 0xFFFF
+    low = bits & 0xFFFF
+    odd = upper & 1
+    rounded = ((bits.long() + 0x7FFF + odd) >> 16) & 0xFFFF
+    low = torch.where(low == 0x8000, 0x7FFF + 2 * odd, low)
+    nan = torch.isnan(weight)
+    hi = torch.where(nan, upper | 0x0040, rounded.int())
+    lo = torch.where(nan, 0, low)
+    return _as_int16(hi), _as_int16(lo)
+
+
+def decode_planar(hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
+    """The fp32 weight of the planes ``hi`` (int16 or bf16) and ``lo`` (int16), of one shape."""
+    upper = hi.contiguous().view(torch.int16).long() << 16
+    bits = (upper + lo.long()) & 0xFFFFFFFF
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int().view(torch.float32)
+
+
+@torch.no_grad()
+def adamw_reference_(
+    weight: torch.Tensor,
+    remainder: torch.Tensor | None,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    hyper: AdamWHyper,
+    grad_scale: float = 1.0,
+) -> None:
+    """One Adam(W) step in place on contiguous tensors of one size and device.
+
+    ``weight`` bf16 with ``remainder`` int16 is the planar master; fp32 with None is a plain weight; fp16 with
+    ``remainder`` fp32 is an fp16 copy of the fp32 master. The moments are fp32, ``grad`` is bf16, fp16 or fp32.
+    """
+    constants = hyper.constants(grad_scale)
+    planes = (
+        [weight, exp_avg, exp_avg_sq, grad] if remainder is None else [weight, exp_avg, exp_avg_sq, grad, remainder]
+    )
+    # In chunks: the fp64 temporaries of a whole vocabulary matrix would be tens of gigabytes.
+    for w, m, v, g, *rest in zip(*(plane.view(-1).split(_CHUNK) for plane in planes), strict=True):
+        _adamw_chunk_(w, rest[0] if rest else None, m, v, g, constants)
+
+
+def _adamw_chunk_(
+    weight: torch.Tensor,
+    remainder: torch.Tensor | None,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    c: AdamWConstants,
+) -> None:
+    g = _mul(_flush(grad.float()), c.grad_scale)
+    w = _flush(_master(weight, remainder))
+    m = _flush(exp_avg)
+    v = _flush(exp_avg_sq)
+    if c.adam_w_mode:
+        w = _mul(w, c.decay)
+    else:
+        g = _add(g, _mul(w, c.weight_decay))
+    m = _add(_mul(m, c.beta1), _mul(g, c.one_minus_beta1))
+    v = _add(_mul(v, c.beta2), _mul(_mul(g, g), c.one_minus_beta2))
+    denominator = _add(_mul(_round(v.double().sqrt()), c.inv_bc2_sqrt), c.eps)
+    update = _mul(_round(m.double() / denominator.double()), c.step_size)
+    w = _add(w, -update)
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)
+    _store_master(weight, remainder, w)
+
+
+def _master(weight: torch.Tensor, remainder: torch.Tensor | None) -> torch.Tensor:
+    if weight.dtype == torch.bfloat16 and remainder is not None:
+        return decode_planar(weight, remainder)
+    return weight if remainder is None else remainder
+
+
+def _store_master(weight: torch.Tensor, remainder: torch.Tensor | None, value: torch.Tensor) -> None:
+    if weight.dtype == torch.bfloat16 and remainder is not None:
+        hi, lo = encode_planar(value)
+        weight.copy_(hi.view(torch.bfloat16))
+        remainder.copy_(lo)
+        return
+    weight.copy_(value)
+    if remainder is not None:
+        remainder.copy_(value)
+
+
+def _round(exact: torch.Tensor) -> torch.Tensor:
+    return torch.where(exact.abs() < _FLUSHED_BELOW, torch.copysign(torch.zeros_like(exact), exact), exact).float()
+
+
+def _flush(value: torch.Tensor) -> torch.Tensor:
+    return _round(value.double())
+
+
+def _mul(a: torch.Tensor, b: torch.Tensor | float) -> torch.Tensor:
+    return _round(a.double() * (b.double() if isinstance(b, torch.Tensor) else b))
+
+
+def _add(a: torch.Tensor, b: torch.Tensor | float) -> torch.Tensor:
+    return _round(a.double() + (b.double() if isinstance(b, torch.Tensor) else b))
+
+
+def _as_int16(value: torch.Tensor) -> torch.Tensor:
+    return torch.where(value >= 1 << 15, value - (1 << 16), value).to(torch.int16)

@@ -1,0 +1,147 @@
+"""Which unit's states live where, and what that takes: checked against the budgets before memory is taken.
+
+GPU memory for states goes first to the edges (their update is the one thing that nothing hides: the
+vocabulary's gradient is final last and its weights are needed first), then to the first blocks, whose
+updates are due first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_slide.errors import SlideError
+from ds_slide.model.layout import UnitLayout
+
+MASTER_BYTES = {"bf16": 2, "fp32": 0, "fp16": 4}
+"""Bytes a parameter of the remainder plane, by weight format."""
+MOMENT_BYTES = 8
+# 5 %: on a 141 GB card that covers the vocabulary matrix of a 3 B model and some blocks, on a 24 GB card a block or
+# two; activations, which DS-Slide does not place yet, need the rest.
+AUTO_GPU_STATE_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """What the plan knows of a unit. `is_edge` units are always on the GPU with their weights."""
+
+    name: str
+    layout: UnitLayout
+    is_edge: bool
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes. `gpu_states`: None means automatic."""
+
+    gpu_total: int
+    gpu_free: int
+    host_free: int
+    gpu_states: int | None
+    gpu_memory: int | None
+    host_memory: int | None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Storage settings that set the bytes. Item sizes in bytes; `weight_format` as in MASTER_BYTES."""
+
+    weight_format: str
+    weight_bytes: int
+    gradient_bytes: int
+    held_bytes: int
+    """Bytes a parameter of a held host gradient; 0 when gradients are not held."""
+    window: int
+    stagings: int
+    ring: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`on_gpu`: indices of the units whose states live on the GPU. Byte totals of what DS-Slide places."""
+
+    on_gpu: frozenset[int]
+    gpu_bytes: int
+    gpu_state_bytes: int
+    host_bytes: int
+
+
+def _state_bytes(layout: UnitLayout, needs: Needs) -> int:
+    return layout.trainable_numel * (MASTER_BYTES[needs.weight_format] + MOMENT_BYTES)
+
+
+def gpu_cost(unit: UnitSize, needs: Needs) -> int:
+    """Bytes more on the GPU when the unit's states (and its held gradient) move there."""
+    cost = _state_bytes(unit.layout, needs) + unit.layout.trainable_numel * max(needs.gradient_bytes, needs.held_bytes)
+    if not unit.is_edge:
+        cost += unit.layout.slot_numel * needs.weight_bytes
+    return cost
+
+
+def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan:
+    """Place the units. Raises SlideError when a budget does not suffice, with what would."""
+    allowance = budgets.gpu_states
+    if allowance is None:
+        allowance = int(budgets.gpu_total * AUTO_GPU_STATE_SHARE)
+        limit = budgets.gpu_free if budgets.gpu_memory is None else min(budgets.gpu_free, budgets.gpu_memory)
+        allowance = max(0, min(allowance, limit - _gpu_bytes(units, needs, frozenset())))
+    on_gpu: set[int] = set()
+    left = allowance
+    preference = sorted(range(len(units)), key=lambda index: (not units[index].is_edge, index))
+    for index in preference:
+        cost = gpu_cost(units[index], needs)
+        if cost <= left:
+            on_gpu.add(index)
+            left -= cost
+        elif not units[index].is_edge:
+            break  # blocks in order: a gap would be fetched anyway
+    placed = frozenset(on_gpu)
+    plan = Plan(placed, _gpu_bytes(units, needs, placed), allowance - left, _host_bytes(units, needs, placed))
+    _check(plan, budgets, needs)
+    return plan
+
+
+def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
+    streamed = [unit for index, unit in enumerate(units) if not unit.is_edge and index not in on_gpu]
+    slot = max((unit.layout.slot_numel for unit in streamed), default=0)
+    passing = [unit for index, unit in enumerate(units) if index not in on_gpu]
+    staging = max((unit.layout.slot_trainable_numel for unit in passing), default=0)
+    total = (
+        min(needs.window, len(streamed)) * slot * needs.weight_bytes + needs.stagings * staging * needs.gradient_bytes
+    )
+    total += sum(unit.layout.slot_numel for unit in units if unit.is_edge) * needs.weight_bytes
+    return total + sum(gpu_cost(units[index], needs) for index in on_gpu)
+
+
+def _host_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
+    total = 0
+    on_host = [unit for index, unit in enumerate(units) if index not in on_gpu]
+    for unit in on_host:
+        layout = unit.layout
+        total += layout.local_numel * needs.weight_bytes + _state_bytes(layout, needs)
+        total += layout.trainable_numel * needs.held_bytes
+    if needs.ring:
+        blocks = max((unit.layout.trainable_numel for unit in on_host if not unit.is_edge), default=0)
+        edges = max((unit.layout.trainable_numel for unit in on_host if unit.is_edge), default=0)
+        total += (needs.ring * blocks + edges) * needs.gradient_bytes
+    return total
+
+
+def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
+    gpu_limit = budgets.gpu_free if budgets.gpu_memory is None else min(budgets.gpu_free, budgets.gpu_memory)
+    if plan.gpu_bytes > gpu_limit:
+        source = "ds_slide.gpu_memory" if gpu_limit == budgets.gpu_memory else "free GPU memory"
+        raise SlideError(
+            f"GPU tier: window, edges and GPU states need {plan.gpu_bytes:,} bytes, but {source} is {gpu_limit:,}; "
+            f"lower ds_slide.window (now {needs.window}) or ds_slide.gpu_states (now {plan.gpu_state_bytes:,} bytes), "
+            "or allow more"
+        )
+    host_limit = budgets.host_free if budgets.host_memory is None else min(budgets.host_free, budgets.host_memory)
+    if plan.host_bytes > host_limit:
+        source = "ds_slide.host_memory" if host_limit == budgets.host_memory else "free host memory"
+        held = " or ds_slide.hold_gradients (false, without clipping and accumulation)" if needs.held_bytes else ""
+        raise SlideError(
+            f"host tier: the states need {plan.host_bytes:,} bytes, but {source} is {host_limit:,}; "
+            f"change ds_slide.gpu_states (now {plan.gpu_state_bytes:,} bytes, more moves states to the GPU){held}, "
+            "or use more ranks or a machine with more memory"
+        )

@@ -1,0 +1,104 @@
+"""What each lane did in a step, the bound that follows from it, and which lane set it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from ds_slide.runtime.device import Device, Marker
+
+LANES = ("compute", "h2d", "d2h", "update")
+
+
+class LaneMeter:
+    """Busy seconds and bytes of one lane. Device intervals are read when they have passed, never waited for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: deque[tuple[Marker, Marker]] = deque()
+        self._seconds = 0.0
+        self._bytes = 0
+
+    def add_seconds(self, seconds: float, moved: int = 0) -> None:
+        with self._lock:
+            self._seconds += seconds
+            self._bytes += moved
+
+    def add_interval(self, start: Marker, end: Marker, moved: int = 0) -> None:
+        with self._lock:
+            self._pending.append((start, end))
+            self._bytes += moved
+
+    def take(self) -> tuple[float, int]:
+        """Busy seconds and bytes since the last call. An interval still under way counts in the next call."""
+        with self._lock:
+            while self._pending and self._pending[0][1].done():
+                start, end = self._pending.popleft()
+                self._seconds += start.seconds_until(end)
+            taken = (self._seconds, self._bytes)
+            self._seconds, self._bytes = 0.0, 0
+            return taken
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """One step: wall time, the time of the busiest lane (the bound T*), and that lane's name. Seconds and bytes."""
+
+    step: int
+    step_s: float
+    bound_s: float
+    bound_lane: str
+    lanes: dict[str, dict[str, float | int]]
+
+    @property
+    def efficiency(self) -> float:
+        return self.bound_s / self.step_s if self.step_s > 0 else 0.0
+
+
+class StepRecorder:
+    """Closes the books at every optimizer step.
+
+    The compute lane is busy when it is not waiting for another lane: its time is the step's wall time
+    less the measured waits (`stall`). Whatever the host loses between kernels therefore counts as compute.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.meters = {lane: LaneMeter() for lane in LANES[1:]}
+        self.stall = LaneMeter()
+        self._last_end: float | None = None
+        self.latest: StepStatistics | None = None
+
+    def end_step(self, step: int) -> StepStatistics | None:
+        now = time.perf_counter()
+        previous, self._last_end = self._last_end, now
+        taken = {lane: meter.take() for lane, meter in self.meters.items()}
+        stalled, _ = self.stall.take()
+        if previous is None:
+            return None
+        wall = now - previous
+        lanes: dict[str, dict[str, float | int]] = {"compute": {"busy_s": max(0.0, wall - stalled), "bytes": 0}}
+        for lane, (seconds, moved) in taken.items():
+            lanes[lane] = {"busy_s": seconds, "bytes": moved}
+        bound_lane = max(LANES, key=lambda lane: lanes[lane]["busy_s"])
+        bound = min(wall, float(lanes[bound_lane]["busy_s"]))
+        self.latest = StepStatistics(step, wall, bound, bound_lane, lanes)
+        return self.latest
+
+    def as_dict(self, memory: dict[str, int]) -> dict[str, Any]:
+        """The newest finished step in the form of `engine.optimizer.slide_stats()`; empty before the first."""
+        if self.latest is None:
+            return {}
+        stats = self.latest
+        return {
+            "step": stats.step,
+            "step_s": stats.step_s,
+            "bound_s": stats.bound_s,
+            "bound_lane": stats.bound_lane,
+            "efficiency": stats.efficiency,
+            "lanes": stats.lanes,
+            "memory": dict(memory),
+        }

@@ -1,0 +1,284 @@
+"""Puts a runtime together: allocates the planes unit by unit, fills them, starts the lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from ds_slide.model.layout import Entry, UnitLayout
+from ds_slide.model.structure import UnitSpec
+from ds_slide.optim.cpu import CpuUpdater
+from ds_slide.plan.memory import Plan
+from ds_slide.report.statistics import StepRecorder
+from ds_slide.runtime.apply import device_update, host_update
+from ds_slide.runtime.device import Device
+from ds_slide.runtime.engine import Lanes, Parts, SlideRuntime
+from ds_slide.runtime.gradients import GradientRoute, Gradients, Staging
+from ds_slide.runtime.handoff import Failures, Ticket
+from ds_slide.runtime.lane import Delay, Lane
+from ds_slide.runtime.norm import square_sum
+from ds_slide.runtime.ranks import Ranks
+from ds_slide.runtime.ring import HostRing
+from ds_slide.runtime.unit import Availability, Empty, Unit
+from ds_slide.runtime.updates import UpdateLane
+from ds_slide.runtime.window import Fill, Window
+from ds_slide.store.state import HostMemory, gpu_state, host_state
+
+STAGINGS = 2
+"""GPU staging buffers for gradients: one that is packed while the other is copied down."""
+
+
+@dataclass(frozen=True)
+class RuntimeSettings:
+    """`dtype`: of weights and gradients. `held_dtype`: of held gradients (None: not held)."""
+
+    dtype: torch.dtype
+    held_dtype: torch.dtype | None
+    accumulates: bool
+    """More than one micro-batch a step."""
+    window: int
+    gradient_buffers: int
+    cpu_threads: int
+    cpu_cores: Sequence[int]
+    huge_pages: bool
+    delay_ms: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """A unit before it has states. `parameters` in the order of `layout.entries`."""
+
+    spec: UnitSpec
+    layout: UnitLayout
+    parameters: Sequence[nn.Parameter]
+
+
+TakeWeights = Callable[[nn.Parameter, Entry], torch.Tensor]
+"""This rank's elements of a parameter, flat, on any device ([<= partition_numel])."""
+Adopt = Callable[[Unit], None]
+"""Called when a unit's planes hold its weights: the source may be freed."""
+
+
+def build_runtime(
+    module: nn.Module,
+    unit_plans: Sequence[UnitPlan],
+    plan: Plan,
+    settings: RuntimeSettings,
+    ranks: Ranks,
+    device: Device,
+    take_weights: TakeWeights,
+    adopt: Adopt,
+    availability: Availability,
+) -> SlideRuntime:
+    """Build and start. Raises SlideError when memory cannot be had; what was taken is then given back."""
+    failures = Failures()
+    recorder = StepRecorder(device)
+    memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.huge_pages)
+    empty = Empty.on(device.torch, settings.dtype)
+    units: list[Unit] = []
+    try:
+        for order, unit_plan in enumerate(tqdm(unit_plans, desc="ds_slide: placing states", disable=None, leave=False)):
+            units.append(_make_unit(unit_plan, order, order in plan.on_gpu, settings, ranks, device, memory, failures))
+            _load_weights(units[-1], ranks, take_weights)
+            adopt(units[-1])
+        return _wire(module, units, settings, ranks, device, memory, empty, failures, recorder, availability)
+    except BaseException:
+        for unit in units:
+            unit.state.close()
+        raise
+
+
+def _make_unit(
+    unit_plan: UnitPlan,
+    order: int,
+    on_gpu: bool,
+    settings: RuntimeSettings,
+    ranks: Ranks,
+    device: Device,
+    memory: HostMemory,
+    failures: Failures,
+) -> Unit:
+    layout, is_edge = unit_plan.layout, unit_plan.spec.kind == "edge"
+    if on_gpu:
+        state = gpu_state(device.torch, layout, settings.dtype, settings.held_dtype or settings.dtype)
+    else:
+        state = host_state(memory, layout, settings.dtype, settings.held_dtype)
+    unit = Unit(unit_plan.spec, layout, unit_plan.parameters, state, order, Ticket.kept(failures))
+    if on_gpu and ranks.world_size == 1:
+        unit.resident = state.weight
+    elif on_gpu or is_edge:
+        unit.resident = torch.zeros(layout.slot_numel, dtype=settings.dtype, device=device.torch)
+    return unit
+
+
+def _load_weights(unit: Unit, ranks: Ranks, take_weights: TakeWeights) -> None:
+    weight, remainder = unit.state.weight, unit.state.remainder
+    for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True):
+        own = take_weights(parameter, entry).detach().reshape(-1)
+        weight[entry.offset : entry.offset + own.numel()].copy_(own)
+    if remainder is not None and remainder.is_floating_point():  # fp16: the remainder plane is the fp32 master
+        remainder.copy_(weight[: remainder.numel()])
+    if unit.resident is not None and ranks.world_size == 1:
+        unit.resident.copy_(weight)
+
+
+def _wire(
+    module: nn.Module,
+    units: list[Unit],
+    settings: RuntimeSettings,
+    ranks: Ranks,
+    device: Device,
+    memory: HostMemory,
+    empty: Empty,
+    failures: Failures,
+    recorder: StepRecorder,
+    availability: Availability,
+) -> SlideRuntime:
+    meters = recorder.meters
+    delays = [Delay(settings.delay_ms, settings.seed + number) for number in range(3)]
+    updater = CpuUpdater(settings.cpu_threads, settings.cpu_cores)
+    lanes = Lanes(
+        h2d=Lane("h2d", device, failures, meters["h2d"], delays[0]),
+        d2h=Lane("d2h", device, failures, meters["d2h"], delays[1]),
+        update=UpdateLane(device, failures, meters["update"], delays[2]),
+    )
+    fill = _fill(ranks, _gather_scratch(units, settings, ranks, device))
+    for unit in units:
+        if ranks.world_size > 1 and unit.resident is not None:
+            fill(unit, unit.resident)
+    streamed = [unit for unit in units if unit.is_streamed]
+    apply_on_host = host_update(updater)
+    window = None
+    if streamed:
+        slot_numel = max(unit.layout.slot_numel for unit in streamed)
+        buffers = [
+            torch.zeros(slot_numel, dtype=settings.dtype, device=device.torch)
+            for _ in range(min(settings.window, len(streamed)))
+        ]
+        window = Window(device, lanes.h2d, failures, streamed, buffers, fill)
+    gradients = Gradients(
+        device=device,
+        ranks=ranks,
+        d2h=lanes.d2h,
+        updates=lanes.update,
+        updater=updater,
+        failures=failures,
+        route=GradientRoute(
+            held=settings.held_dtype is not None,
+            first_accumulates=settings.held_dtype not in (None, settings.dtype),
+        ),
+        stagings=_stagings(units, settings, ranks, device, failures),
+        ring=_rings(units, settings, memory, failures),
+        num_units=len(units),
+        square_sum=square_sum,
+        update=apply_on_host,
+    )
+    parts = Parts(
+        device=device,
+        ranks=ranks,
+        failures=failures,
+        recorder=recorder,
+        lanes=lanes,
+        memory=memory,
+        units=units,
+        window=window,
+        empty=empty,
+        held=settings.held_dtype is not None,
+        gradients=gradients,
+        fill=fill,
+        host_update=apply_on_host,
+        device_update=device_update(
+            ranks, _gather_scratch([u for u in units if u.state.tier == "gpu"], settings, ranks, device)
+        ),
+        memory_report=_memory_report(units, window, memory),
+    )
+    return SlideRuntime(module, parts, availability)
+
+
+def _gather_scratch(
+    units: Sequence[Unit], settings: RuntimeSettings, ranks: Ranks, device: Device
+) -> torch.Tensor | None:
+    """[(world_size + 1) * largest local_numel]: this rank's part, then everyone's. One for each thread that gathers."""
+    if ranks.world_size == 1:
+        return None
+    largest = max((unit.layout.local_numel for unit in units), default=0)
+    return torch.empty((ranks.world_size + 1) * largest, dtype=settings.dtype, device=device.torch)
+
+
+def _fill(ranks: Ranks, scratch: torch.Tensor | None) -> Fill:
+    """Host weights into a GPU buffer in slot layout: one contiguous copy; with several ranks, an all-gather."""
+
+    def alone(unit: Unit, buffer: torch.Tensor) -> int:
+        numel = unit.layout.local_numel
+        buffer[:numel].copy_(unit.state.weight, non_blocking=True)
+        return numel * buffer.element_size()
+
+    def shared(unit: Unit, buffer: torch.Tensor) -> int:
+        assert scratch is not None
+        numel = unit.layout.local_numel
+        own, gathered = scratch[:numel], scratch[numel : (ranks.world_size + 1) * numel]
+        own.copy_(unit.state.weight, non_blocking=True)
+        ranks.gather_weights(unit, own, gathered, buffer)
+        return numel * buffer.element_size()
+
+    return alone if ranks.world_size == 1 else shared
+
+
+def _stagings(
+    units: Sequence[Unit], settings: RuntimeSettings, ranks: Ranks, device: Device, failures: Failures
+) -> list[Staging]:
+    passing = [unit for unit in units if unit.state.tier == "host" or ranks.world_size > 1]
+    numel = max((unit.layout.trainable_numel for unit in passing), default=0)
+
+    def staging() -> Staging:
+        packed = torch.zeros(ranks.world_size * numel, dtype=settings.dtype, device=device.torch)
+        own = packed if ranks.world_size == 1 else torch.zeros(numel, dtype=settings.dtype, device=device.torch)
+        return Staging(packed, own, failures)
+
+    return [staging() for _ in range(STAGINGS)]
+
+
+def _rings(
+    units: Sequence[Unit], settings: RuntimeSettings, memory: HostMemory, failures: Failures
+) -> Callable[[Unit], HostRing]:
+    """Blocks share a ring. Edges, a few and each larger than many blocks, have one buffer between them."""
+    host = [unit for unit in units if unit.state.tier == "host" and unit.layout.trainable_numel]
+    needed = settings.held_dtype is None or settings.accumulates or settings.held_dtype is not settings.dtype
+
+    def ring(count: int, numel: int) -> HostRing:
+        tensors = [memory.tensor(numel, settings.dtype, transfers=True) for _ in range(count)]
+        return HostRing([tensor for tensor, _ in tensors], failures)
+
+    def largest(kind: str) -> int:
+        return max((unit.layout.trainable_numel for unit in host if unit.spec.kind == kind), default=0)
+
+    rings = {
+        kind: ring(count if needed and largest(kind) else 0, largest(kind))
+        for kind, count in (("block", settings.gradient_buffers), ("edge", 1))
+    }
+    return lambda unit: rings[unit.spec.kind]
+
+
+def _memory_report(units: Sequence[Unit], window: Window | None, memory: HostMemory) -> dict[str, int]:
+    on_gpu = [unit for unit in units if unit.state.tier == "gpu"]
+    slots = 0 if window is None else sum(slot.buffer.numel() * slot.buffer.element_size() for slot in window.slots)
+    resident = sum(
+        unit.resident.numel() * unit.resident.element_size()
+        for unit in units
+        if unit.resident is not None and unit.resident is not unit.state.weight
+    )
+    return {
+        "gpu_bytes": slots + resident + sum(unit.state.nbytes() for unit in on_gpu),
+        "gpu_state_bytes": sum(unit.state.nbytes() for unit in on_gpu),
+        "window_bytes": slots,
+        "host_bytes": memory.total_bytes,
+        "pinned_bytes": memory.pinned_bytes,
+        "parameters": sum(entry.numel for unit in units for entry in unit.layout.entries),
+        "gpu_units": len(on_gpu),
+        "units": len(units),
+    }

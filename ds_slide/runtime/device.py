@@ -1,0 +1,80 @@
+"""Streams and events under one vocabulary, on CUDA and on the CPU accelerator.
+
+On CUDA a `Marker` is an event: a point in the work of one stream. On the CPU accelerator every
+operation has finished when its call returns, so a marker is passed on the spot and the hand-over
+between threads is carried by `Ticket` alone. The rest of the runtime is written once for both.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+class Marker:
+    """A point in the work of one stream; passed when everything submitted before it has run."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Any = None) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def synchronize(self) -> None:
+        """Block this host thread until the point has been passed (the GIL is released)."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_until(self, later: Marker) -> float:
+        """Device seconds between two passed markers that were recorded with `timed=True`."""
+        if self._event is None or later._event is None:
+            return 0.0
+        return float(self._event.elapsed_time(later._event)) / 1e3
+
+
+PASSED = Marker()
+
+
+class Device:
+    """The accelerator that computes. `torch.device("cpu")` is the CPU accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch = device
+        self.is_cuda = device.type == "cuda"
+
+    def stream(self) -> Any:
+        """A new side stream (None on the CPU accelerator)."""
+        return torch.cuda.Stream(self.torch) if self.is_cuda else None
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream) if self.is_cuda else nullcontext()
+
+    def enter_thread(self) -> None:
+        """Every lane thread calls this once: the current CUDA device is a per-thread setting."""
+        if self.is_cuda:
+            torch.cuda.set_device(self.torch)
+
+    def mark(self, stream: Any = None, *, timed: bool = False, host_waits: bool = False) -> Marker:
+        """Record a marker on `stream`, or on the stream that is current in the calling thread.
+
+        `host_waits`: a host thread will block on it; it then sleeps instead of spinning, because a
+        spinning thread takes a core from the CPU update.
+        """
+        if not self.is_cuda:
+            return PASSED
+        event = torch.cuda.Event(enable_timing=timed, blocking=host_waits)
+        event.record(stream if stream is not None else torch.cuda.current_stream(self.torch))
+        return Marker(event)
+
+    def wait(self, marker: Marker, stream: Any = None) -> None:
+        """Make `stream` (default: the current one) wait for `marker`; the host does not block."""
+        if self.is_cuda and marker._event is not None:
+            (stream if stream is not None else torch.cuda.current_stream(self.torch)).wait_event(marker._event)
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch)

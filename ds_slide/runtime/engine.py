@@ -1,0 +1,365 @@
+"""The runtime: units, window and lanes wired together, and the events of a training step.
+
+    forward     root begins -> block enters (wait for its slot, bind) -> block leaves (unbind, prefetch the next)
+    backward    block enters (bind) -> recompute, gradients -> block leaves (unbind, gradient on its way) -> end
+    step        held gradients: updates are queued by deadline and run under the next forward
+                not held: the updates are already under way; the step only closes the books
+
+It knows nothing of DeepSpeed; `ds_slide.integration` drives it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ds_slide.errors import SlideError
+from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.report.statistics import StepRecorder
+from ds_slide.runtime.apply import DeviceUpdate, HostUpdate
+from ds_slide.runtime.device import Device
+from ds_slide.runtime.gradients import Gradients
+from ds_slide.runtime.handoff import Failures, Ticket
+from ds_slide.runtime.hooks import BlockHooks, RootHooks, RootState, SavedWeights
+from ds_slide.runtime.lane import Lane
+from ds_slide.runtime.ranks import Ranks
+from ds_slide.runtime.unit import Availability, Empty, Unit
+from ds_slide.runtime.updates import UpdateLane
+from ds_slide.runtime.window import Fill, Slot, Window
+from ds_slide.store.state import HostMemory
+
+HOLD_HINT = (
+    'set "ds_slide": {"hold_gradients": true}, which keeps gradients in host memory (2 bytes a parameter) until step()'
+)
+
+
+@dataclass
+class Lanes:
+    """The threads. Closed in the order in which work flows, so that nothing queued is lost."""
+
+    h2d: Lane
+    d2h: Lane
+    update: UpdateLane
+
+    def close(self) -> None:
+        self.d2h.close()
+        self.update.close()
+        self.h2d.close()
+
+
+@dataclass
+class Parts:
+    """What `ds_slide.runtime.build` puts together; `SlideRuntime` owns all of it."""
+
+    device: Device
+    ranks: Ranks
+    failures: Failures
+    recorder: StepRecorder
+    lanes: Lanes
+    memory: HostMemory
+    units: list[Unit]
+    window: Window | None
+    empty: Empty
+    held: bool
+    gradients: Gradients
+    fill: Fill
+    host_update: HostUpdate
+    device_update: DeviceUpdate
+    memory_report: dict[str, int] = field(default_factory=dict)
+
+
+class SlideRuntime:
+    """All methods are called by the thread that computes."""
+
+    def __init__(self, module: nn.Module, parts: Parts, availability: Availability) -> None:
+        self.parts = parts
+        self.device = parts.device
+        self.units = parts.units
+        self.blocks = [unit for unit in parts.units if unit.spec.kind == "block"]
+        self.held = parts.held
+        self.gradients = parts.gradients
+        self.step_count = 0
+        self._availability = availability
+        self._window = parts.window
+        self._root = RootState()
+        self._bound: dict[int, Slot] = {}
+        self._fetched: dict[int, Ticket] = {}
+        self._unstepped = False
+        self._final = True
+        saved = SavedWeights({} if self._window is None else self._window.by_storage, self.enter_backward)
+        self._hooks: list[BlockHooks | RootHooks] = [BlockHooks(unit, self, saved, self._root) for unit in self.blocks]
+        self._hooks.append(RootHooks(module, self._root, saved, self._begin_forward, self._end_forward))
+        self.bind_residents()
+        if self._window is not None:
+            self._window.prefetch(None, "forward")
+
+    # ---- binding ---------------------------------------------------------------------------------------------
+
+    def bind_residents(self) -> None:
+        """Give the units that never leave the GPU their weights."""
+        for unit in self.units:
+            if unit.resident is not None:
+                self.bind_resident(unit)
+
+    def bind_resident(self, unit: Unit) -> None:
+        """Give one such unit its weights; waits, on the compute stream, for those that are on their way."""
+        assert unit.resident is not None
+        if (ticket := self._fetched.pop(unit.order, None)) is not None:
+            self._wait(ticket)
+        self._bind(unit, unit.slot_views(unit.resident))
+
+    def unbind_residents(self) -> None:
+        """Empty them as ZeRO-3 expects around checkpoints."""
+        for unit in self.units:
+            if unit.resident is not None:
+                self._unbind(unit)
+
+    def _bind(self, unit: Unit, views: Sequence[torch.Tensor]) -> None:
+        for parameter, view in zip(unit.parameters, views, strict=True):
+            parameter.data = view
+        self._availability(unit.parameters, True)
+
+    def _unbind(self, unit: Unit) -> None:
+        for parameter in unit.parameters:
+            parameter.data = self.parts.empty.tensor
+        self._availability(unit.parameters, False)
+
+    def _bind_slot(self, unit: Unit, direction: str) -> Slot:
+        assert self._window is not None
+        slot = self._window.acquire(unit, direction)  # type: ignore[arg-type]
+        assert slot.ready is not None
+        self._wait(slot.ready)
+        self._bound[unit.order] = slot
+        self._bind(unit, slot.views(unit))
+        return slot
+
+    def _unbind_slot(self, unit: Unit) -> None:
+        slot = self._bound.pop(unit.order, None)
+        if slot is not None:
+            assert self._window is not None
+            self._unbind(unit)
+            self._window.release(slot)
+
+    def _wait(self, ticket: Ticket) -> None:
+        """Make the compute stream wait for a transfer, and book the time it stands still."""
+        before = self.device.mark(timed=True)
+        started = time.perf_counter()
+        marker = ticket.wait()
+        self.device.wait(marker)
+        if self.device.is_cuda:
+            self.parts.recorder.stall.add_interval(before, self.device.mark(timed=True))
+        else:
+            self.parts.recorder.stall.add_seconds(time.perf_counter() - started)
+
+    # ---- forward ---------------------------------------------------------------------------------------------
+
+    def _begin_forward(self) -> None:
+        self.parts.failures.raise_first()
+        if self._unstepped:
+            raise SlideError(
+                "a forward began after backward() at an accumulation boundary and before engine.step(), but the "
+                f"weights are being updated under backward; call engine.step() first, or {HOLD_HINT}"
+            )
+        for order in list(self._fetched):
+            self.bind_resident(self.units[order])
+
+    def _end_forward(self) -> None:
+        for unit in self.blocks:  # only after an exception: a block that was entered and never left
+            if unit.order in self._bound and not unit.in_backward:
+                self._unbind_slot(unit)
+
+    def enter_forward(self, unit: Unit, *, with_backward: bool) -> None:
+        if with_backward:
+            unit.uses += 1
+        if unit.is_streamed and unit.order not in self._bound:
+            self._bind_slot(unit, "forward" if with_backward or self._root.expects_backward() else "inference")
+
+    def leave_forward(self, unit: Unit) -> None:
+        if not unit.in_backward:
+            self._unbind_slot(unit)
+
+    # ---- backward --------------------------------------------------------------------------------------------
+
+    def enter_backward(self, unit: Unit) -> Slot | None:
+        """The unit's weights are bound from here to `leave_backward`."""
+        unit.in_backward = True
+        if not unit.is_streamed:
+            return None
+        slot = self._bound.get(unit.order)
+        return self._bind_slot(unit, "backward") if slot is None else slot
+
+    def leave_backward(self, unit: Unit) -> None:
+        unit.uses_done += 1
+        unit.in_backward = False
+        self._unbind_slot(unit)
+        if unit.uses_done >= unit.uses:
+            self._finalize(unit)
+
+    def begin_backward(self, hypers: Sequence[AdamWHyper]) -> None:
+        """Before the first gradient. `hypers`: of the coming step, for updates that do not wait for it."""
+        self.gradients.hypers = tuple(hypers)
+
+    def set_final(self, final: bool) -> None:
+        """Whether the backward under way is the last one before the step."""
+        self._final = final
+
+    def end_backward(self) -> None:
+        """After the last gradient: takes what no boundary has announced (edges, blocks with frozen inputs)."""
+        for unit in self.units:
+            unit.in_backward = False
+            self._unbind_slot(unit)
+            has_gradient = any(parameter.grad is not None for parameter, _ in unit.trainable)
+            if has_gradient or (self._final and not unit.finalized and not unit.gradient_ready):
+                self._finalize(unit)
+            unit.uses = unit.uses_done = 0
+            unit.finalized = False
+        if not self.held and self._final:
+            self._unstepped = True
+            self._fetch_edges()
+            if self._window is not None:
+                self._window.prefetch(None, "forward")
+
+    def _finalize(self, unit: Unit) -> None:
+        if unit.finalized and not self.held:
+            raise SlideError(
+                f"{unit.name} received gradients again after its update had begun (used more than once under "
+                f"re-entrant checkpointing); {HOLD_HINT}"
+            )
+        self.gradients.finalize(unit, final=self._final)
+        if self._window is not None and unit.is_streamed and not self.held:
+            self._window.prefetch(unit, "backward")
+
+    # ---- step ------------------------------------------------------------------------------------------------
+
+    def square_sum(self) -> float:
+        """Square sum of the held gradients over all units and ranks (fp64). Waits for backward to end.
+
+        Combined in the order of the units, so that the value does not depend on which lane finished first.
+        """
+        self.parts.lanes.d2h.drain()
+        self.parts.lanes.update.drain()
+        on_device = self.gradients.square_sums.cpu()
+        total = torch.zeros(1, dtype=torch.float64)
+        for unit in self.units:
+            total += self.gradients.square_sum_of(unit, on_device)
+        return float(self.parts.ranks.sum_(total.to(self.device.torch)))
+
+    def norm_on_device(self) -> torch.Tensor:
+        """Gradient norm of the last backward as a 0-d fp32 device tensor, without waiting for it."""
+        total = self.parts.ranks.sum_(self.gradients.square_sums.sum())
+        return total.sqrt().float()
+
+    def step(self, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
+        """Apply the update. Held gradients: queue all units by deadline. Otherwise the host units are under way."""
+        for unit in self.units:
+            if not unit.gradient_ready:
+                continue
+            unit.gradient_ready = False
+            if unit.state.tier == "gpu":
+                assert unit.state.gradient is not None
+                self.parts.device_update(unit, unit.state.gradient, hypers, grad_scale)
+            elif self.held:
+                self._queue_update(unit, hypers, grad_scale)
+        if self.held:
+            self._fetch_edges()
+            if self._window is not None:
+                self._window.prefetch(None, "forward")
+        self._unstepped = False
+        self.step_count += 1
+        self.parts.recorder.end_step(self.step_count)
+
+    def discard_gradients(self) -> None:
+        """Forget the gradients of this accumulation window (overflow, `zero_grad`)."""
+        if self._unstepped:
+            raise SlideError(f"the gradients cannot be discarded: their updates are under way; {HOLD_HINT}")
+        for unit in self.units:
+            unit.gradient_ready = False
+
+    def _queue_update(self, unit: Unit, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
+        gradient = unit.state.gradient
+        assert gradient is not None
+        ready = unit.arrived.wait()
+        unit.version += 1
+        unit.updated = updated = Ticket(self.parts.failures)
+
+        def run() -> int:
+            moved = self.parts.host_update(unit, gradient, hypers, grad_scale)
+            updated.keep()
+            return moved
+
+        self.parts.lanes.update.submit(unit.order, ready, run)
+
+    def _fetch_edges(self) -> None:
+        """Bring the updated weights of host-tier edges to their GPU buffers, behind what compute has submitted.
+
+        Until the next forward binds them again they are partitioned: whoever looks at them in between has to gather
+        them, and so cannot see the old weights.
+        """
+        h2d, free = self.parts.lanes.h2d, self.device.mark()
+        for unit in self.units:
+            if unit.resident is None or unit.state.tier == "gpu" or not unit.layout.trainable_numel:
+                continue
+            self._unbind(unit)
+            self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free)
+
+    def _fetch(self, unit: Unit, resident: torch.Tensor, h2d: Lane, free: object) -> Ticket:
+        ticket, updated = Ticket(self.parts.failures), unit.updated
+
+        def job() -> None:
+            updated.wait()
+            self.device.wait(free, h2d.stream)  # type: ignore[arg-type]
+            start = self.device.mark(h2d.stream, timed=True)
+            moved = self.parts.fill(unit, resident)
+            end = self.device.mark(h2d.stream, timed=True)
+            ticket.keep(end)
+            h2d.meter.add_interval(start, end, moved)
+
+        h2d.submit(job)
+        return ticket
+
+    # ---- reading and writing states --------------------------------------------------------------------------
+
+    def is_bound(self, unit: Unit) -> bool:
+        """Whether the unit's parameters point into a slot right now."""
+        return unit.order in self._bound
+
+    def require_held(self, what: str) -> None:
+        """Raise when gradients are not kept for `what`."""
+        if not self.held:
+            raise SlideError(f"{what} needs the gradients between backward() and step(); {HOLD_HINT}")
+
+    def settle(self, unit: Unit) -> None:
+        """Wait until the unit's planes belong to the caller: its pending update and transfers have run."""
+        unit.arrived.synchronize()
+        unit.updated.synchronize()
+        if (ticket := self._fetched.get(unit.order)) is not None:
+            ticket.synchronize()
+        if unit.state.tier == "gpu":
+            self.device.synchronize()
+
+    def reload_weights(self) -> None:
+        """The planes may have been written from outside (a checkpoint was loaded): every GPU copy is renewed."""
+        for unit in self.units:
+            self.weights_changed(unit)
+        if self._window is not None:
+            self._window.prefetch(None, "forward")
+
+    def weights_changed(self, unit: Unit) -> None:
+        """The caller has written the unit's planes (after `settle`): refresh what the GPU holds of them."""
+        unit.version += 1
+        if unit.resident is not None and unit.resident is not unit.state.weight:
+            self.parts.lanes.h2d.drain()  # with several ranks both would use one process group
+            self.parts.fill(unit, unit.resident)
+            self.device.synchronize()
+
+    def close(self) -> None:
+        """Run what is queued, end the threads, remove the hooks. Harmless when called twice."""
+        for hooks in self._hooks:
+            hooks.remove()
+        self._hooks.clear()
+        self.parts.lanes.close()
+        self.device.synchronize()

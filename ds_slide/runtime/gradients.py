@@ -1,0 +1,238 @@
+"""The way of a gradient: from the parameters of a finished unit into its held plane or straight into its update.
+
+    compute stream   pack into a flat GPU staging buffer (average over the ranks), square sum
+    d2h lane         one contiguous copy into page-locked host memory
+    update lane      accumulate (later micro-batches), or AdamW at once (gradients not held)
+
+GPU-tier units skip the way down: their gradient stays in a flat device plane until the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ds_slide.optim.cpu import CpuUpdater
+from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.runtime.apply import HostUpdate
+from ds_slide.runtime.device import PASSED, Device, Marker
+from ds_slide.runtime.handoff import Failures, Ticket
+from ds_slide.runtime.lane import Lane
+from ds_slide.runtime.ranks import Ranks
+from ds_slide.runtime.ring import HostRing
+from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.updates import UpdateLane
+
+
+class Staging:
+    """A flat GPU buffer for one unit's gradient. Owners: the compute thread from `take` until the d2h job is
+    submitted; the d2h lane until `free` is kept; whoever takes it next waits for `free` on its own stream."""
+
+    def __init__(self, packed: torch.Tensor, own: torch.Tensor, failures: Failures) -> None:
+        self.packed = packed
+        """[world_size * trainable_numel] of the largest unit, rank-major."""
+        self.own = own
+        """[trainable_numel] of the largest unit; the same memory as `packed` for one rank."""
+        self.free = Ticket.kept(failures)
+
+
+@dataclass(frozen=True)
+class GradientRoute:
+    """What happens to a gradient that has arrived, fixed for the run."""
+
+    held: bool
+    """Gradients wait in `UnitState.gradient` for the step; otherwise a unit is updated as soon as it arrives."""
+    first_accumulates: bool
+    """The held plane has another dtype than the gradient, so even the first micro-batch is converted by the CPU."""
+
+
+class Gradients:
+    """Moves gradients. `finalize` is called by the compute thread, once per unit and backward."""
+
+    def __init__(
+        self,
+        device: Device,
+        ranks: Ranks,
+        d2h: Lane,
+        updates: UpdateLane,
+        updater: CpuUpdater,
+        failures: Failures,
+        route: GradientRoute,
+        stagings: Sequence[Staging],
+        ring: Callable[[Unit], HostRing],
+        num_units: int,
+        square_sum: Callable[[torch.Tensor], torch.Tensor],
+        update: HostUpdate,
+    ) -> None:
+        self._device = device
+        self._ranks = ranks
+        self._d2h = d2h
+        self._updates = updates
+        self._updater = updater
+        self._failures = failures
+        self._route = route
+        self._stagings = list(stagings)
+        self._turn = 0
+        self._ring = ring
+        self._square_sum = square_sum
+        self._update = update
+        self.hypers: Sequence[AdamWHyper] = ()
+        """Hyper-parameters, by parameter group, of updates that start as soon as a gradient arrives."""
+        self.square_sums = torch.zeros(num_units, dtype=torch.float64, device=device.torch)
+        """Square sum of every unit's gradient on this rank, by `Unit.order`; `Unit.square_sum_on`
+        says which entries count."""
+
+    def finalize(self, unit: Unit, *, final: bool) -> None:
+        """Take the gradients out of the unit's parameters. `final`: the last micro-batch before the step.
+
+        Parameters without a gradient (unused in this pass) count as zero, as in stock ZeRO-3.
+        """
+        unit.finalized = True
+        if not unit.layout.trainable_numel:
+            return
+        if unit.state.tier == "gpu":
+            self._keep_on_gpu(unit)
+        else:
+            self._send_to_host(unit, final)
+        for parameter, _ in unit.trainable:
+            parameter.grad = None
+        unit.gradient_ready = True
+
+    def square_sum_of(self, unit: Unit, on_device: torch.Tensor) -> float:
+        """Square sum of a unit's held gradient, once the lanes have drained; `on_device`: `square_sums`."""
+        if not unit.gradient_ready:
+            return 0.0
+        if unit.square_sum_on is None:
+            assert unit.state.gradient is not None
+            if unit.state.tier == "gpu":
+                return float(self._square_sum(unit.state.gradient))
+            return self._updater.sum_of_squares(unit.state.gradient)
+        return float(on_device[unit.order]) if unit.square_sum_on == "device" else unit.host_square_sum
+
+    def _keep_on_gpu(self, unit: Unit) -> None:
+        assert unit.state.gradient is not None
+        accumulate = unit.gradient_ready
+        if self._ranks.world_size == 1:
+            self._collect(unit, unit.state.gradient, accumulate=accumulate)
+        else:
+            staging = self._take_staging()
+            own = self._reduce(unit, staging)
+            plane = unit.state.gradient
+            plane.add_(own) if accumulate else plane.copy_(own)
+            staging.free.keep(self._device.mark())
+        self.square_sums[unit.order] = self._square_sum(unit.state.gradient)
+        unit.square_sum_on = "device"
+
+    def _send_to_host(self, unit: Unit, final: bool) -> None:
+        staging = self._take_staging()
+        own = self._reduce(unit, staging)
+        accumulate = unit.gradient_ready or (self._route.held and self._route.first_accumulates)
+        unit.square_sum_on = None if accumulate else "device"
+        if not accumulate:
+            self.square_sums[unit.order] = self._square_sum(own)
+        packed = self._device.mark()
+        before, unit.arrived = (unit.arrived, unit.updated), Ticket(self._failures)
+        if not self._route.held:
+            unit.version += 1
+            unit.updated = Ticket(self._failures)
+        arrived, updated, first = unit.arrived, unit.updated, not unit.gradient_ready
+        hypers = self.hypers  # captured here: the task may run after the next step has changed them
+
+        def job() -> None:
+            if self._route.held and not accumulate:
+                for ticket in before:  # the plane is still being read by the last step's update
+                    ticket.wait()
+                assert unit.state.gradient is not None
+                arrived.keep(self._copy(staging, own, unit.state.gradient, packed))
+                return
+            ring = self._ring(unit)
+            buffer = ring.lease()
+            target = buffer[: own.numel()]
+            ready = self._copy(staging, own, target, packed)
+
+            def run() -> int:
+                if self._route.held:
+                    moved = self._accumulate(unit, target, before=before, first=first, final=final)
+                    ring.give_back(buffer)
+                    arrived.keep(PASSED)
+                    return moved
+                moved = self._update(unit, target, hypers, 1.0)
+                ring.give_back(buffer)
+                arrived.keep(PASSED)
+                updated.keep(PASSED)
+                return moved
+
+            self._updates.submit(unit.order, ready, run)
+
+        self._d2h.submit(job)
+
+    def _copy(self, staging: Staging, own: torch.Tensor, target: torch.Tensor, packed: Marker) -> Marker:
+        self._device.wait(packed, self._d2h.stream)
+        start = self._device.mark(self._d2h.stream, timed=True)
+        target.copy_(own, non_blocking=True)
+        end = self._device.mark(self._d2h.stream, timed=True, host_waits=True)
+        staging.free.keep(end)
+        self._d2h.meter.add_interval(start, end, own.numel() * own.element_size())
+        return end
+
+    def _accumulate(
+        self, unit: Unit, gradient: torch.Tensor, *, before: tuple[Ticket, Ticket], first: bool, final: bool
+    ) -> int:
+        plane = unit.state.gradient
+        assert plane is not None
+        if first:
+            for ticket in before:
+                ticket.synchronize()
+            plane.zero_()
+        self._updater.accumulate_(plane, gradient)
+        if final:
+            unit.host_square_sum = self._updater.sum_of_squares(plane)
+            unit.square_sum_on = "host"
+        return 2 * plane.numel() * plane.element_size() + gradient.numel() * gradient.element_size()
+
+    def _take_staging(self) -> Staging:
+        staging = self._stagings[self._turn]
+        self._turn = (self._turn + 1) % len(self._stagings)
+        self._device.wait(staging.free.wait())
+        staging.free = Ticket(self._failures)
+        return staging
+
+    def _reduce(self, unit: Unit, staging: Staging) -> torch.Tensor:
+        """This rank's share of the unit's gradient in the staging buffer, averaged over the ranks."""
+        numel = unit.layout.trainable_numel
+        if self._ranks.world_size == 1:
+            own = staging.own[:numel]
+            self._collect(unit, own, accumulate=False)
+            return own
+        packed, own = staging.packed[: self._ranks.world_size * numel], staging.own[:numel]
+        packed.zero_()
+        targets, sources = [], []
+        for parameter, entry in unit.trainable:
+            if parameter.grad is None:
+                continue
+            flat = parameter.grad.reshape(-1)
+            for rank in range(self._ranks.world_size):
+                start = min(rank * entry.partition_numel, entry.numel)
+                stop = min(start + entry.partition_numel, entry.numel)
+                if stop > start:
+                    place = rank * numel + entry.offset
+                    targets.append(packed[place : place + stop - start])
+                    sources.append(flat[start:stop])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        self._ranks.reduce_gradients(packed, own)
+        return own
+
+    @staticmethod
+    def _collect(unit: Unit, plane: torch.Tensor, *, accumulate: bool) -> None:
+        """Copy or add the parameters' gradients into a flat plane of one rank ([>= trainable_numel])."""
+        with_gradient = [(p, e) for p, e in unit.trainable if p.grad is not None]
+        covered = sum(entry.numel for _, entry in with_gradient)
+        if not accumulate and covered != unit.layout.trainable_numel:
+            plane[: unit.layout.trainable_numel].zero_()  # alignment gaps and unused parameters
+        targets = [plane[entry.offset : entry.offset + entry.numel] for _, entry in with_gradient]
+        sources = [parameter.grad.reshape(-1) for parameter, _ in with_gradient if parameter.grad is not None]
+        if targets:
+            (torch._foreach_add_ if accumulate else torch._foreach_copy_)(targets, sources)

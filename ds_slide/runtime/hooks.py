@@ -1,0 +1,219 @@
+"""What the model calls: module hooks that bracket every use of a block, in forward and in backward.
+
+Forward brackets are plain module hooks. For backward, the inputs of a block pass through `_Boundary`, an
+identity whose backward runs when autograd has finished everything the block did with them: autograd takes
+the newest ready node first, and every node of the block is newer than its boundary. The other end, the first
+gradient that reaches an output, is a multi-grad hook. Nothing is inferred from which parameters received a
+gradient, so unused ones need no special case.
+
+Activation checkpointing recomputes a block inside backward. Such a forward is recognised by the running
+autograd graph task; it binds the weights like the block's backward, and leaves them bound for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.window import Slot
+
+
+class BlockEvents(Protocol):
+    """Who listens. All calls come from the thread that computes."""
+
+    def enter_forward(self, unit: Unit, *, with_backward: bool) -> None: ...
+    def leave_forward(self, unit: Unit) -> None: ...
+    def enter_backward(self, unit: Unit) -> Slot | None: ...
+    def leave_backward(self, unit: Unit) -> None: ...
+
+
+class _Boundary(torch.autograd.Function):
+    """Identity on a block's differentiable inputs. `done` runs when all of their gradients are complete."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.done = done
+        # New tensors on the same storage: returning the inputs themselves would make them views of each other.
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.done()
+        return (None, *gradients)
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is running an autograd graph (so a forward here is a recomputation)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex())
+
+
+@dataclass(frozen=True)
+class SlotReference:
+    """A saved tensor that lives in a slot, remembered by unit and place: by the time backward needs it, other
+    blocks have been through the slot and the unit may lie in another one."""
+
+    unit: Unit
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class SavedWeights:
+    """Replaces saved tensors that alias a slot (weights, and views such as `weight.t()`) by references.
+
+    Without this, autograd would read whatever block occupies the slot when backward comes. It stays out of
+    checkpointed regions by itself: their own hooks are innermost there, and save nothing of the first forward.
+    """
+
+    def __init__(self, slots: dict[int, Slot], enter_backward: Callable[[Unit], Slot | None]) -> None:
+        self._slots = slots
+        self._enter_backward = enter_backward
+
+    def context(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SlotReference:
+        if tensor.layout is not torch.strided:
+            return tensor
+        slot = self._slots.get(tensor.untyped_storage().data_ptr())
+        if slot is None or slot.unit is None:
+            return tensor
+        return SlotReference(slot.unit, tuple(tensor.size()), tensor.stride(), tensor.storage_offset())
+
+    def _unpack(self, saved: torch.Tensor | SlotReference) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        slot = self._enter_backward(saved.unit)
+        assert slot is not None
+        return slot.buffer.as_strided(saved.size, saved.stride, saved.offset)
+
+
+class BlockHooks:
+    """Hooks of one block."""
+
+    def __init__(self, unit: Unit, events: BlockEvents, saved: SavedWeights, root: RootState) -> None:
+        assert unit.spec.module is not None
+        self._unit = unit
+        self._events = events
+        self._saved = saved
+        self._root = root
+        self._own_context: saved_tensors_hooks | None = None
+        module = unit.spec.module
+        self._handles = [
+            module.register_forward_pre_hook(self._before, with_kwargs=True),
+            # always_call: an exception inside the block must not leave its slot bound for ever.
+            module.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if _is_differentiable(leaf)]
+        if in_backward():
+            self._events.enter_backward(self._unit)
+        else:
+            reached = bool(places) or bool(self._unit.trainable)
+            self._events.enter_forward(self._unit, with_backward=reached and self._root.expects_backward())
+            if torch.is_grad_enabled() and not self._root.active:
+                # The block was called without its root: the root's context is missing here.
+                self._own_context = self._saved.context()
+                self._own_context.__enter__()
+        if places and torch.is_grad_enabled():
+            through = _Boundary.apply(lambda: self._events.leave_backward(self._unit), *(leaves[p] for p in places))
+            for place, tensor in zip(places, through, strict=True):
+                leaves[place] = tensor
+        return pytree.tree_unflatten(leaves, tree)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._own_context is not None:
+            self._own_context.__exit__()
+            self._own_context = None
+        if in_backward():
+            return
+        self._events.leave_forward(self._unit)
+        if output is None or not torch.is_grad_enabled():
+            return
+        outputs = [leaf for leaf in pytree.tree_leaves(output) if _is_differentiable(leaf)]
+        if outputs:
+            register_multi_grad_hook(outputs, lambda _: self._enter_backward(), mode="any")
+
+    def _enter_backward(self) -> None:
+        self._events.enter_backward(self._unit)
+
+
+class RootState:
+    """Whether a forward of the whole model is under way, and whether a backward will follow it."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self._with_gradient = False
+
+    @contextmanager
+    def forward(self, saved: SavedWeights) -> Iterator[None]:
+        self.active, self._with_gradient = True, torch.is_grad_enabled()
+        context = saved.context() if self._with_gradient else None
+        if context is not None:
+            context.__enter__()
+        try:
+            yield
+        finally:
+            if context is not None:
+                context.__exit__()
+            self.active = False
+
+    def expects_backward(self) -> bool:
+        return self._with_gradient if self.active else torch.is_grad_enabled()
+
+
+class RootHooks:
+    """Hooks of the whole model: open and close the forward."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        root: RootState,
+        saved: SavedWeights,
+        begin: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:
+        self._root = root
+        self._saved = saved
+        self._begin = begin
+        self._end = end
+        self._open: Any = None
+        self._handles = [
+            module.register_forward_pre_hook(self._before),
+            module.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if in_backward() or self._open is not None:
+            return
+        self._begin()
+        self._open = self._root.forward(self._saved)
+        self._open.__enter__()
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._open is not None and not in_backward():
+            context, self._open = self._open, None
+            context.__exit__(None, None, None)
+            self._end()

@@ -1,0 +1,33 @@
+"""A bounded ring of page-locked host buffers through which gradients pass on their way to the update."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from ds_slide.runtime.handoff import Failures
+
+
+class HostRing:
+    """`lease` blocks while every buffer is out: that is what keeps backward from running away from the updates
+    (the d2h lane waits here, then the GPU staging buffers fill, then the compute thread waits for one)."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor], failures: Failures) -> None:
+        self._free = list(buffers)
+        self._changed = threading.Condition()
+        self._failures = failures
+
+    def lease(self) -> torch.Tensor:
+        """A whole buffer, owned by the caller until it is given back."""
+        with self._changed:
+            while not self._free:
+                self._changed.wait(timeout=1.0)
+                self._failures.raise_first()
+            return self._free.pop()
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        with self._changed:
+            self._free.append(buffer)
+            self._changed.notify()

@@ -1,0 +1,32 @@
+"""Which cores the CPU update uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Literal
+
+# Left to the Python thread, autograd's thread and the two copy lanes. On small machines one core has to do.
+RESERVED_CORES = 2
+SMALL_MACHINE = 8
+
+
+def update_cores(
+    threads: int | Literal["auto"], cores: Sequence[int] | Literal["auto", "none"], local_rank: int, local_ranks: int
+) -> tuple[int, list[int]]:
+    """Number of update threads of this rank and the cores to pin them to ([]: not pinned).
+
+    The cores this process may use are shared evenly between the ranks of the machine; within a rank's share the
+    first ones are left to the threads that launch work. Small machines are not pinned: there the operating system
+    has to move the update threads out of the way of the launching threads.
+    """
+    available = sorted(os.sched_getaffinity(0))
+    share = available
+    if local_ranks > 1 and len(available) >= local_ranks:
+        size = len(available) // local_ranks
+        share = available[local_rank * size : (local_rank + 1) * size]
+    small = len(share) < SMALL_MACHINE
+    count = max(1, len(share) - (1 if small else RESERVED_CORES)) if threads == "auto" else threads
+    if cores == "none" or (cores == "auto" and small):
+        return count, []
+    return count, share[-count:] if cores == "auto" else list(cores)

@@ -1,0 +1,165 @@
+import json
+import re
+
+import pytest
+from pydantic import ValidationError
+
+from ds_slide.config import SlideConfig
+from ds_slide.errors import SlideConfigError, SlideError
+
+
+def read(block, **others):
+    # Through JSON, because that is how it arrives.
+    return SlideConfig.from_deepspeed(json.loads(json.dumps({"ds_slide": block, **others})))
+
+
+def test_absent_or_disabled_is_none():
+    assert SlideConfig.from_deepspeed({}) is None
+    assert SlideConfig.from_deepspeed({"zero_optimization": {"stage": 3}}) is None
+    assert read({"enabled": False}) is None
+    assert read({}) is None
+
+
+def test_disabled_is_not_even_checked():
+    assert read({"enabled": False, "no such key": 1, "window": -7}) is None
+
+
+def test_defaults():
+    config = read({"enabled": True})
+    assert config.window == 3
+    assert config.gpu_memory is None
+    assert config.host_memory is None
+    assert config.gpu_states == "auto"
+    assert config.hold_gradients == "auto"
+    assert config.gradient_buffers == 4
+    assert config.cpu_threads == "auto"
+    assert config.cpu_cores == "auto"
+    assert config.blocks == "auto"
+    assert config.huge_pages is False
+    assert config.debug.lane_delay_ms == 0
+    assert config.debug.seed == 0
+
+
+def test_every_setting_is_read():
+    config = read(
+        {
+            "enabled": True,
+            "window": 2,
+            "gpu_memory": "24GiB",
+            "host_memory": 64e9,
+            "gpu_states": "6GiB",
+            "hold_gradients": True,
+            "gradient_buffers": 2,
+            "cpu_threads": 3,
+            "cpu_cores": [0, 2, 4],
+            "blocks": ["model.encoder.layers", "model.decoder.layers"],
+            "huge_pages": True,
+            "debug": {"lane_delay_ms": 2.5, "seed": 11},
+        }
+    )
+    assert config.model_dump() == {
+        "enabled": True,
+        "window": 2,
+        "gpu_memory": 24 * 2**30,
+        "host_memory": 64 * 10**9,
+        "gpu_states": 6 * 2**30,
+        "hold_gradients": True,
+        "gradient_buffers": 2,
+        "cpu_threads": 3,
+        "cpu_cores": (0, 2, 4),
+        "blocks": ("model.encoder.layers", "model.decoder.layers"),
+        "huge_pages": True,
+        "debug": {"lane_delay_ms": 2.5, "seed": 11},
+    }
+
+
+@pytest.mark.parametrize("name", ["gpu_memory", "host_memory"])
+@pytest.mark.parametrize("value", [None, "auto"])
+def test_a_budget_may_be_left_to_what_is_free(name, value):
+    assert getattr(read({"enabled": True, name: value}), name) is None
+
+
+def test_zero_gpu_states_is_a_value():
+    assert read({"enabled": True, "gpu_states": 0}).gpu_states == 0
+
+
+WRONG = [
+    ({"enabled": "auto"}, 'ds_slide.enabled is "auto"; expected true or false'),
+    ({"enabled": 1}, "ds_slide.enabled is 1; expected true or false"),
+    ({"window": 1}, "ds_slide.window is 1; expected an integer of at least 2"),
+    ({"window": "auto"}, 'ds_slide.window is "auto"; expected an integer of at least 2'),
+    ({"window": 3.0}, "ds_slide.window is 3.0; expected an integer of at least 2"),
+    ({"window": True}, "ds_slide.window is true; expected an integer of at least 2"),
+    ({"window": None}, "ds_slide.window is null; expected an integer of at least 2"),
+    ({"gpu_memory": 0}, "ds_slide.gpu_memory is 0; expected a size"),
+    ({"gpu_memory": "24G"}, 'ds_slide.gpu_memory is "24G"; write 24GiB'),
+    ({"host_memory": "lots"}, 'ds_slide.host_memory is "lots"; expected a size'),
+    ({"gpu_states": -1}, "ds_slide.gpu_states is -1, which is negative; expected"),
+    ({"gpu_states": None}, "ds_slide.gpu_states is null; expected"),
+    ({"hold_gradients": "yes"}, 'ds_slide.hold_gradients is "yes"; expected "auto", true or false'),
+    ({"hold_gradients": 0}, 'ds_slide.hold_gradients is 0; expected "auto", true or false'),
+    ({"gradient_buffers": 1}, "ds_slide.gradient_buffers is 1; expected an integer of at least 2"),
+    ({"cpu_threads": 0}, 'ds_slide.cpu_threads is 0; expected "auto" or an integer of at least 1'),
+    ({"cpu_threads": "all"}, 'ds_slide.cpu_threads is "all"; expected "auto" or'),
+    ({"cpu_cores": [0, -1]}, 'ds_slide.cpu_cores is [0, -1]; expected "auto", "none" or a list'),
+    ({"cpu_cores": []}, "ds_slide.cpu_cores is []; expected"),
+    ({"cpu_cores": "0-3"}, 'ds_slide.cpu_cores is "0-3"; expected'),
+    ({"blocks": "model.layers"}, 'ds_slide.blocks is "model.layers"; expected "auto" or a list of module paths'),
+    ({"blocks": []}, "ds_slide.blocks is []; expected"),
+    ({"blocks": [""]}, 'ds_slide.blocks is [""]; expected'),
+    ({"huge_pages": "auto"}, 'ds_slide.huge_pages is "auto"; expected true or false'),
+    ({"debug": 3}, "ds_slide.debug is 3; expected an object"),
+    ({"debug": {"lane_delay_ms": -1}}, "ds_slide.debug.lane_delay_ms is -1; expected a number of milliseconds"),
+    ({"debug": {"seed": "x"}}, 'ds_slide.debug.seed is "x"; expected an integer'),
+    # Unknown keys, with the nearest setting.
+    ({"windw": 3}, "ds_slide.windw is not a setting of DS-Slide; did you mean ds_slide.window?"),
+    ({"gpu_mem": "1GiB"}, "did you mean ds_slide.gpu_memory?"),
+    ({"hold_grads": True}, "did you mean ds_slide.hold_gradients?"),
+    ({"pin_cores": [1]}, "did you mean ds_slide.cpu_cores?"),
+    ({"zzz": 1}, "ds_slide.zzz is not a setting of DS-Slide; the settings of ds_slide are enabled, window, gpu_memory"),
+    ({"debug": {"sed": 1}}, "ds_slide.debug.sed is not a setting of DS-Slide; did you mean ds_slide.debug.seed?"),
+]
+
+
+@pytest.mark.parametrize(("block", "message"), WRONG, ids=[json.dumps(block) for block, _ in WRONG])
+def test_a_wrong_value_is_named_with_what_was_expected(block, message):
+    with pytest.raises(SlideConfigError, match=re.escape(message)) as caught:
+        read({"enabled": True, **block})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("block", [True, "on", None, [], 1])
+def test_the_block_must_be_an_object(block):
+    with pytest.raises(SlideConfigError, match=r'^ds_slide is .*; expected an object such as \{"enabled": true\}'):
+        read(block)
+
+
+def test_a_misspelt_enabled_is_an_error_and_not_off():
+    with pytest.raises(SlideConfigError, match=r"ds_slide\.enabeld .* did you mean ds_slide\.enabled\?"):
+        read({"enabeld": True})
+
+
+def test_frozen():
+    config = read({"enabled": True})
+    with pytest.raises(ValidationError):
+        config.window = 5
+
+
+def test_every_setting_says_what_it_expects_and_what_it_is():
+    import ast
+    import inspect
+
+    from ds_slide.config import DebugConfig
+
+    for model in (SlideConfig, DebugConfig):
+        assert all(field.description for field in model.model_fields.values())
+        body = ast.parse(inspect.getsource(model)).body[0].body
+        for statement, after in zip(body, [*body[1:], None], strict=True):
+            if isinstance(statement, ast.AnnAssign):
+                assert isinstance(after, ast.Expr), f"{model.__name__}.{statement.target.id} has no docstring"
+
+
+def test_errors_are_both_kinds():
+    assert issubclass(SlideConfigError, SlideError)
+    assert issubclass(SlideConfigError, ValueError)
+    assert issubclass(SlideError, RuntimeError)

@@ -1,0 +1,253 @@
+"""Runs training scenarios one after the other in this process and writes what each recorded.
+
+python worker.py SCENARIOS.json RESULTS.json; the results are rewritten after every scenario. Not a test module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import gc
+import hashlib
+import json
+import os
+import socket
+import sys
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from probes import AllocationProbe, SyncProbe, memory_now
+from torch import Tensor
+
+SCENARIO_SECONDS = 90
+VOCABULARY = 512
+BATCH, SEQUENCE = 4, 64
+DISTINCT_BATCHES = 4
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One engine from construction to destruction."""
+
+    name: str
+    system: str = "slide"
+    """`slide`, or `stock` for the same DeepSpeed JSON without the key."""
+    model: str = "llama"
+    """`llama` (tied, 8 blocks) or `gpt2` (tied, 6 blocks, biases)."""
+    precision: str = "bf16"
+    """`bf16` or `fp16`; fp16 scales the loss dynamically."""
+    steps: int = 10
+    clip: float = 0.0
+    grad_accum: int = 1
+    exact: bool = False
+    """Deterministic kernels only, so that bits can be compared between engines."""
+    overflow_at: int | None = None
+    """Step whose loss is multiplied by 1e30, so that its fp16 gradients overflow."""
+    slide: dict[str, Any] = field(default_factory=dict)
+    """Additions to the "ds_slide" block."""
+    record: tuple[str, ...] = ()
+    """What to record besides losses: gradients, states, syncs, allocations, memory."""
+
+
+def device() -> torch.device:
+    on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+    return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+
+
+def build_model(scenario: Scenario) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    # Eager attention is matrix products and a softmax; the fused ones add up with atomics in backward.
+    attention = "eager" if scenario.exact else "sdpa"
+    dtype = torch.bfloat16 if scenario.precision == "bf16" else torch.float16
+    with torch.device(device()):
+        if scenario.model == "gpt2":
+            no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+            config = GPT2Config(
+                n_embd=256, n_layer=6, n_head=8, vocab_size=VOCABULARY, n_positions=SEQUENCE, **no_dropout
+            )
+            model: Any = GPT2LMHeadModel._from_config(config, attn_implementation=attention, dtype=dtype)
+        else:
+            config = LlamaConfig(
+                hidden_size=256,
+                intermediate_size=704,
+                num_hidden_layers=8,
+                num_attention_heads=8,
+                num_key_value_heads=4,
+                vocab_size=VOCABULARY,
+                max_position_embeddings=SEQUENCE,
+                tie_word_embeddings=True,
+            )
+            model = LlamaForCausalLM._from_config(config, attn_implementation=attention, dtype=dtype)
+    model.config.use_cache = False
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def engine_config(scenario: Scenario) -> dict[str, Any]:
+    offload = {"device": "cpu", "pin_memory": True}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": scenario.grad_accum,
+        "gradient_clipping": scenario.clip,
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": offload, "offload_param": offload},
+        "steps_per_print": 1_000_000,
+    }
+    if scenario.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    else:
+        # hysteresis 1: the first overflow already lowers the scale; window 8: it rises again within the run.
+        config["fp16"] = {"enabled": True, "initial_scale_power": 12, "hysteresis": 1, "loss_scale_window": 8}
+    if scenario.system == "slide":
+        config["ds_slide"] = {"enabled": True, **scenario.slide}
+    return config
+
+
+def batches() -> list[Tensor]:
+    """Random tokens, few enough to be learnt by heart: the loss falls, so a missing update shows."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (DISTINCT_BATCHES, BATCH, SEQUENCE), generator=generator)
+    return list(tokens.to(device()).unbind())
+
+
+def digest(tensors: list[Tensor | None]) -> str:
+    """SHA-256 of the bits."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        assert tensor is not None
+        total.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def state_digests(engine: Any) -> dict[str, str]:
+    """Digests of fp32 master weights, both moments, and the 16-bit weights that forward reads."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    parameters = list(engine.module.parameters())
+    digests = {"weight": digest([safe_get_full_fp32_param(parameter) for parameter in parameters])}
+    for name in ("exp_avg", "exp_avg_sq"):
+        digests[name] = digest([safe_get_full_optimizer_state(parameter, name) for parameter in parameters])
+    with deepspeed.zero.GatheredParameters(parameters):
+        digests["low_precision_weight"] = digest([parameter.data for parameter in parameters])
+    return digests
+
+
+def gradient_digests(engine: Any) -> dict[str, str]:
+    from deepspeed.utils import safe_get_full_grad
+
+    return {name: digest([safe_get_full_grad(parameter)]) for name, parameter in engine.module.named_parameters()}
+
+
+class Recorder:
+    """Takes what a scenario asked for at the right moments of its steps."""
+
+    def __init__(self, scenario: Scenario, engine: Any) -> None:
+        self._scenario = scenario
+        self._engine = engine
+        wanted = set(scenario.record)
+        # The first steps still allocate pools, create streams and load kernels.
+        self._warm = scenario.steps // 2
+        self._syncs = SyncProbe() if "syncs" in wanted else None
+        self._allocations = AllocationProbe() if "allocations" in wanted else None
+        self.result: dict[str, Any] = {"losses": [], "grad_norms": [], "loss_scales": [], "skipped": []}
+        if "memory" in wanted:
+            self.result["memory"] = []
+
+    def before_forward(self, step: int) -> None:
+        if step == self._warm and self._allocations:
+            self._allocations.start()
+        if step >= self._warm and self._syncs:
+            self._syncs.start()
+
+    def after_backward(self, step: int) -> None:
+        if step >= self._warm and self._syncs:
+            self._syncs.stop()
+        if step == 0 and "gradients" in self._scenario.record:
+            self.result["gradients"] = gradient_digests(self._engine)
+
+    def after_step(self, step: int, loss: float) -> None:
+        optimizer = self._engine.optimizer
+        norm = self._engine.get_global_grad_norm()
+        self.result["losses"].append(loss)
+        self.result["grad_norms"].append(None if norm is None else float(norm))
+        self.result["loss_scales"].append(float(optimizer.loss_scale))
+        self.result["skipped"].append(self._engine.skipped_steps)
+        if "memory" in self.result:
+            self.result["memory"].append(memory_now(self._engine))
+        if step == self._scenario.steps - 1:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._allocations:
+            self.result["allocations"] = self._allocations.stop()
+        if self._syncs:
+            self.result["syncs"] = self._syncs.found
+        if "states" in self._scenario.record:
+            self.result["states"] = state_digests(self._engine)
+
+
+def run(scenario: Scenario) -> dict[str, Any]:
+    import deepspeed
+
+    torch.use_deterministic_algorithms(scenario.exact)
+    model = build_model(scenario)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=engine_config(scenario))
+    is_slide = hasattr(engine.optimizer, "slide_stats")
+    assert is_slide == (scenario.system == "slide"), f"{scenario.system} runs {type(engine.optimizer).__name__}"
+    data = batches()
+    recorder = Recorder(scenario, engine)
+    try:
+        for step in range(scenario.steps):
+            recorder.before_forward(step)
+            losses = []
+            for micro in range(scenario.grad_accum):
+                tokens = data[(step * scenario.grad_accum + micro) % len(data)]
+                loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+                losses.append(loss.detach())
+                engine.backward(loss * 1e30 if step == scenario.overflow_at else loss)
+                if micro < scenario.grad_accum - 1:
+                    engine.step()
+            recorder.after_backward(step)
+            engine.step()
+            mean_loss = float(torch.stack(losses).mean())
+            del loss, losses
+            recorder.after_step(step, mean_loss)
+        return recorder.result
+    finally:
+        engine.destroy()
+
+
+def main(source: Path, target: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update(launcher)
+    import ds_slide  # noqa: F401  (for a source tree on the path; an installed package is found by itself)
+
+    results: dict[str, dict[str, Any]] = {}
+    for fields in json.loads(source.read_text()):
+        scenario = Scenario(**{**fields, "record": tuple(fields.get("record", ()))})
+        print(f"==== {dataclasses.asdict(scenario)}", flush=True)
+        # A deadlock must say where every thread stands, and must not use up the time of the other tests.
+        faulthandler.dump_traceback_later(SCENARIO_SECONDS, exit=True)
+        try:
+            results[scenario.name] = run(scenario)
+        except Exception:
+            results[scenario.name] = {"error": traceback.format_exc()}
+        faulthandler.cancel_dump_traceback_later()
+        gc.collect()
+        target.write_text(json.dumps(results))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

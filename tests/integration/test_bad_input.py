@@ -1,0 +1,418 @@
+"""Everything that DS-Slide refuses: the pure checks one by one, and some of them through deepspeed.initialize."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.config import DeepSpeedConfig
+from torch import nn
+
+from ds_slide.config import SlideConfig
+from ds_slide.errors import SlideConfigError
+from ds_slide.integration.activation import warn_if_meant
+from ds_slide.integration.contract import (
+    check_deepspeed_config,
+    check_supported,
+    model_problems,
+    optimizer_choice_problems,
+    optimizer_problems,
+)
+from ds_slide.integration.refused import REFUSED_ENGINE_SETTINGS, REFUSED_ZERO_SETTINGS, Refused, setting_problems
+
+SLIDE = {"enabled": True}
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+
+
+def ds_config(zero=None, slide=None, **others):
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": ADAMW,
+        "zero_optimization": {"stage": 3, **(zero or {})},
+        "ds_slide": SLIDE | (slide or {}),
+        **others,
+    }
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def check(config, model=None, client_optimizer=None, mpu=None):
+    slide = SlideConfig.from_deepspeed(config)
+    parsed = DeepSpeedConfig(config)
+    check_deepspeed_config(parsed, slide, model=model or nn.Linear(2, 2), client_optimizer=client_optimizer, mpu=mpu)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ds_config(),
+        ds_config({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
+        ds_config({"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}),
+        ds_config({"leaf_module": {"classes": ["MyBlock"]}}),
+        ds_config({"overlap_comm": True, "sub_group_size": 1e8, "stage3_prefetch_bucket_size": 0}),
+        ds_config(gradient_clipping=1.0, gradient_accumulation_steps=4),
+        ds_config(bf16=None, fp16={"enabled": True}),
+        ds_config(bf16=None),
+        ds_config(optimizer={"type": "Adam", "params": {"lr": 1e-3}}),
+        ds_config(tensor_parallel={"autotp_size": 1}),
+        ds_config(slide={"hold_gradients": False}, gradient_clipping=0.0),
+    ],
+    ids=json.dumps,
+)
+def test_accepted_configs(config):
+    check(config)
+
+
+# The message starts with the JSON path of what is wrong and ends with what to do.
+CONFIGS = [
+    (ds_config({"stage": 0}), "zero_optimization.stage is 0, but DS-Slide is an engine for stage 3; set it to 3 or"),
+    (ds_config({"stage": 2}), "zero_optimization.stage is 2, but DS-Slide is an engine for stage 3; set it to 3 or"),
+    (ds_config(zero_optimization=None), "zero_optimization.stage is 0, but"),
+    (
+        ds_config({"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}),
+        'zero_optimization.offload_optimizer.device is "nvme", but the SSD tier is not in this version; set',
+    ),
+    (
+        ds_config({"offload_param": {"device": "nvme", "nvme_path": "/tmp"}}),
+        'zero_optimization.offload_param.device is "nvme", but the SSD tier is not in this version; set',
+    ),
+    (
+        ds_config({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
+        "zero_optimization.offload_optimizer.ratio is 0.5, but",
+    ),
+    (
+        ds_config({"offload_optimizer": {"device": "cpu", "super_offload": True}}),
+        "zero_optimization.offload_optimizer.super_offload is true, but",
+    ),
+    (ds_config({"zenflow": {"topk_ratio": 0.1}}), "zero_optimization.zenflow is set, but"),
+    (ds_config({"zero_hpz_partition_size": 2}), "zero_optimization.zero_hpz_partition_size is 2, but"),
+    (ds_config({"zero_quantized_weights": True}), "zero_optimization.zero_quantized_weights is true, but"),
+    (
+        ds_config({"zero_quantized_nontrainable_weights": True}),
+        "zero_optimization.zero_quantized_nontrainable_weights is true, but",
+    ),
+    (ds_config({"zero_quantized_gradients": True}), "zero_optimization.zero_quantized_gradients is true, but"),
+    (ds_config({"elastic_checkpoint": True}), "zero_optimization.elastic_checkpoint is true, but"),
+    (ds_config(prescale_gradients=True), "prescale_gradients is true, but"),
+    (ds_config(gradient_predivide_factor=2.0), "gradient_predivide_factor is 2.0, but"),
+    (
+        ds_config(bf16={"enabled": True, "bf16_master_weights_and_grads": True}),
+        "bf16.bf16_master_weights_and_grads is true, but",
+    ),
+    (
+        ds_config(bf16={"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}),
+        "bf16.bf16_optimizer_states is true, but",
+    ),
+    (
+        ds_config(bf16=None, fp16={"enabled": True, "fp16_master_weights_and_grads": True}),
+        "fp16.fp16_master_weights_and_grads is true, but",
+    ),
+    (ds_config(bf16=None, torch_autocast={"enabled": True}), "torch_autocast.enabled is true, but"),
+    (ds_config(hybrid_engine={"enabled": True}), "hybrid_engine.enabled is true, but"),
+    (ds_config(compile={"deepcompile": True}), "compile.deepcompile is true, but"),
+    (ds_config(tensor_parallel={"autotp_size": 2}), "tensor_parallel.autotp_size is 2, but"),
+    (ds_config(expert_parallel={"enabled": True}), "expert_parallel.enabled is true, but"),
+    (ds_config(sequence_parallel_size=2), "sequence_parallel_size is 2, but"),
+    (ds_config(checkpoint={"load_universal": True}), "checkpoint.load_universal is true, but"),
+    (ds_config({"pipeline_loading_checkpoint": True}), "zero_optimization.pipeline_loading_checkpoint is true, but"),
+    (ds_config(managed_gradient_accumulation=False), "managed_gradient_accumulation is false, but"),
+    (ds_config(optimizer=None), "no optimizer is given, but"),
+    *(
+        (
+            ds_config(optimizer={"type": name, "params": {}}),
+            f'optimizer.type is "{name}", but DS-Slide updates with Adam',
+        )
+        for name in ("SGD", "lion", "lamb", "adagrad", "muon", "NAdam")
+    ),
+    (
+        ds_config(slide={"hold_gradients": False}, gradient_clipping=1.0),
+        "ds_slide.hold_gradients is false, but gradient_clipping is 1.0,",
+    ),
+    (
+        ds_config(slide={"hold_gradients": False}, gradient_clipping=0.0, gradient_accumulation_steps=4),
+        "ds_slide.hold_gradients is false, but gradient_accumulation_steps is 4,",
+    ),
+    (
+        ds_config(slide={"hold_gradients": False}, gradient_clipping=0.0, bf16=None, fp16={"enabled": True}),
+        "ds_slide.hold_gradients is false, but fp16 can overflow,",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), CONFIGS, ids=[message for _, message in CONFIGS])
+def test_refused_configs(config, message):
+    with pytest.raises(SlideConfigError) as caught:
+        check(config)
+    found = [line for line in str(caught.value).splitlines() if line.startswith(message)]
+    assert len(found) == 1, str(caught.value)
+    assert "; " in found[0], "what to do is missing"
+
+
+def test_every_setting_of_the_tables_is_refused_in_a_config_above():
+    messages = [message for _, message in CONFIGS]
+    for setting in (*REFUSED_ENGINE_SETTINGS, *REFUSED_ZERO_SETTINGS):
+        # DeepSpeed 0.19 refuses MiCS itself; 0.18 has it.
+        if setting.name != "mics_shard_size":
+            assert any(message.startswith(setting.path) for message in messages), setting.path
+    problems = list(setting_problems({"mics_shard_size": 4}, REFUSED_ZERO_SETTINGS))
+    assert problems == ["zero_optimization.mics_shard_size is 4, but DS-Slide does not support it; remove it"]
+
+
+def test_all_problems_at_once_one_line_each():
+    config = ds_config({"zero_quantized_weights": True, "zero_hpz_partition_size": 2}, gradient_predivide_factor=2.0)
+    with pytest.raises(SlideConfigError) as caught:
+        check(config)
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_an_absent_setting_counts_as_its_first_allowed_value():
+    setting = Refused("name", "path", (1, 0), "no", "do")
+    assert list(setting_problems({}, [setting])) == []
+    assert list(setting_problems({"name": 0}, [setting])) == []
+    assert list(setting_problems({"name": 2}, [setting])) == ["path is 2, but no; do"]
+
+
+def test_mpu():
+    with pytest.raises(SlideConfigError, match=r"an mpu is passed .* pass mpu=None"):
+        check(ds_config(), mpu=object())
+
+
+class TestOptimizers:
+    parameters = (nn.Parameter(torch.zeros(2)),)
+
+    def problems(self, optimizer):
+        return list(optimizer_problems(optimizer))
+
+    @pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}, {"foreach": False}])
+    @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+    def test_adam_in_every_implementation_is_accepted(self, kind, options):
+        assert self.problems(kind(self.parameters, **options)) == []
+
+    @pytest.mark.parametrize("option", ["amsgrad", "maximize", "differentiable"])
+    def test_variants_of_the_rule_are_refused(self, option):
+        groups = [{"params": [nn.Parameter(torch.zeros(2))]}, {"params": [nn.Parameter(torch.zeros(2))], option: True}]
+        assert self.problems(torch.optim.AdamW(groups)) == [
+            f"{option} is true in parameter group 1, but DS-Slide does not support it; set it to false"
+        ]
+
+    def test_adam_with_the_decay_of_adamw_is_refused(self):
+        # Its class says L2 regularisation and its group says decoupled decay.
+        (problem,) = self.problems(torch.optim.Adam(self.parameters, decoupled_weight_decay=True))
+        assert problem == "decoupled_weight_decay is true in parameter group 0 of Adam; use torch.optim.AdamW instead"
+
+    def test_other_rules_are_refused(self):
+        (problem,) = self.problems(torch.optim.SGD(self.parameters, lr=0.1))
+        assert problem.startswith("the optimizer is torch.optim.sgd.SGD, but DS-Slide updates with Adam only; use")
+
+    def test_a_subclass_is_refused_because_its_rule_may_differ(self):
+        class AdamW(torch.optim.AdamW):
+            pass
+
+        assert len(self.problems(AdamW(self.parameters))) == 1
+
+    def test_low_precision_moments_are_refused(self):
+        optimizer = torch.optim.AdamW(self.parameters)
+        optimizer.fp32_optimizer_states = False  # as DeepSpeedCPUAdam keeps its argument
+        (problem,) = self.problems(optimizer)
+        assert problem.startswith("optimizer.params.fp32_optimizer_states is false, but")
+
+    def test_what_is_asked_for(self):
+        assert list(optimizer_choice_problems("adamw", None)) == []
+        assert list(optimizer_choice_problems(None, torch.optim.AdamW(self.parameters))) == []
+        assert list(optimizer_choice_problems(None, torch.optim.AdamW)) == []
+        # The script's optimizer overrides the JSON's.
+        assert list(optimizer_choice_problems("lion", torch.optim.AdamW(self.parameters))) == []
+        assert len(list(optimizer_choice_problems("adamw", torch.optim.SGD(self.parameters, lr=0.1)))) == 1
+
+
+def test_modules_of_other_parallelisms():
+    # Made without their constructors, which need process groups; the check looks at classes only.
+    model = nn.Sequential(nn.Linear(2, 2), nn.Module())
+    model[1].moe = MoE.__new__(MoE)
+    nn.Module.__init__(model[1].moe)
+    assert list(model_problems(model)) == [
+        "module 1.moe is a DeepSpeed MoE, but DS-Slide has no expert parallelism; use a model without"
+    ]
+    pipeline = PipelineModule.__new__(PipelineModule)
+    nn.Module.__init__(pipeline)
+    (problem,) = model_problems(pipeline)
+    assert problem.startswith("the model is a DeepSpeed PipelineModule, but DS-Slide has no pipeline parallelism")
+    assert list(model_problems(nn.Sequential(nn.Linear(2, 2)))) == []
+
+
+class TestConstructorArguments:
+    """check_supported, with what _configure_zero_optimizer hands over."""
+
+    def check(self, dtype=torch.bfloat16, model=None, slide=None, **kwargs):
+        model = model or nn.Linear(2, 2).to(dtype)
+        check_supported(kwargs, torch.optim.AdamW(model.parameters()), model, ds_config(slide=slide))
+
+    def refused(self, **arguments):
+        with pytest.raises(SlideConfigError) as caught:
+            self.check(**arguments)
+        return str(caught.value)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_accepted(self, dtype):
+        self.check(
+            dtype,
+            communication_data_type=dtype,
+            gradient_accumulation_dtype=torch.float32,
+            postscale_gradients=True,
+            gradient_predivide_factor=1.0,
+            clip_grad=1.0,
+            zero_hpz_partition_size=1,
+            all2all_process_group=None,
+            mpu=None,
+        )
+
+    def test_settings_under_other_names(self):
+        assert self.refused(postscale_gradients=False).startswith("prescale_gradients is true, but")
+        message = self.refused(all2all_process_group=object())
+        assert message.startswith("zero_optimization.zero_quantized_gradients is true, but")
+
+    def test_dtypes(self):
+        message = self.refused(communication_data_type=torch.float32)
+        assert message.startswith(
+            "communication_data_type is torch.float32, but DS-Slide reduces gradients in torch.bf"
+        )
+        message = self.refused(gradient_accumulation_dtype=torch.float16)
+        assert message.startswith("data_types.grad_accum_dtype is torch.float16, but the model is torch.bfloat16")
+        assert self.refused(dtype=torch.float64).startswith("the model's parameters are torch.float64, but")
+
+    def test_a_model_of_two_dtypes_is_refused_by_the_parameter(self):
+        model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)).bfloat16()
+        model[1].float()
+        assert self.refused(model=model).startswith(
+            "parameter 1.weight is torch.float32 and others are torch.bfloat16;"
+        )
+
+    def test_fp16_and_unheld_gradients(self):
+        message = self.refused(dtype=torch.float16, slide={"hold_gradients": False})
+        assert message.startswith("ds_slide.hold_gradients is false, but fp16 can overflow, so that")
+
+    def test_optimizer(self):
+        model = nn.Linear(2, 2).bfloat16()
+        with pytest.raises(SlideConfigError, match=r"the optimizer is torch\.optim\.sgd\.SGD, but"):
+            check_supported({}, torch.optim.SGD(model.parameters(), lr=0.1), model, ds_config())
+
+
+@pytest.mark.parametrize(
+    ("block", "warning"),
+    [
+        ({"ds_slide": {"window": 3}}, "ds_slide.enabled is absent from the config and false by default"),
+        ({"ds-slide": {}}, "the config has the key 'ds-slide', which DeepSpeed ignores; was ds_slide meant?"),
+        ({"DS_SLIDE": {}}, "the config has the key 'DS_SLIDE', which DeepSpeed ignores"),
+        ({"ds_slide": {"enabled": False}}, None),
+        ({}, None),
+    ],
+)
+def test_a_block_without_effect_is_pointed_out(caplog, block, warning):
+    warn_if_meant(DeepSpeedConfig({"train_batch_size": 1, **block}))
+    assert [record.getMessage()[: len(warning or "")] for record in caplog.records] == ([warning] if warning else [])
+
+
+# Through deepspeed.initialize, in one process that goes on after each refusal. The last case has no DS-Slide in its
+# config: a refusal must leave nothing behind that touches a stock engine.
+INITIALIZE = textwrap.dedent(
+    """
+    import json, sys
+    import torch, deepspeed
+    deepspeed.init_distributed("gloo")
+    for config, optimizer in json.load(sys.stdin):
+        model = torch.nn.Linear(4, 4)
+        client = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1) if optimizer else None
+        try:
+            engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=client)
+            outcome = [type(engine.optimizer).__name__, ""]
+        except Exception as error:
+            outcome = [type(error).__name__, str(error)]
+        partitioned = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+        print("OUTCOME", json.dumps([*outcome, partitioned]), flush=True)
+    """
+)
+END_TO_END = {
+    "stage 2": (ds_config({"stage": 2}), None, "zero_optimization.stage is 2, but"),
+    "no ZeRO": (ds_config(zero_optimization=None), None, "zero_optimization.stage is 0, but"),
+    "no optimizer": (ds_config(optimizer=None), None, "no optimizer is given, but"),
+    "SGD": (ds_config(optimizer=None), "SGD", "the optimizer is torch.optim.sgd.SGD, but"),
+    "nvme": (
+        ds_config({"offload_param": {"device": "nvme", "nvme_path": "/tmp"}}),
+        None,
+        'zero_optimization.offload_param.device is "nvme", but',
+    ),
+    "unknown key": (
+        ds_config(slide={"windows": 4}),
+        None,
+        "ds_slide.windows is not a setting of DS-Slide; did you mean",
+    ),
+}
+# Found while the engine is built, still before its first step.
+WHILE_BUILT = {
+    "host budget": (ds_config(slide={"host_memory": 64}), None, "host tier: "),
+    "GPU budget": (ds_config(slide={"gpu_memory": 64}), None, "GPU tier: "),
+    "core": (ds_config(slide={"cpu_threads": 1, "cpu_cores": [99999]}), None, "cannot start the CPU update threads: "),
+    "blocks": (
+        ds_config(slide={"blocks": ["layers"]}),
+        None,
+        'ds_slide.blocks[0]: "layers" is no module of this model',
+    ),
+}
+STOCK = (ds_config(ds_slide=None), None)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    script = tmp_path_factory.mktemp("bad_input") / "initialize.py"
+    script.write_text("import ds_slide\n" + INITIALIZE)
+    cases = [(config, optimizer) for config, optimizer, _ in (END_TO_END | WHILE_BUILT).values()]
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        input=json.dumps([*cases, STOCK]),
+        env=os.environ | environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    lines = [line.split(" ", 1)[1] for line in result.stdout.splitlines() if line.startswith("OUTCOME ")]
+    assert len(lines) == len(cases) + 1, result.stderr
+    return dict(zip([*END_TO_END, *WHILE_BUILT, "stock"], map(json.loads, lines), strict=True))
+
+
+def environment():
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {"DS_ACCELERATOR": "cpu", **one_rank}
+
+
+@pytest.mark.parametrize("case", END_TO_END)
+def test_initialize_refuses_before_it_touches_the_model(outcomes, case):
+    kind, message, partitioned = outcomes[case]
+    assert kind == "SlideConfigError"
+    assert re.match(re.escape(END_TO_END[case][2]), message), message
+    assert not partitioned
+
+
+@pytest.mark.parametrize("case", WHILE_BUILT)
+def test_initialize_refuses_what_the_machine_or_the_model_cannot_do(outcomes, case):
+    kind, message, _ = outcomes[case]
+    assert kind in ("SlideError", "SlideConfigError")
+    assert re.match(re.escape(WHILE_BUILT[case][2]), message), message
+    assert "\n" not in message
+
+
+def test_a_stock_engine_after_refusals(outcomes):
+    kind, _, partitioned = outcomes["stock"]
+    assert kind == "DeepSpeedZeroOptimizer_Stage3"
+    assert partitioned

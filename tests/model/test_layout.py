@@ -1,0 +1,199 @@
+"""Properties of the flat layout that every lane relies on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_slide.model.layout import ALIGNMENT, Entry, ParameterInfo, Segment, UnitLayout, build_layout, piece
+
+# No deadline: a loaded machine is slow, not wrong.
+properties = settings(deadline=None)
+
+shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
+groups = st.none() | st.integers(0, 3)
+world_sizes = st.integers(1, 9)
+
+
+@st.composite
+def parameter_lists(draw: st.DrawFn) -> list[ParameterInfo]:
+    drawn = draw(st.lists(st.tuples(shapes, groups), max_size=12))
+    return [ParameterInfo(f"p{i}", shape, math.prod(shape), group) for i, (shape, group) in enumerate(drawn)]
+
+
+def ranges(layout: UnitLayout, space: str) -> list[tuple[int, int]]:
+    """Used [start, stop) of every entry in the local planes or in the slot."""
+    if space == "local":
+        return [(entry.offset, entry.offset + entry.partition_numel) for entry in layout.entries]
+    return [(entry.slot_offset, entry.slot_offset + entry.numel) for entry in layout.entries]
+
+
+def assert_packed(used: list[tuple[int, int]], total: int) -> None:
+    """Ranges do not overlap, start aligned, and leave no more than alignment padding between each other."""
+    end = 0
+    for start, stop in used:
+        assert start % ALIGNMENT == 0
+        assert 0 <= start - end < ALIGNMENT
+        end = stop
+    assert total % ALIGNMENT == 0
+    assert 0 <= total - end < ALIGNMENT
+
+
+@properties
+@given(parameter_lists(), world_sizes)
+def test_entries_are_packed_and_aligned(parameters: list[ParameterInfo], world_size: int) -> None:
+    layout = build_layout(parameters, world_size)
+    assert_packed(ranges(layout, "local"), layout.local_numel)
+    assert_packed(ranges(layout, "slot"), layout.slot_numel)
+    assert layout.trainable_numel % ALIGNMENT == 0
+    assert layout.slot_trainable_numel % ALIGNMENT == 0
+
+
+@properties
+@given(parameter_lists(), world_sizes)
+def test_every_parameter_has_one_entry_sorted_by_group(parameters: list[ParameterInfo], world_size: int) -> None:
+    layout = build_layout(parameters, world_size)
+    described = [ParameterInfo(e.name, e.shape, e.numel, e.group) for e in layout.entries]
+    assert described == [p for group in (0, 1, 2, 3, None) for p in parameters if p.group == group]
+    for entry in layout.entries:
+        assert entry.partition_numel == math.ceil(entry.numel / world_size)
+        assert entry.trainable == (entry.group is not None)
+
+
+@properties
+@given(parameter_lists(), world_sizes)
+def test_trainable_entries_are_the_front_of_both_spaces(parameters: list[ParameterInfo], world_size: int) -> None:
+    layout = build_layout(parameters, world_size)
+    for entry in layout.entries:
+        assert (entry.offset < layout.trainable_numel) == entry.trainable or entry.numel == 0
+        assert (entry.slot_offset < layout.slot_trainable_numel) == entry.trainable or entry.numel == 0
+    only_trainable = build_layout([p for p in parameters if p.group is not None], world_size)
+    assert layout.trainable_numel == only_trainable.local_numel
+    assert layout.slot_trainable_numel == only_trainable.slot_numel
+
+
+@properties
+@given(parameter_lists(), world_sizes)
+def test_pieces_of_all_ranks_tile_the_parameter(parameters: list[ParameterInfo], world_size: int) -> None:
+    for entry in build_layout(parameters, world_size).entries:
+        pieces = [piece(entry, rank) for rank in range(world_size)]
+        assert [element for start, stop in pieces for element in range(start, stop)] == list(range(entry.numel))
+        assert all(0 <= start <= stop <= min(start + entry.partition_numel, entry.numel) for start, stop in pieces)
+
+
+@properties
+@given(parameter_lists(), world_sizes)
+def test_segments_cover_the_trainable_range_with_the_right_group(
+    parameters: list[ParameterInfo], world_size: int
+) -> None:
+    layout = build_layout(parameters, world_size)
+    end = 0
+    for segment in layout.segments:
+        assert segment.start == end
+        assert segment.stop > segment.start
+        end = segment.stop
+    assert end == layout.trainable_numel
+    assert len({segment.group for segment in layout.segments}) == len(layout.segments)
+    for entry in layout.entries:
+        if entry.trainable and entry.numel:
+            (segment,) = [s for s in layout.segments if s.start <= entry.offset < s.stop]
+            assert segment.group == entry.group
+            assert entry.offset + entry.partition_numel <= segment.stop
+
+
+@properties
+@given(parameter_lists())
+def test_one_rank_has_one_address_space(parameters: list[ParameterInfo]) -> None:
+    layout = build_layout(parameters, 1)
+    assert all(entry.offset == entry.slot_offset for entry in layout.entries)
+    assert all(piece(entry, 0) == (0, entry.numel) for entry in layout.entries)
+    assert layout.local_numel == layout.slot_numel
+    assert layout.trainable_numel == layout.slot_trainable_numel
+
+
+@properties
+@given(parameter_lists(), world_sizes)
+def test_gathering_the_planes_of_all_ranks_gives_the_slot(parameters: list[ParameterInfo], world_size: int) -> None:
+    """The rule of the module docstring, carried out: rank-major buffer -> slot."""
+    layout = build_layout(parameters, world_size)
+    gathered: list[object] = [None] * (world_size * layout.local_numel)
+    for rank in range(world_size):
+        for entry in layout.entries:
+            for position, element in enumerate(range(*piece(entry, rank))):
+                gathered[rank * layout.local_numel + entry.offset + position] = (entry.name, element)
+    slot: list[object] = [None] * layout.slot_numel
+    for rank in range(world_size):
+        for entry in layout.entries:
+            start, stop = piece(entry, rank)
+            source = rank * layout.local_numel + entry.offset
+            slot[entry.slot_offset + start : entry.slot_offset + stop] = gathered[source : source + stop - start]
+    for entry in layout.entries:
+        expected = [(entry.name, element) for element in range(entry.numel)]
+        assert slot[entry.slot_offset : entry.slot_offset + entry.numel] == expected
+    assert len(slot) == layout.slot_numel
+
+
+@properties
+@given(parameter_lists(), parameter_lists(), world_sizes)
+def test_later_parameters_shift_nothing(
+    parameters: list[ParameterInfo], later: list[ParameterInfo], world_size: int
+) -> None:
+    """Entries of group 0 stay where they are whatever follows: strides depend on sizes alone."""
+    first = [replace(p, group=0) for p in parameters]
+    alone = build_layout(first, world_size)
+    together = build_layout(first + [replace(p, name=f"later.{p.name}") for p in later], world_size)
+    assert together.entries[: len(first)] == alone.entries
+
+
+def test_worked_example() -> None:
+    """Numbers by hand: 2 ranks, a frozen matrix in the middle, groups out of order."""
+    layout = build_layout(
+        [
+            ParameterInfo("weight", (10, 13), 130, 1),
+            ParameterInfo("frozen", (100,), 100, None),
+            ParameterInfo("bias", (3,), 3, 0),
+            ParameterInfo("scale", (), 1, 1),
+        ],
+        world_size=2,
+    )
+    assert layout == UnitLayout(
+        entries=(
+            Entry("bias", (3,), 3, 0, partition_numel=2, offset=0, slot_offset=0),
+            Entry("weight", (10, 13), 130, 1, partition_numel=65, offset=64, slot_offset=64),
+            Entry("scale", (), 1, 1, partition_numel=1, offset=192, slot_offset=256),
+            Entry("frozen", (100,), 100, None, partition_numel=50, offset=256, slot_offset=320),
+        ),
+        world_size=2,
+        trainable_numel=256,
+        local_numel=320,
+        slot_trainable_numel=320,
+        slot_numel=448,
+        segments=(Segment(0, 0, 64), Segment(1, 64, 256)),
+    )
+    assert [piece(layout.entries[0], rank) for rank in range(2)] == [(0, 2), (2, 3)]
+    assert [piece(layout.entries[2], rank) for rank in range(2)] == [(0, 1), (1, 1)]
+
+
+def test_group_without_elements_has_no_segment() -> None:
+    layout = build_layout([ParameterInfo("empty", (0, 4), 0, 0), ParameterInfo("weight", (4,), 4, 1)], 2)
+    assert layout.segments == (Segment(1, 0, 64),)
+    assert layout.entries[0].offset == layout.entries[1].offset == 0
+
+
+def test_ranks_beyond_the_parameter_hold_nothing() -> None:
+    """5 elements on 4 ranks: partitions of 2, so the last rank's would start behind the end."""
+    (entry,) = build_layout([ParameterInfo("bias", (5,), 5, 0)], 4).entries
+    assert [piece(entry, rank) for rank in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
+
+
+def test_no_parameters() -> None:
+    assert build_layout([], 4) == UnitLayout((), 4, 0, 0, 0, 0, ())
+
+
+def test_world_size_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="world_size is 0"):
+        build_layout([], 0)

@@ -1,0 +1,382 @@
+"""Structure discovery: the rules, on models small enough to read."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from ds_slide.errors import SlideConfigError
+from ds_slide.model.structure import ModelStructure, find_structure
+
+StructureOf = Callable[..., ModelStructure]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 32, expansion: int = 2) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, width * expansion)
+        self.down = nn.Linear(width * expansion, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class OtherBlock(Block):
+    """A second class of layer, as cross-attention layers among self-attention layers."""
+
+
+class Model(nn.Module):
+    """Embedding, layers, norm, head: the shape of every language model."""
+
+    def __init__(self, layers: nn.Module | None = None, vocabulary: int = 64, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(3)) if layers is None else layers
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def block_names(structure: ModelStructure) -> list[str]:
+    return [block.name for block in structure.blocks]
+
+
+def edge_parameters(structure: ModelStructure) -> set[str]:
+    return {name for edge in structure.edges for name, _ in edge.parameters}
+
+
+EDGES = {"embed.weight", "norm.weight", "norm.bias", "head.weight"}
+
+
+def test_plain_model(structure_of: StructureOf) -> None:
+    structure = structure_of(Model())
+    assert structure.lists == ("layers",)
+    assert block_names(structure) == ["layers.0", "layers.1", "layers.2"]
+    assert [name for name, _ in structure.blocks[1].parameters] == [
+        f"layers.1.{name}" for name in ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias")
+    ]
+    assert [edge.name for edge in structure.edges] == ["edge"]
+    assert edge_parameters(structure) == EDGES
+    assert structure.units == structure.edges + structure.blocks
+
+
+# Sharing -------------------------------------------------------------------------------------------------------------
+
+
+def test_tied_head_is_one_edge_parameter_under_its_first_name(structure_of: StructureOf) -> None:
+    model = Model()
+    model.head.weight = model.embed.weight
+    structure = structure_of(model)
+    assert edge_parameters(structure) == EDGES - {"head.weight"}
+    assert len(structure.blocks) == 3
+
+
+def test_parameter_shared_between_blocks_is_an_edge(structure_of: StructureOf) -> None:
+    model = Model()
+    model.layers[2].up.weight = model.layers[0].up.weight
+    structure = structure_of(model)
+    assert edge_parameters(structure) == EDGES | {"layers.0.up.weight"}
+    assert "layers.2.up.bias" in {name for name, _ in structure.blocks[2].parameters}
+
+
+def test_parameter_shared_between_a_block_and_the_outside_is_an_edge(structure_of: StructureOf) -> None:
+    model = Model()
+    model.norm.weight = model.layers[1].norm.weight
+    assert edge_parameters(structure_of(model)) == EDGES - {"norm.weight"} | {"layers.1.norm.weight"}
+
+
+def test_submodule_of_a_block_that_is_also_used_outside_is_an_edge(structure_of: StructureOf) -> None:
+    model = Model()
+    model.norm = model.layers[2].norm
+    outside = {"layers.2.norm.weight", "layers.2.norm.bias"}
+    assert edge_parameters(structure_of(model)) == {"embed.weight", "head.weight"} | outside
+
+
+def test_submodule_shared_by_all_blocks_is_an_edge(structure_of: StructureOf) -> None:
+    """Zamba style: each layer calls the same attention."""
+    model = Model()
+    for layer in model.layers[1:]:
+        layer.down = model.layers[0].down
+    assert edge_parameters(structure_of(model)) == EDGES | {"layers.0.down.weight", "layers.0.down.bias"}
+
+
+def test_second_name_of_a_block_does_not_make_it_shared(structure_of: StructureOf) -> None:
+    model = Model()
+    model.first = model.layers[0]
+    model.same_list = model.layers
+    model.other_list = nn.ModuleList(model.layers)
+    structure = structure_of(model)
+    assert structure.lists == ("layers",)
+    assert block_names(structure) == ["layers.0", "layers.1", "layers.2"]
+    assert edge_parameters(structure) == EDGES
+
+
+def test_parameter_used_twice_inside_one_block_stays_in_the_block(structure_of: StructureOf) -> None:
+    model = Model()
+    for layer in model.layers:
+        layer.second_norm = layer.norm
+        layer.up.second_name = layer.up.weight
+    structure = structure_of(model)
+    assert edge_parameters(structure) == EDGES
+    assert len(structure.blocks[0].parameters) == 6
+
+
+def test_list_that_collects_parts_of_blocks_is_no_layer_list(structure_of: StructureOf) -> None:
+    model = Model()
+    model.expanders = nn.ModuleList(nn.Sequential(layer.up, nn.ReLU()) for layer in model.layers)
+    structure = structure_of(model)
+    assert structure.lists == ("layers",)
+    # Usable from outside the block, so they cannot leave with the block.
+    assert edge_parameters(structure) == EDGES | {
+        f"layers.{i}.up.{kind}" for i in range(3) for kind in ("weight", "bias")
+    }
+
+
+def test_block_without_parameters_of_its_own_is_not_a_unit(structure_of: StructureOf) -> None:
+    blocks = [Block() for _ in range(3)]
+    model = Model(nn.ModuleList(blocks))
+    model.tied = nn.ModuleDict({"norm": blocks[1].norm, "up": blocks[1].up, "down": blocks[1].down})
+    assert block_names(structure_of(model)) == ["layers.0", "layers.2"]
+
+
+def test_same_layer_run_several_times_is_no_layer_list(structure_of: StructureOf) -> None:
+    layer = Block()
+    structure = structure_of(Model(nn.ModuleList([layer] * 4)))
+    assert structure.lists == ()
+    assert [edge.name for edge in structure.edges] == ["edge"]
+
+
+# What counts as a layer list -----------------------------------------------------------------------------------------
+
+
+def test_small_list_is_no_layer_list(structure_of: StructureOf) -> None:
+    """A two-layer head is below the share of a layer list, whatever its layers look like."""
+    model = Model(nn.ModuleList(Block(width=128) for _ in range(4)), width=128)
+    model.classifier = nn.Sequential(Block(width=32), Block(width=32))
+    assert structure_of(model).lists == ("layers",)
+
+
+def test_single_layer_is_no_list(structure_of: StructureOf) -> None:
+    assert structure_of(Model(nn.ModuleList([Block()]))).lists == ()
+
+
+def test_outermost_list_wins(structure_of: StructureOf) -> None:
+    class ExpertBlock(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(32, 4)
+            self.experts = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.experts[int(self.router(x).sum(dim=(0, 1)).argmax())](x)
+
+    assert structure_of(Model(nn.ModuleList(ExpertBlock() for _ in range(2)))).lists == ("layers",)
+
+
+def test_layers_of_two_classes_and_uneven_shapes(structure_of: StructureOf) -> None:
+    layers = nn.ModuleList([Block(), OtherBlock(), Block(expansion=8), Block(), OtherBlock()])
+    assert len(structure_of(Model(layers)).blocks) == 5
+
+
+def test_activation_module_may_be_reused_between_layers(structure_of: StructureOf) -> None:
+    """Only a repeated layer with parameters makes a list unfit."""
+    activation = nn.ReLU()
+    structure = structure_of(nn.Sequential(Block(), activation, Block(), activation))
+    assert block_names(structure) == ["0", "2"]
+
+
+def test_everything_in_one_sequential(structure_of: StructureOf) -> None:
+    model = nn.Sequential(nn.Embedding(64, 32), *(Block() for _ in range(3)), nn.LayerNorm(32), nn.Linear(32, 64))
+    structure = structure_of(model)
+    assert structure.lists == ("",)
+    assert block_names(structure) == ["1", "2", "3"]
+    assert edge_parameters(structure) == {"0.weight", "4.weight", "4.bias", "5.weight", "5.bias"}
+
+
+def test_two_lists_in_registration_order(structure_of: StructureOf) -> None:
+    model = nn.ModuleDict({"encoder": Model(), "decoder": Model()})
+    structure = structure_of(model)
+    assert structure.lists == ("encoder.layers", "decoder.layers")
+    assert block_names(structure) == [f"{part}.layers.{i}" for part in ("encoder", "decoder") for i in range(3)]
+    assert [block.index for block in structure.blocks] == list(range(6))
+
+
+def test_lists_of_lists_are_searched(structure_of: StructureOf) -> None:
+    """A ModuleList cannot be called, so it cannot be a block; its elements can."""
+    stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
+    structure = structure_of(Model(stages))
+    assert structure.lists == ("layers.0", "layers.1")
+    assert len(structure.blocks) == 4
+
+
+def test_uniform_linear_layers_are_blocks_and_the_ends_are_edges(structure_of: StructureOf) -> None:
+    hidden = [module for _ in range(4) for module in (nn.Linear(32, 32), nn.ReLU())]
+    structure = structure_of(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), *hidden, nn.Linear(32, 4)))
+    assert block_names(structure) == ["2", "4", "6", "8"]
+    assert edge_parameters(structure) == {"0.weight", "0.bias", "10.weight", "10.bias"}
+
+
+def test_mlp_of_different_widths_is_one_edge(structure_of: StructureOf) -> None:
+    structure = structure_of(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)))
+    assert (structure.lists, structure.blocks, len(structure.edges)) == ((), (), 1)
+
+
+def test_convolutional_network_is_one_edge(structure_of: StructureOf) -> None:
+    def stage(channels_in: int, channels_out: int) -> list[nn.Module]:
+        return [nn.Conv2d(channels_in, channels_out, 3), nn.BatchNorm2d(channels_out), nn.ReLU(), nn.MaxPool2d(2)]
+
+    features = nn.Sequential(*stage(3, 16), *stage(16, 32), *stage(32, 64))
+    structure = structure_of(nn.Sequential(OrderedDict(features=features, head=nn.Linear(64, 10))))
+    assert (structure.lists, structure.blocks) == ((), ())
+    assert [edge.name for edge in structure.edges] == ["edge"]
+
+
+def test_small_leaves_beside_the_layers_are_edges(structure_of: StructureOf) -> None:
+    """Equal norms between equal layers are repeated too, but 64 elements are not worth a transfer."""
+    layers = [module for _ in range(3) for module in (nn.Linear(32, 32), nn.LayerNorm(32))]
+    structure = structure_of(nn.Sequential(*layers))
+    assert block_names(structure) == ["0", "2", "4"]
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_torch_transformer(structure_of: StructureOf) -> None:
+    structure = structure_of(nn.Transformer(32, 2, 3, 2, 64))
+    assert structure.lists == ("encoder.layers", "decoder.layers")
+    assert len(structure.blocks) == 5
+    assert edge_parameters(structure) == {
+        f"{part}.norm.{kind}" for part in ("encoder", "decoder") for kind in ("weight", "bias")
+    }
+
+
+def test_wrapped_model(structure_of: StructureOf) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    structure = structure_of(Wrapper(Wrapper(Model())))
+    assert structure.lists == ("module.module.layers",)
+    assert len(structure.blocks) == 3
+
+
+def test_frozen_parameters_belong_to_units_too(structure_of: StructureOf) -> None:
+    model = Model().requires_grad_(False)
+    assert len(structure_of(model).blocks[0].parameters) == 6
+
+
+def test_model_without_parameters(structure_of: StructureOf) -> None:
+    structure = structure_of(nn.Sequential(nn.ReLU(), nn.ReLU()))
+    assert structure.units == ()
+
+
+# Edges ---------------------------------------------------------------------------------------------------------------
+
+
+def test_large_edges_are_units_of_their_own(structure_of: StructureOf) -> None:
+    with torch.device("meta"):
+        model = Model(nn.ModuleList(Block(width=512) for _ in range(2)), vocabulary=2048, width=512)
+    structure = structure_of(model)
+    assert [(edge.name, edge.numel) for edge in structure.edges] == [
+        ("edge:embed", 2048 * 512),
+        ("edge", 2 * 512),
+        ("edge:head", 2048 * 512),
+    ]
+
+
+def test_edge_threshold_counts_only_edge_parameters(structure_of: StructureOf) -> None:
+    """Just below a million elements: no unit of its own."""
+    with torch.device("meta"):
+        model = Model(nn.ModuleList(Block(width=512) for _ in range(2)), vocabulary=1953, width=512)
+    assert [edge.name for edge in structure_of(model).edges] == ["edge"]
+
+
+def test_model_without_list_is_one_edge_even_when_large(structure_of: StructureOf) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1024, 2048), nn.Linear(2048, 1024))
+    assert [(edge.name, edge.numel) for edge in structure_of(model).edges] == [("edge", 2 * 1024 * 2048 + 3072)]
+
+
+def test_large_parameter_of_the_root_stays_in_the_common_edge(structure_of: StructureOf) -> None:
+    model = Model()
+    model.positions = nn.Parameter(torch.empty(1_000_000, device="meta"))
+    assert "positions" in edge_parameters(structure_of(model, ["layers"]))
+    assert [edge.name for edge in find_structure(model, ["layers"]).edges] == ["edge"]
+
+
+# ds_slide.blocks -----------------------------------------------------------------------------------------------------
+
+
+def test_named_list_overrides_discovery(structure_of: StructureOf) -> None:
+    stages = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))
+    structure = structure_of(Model(stages), ["layers.0", "layers.1"])
+    assert structure.lists == ("layers.0", "layers.1")
+    assert block_names(structure) == ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"]
+
+
+def test_named_lists_come_in_registration_order(structure_of: StructureOf) -> None:
+    model = nn.ModuleDict({"encoder": Model(), "decoder": Model()})
+    structure = structure_of(model, ["decoder.layers", "encoder.layers"])
+    assert structure.lists == ("encoder.layers", "decoder.layers")
+
+
+def test_named_list_may_hold_anything_that_can_be_called(structure_of: StructureOf) -> None:
+    layers = nn.ModuleList([Block(), nn.Dropout(), nn.Linear(32, 32)])
+    assert block_names(structure_of(Model(layers), ["layers"])) == ["layers.0", "layers.2"]
+
+
+def test_no_named_lists_means_one_edge(structure_of: StructureOf) -> None:
+    structure = structure_of(Model(), [])
+    assert (structure.blocks, len(structure.edges)) == ((), 1)
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (["layer"], r'ds_slide\.blocks\[0\]: "layer" is no module .* did you mean "layers"\?'),
+        (["model.layers"], r'ds_slide\.blocks\[0\]: "model.layers" is no module .* did you mean "layers"\?'),
+        (["layers", "norm"], r'ds_slide\.blocks\[1\]: "norm" is a LayerNorm, not an nn\.ModuleList .* "layers"\?'),
+        (["layers.0"], r'ds_slide\.blocks\[0\]: "layers\.0" is a Block, not .* "layers"\?'),
+        (["layers", "layers"], r'ds_slide\.blocks\[1\]: "layers" overlaps'),
+    ],
+)
+def test_wrong_path_is_refused_with_the_nearest(paths: list[str], message: str) -> None:
+    with pytest.raises(SlideConfigError, match=message):
+        find_structure(Model(), paths)
+
+
+def test_path_in_a_model_without_lists() -> None:
+    with pytest.raises(SlideConfigError, match=r"this model has none, leave ds_slide\.blocks out"):
+        find_structure(nn.ModuleDict({"only": Block()}), ["layers"])
+
+
+def test_list_of_lists_cannot_be_named() -> None:
+    stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
+    with pytest.raises(SlideConfigError, match=r'"layers" holds "layers\.0", a ModuleList without forward'):
+        find_structure(Model(stages), ["layers"])
+
+
+def test_repeated_layer_cannot_be_named() -> None:
+    with pytest.raises(SlideConfigError, match="holds the same layer more than once"):
+        find_structure(Model(nn.ModuleList([Block()] * 2)), ["layers"])
+
+
+def test_list_without_parameters_cannot_be_named() -> None:
+    with pytest.raises(SlideConfigError, match="no element with parameters"):
+        find_structure(Model(nn.ModuleList([nn.ReLU(), nn.ReLU()])), ["layers"])
+
+
+def test_nested_lists_cannot_both_be_named() -> None:
+    model = Model(nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2)))
+    for paths in (["layers", "layers.1"], ["layers.1", "layers"]):
+        with pytest.raises(SlideConfigError, match=r"ds_slide\.blocks\[1\]: .* overlaps"):
+            find_structure(model, paths)
