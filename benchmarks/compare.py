@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import machine
-import tables
+import page
+from page import Record
 from plans import PLANS
 from settings import Setting
-from tables import Record
 
 HERE = Path(__file__).resolve().parent
 # Below this a setting cannot even build its model; what is left of the limit is then reported, not spent.
@@ -102,9 +102,9 @@ class Report:
         self._command = "python3 benchmarks/compare.py " + shlex.join(sys.argv[1:])
 
     def write(self, ceilings: Record | None, records: list[Record]) -> None:
-        page = tables.markdown_page(self._title, self._facts, ceilings, self._command, records)
-        self.path.with_suffix(".md").write_text(page)
-        self.path.with_suffix(".csv").write_text(tables.csv_text(records))
+        text = page.markdown_page(self._title, self._facts, ceilings, self._command, records)
+        self.path.with_suffix(".md").write_text(text)
+        self.path.with_suffix(".csv").write_text(page.csv_text(records))
         header = {"facts": self._facts, "ceilings": ceilings}
         self.path.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in [header, *records]))
 
@@ -164,16 +164,16 @@ def main() -> None:
     log = report.path.with_suffix(".log")
     ceilings = None if arguments.no_ceilings else measure_ceilings(log)
     for number, setting in enumerate(settings, 1):
-        seconds = min(arguments.each, deadline - time.monotonic())
-        if seconds < LEAST_SECONDS:
+        left = deadline - time.monotonic()
+        if left < LEAST_SECONDS:
             print(f"time limit: {len(settings) - number + 1} settings left out")
             break
-        record = run_setting(setting, log, seconds)
+        record = run_setting(setting, log, min(arguments.each, left))
         records.append(record)
         print(summary_line(record), flush=True)
         report.write(ceilings, records)
     if records:
-        print(tables.plain(tables.rows(records)))
+        print(page.plain(page.rows(records)))
         print(f"written: {report.path}.md, .csv, .jsonl, .log")
 
 

@@ -1,4 +1,4 @@
-"""Batches for `finetune.py`: each is a pure function of its position, so a resumed run sees exactly what it would have seen."""
+"""Batches for `finetune.py`: each is a pure function of its position, so a resumed run goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Shape:
 def seed_of(*key: int | str) -> int:
     """A 32-bit seed for this key alone.
 
-    Hashed because torch's Mersenne twister uses only the low 32 bits of a seed: parts packed by shifting would be lost silently.
+    Hashed because torch's Mersenne twister takes only the low 32 bits of a seed: parts shifted up would be lost.
     """
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little")
 
@@ -50,7 +50,7 @@ def generator(*key: int | str) -> torch.Generator:
 
 
 class RandomTokens:
-    """Uniform tokens from a fixed generator: what benchmarks use, so that systems see the same numbers without a download."""
+    """Uniform tokens from a fixed generator: every system that is compared sees the same, without a download."""
 
     def __init__(self, vocabulary: int, shape: Shape, seed: int) -> None:
         self._vocabulary = vocabulary
@@ -65,7 +65,9 @@ class RandomTokens:
 
     def _draw(self, part: str, position: int) -> torch.Tensor:
         size = (self._shape.batch, self._shape.seq)
-        return torch.randint(0, self._vocabulary, size, generator=generator(self._seed, part, position, self._shape.rank))
+        return torch.randint(
+            0, self._vocabulary, size, generator=generator(self._seed, part, position, self._shape.rank)
+        )
 
 
 class TextWindows:
@@ -78,9 +80,9 @@ class TextWindows:
         rows = shape.batch * shape.world_size
         if self._num_train < rows:
             raise ValueError(
-                f"--data holds {tokens.numel()} tokens, so {num_windows} windows of --seq {shape.seq}, but a batch over "
-                f"{shape.world_size} rank(s) takes {rows} and {self._num_held_out} are held out: give more text, or a smaller "
-                "--batch or --seq"
+                f"--data holds {tokens.numel()} tokens, so {num_windows} windows of --seq {shape.seq}, but a batch of "
+                f"{shape.world_size} rank(s) takes {rows} and {self._num_held_out} are held out: give more text, or a "
+                "smaller --batch or --seq"
             )
         self._windows = tokens[: num_windows * shape.seq].view(num_windows, shape.seq)
         self._shape = shape
@@ -128,7 +130,8 @@ def load_batches(
 ) -> Batches:
     """The source named by `--data`: a text file, "random", or None for the help topics of the Python library.
 
-    Raises ValueError when the text is too short for a batch or its tokens exceed the vocabulary, OSError when it cannot be read.
+    Raises ValueError when the text is too short for a batch or its tokens exceed the vocabulary, OSError when it
+    cannot be read.
     """
     if data == "random":
         return RandomTokens(vocabulary, shape, seed)

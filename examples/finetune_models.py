@@ -1,4 +1,4 @@
-"""Models for `finetune.py`: presets with published shapes, built from a config (no download), or a local Hugging Face directory."""
+"""Models for `finetune.py`: published shapes built from a config without a download, or a local directory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 BYTE_VOCABULARY = 264
 
 
-def _qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, tied: bool, eps: float = 1e-6) -> dict[str, Any]:
+def _qwen2(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, tied: bool, eps: float = 1e-6
+) -> dict[str, Any]:
     return {
         "model_type": "qwen2",
-        # The small models share one 151,936-row matrix between input and output; from 7B on there are two of 152,064 rows.
+        # The small ones share one matrix of 151,936 rows between input and output; from 7B on there are two of 152,064.
         "vocab_size": 151936 if tied else 152064,
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -84,7 +86,8 @@ def model_config(name: str) -> PretrainedConfig:
         nearest = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
         raise ValueError(
-            f"--model {name!r} is neither a preset nor a directory with a config.json: {hint}presets are {', '.join(PRESETS)}"
+            f"--model {name!r} is neither a preset nor a directory with a config.json: {hint}"
+            f"presets are {', '.join(PRESETS)}"
         )
     config.use_cache = False
     return config
@@ -98,11 +101,11 @@ def build_model(
     seed: int = 0,
     zero_config: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """A causal language model in `dtype` on `device`: random weights for a preset, the stored ones for a local directory.
+    """A causal language model in `dtype` on `device`: random weights for a preset, the stored ones for a directory.
 
-    The weights of a preset depend on `seed`, `dtype` and the kind of device only. With `zero_config` (a DeepSpeed JSON as a
-    dict) the model is built under `deepspeed.zero.Init`: every module is partitioned as soon as it exists, so that no rank
-    ever holds the whole model.
+    The weights of a preset depend on `seed`, `dtype` and the kind of device only. With `zero_config` (a DeepSpeed JSON
+    as a dict) the model is built under `deepspeed.zero.Init`: every module is partitioned as soon as it exists, so
+    that no rank ever holds the whole model.
     """
     config = model_config(name)
     torch.manual_seed(seed)

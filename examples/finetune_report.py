@@ -12,15 +12,15 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-# Host bytes per parameter of stock DeepSpeed ZeRO-3 CPU offload, measured on a model of 3.09 B parameters: fp32 master, two
-# moments, fp32 and bf16 gradient, bf16 weight, and what its pinned allocator rounds up.
+# Host bytes per parameter of stock DeepSpeed ZeRO-3 CPU offload, measured on a model of 3.09 B parameters: fp32 master,
+# two moments, fp32 and bf16 gradient, bf16 weight, and what its pinned allocator rounds up.
 STOCK_BYTES_PER_PARAMETER = 26
 WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step, as it goes to the log. `slide` is empty on stock DeepSpeed and before DS-Slide's first step."""
+    """One optimizer step, as it goes to the log. `slide` is empty on stock DeepSpeed and until DS-Slide has figures."""
 
     step: int
     loss: float
@@ -72,7 +72,8 @@ class Progress:
         self._bar.update()
         if self._visible and self._bar.disable and len(self.records) % self._line_every == 0:
             print(
-                f"step {record.step}/{self._bar.total}  loss {record.loss:.3f}  {record.tokens_per_s:,.0f} tokens/s  bound {lane}",
+                f"step {record.step}/{self._bar.total}  loss {record.loss:.3f}  "
+                f"{record.tokens_per_s:,.0f} tokens/s  bound {lane}",
                 flush=True,
             )
 
@@ -80,7 +81,7 @@ class Progress:
 def process_peak_bytes() -> int:
     """Peak resident memory of this process.
 
-    VmHWM, not getrusage: ru_maxrss survives exec, so a process started by a large launcher would report the launcher's peak.
+    VmHWM, not getrusage: ru_maxrss survives exec, so a process that a large one started would report that one's peak.
     """
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("VmHWM:"):
@@ -88,8 +89,10 @@ def process_peak_bytes() -> int:
     raise RuntimeError("/proc/self/status has no VmHWM line: peak memory can only be read on Linux")
 
 
-def report(records: list[StepRecord], *, parameters: int, world_size: int, gpu_peak_bytes: int | None) -> str:
-    """The closing text of a run.
+def report(
+    records: list[StepRecord], *, engine: str, parameters: int, world_size: int, gpu_peak_bytes: int | None
+) -> str:
+    """The closing text of a run with `engine` (a name to show).
 
     Memory is that of one rank. `gpu_peak_bytes` is None on the CPU accelerator, where the "GPU" is host memory too.
     """
@@ -100,7 +103,7 @@ def report(records: list[StepRecord], *, parameters: int, world_size: int, gpu_p
     tokens_per_s = statistics.median(record.tokens_per_s for record in steady)
     slide = records[-1].slide
     lines = [
-        f"{'DS-Slide' if slide else 'stock DeepSpeed'}, {parameters:,} parameters, {world_size} rank(s), {len(records)} steps",
+        f"{engine}, {parameters:,} parameters, {world_size} rank(s), {len(records)} steps",
         f"  loss        {records[0].loss:.4f} -> {records[-1].loss:.4f}",
         f"  speed       {tokens_per_s:,.0f} tokens/s, {step_s:.3f} s a step (medians after warm-up)",
     ]
@@ -128,22 +131,24 @@ def _memory_lines(slide: dict[str, Any], parameters: int, gpu_peak_bytes: int | 
     if gpu_peak_bytes is not None:
         lines.append(f"GPU         {size(gpu_peak_bytes)} peak")
     if memory:
-        place = "GPU" if gpu_peak_bytes is not None else "the GPU's part, here in host memory:"
-        lines.append(f"window      {size(memory['gpu_bytes'])} on {place} slots, edges and what DS-Slide keeps there")
+        place = "the GPU:" if gpu_peak_bytes is not None else "what stands for the GPU here:"
+        lines.append(f"window      {size(memory['gpu_bytes'])} on {place} slots, edges and states kept there")
         lines.append(
-            f"host states {size(memory['host_bytes'])}, {memory['host_bytes'] / parameters:.1f} B/parameter with buffers; "
+            f"host states {size(memory['host_bytes'])}, {memory['host_bytes'] / parameters:.1f} B/parameter; "
             f"stock ZeRO-3 offload needs {size(stock)} ({STOCK_BYTES_PER_PARAMETER} B/parameter, measured)"
         )
     else:
-        lines.append(f"host states about {size(stock)} ({STOCK_BYTES_PER_PARAMETER} B/parameter, as measured for ZeRO-3 offload)")
+        lines.append(
+            f"host states about {size(stock)} with offload (measured: {STOCK_BYTES_PER_PARAMETER} B/parameter)"
+        )
     lines.append(f"process     {size(process_peak_bytes())} peak resident, libraries and data included")
     return lines
 
 
 def size(num_bytes: float) -> str:
-    """Bytes as text in binary units, three digits."""
+    """Bytes as text in binary units."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
-            return f"{num_bytes:.3g} {unit}"
+            return f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.2f} GiB"

@@ -25,8 +25,7 @@ std::size_t page_size() {
 /// `length` bytes (a multiple of the page size) at a multiple of `alignment`, nullptr when there is no room.
 void* map_aligned(std::size_t length, std::size_t alignment) {
   std::size_t const slack = alignment > page_size() ? alignment : 0;
-  void* const raw = mmap(nullptr, length + slack, PROT_READ | PROT_WRITE,
-                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* const raw = mmap(nullptr, length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (raw == MAP_FAILED) return nullptr;
   if (slack == 0) return raw;
   auto const start = reinterpret_cast<std::uintptr_t>(raw);

@@ -63,12 +63,28 @@ struct Workers::State {
   std::atomic<bool> stopping{false};
   std::atomic<std::uint64_t> generation{0};  // number of calls so far; atomic for the spin alone
 
-  std::atomic<std::size_t> next{0};  // first slice that nobody has taken
+  // Slices [next, end) of the call that the thread of the same index works through; others take from it when
+  // they have finished their own. A thread stays in one stretch of memory: with one queue for all, sixteen
+  // threads walk side by side through every array and get in each other's way in the memory banks.
+  struct alignas(64) Range {
+    std::atomic<std::size_t> next{0};
+    std::size_t end = 0;
+  };
+  std::unique_ptr<Range[]> ranges;
 
-  void loop() noexcept;
+  void loop(int index) noexcept;
+  void share_out() noexcept;
 };
 
-void Workers::State::loop() noexcept {
+void Workers::State::share_out() noexcept {
+  auto const threads_total = static_cast<std::size_t>(num_threads);
+  for (std::size_t thread = 0; thread < threads_total; ++thread) {
+    ranges[thread].next.store(count * thread / threads_total, std::memory_order_relaxed);
+    ranges[thread].end = count * (thread + 1) / threads_total;
+  }
+}
+
+void Workers::State::loop(int index) noexcept {
   // A new thread inherits the floating-point mode of its maker, which a user may have changed
   // (torch.set_flush_denormal); results must not depend on that.
   reset_float_mode();
@@ -81,7 +97,6 @@ void Workers::State::loop() noexcept {
     }
     Task current_task;
     void const* current_context;
-    std::size_t current_count;
     {
       std::unique_lock<std::mutex> lock(mutex);
       start.wait(lock, [&] { return generation.load() != seen || stopping.load(); });
@@ -89,12 +104,14 @@ void Workers::State::loop() noexcept {
       seen = generation.load();
       current_task = task;
       current_context = context;
-      current_count = count;
     }
-    for (;;) {
-      std::size_t const index = next.fetch_add(1, std::memory_order_relaxed);
-      if (index >= current_count) break;
-      current_task(current_context, index);
+    for (int step = 0; step < num_threads; ++step) {
+      Range& range = ranges[(index + step) % num_threads];
+      for (;;) {
+        std::size_t const slice = range.next.fetch_add(1, std::memory_order_relaxed);
+        if (slice >= range.end) break;
+        current_task(current_context, slice);
+      }
     }
     std::lock_guard<std::mutex> lock(mutex);
     if (--active == 0) done.notify_one();
@@ -107,9 +124,10 @@ Workers::Workers(int num_threads, std::vector<int> const& cores) : _state(std::m
   }
   State& state = *_state;
   state.num_threads = num_threads;
+  state.ranges = std::make_unique<State::Range[]>(static_cast<std::size_t>(num_threads));
   try {
     for (int index = 0; index < num_threads; ++index) {
-      std::thread& thread = state.threads.emplace_back([&state] { state.loop(); });
+      std::thread& thread = state.threads.emplace_back([&state, index] { state.loop(index); });
       pthread_setname_np(thread.native_handle(), ("slide-update-" + std::to_string(index % 100)).c_str());
       if (!cores.empty()) pin(thread, index, cores[static_cast<std::size_t>(index) % cores.size()]);
     }
@@ -160,7 +178,7 @@ void Workers::run(std::size_t count, Task task, void const* context) {
   state.context = context;
   state.count = count;
   state.active = state.num_threads;
-  state.next.store(0, std::memory_order_relaxed);
+  state.share_out();
   state.generation.fetch_add(1);
   state.start.notify_all();
   state.done.wait(lock, [&] { return state.active == 0; });

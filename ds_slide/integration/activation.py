@@ -1,9 +1,10 @@
 """The switch: an engine whose config enables "ds_slide" gets SlideZeroOptimizer in place of the stage-3 optimizer.
 
-Two methods of DeepSpeedEngine are wrapped. The constructor checks first (DeepSpeed's names, then the config), so that
+Three methods of DeepSpeedEngine are wrapped. The constructor checks first (DeepSpeed's names, then the config), so that
 a run that cannot work ends before it has taken memory. `_configure_zero_optimizer` chooses its class by an import
 inside the function, so replacing the attribute of the module for the length of that call is enough; its ~45 keyword
-arguments remain DeepSpeed's business. An engine without the key runs the originals.
+arguments remain DeepSpeed's business. `_configure_basic_optimizer` is spared the compilation of kernels that are never
+called. An engine without the key runs the originals.
 """
 
 import difflib
@@ -28,6 +29,8 @@ def install(engine_module: ModuleType) -> None:
     # Where the method is gone the constructor's check says so, when and only when an engine wants DS-Slide.
     if hasattr(engine_class, "_configure_zero_optimizer"):
         engine_class._configure_zero_optimizer = _choosing(engine_class._configure_zero_optimizer)
+    if hasattr(engine_class, "_configure_basic_optimizer"):
+        engine_class._configure_basic_optimizer = _sparing(engine_class._configure_basic_optimizer)
     _wrapped_classes.add(engine_class)
 
 
@@ -109,3 +112,16 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
         return optimizer
 
     return _configure_zero_optimizer
+
+
+def _sparing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _configure_basic_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if slide_config(self._config) is None:
+            return original(self, *args, **kwargs)
+        from ds_slide.integration.bare_optimizers import without_kernels
+
+        with without_kernels():
+            return original(self, *args, **kwargs)
+
+    return _configure_basic_optimizer

@@ -31,7 +31,7 @@ def convert(module: nn.Module, group: Any, dtype: torch.dtype) -> None:
     `deepspeed.zero.Init` on a module would broadcast and copy each parameter into page-locked memory of its own, from
     where it would be copied again; only its attribute pass is needed.
     """
-    ordinary = [parameter for parameter in module.parameters() if not is_zero_param(parameter)]
+    ordinary: list[Any] = [parameter for parameter in module.parameters() if not is_zero_param(parameter)]
     if not ordinary:
         return
     init = Init(module=None, data_parallel_group=group, remote_device="cpu", pin_memory=False, dtype=dtype)
@@ -45,7 +45,7 @@ def convert(module: nn.Module, group: Any, dtype: torch.dtype) -> None:
         parameter.ds_status = ZeroParamStatus.AVAILABLE
 
 
-def _placeholder(parameter: nn.Parameter, group: Any) -> torch.Tensor:
+def _placeholder(parameter: Any, group: Any) -> torch.Tensor:
     """Stands for the partition until there is one: whoever asks for sizes gets them."""
     tensor = torch.empty(0, dtype=parameter.dtype)
     return _as_partition(tensor, -(-parameter.ds_numel // dist.get_world_size(group)))
@@ -62,7 +62,7 @@ def _as_partition(tensor: torch.Tensor, numel: int) -> torch.Tensor:
 def take_weights(rank: int) -> Any:
     """A function that reads `rank`'s elements of a parameter, from wherever they are before DS-Slide has them."""
 
-    def take(parameter: nn.Parameter, entry: Entry) -> torch.Tensor:
+    def take(parameter: Any, entry: Entry) -> torch.Tensor:
         start, stop = piece(entry, rank)
         if parameter.ds_status == ZeroParamStatus.AVAILABLE:
             return parameter.data.reshape(-1)[start:stop]
@@ -73,7 +73,8 @@ def take_weights(rank: int) -> Any:
 
 def adopt(unit: Unit) -> None:
     """Point the parameters of `unit` at its planes and let go of what they held before."""
-    for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True):
+    parameters: Sequence[Any] = unit.parameters
+    for parameter, entry in zip(parameters, unit.layout.entries, strict=True):
         view = unit.state.weight[entry.offset : entry.offset + entry.partition_numel]
         parameter.ds_tensor = _as_partition(view, entry.partition_numel)
         parameter.data = torch.empty(0, dtype=view.dtype, device=parameter.device)
@@ -81,7 +82,7 @@ def adopt(unit: Unit) -> None:
         parameter.grad = None
 
 
-def set_availability(parameters: Sequence[nn.Parameter], available: bool) -> None:
+def set_availability(parameters: Sequence[Any], available: bool) -> None:
     """ZeRO-3's status follows the binding; its parameter dictionaries read it on every access."""
     status = ZeroParamStatus.AVAILABLE if available else ZeroParamStatus.NOT_AVAILABLE
     for parameter in parameters:

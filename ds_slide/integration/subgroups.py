@@ -7,6 +7,7 @@ made when a checkpoint is written and taken apart when one is read; each can be 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,8 +62,7 @@ class SubGroups:
         state, packed = {}, []
         for number, group in enumerate(self.groups):
             moments = {
-                key: self._flat(group, lambda unit, entry, key=key: planes.read_state(unit, entry, key))
-                for key in planes.STATE_KEYS
+                key: self._flat(group, functools.partial(planes.read_state, key=key)) for key in planes.STATE_KEYS
             }
             state[number] = {"step": step, **moments}
         for group_id, param_group in enumerate(param_groups):

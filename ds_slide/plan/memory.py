@@ -104,7 +104,7 @@ def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan
 def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
     streamed = [unit for index, unit in enumerate(units) if not unit.is_edge and index not in on_gpu]
     slot = max((unit.layout.slot_numel for unit in streamed), default=0)
-    passing = [unit for index, unit in enumerate(units) if index not in on_gpu]
+    passing = [unit for index, unit in enumerate(units) if index not in on_gpu and not unit.is_edge]
     staging = max((unit.layout.slot_trainable_numel for unit in passing), default=0)
     total = (
         min(needs.window, len(streamed)) * slot * needs.weight_bytes + needs.stagings * staging * needs.gradient_bytes

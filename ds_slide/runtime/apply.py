@@ -16,8 +16,8 @@ from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.unit import Unit
 from ds_slide.store.state import UnitState
 
-HostUpdate = Callable[[Unit, torch.Tensor, Sequence[AdamWHyper], float], int]
-"""(unit, gradient [trainable_numel], hyper-parameters by group, factor on the gradient) -> bytes moved."""
+HostUpdate = Callable[[Unit, slice, torch.Tensor, Sequence[AdamWHyper], float], int]
+"""(unit, span, gradient [>= trainable_numel], hyper-parameters by group, factor on the gradient) -> bytes moved."""
 DeviceUpdate = Callable[[Unit, torch.Tensor, Sequence[AdamWHyper], float], None]
 
 # The reference works in fp64 temporaries, about 100 bytes an element: 4 Mi elements keep them at 400 MB.
@@ -26,10 +26,12 @@ REFERENCE_CHUNK = 1 << 22
 Planes = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
-def _segments(unit: Unit, gradient: torch.Tensor) -> Iterator[tuple[Planes, torch.Tensor, int]]:
+def _segments(unit: Unit, within: slice, gradient: torch.Tensor) -> Iterator[tuple[Planes, torch.Tensor, int]]:
     state: UnitState = unit.state
     for segment in unit.layout.segments:
-        span = slice(segment.start, segment.stop)
+        span = slice(max(segment.start, within.start), min(segment.stop, within.stop))
+        if span.start >= span.stop:
+            continue
         remainder = None if state.remainder is None else state.remainder[span]
         yield (
             (state.weight[span], remainder, state.exp_avg[span], state.exp_avg_sq[span]),
@@ -41,9 +43,11 @@ def _segments(unit: Unit, gradient: torch.Tensor) -> Iterator[tuple[Planes, torc
 def host_update(updater: CpuUpdater) -> HostUpdate:
     """Update of host-tier units; called by the update lane only."""
 
-    def update(unit: Unit, gradient: torch.Tensor, hypers: Sequence[AdamWHyper], grad_scale: float) -> int:
+    def update(
+        unit: Unit, within: slice, gradient: torch.Tensor, hypers: Sequence[AdamWHyper], grad_scale: float
+    ) -> int:
         moved = 0
-        for planes, span, group in _segments(unit, gradient):
+        for planes, span, group in _segments(unit, within, gradient):
             updater.adamw_(*planes, span, hypers[group], grad_scale)
             touched = sum(plane.numel() * plane.element_size() for plane in planes if plane is not None)
             moved += 2 * touched + span.numel() * span.element_size()
@@ -57,7 +61,8 @@ def device_update(ranks: Ranks, scratch: torch.Tensor | None) -> DeviceUpdate:
     ranks."""
 
     def update(unit: Unit, gradient: torch.Tensor, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
-        for planes, span, group in _segments(unit, gradient):
+        whole = slice(0, unit.layout.trainable_numel)
+        for planes, span, group in _segments(unit, whole, gradient):
             _update_on_device(planes, span, hypers[group], grad_scale)
         if ranks.world_size > 1:
             assert scratch is not None and unit.resident is not None

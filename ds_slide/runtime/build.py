@@ -17,12 +17,13 @@ from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime.apply import device_update, host_update
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import Lanes, Parts, SlideRuntime
-from ds_slide.runtime.gradients import GradientRoute, Gradients, Staging
+from ds_slide.runtime.gradients import GradientRoute, Gradients
 from ds_slide.runtime.handoff import Failures, Ticket
 from ds_slide.runtime.lane import Delay, Lane
 from ds_slide.runtime.norm import square_sum
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.ring import HostRing
+from ds_slide.runtime.sources import Staging
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates import UpdateLane
 from ds_slide.runtime.window import Fill, Window
@@ -232,7 +233,10 @@ def _fill(ranks: Ranks, scratch: torch.Tensor | None) -> Fill:
 def _stagings(
     units: Sequence[Unit], settings: RuntimeSettings, ranks: Ranks, device: Device, failures: Failures
 ) -> list[Staging]:
-    passing = [unit for unit in units if unit.state.tier == "host" or ranks.world_size > 1]
+    if ranks.world_size > 1:
+        passing = list(units)
+    else:
+        passing = [unit for unit in units if unit.state.tier == "host" and unit.spec.kind == "block"]
     numel = max((unit.layout.trainable_numel for unit in passing), default=0)
 
     def staging() -> Staging:

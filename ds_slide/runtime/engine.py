@@ -21,7 +21,7 @@ from ds_slide.errors import SlideError
 from ds_slide.optim.hyper import AdamWHyper
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime.apply import DeviceUpdate, HostUpdate
-from ds_slide.runtime.device import Device
+from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.gradients import Gradients
 from ds_slide.runtime.handoff import Failures, Ticket
 from ds_slide.runtime.hooks import BlockHooks, RootHooks, RootState, SavedWeights
@@ -283,15 +283,14 @@ class SlideRuntime:
         gradient = unit.state.gradient
         assert gradient is not None
         ready = unit.arrived.wait()
-        unit.version += 1
-        unit.updated = updated = Ticket(self.parts.failures)
+        for span, updated in zip(unit.spans, unit.open_update(self.parts.failures), strict=True):
 
-        def run() -> int:
-            moved = self.parts.host_update(unit, gradient, hypers, grad_scale)
-            updated.keep()
-            return moved
+            def run(span: slice = span, updated: Ticket = updated) -> int:
+                moved = self.parts.host_update(unit, span, gradient, hypers, grad_scale)
+                updated.keep()
+                return moved
 
-        self.parts.lanes.update.submit(unit.order, ready, run)
+            self.parts.lanes.update.submit(unit.order, ready, run)
 
     def _fetch_edges(self) -> None:
         """Bring the updated weights of host-tier edges to their GPU buffers, behind what compute has submitted.
@@ -306,20 +305,28 @@ class SlideRuntime:
             self._unbind(unit)
             self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free)
 
-    def _fetch(self, unit: Unit, resident: torch.Tensor, h2d: Lane, free: object) -> Ticket:
-        ticket, updated = Ticket(self.parts.failures), unit.updated
+    def _fetch(self, unit: Unit, resident: torch.Tensor, h2d: Lane, free: Marker) -> Ticket:
+        ticket = Ticket(self.parts.failures)
+        parts = list(zip(unit.spans, unit.span_updated, strict=True))
 
         def job() -> None:
-            updated.wait()
-            self.device.wait(free, h2d.stream)  # type: ignore[arg-type]
-            start = self.device.mark(h2d.stream, timed=True)
-            moved = self.parts.fill(unit, resident)
-            end = self.device.mark(h2d.stream, timed=True)
+            self.device.wait(free, h2d.stream)
+            for span, updated in parts:
+                updated.wait()
+                start = self.device.mark(h2d.stream, timed=True)
+                moved = self._fill_span(unit, span, resident)
+                end = self.device.mark(h2d.stream, timed=True)
+                h2d.meter.add_interval(start, end, moved)
             ticket.keep(end)
-            h2d.meter.add_interval(start, end, moved)
 
         h2d.submit(job)
         return ticket
+
+    def _fill_span(self, unit: Unit, span: slice, resident: torch.Tensor) -> int:
+        if self.parts.ranks.world_size > 1:
+            return self.parts.fill(unit, resident)
+        resident[span].copy_(unit.state.weight[span], non_blocking=True)
+        return (span.stop - span.start) * resident.element_size()
 
     # ---- reading and writing states --------------------------------------------------------------------------
 

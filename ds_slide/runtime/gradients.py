@@ -22,20 +22,9 @@ from ds_slide.runtime.handoff import Failures, Ticket
 from ds_slide.runtime.lane import Lane
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.ring import HostRing
+from ds_slide.runtime.sources import Packed, Scattered, Source, Staging
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.updates import UpdateLane
-
-
-class Staging:
-    """A flat GPU buffer for one unit's gradient. Owners: the compute thread from `take` until the d2h job is
-    submitted; the d2h lane until `free` is kept; whoever takes it next waits for `free` on its own stream."""
-
-    def __init__(self, packed: torch.Tensor, own: torch.Tensor, failures: Failures) -> None:
-        self.packed = packed
-        """[world_size * trainable_numel] of the largest unit, rank-major."""
-        self.own = own
-        """[trainable_numel] of the largest unit; the same memory as `packed` for one rank."""
-        self.free = Ticket.kept(failures)
 
 
 @dataclass(frozen=True)
@@ -126,56 +115,101 @@ class Gradients:
         unit.square_sum_on = "device"
 
     def _send_to_host(self, unit: Unit, final: bool) -> None:
-        staging = self._take_staging()
-        own = self._reduce(unit, staging)
+        source = self._prepare(unit)
         accumulate = unit.gradient_ready or (self._route.held and self._route.first_accumulates)
         unit.square_sum_on = None if accumulate else "device"
         if not accumulate:
-            self.square_sums[unit.order] = self._square_sum(own)
+            self.square_sums[unit.order] = source.square_sum(self._square_sum)
         packed = self._device.mark()
         before, unit.arrived = (unit.arrived, unit.updated), Ticket(self._failures)
+        arrived, first = unit.arrived, not unit.gradient_ready
         if not self._route.held:
-            unit.version += 1
-            unit.updated = Ticket(self._failures)
-        arrived, updated, first = unit.arrived, unit.updated, not unit.gradient_ready
-        hypers = self.hypers  # captured here: the task may run after the next step has changed them
+            tickets, hypers = unit.open_update(self._failures), self.hypers
+            self._d2h.submit(lambda: self._update_on_arrival(unit, source, packed, tickets, hypers, arrived))
+        elif accumulate:
+            self._d2h.submit(lambda: self._add_on_arrival(unit, source, packed, before, arrived, first, final))
+        else:
+            self._d2h.submit(lambda: self._hold(unit, source, packed, before, arrived))
 
-        def job() -> None:
-            if self._route.held and not accumulate:
-                for ticket in before:  # the plane is still being read by the last step's update
-                    ticket.wait()
-                assert unit.state.gradient is not None
-                arrived.keep(self._copy(staging, own, unit.state.gradient, packed))
-                return
-            ring = self._ring(unit)
-            buffer = ring.lease()
-            target = buffer[: own.numel()]
-            ready = self._copy(staging, own, target, packed)
+    # The three ways of a gradient down. Each runs on the d2h lane.
 
-            def run() -> int:
-                if self._route.held:
-                    moved = self._accumulate(unit, target, before=before, first=first, final=final)
+    def _hold(self, unit: Unit, source: Source, packed: Marker, before: tuple[Ticket, Ticket], arrived: Ticket) -> None:
+        for ticket in before:  # the plane may still be read by the last step's update
+            ticket.wait()
+        assert unit.state.gradient is not None
+        marker = PASSED
+        for span in unit.spans:
+            marker = self._copy(source, span, unit.state.gradient, packed)
+        source.release(marker)
+        arrived.keep(marker)
+
+    def _add_on_arrival(
+        self,
+        unit: Unit,
+        source: Source,
+        packed: Marker,
+        before: tuple[Ticket, Ticket],
+        arrived: Ticket,
+        first: bool,
+        final: bool,
+    ) -> None:
+        ring = self._ring(unit)
+        buffer = ring.lease()
+        marker = PASSED
+        for span in unit.spans:
+            marker = self._copy(source, span, buffer, packed)
+        source.release(marker)
+
+        def run() -> int:
+            gradient = buffer[: unit.layout.trainable_numel]
+            moved = self._accumulate(unit, gradient, before=before, first=first, final=final)
+            ring.give_back(buffer)
+            arrived.keep()
+            return moved
+
+        self._updates.submit(unit.order, marker, run)
+
+    def _update_on_arrival(
+        self,
+        unit: Unit,
+        source: Source,
+        packed: Marker,
+        tickets: Sequence[Ticket],
+        hypers: Sequence[AdamWHyper],
+        arrived: Ticket,
+    ) -> None:
+        ring = self._ring(unit)
+        buffer = ring.lease()
+        marker = PASSED
+        for span, updated in zip(unit.spans, tickets, strict=True):
+            marker = self._copy(source, span, buffer, packed)
+
+            def run(span: slice = span, updated: Ticket = updated) -> int:
+                moved = self._update(unit, span, buffer, hypers, 1.0)
+                if updated is tickets[-1]:
                     ring.give_back(buffer)
-                    arrived.keep(PASSED)
-                    return moved
-                moved = self._update(unit, target, hypers, 1.0)
-                ring.give_back(buffer)
-                arrived.keep(PASSED)
-                updated.keep(PASSED)
+                updated.keep()
                 return moved
 
-            self._updates.submit(unit.order, ready, run)
+            self._updates.submit(unit.order, marker, run)
+        source.release(marker)
+        arrived.keep(marker)
 
-        self._d2h.submit(job)
-
-    def _copy(self, staging: Staging, own: torch.Tensor, target: torch.Tensor, packed: Marker) -> Marker:
+    def _copy(self, source: Source, span: slice, target: torch.Tensor, packed: Marker) -> Marker:
         self._device.wait(packed, self._d2h.stream)
         start = self._device.mark(self._d2h.stream, timed=True)
-        target.copy_(own, non_blocking=True)
+        source.copy(span, target)
         end = self._device.mark(self._d2h.stream, timed=True, host_waits=True)
-        staging.free.keep(end)
-        self._d2h.meter.add_interval(start, end, own.numel() * own.element_size())
+        self._d2h.meter.add_interval(start, end, (span.stop - span.start) * target.element_size())
         return end
+
+    def _prepare(self, unit: Unit) -> Source:
+        """Blocks are packed, which frees the parameters' gradients at once. An edge's few large gradients go down from
+        where autograd left them: packing a vocabulary matrix would take a staging buffer of its size."""
+        if unit.spec.kind == "edge" and self._ranks.world_size == 1:
+            return Scattered.of(unit, self._d2h)
+        staging = self._take_staging()
+        return Packed(staging, self._reduce(unit, staging))
 
     def _accumulate(
         self, unit: Unit, gradient: torch.Tensor, *, before: tuple[Ticket, Ticket], first: bool, final: bool

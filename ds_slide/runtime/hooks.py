@@ -90,7 +90,7 @@ class SavedWeights:
         slot = self._slots.get(tensor.untyped_storage().data_ptr())
         if slot is None or slot.unit is None:
             return tensor
-        return SlotReference(slot.unit, tuple(tensor.size()), tensor.stride(), tensor.storage_offset())
+        return SlotReference(slot.unit, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
     def _unpack(self, saved: torch.Tensor | SlotReference) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):

@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_slide.model.layout import Entry, UnitLayout
 from ds_slide.model.structure import UnitSpec
-from ds_slide.runtime.handoff import Ticket
+from ds_slide.runtime.handoff import Failures, Ticket
 from ds_slide.store.state import UnitState
 
 Availability = Callable[[Sequence[nn.Parameter], bool], None]
@@ -59,6 +59,9 @@ class Unit:
         self.square_sum_on: Literal["device", "host"] | None = None
         """Where the square sum of the current gradient is; None: nobody has computed it yet."""
         self.host_square_sum = 0.0
+        self.spans = _spans(layout.trainable_numel, spec.kind, layout.world_size)
+        """Parts of the trainable planes that go down, through the update and up again one behind the other."""
+        self.span_updated = [updated] * len(self.spans)
         self.trainable = [
             (parameter, entry)
             for parameter, entry in zip(self.parameters, layout.entries, strict=True)
@@ -77,12 +80,30 @@ class Unit:
     def awaits_backward(self) -> bool:
         return self.uses > self.uses_done
 
+    def open_update(self, failures: Failures) -> list[Ticket]:
+        """The weights are about to change: new tickets, one for each span; `updated` is the last, and is kept last."""
+        self.version += 1
+        self.span_updated = [Ticket(failures) for _ in self.spans]
+        self.updated = self.span_updated[-1]
+        return self.span_updated
+
     def slot_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """One view per parameter, in its own shape, of a buffer in slot layout ([slot_numel])."""
         return [
             buffer[entry.slot_offset : entry.slot_offset + entry.numel].view(entry.shape)
             for entry in self.layout.entries
         ]
+
+
+# 32 MiB of bf16: 0.6 ms of transfer, 3 ms of update. A vocabulary matrix of 311 M parameters makes 19 such spans, so
+# that what nothing hides is its update and one span of transfer each way (48 ms), not the sum of the three (69 ms).
+SPAN_NUMEL = 1 << 24
+
+
+def _spans(numel: int, kind: str, world_size: int) -> list[slice]:
+    # Blocks are small and hidden; with several ranks the weights go up by an all-gather of the whole unit.
+    size = SPAN_NUMEL if kind == "edge" and world_size == 1 else max(numel, 1)
+    return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not item.path.is_relative_to(HERE):
             continue
         item.add_marker(pytest.mark.gpu)
+        # The first test of a module waits for the processes of all.
+        item.add_marker(pytest.mark.timeout(2 * PROCESS_SECONDS + 50))
         if not available:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         elif ON_CPU and item.get_closest_marker("needs_cuda"):

@@ -23,7 +23,8 @@ class SyncProbe:
 
     torch's debug mode sees what synchronizes inside an operator (`.item()`, pageable copies, nonzero); explicit waits
     on device, stream or event do not all pass there, so those functions report too. Each place is recorded once, as
-    the innermost frames of its Python stack.
+    the innermost frames of its Python stack. What the model's own code reads is the model's affair and left out:
+    transformers looks once per forward whether the sequences are packed.
     """
 
     def __init__(self) -> None:
@@ -46,6 +47,15 @@ class SyncProbe:
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("default")
 
+    def sees(self, work: Callable[[], object]) -> bool:
+        """Whether the probe notices `work`, which is known to wait; leaves the record as it was."""
+        before, self.found = self.found, []
+        self.start()
+        work()
+        self.stop()
+        before, self.found = self.found, before
+        return before != []
+
     def _wrap(self, owner: Any, name: str) -> None:
         original: Callable[..., Any] = getattr(owner, name)
 
@@ -64,14 +74,17 @@ class SyncProbe:
     def _report(self) -> None:
         if not self._running or threading.current_thread().name.startswith(LANE_PREFIX):
             return
-        frames = [
-            frame
-            for frame in traceback.extract_stack()
-            if Path(frame.filename).name not in ("probes.py", "warnings.py")
-        ]
+        frames = [frame for frame in traceback.extract_stack() if not _is_plumbing(frame.filename)]
+        if frames and "transformers" in Path(frames[-1].filename).parts:
+            return
         place = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-8:]]
         if place not in self.found:
             self.found.append(place)
+
+
+def _is_plumbing(filename: str) -> bool:
+    path = Path(filename)
+    return path.name in ("probes.py", "warnings.py") or path.is_relative_to(Path(torch.__file__).parent)
 
 
 class AllocationProbe:
@@ -94,12 +107,19 @@ class AllocationProbe:
 
 
 def _in_package(filename: str) -> bool:
-    return "ds_slide" in Path(filename).parts
+    import ds_slide
+
+    return Path(filename).is_relative_to(Path(ds_slide.__file__).parent)
+
+
+def _resident_bytes() -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return int(fields["VmRSS"].split()[0]) * 1024
 
 
 def memory_now(engine: Any) -> dict[str, int]:
     """Bytes in use when nothing is under way, by allocator and as the engine itself counts them."""
-    values: dict[str, int] = {}
+    values = {"host_resident": _resident_bytes()}
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         values["gpu_allocated"] = torch.cuda.memory_allocated()

@@ -10,11 +10,13 @@ import pytest
 
 CASES = [
     {"name": f"{model} clip {clip:g} accumulate {grad_accum}", "model": model, "clip": clip, "grad_accum": grad_accum}
-    for model, clip, grad_accum in [("llama", 1.0, 1), ("llama", 0.0, 1), ("llama", 1.0, 2), ("gpt2", 0.0, 2)]
+    for model, clip, grad_accum in [("llama", 0.5, 1), ("llama", 0.0, 1), ("llama", 0.5, 2), ("gpt2", 0.0, 2)]
 ]
 FP16 = {"name": "fp16", "precision": "fp16", "clip": 1.0, "steps": 20, "overflow_at": 6}
 GRADIENTS = {"name": "first gradients", "exact": True, "clip": 1.0, "steps": 1, "record": ["gradients"]}
 STEPS = 30
+LOSS_TOLERANCE = 0.008
+NORM_TOLERANCE = 0.15
 
 
 def scenarios(system: str) -> list[dict[str, Any]]:
@@ -42,20 +44,26 @@ def assert_same_course(ours: list[float], theirs: list[float], tolerance: float)
 def test_losses_follow_stock(name: str, stock: Any, slide: Any) -> None:
     # Both start from the same bits, so the first loss differs by kernel choice at most. From then on the masters differ
     # in the last fp32 bits (stock's CPU Adam fuses multiply and add, ours rounds each), which now and then moves a bf16
-    # weight by one of its own steps, 2^-8 relative; over 30 steps that stays well below 1 % of the loss.
+    # weight by one of its own steps, 2^-8 relative. Over 30 steps that moved a loss by up to 0.26 % on the processor.
     ours, theirs = slide[name]["losses"], stock[name]["losses"]
     assert ours[0] == pytest.approx(theirs[0], rel=1e-4)
-    assert_same_course(ours, theirs, 0.01)
+    assert_same_course(ours, theirs, LOSS_TOLERANCE)
     # A lost or doubled update would be far outside: the loss itself falls by much more than the tolerance.
-    assert theirs[-1] < 0.8 * theirs[0]
+    assert theirs[-1] < 0.9 * theirs[0]
 
 
 @pytest.mark.parametrize("name", [case["name"] for case in CASES if case["clip"]])
 def test_norms_follow_stock_and_clip(name: str, stock: Any, slide: Any) -> None:
     ours, theirs = slide[name]["grad_norms"], stock[name]["grad_norms"]
     assert ours[0] == pytest.approx(theirs[0], rel=1e-3)
-    assert_same_course(ours, theirs, 0.1)
-    assert max(theirs) > 1.0, "the limit was never reached, so nothing was clipped"
+    assert_same_course(ours, theirs, NORM_TOLERANCE)
+    assert max(theirs) > 0.5, "the limit was never reached, so nothing was clipped"
+
+
+def test_wrong_clipping_would_show(stock: Any) -> None:
+    # AdamW hardly minds the scale of its gradients, so the limit must be low enough to matter: 2.4 % of a loss here.
+    with_clipping, without = stock[CASES[0]["name"]]["losses"], stock[CASES[1]["name"]]["losses"]
+    assert max(abs(a - b) / b for a, b in zip(with_clipping, without, strict=True)) > 1.5 * LOSS_TOLERANCE
 
 
 def test_first_gradients_equal_stock_to_the_bit(stock: Any, slide: Any) -> None:
@@ -72,4 +80,4 @@ def test_fp16_scales_and_skips_like_stock(stock: Any, slide: Any) -> None:
     assert ours["skipped"] == theirs["skipped"]
     assert ours["loss_scales"] == theirs["loss_scales"]
     assert ours["loss_scales"][FP16["overflow_at"]] < ours["loss_scales"][FP16["overflow_at"] - 1]
-    assert_same_course(ours["losses"], theirs["losses"], 0.01)
+    assert_same_course(ours["losses"], theirs["losses"], LOSS_TOLERANCE)

@@ -1,0 +1,90 @@
+"""Where a unit's gradient lies on the GPU when it sets out for host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ds_slide.runtime.device import Marker
+from ds_slide.runtime.handoff import Failures, Ticket
+from ds_slide.runtime.lane import Lane
+from ds_slide.runtime.unit import Unit
+
+SquareSum = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Source(Protocol):
+    """`square_sum` is called by the compute thread, the rest by the d2h lane."""
+
+    def square_sum(self, of_flat: SquareSum) -> torch.Tensor: ...
+    def copy(self, span: slice, target: torch.Tensor) -> None: ...
+    def release(self, after: Marker) -> None: ...
+
+
+class Staging:
+    """A flat GPU buffer for one unit's gradient. Owners: the compute thread from `take` until the d2h job is
+    submitted; the d2h lane until `free` is kept; whoever takes it next waits for `free` on its own stream."""
+
+    def __init__(self, packed: torch.Tensor, own: torch.Tensor, failures: Failures) -> None:
+        self.packed = packed
+        """[world_size * trainable_numel] of the largest unit, rank-major."""
+        self.own = own
+        """[trainable_numel] of the largest unit; the same memory as `packed` for one rank."""
+        self.free = Ticket.kept(failures)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A block's gradient in a staging buffer."""
+
+    staging: Staging
+    own: torch.Tensor
+    """[trainable_numel], a view of the staging buffer."""
+
+    def square_sum(self, of_flat: SquareSum) -> torch.Tensor:
+        return of_flat(self.own)
+
+    def copy(self, span: slice, target: torch.Tensor) -> None:
+        target[span].copy_(self.own[span], non_blocking=True)
+
+    def release(self, after: Marker) -> None:
+        self.staging.free.keep(after)
+
+
+@dataclass
+class Scattered:
+    """An edge's gradients as autograd left them; held here until the d2h lane has copied them."""
+
+    places: list[tuple[int, int, torch.Tensor | None]]
+    """(start, numel, flat gradient or None for zero) in the order of the plane."""
+
+    @classmethod
+    def of(cls, unit: Unit, d2h: Lane) -> Scattered:
+        places: list[tuple[int, int, torch.Tensor | None]] = []
+        for parameter, entry in unit.trainable:
+            flat = None if parameter.grad is None else parameter.grad.reshape(-1)
+            if flat is not None and flat.is_cuda:
+                # Freed before the copy has run, its memory must not be handed to the compute stream yet.
+                flat.record_stream(d2h.stream)
+            places.append((entry.offset, entry.numel, flat))
+        return cls(places)
+
+    def square_sum(self, of_flat: SquareSum) -> torch.Tensor:
+        sums = [of_flat(flat) for _, _, flat in self.places if flat is not None]
+        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
+
+    def copy(self, span: slice, target: torch.Tensor) -> None:
+        for start, numel, flat in self.places:
+            first, last = max(start, span.start), min(start + numel, span.stop)
+            if first >= last:
+                continue
+            if flat is None:
+                target[first:last].zero_()
+            else:
+                target[first:last].copy_(flat[first - start : last - start], non_blocking=True)
+
+    def release(self, after: Marker) -> None:  # noqa: ARG002 - the allocator knows of the stream: see `of`
+        self.places = []

@@ -1,0 +1,86 @@
+"""Runs examples/finetune.py as a user does: a process of its own, on the CPU accelerator, on a few short sequences."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SMALL = ("--batch", "2", "--seq", "32")
+
+# The example's modules import each other as scripts do, from their own directory.
+sys.path.insert(0, str(EXAMPLES))
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished run: exit status, both output streams as one, and the lines of its log."""
+
+    status: int
+    output: str
+    log: list[dict[str, Any]]
+
+    def column(self, field: str) -> list[Any]:
+        return [line[field] for line in self.log]
+
+
+def run_to_end(command: list[str], environment: dict[str, str], directory: Path) -> tuple[int, str]:
+    """Exit status and output. A test that runs out of time takes the launcher's children with it, too."""
+    with subprocess.Popen(
+        command,
+        env=environment,
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, output
+
+
+class Finetune:
+    """Starts the script under plain python or, with `ranks`, under the stock launcher."""
+
+    def __init__(self, directory: Path) -> None:
+        self._log = directory / "log.jsonl"
+
+    def __call__(self, config: str, *arguments: str | Path, ranks: int | None = None) -> Finished:
+        self._log.unlink(missing_ok=True)
+        starter = [sys.executable]
+        if ranks is not None:
+            starter = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(ranks)]
+        settings = ["--deepspeed_config", str(ROOT / "configs" / config), "--log", str(self._log), *SMALL]
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        }
+        # One thread a rank: a run on short sequences is all small operations, and two ranks share two cores.
+        environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        command = [*starter, str(EXAMPLES / "finetune.py"), *settings, *map(str, arguments)]
+        status, output = run_to_end(command, environment, self._log.parent)
+        lines = self._log.read_text().splitlines() if self._log.exists() else []
+        return Finished(status, output, [json.loads(line) for line in lines])
+
+    def run(self, config: str, *arguments: str | Path, ranks: int | None = None) -> Finished:
+        """As a call, for a run that must succeed."""
+        finished = self(config, *arguments, ranks=ranks)
+        assert finished.status == 0, finished.output
+        return finished
+
+
+@pytest.fixture
+def finetune(tmp_path: Path) -> Finetune:
+    return Finetune(tmp_path)

@@ -1,0 +1,105 @@
+"""The script end to end, with and without the "ds_slide" key: what it logs, reports, saves and refuses."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FIELDS = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "slide"}
+LANES = {"compute", "h2d", "d2h", "update"}
+both_engines = pytest.mark.parametrize("config", ["stock_cpu.json", "slide_cpu.json"])
+
+
+@both_engines
+def test_logs_and_reports_each_step(finetune: Any, config: str) -> None:
+    finished = finetune.run(
+        config, "--steps", "3", "--accumulation", "2", "--eval-every", "2", "--gradient-checkpointing", ranks=1
+    )
+
+    assert finished.column("step") == [1, 2, 3]
+    assert all(line.keys() - {"eval_loss"} == FIELDS for line in finished.log)
+    assert ["eval_loss" in line for line in finished.log] == [False, True, False]
+    assert finished.column("lr") == pytest.approx([1e-4, 1e-4, 1.9e-4])
+    # Untrained, a byte model of 264 tokens starts near ln 264 = 5.58.
+    assert finished.column("loss")[0] == pytest.approx(math.log(264), abs=0.5)
+    for line in finished.log:
+        assert math.isfinite(line["grad_norm"]) and line["grad_norm"] > 0
+        assert line["tokens_per_s"] == pytest.approx(2 * 2 * 32 / line["step_s"])
+    assert "5,970,176 parameters, 1 rank(s), 3 steps" in finished.output
+    assert "B/parameter" in finished.output and "peak resident" in finished.output
+
+
+@both_engines
+def test_engine_is_what_the_key_says(finetune: Any, config: str) -> None:
+    finished = finetune.run(config, "--steps", "3")
+    last = finished.log[-1]["slide"]
+    if config == "stock_cpu.json":
+        assert last == {}
+        assert "stock DeepSpeed, " in finished.output
+    else:
+        assert last["bound_lane"] in LANES and last["lanes"].keys() == LANES
+        assert 0 < last["bound_s"] <= last["step_s"]
+        # Two slots and the edges: less than the 12 MB of bf16 weights, or nothing slides.
+        assert last["memory"]["gpu_bytes"] < 2 * last["memory"]["parameters"]
+        assert "DS-Slide, " in finished.output and "bound by" in finished.output
+
+
+@both_engines
+def test_resumes_bit_for_bit(finetune: Any, config: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    through = finetune.run(config, "--steps", "4")
+    before = finetune.run(config, "--steps", "2", "--save", checkpoint)
+    after = finetune.run(config, "--steps", "4", "--load", checkpoint)
+
+    assert after.column("step") == [3, 4]
+    for field in ("loss", "grad_norm", "lr"):
+        assert before.column(field) + after.column(field) == through.column(field)
+
+    refused = finetune(config, "--steps", "4", "--load", checkpoint, "--seed", "1")
+    assert refused.status != 0
+    assert "saved with other data settings (seed 0 -> 1)" in refused.output
+
+
+@both_engines
+def test_two_ranks_share_the_data(finetune: Any, config: str) -> None:
+    finished = finetune.run(config, "--steps", "2", ranks=2)
+    single = finetune.run(config, "--steps", "2", "--batch", "4")
+    # Rank r takes rows 2r and 2r+1 of what one rank with batch 4 takes: the same mean but for the order of the sum.
+    assert finished.column("loss")[0] == pytest.approx(single.column("loss")[0], rel=1e-3)
+    assert finished.column("grad_norm")[0] == pytest.approx(single.column("grad_norm")[0], rel=2e-2)
+
+
+@both_engines
+def test_local_directory_and_zero_init(finetune: Any, config: str, tmp_path: Path) -> None:
+    import torch
+    from finetune_models import build_model
+
+    directory = tmp_path / "model"
+    build_model("tiny", dtype=torch.bfloat16, device="cpu", seed=0).save_pretrained(directory)
+    preset = finetune.run(config, "--steps", "2")
+    stored = finetune.run(config, "--steps", "2", "--model", directory, "--zero-init")
+    assert stored.column("loss") == preset.column("loss")
+
+
+def test_zero_init_initialises_a_preset(finetune: Any) -> None:
+    """Weights that zero.Init left uninitialised or with torch's defaults would start far from ln 264."""
+    finished = finetune.run("stock_cpu.json", "--steps", "1", "--zero-init")
+    assert finished.column("loss")[0] == pytest.approx(math.log(264), abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "qwen2.5_3b"], "did you mean 'qwen2.5-3b'?"),
+        (["--deepspeed_config", "none.json"], "none.json"),
+        (["--seq", "500000"], "a smaller --batch or --seq"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(finetune: Any, arguments: list[str], message: str) -> None:
+    refused = finetune("stock_cpu.json", "--steps", "1", *arguments)
+    assert refused.status != 0
+    assert message in refused.output
+    assert "Traceback" not in refused.output

@@ -1,0 +1,57 @@
+"""The closing text: medians without warm-up, lanes counted once a step, memory against stock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune_report import StepRecord, bound_lanes, process_peak_bytes, report, size
+
+
+def record(step: int, *, step_s: float = 1.0, lane: str = "", slide_step: int | None = None) -> StepRecord:
+    slide: dict[str, Any] = {}
+    if lane:
+        memory = {"gpu_bytes": 3 << 20, "host_bytes": 14_000_000, "parameters": 1_000_000}
+        slide = {"step": slide_step or step, "bound_lane": lane, "efficiency": 0.9, "memory": memory}
+    return StepRecord(step, 6.0 - step, 1.0, 1e-4, 100 / step_s, step_s, slide)
+
+
+def test_stock_report_leaves_out_warm_up() -> None:
+    slow_start = [record(step, step_s=60.0) for step in (1, 2, 3)]
+    records = [*slow_start, record(4), record(5)]
+    text = report(records, engine="stock DeepSpeed", parameters=1_000_000, world_size=1, gpu_peak_bytes=2 << 30)
+    assert "stock DeepSpeed, 1,000,000 parameters" in text
+    assert "5.0000 -> 1.0000" in text
+    assert "100 tokens/s, 1.000 s a step" in text
+    assert "2.00 GiB peak" in text
+    assert "24.8 MiB" in text  # 26 B a parameter
+    assert "bound by" not in text
+
+
+def test_slide_report_sets_host_states_against_stock() -> None:
+    records = [record(1, lane="update")]
+    text = report(records, engine="DS-Slide", parameters=2_000_000, world_size=2, gpu_peak_bytes=None)
+    assert text.startswith("DS-Slide, 2,000,000 parameters, 2 rank(s), 1 steps")
+    assert "update in 1 of 1 steps" in text
+    assert "14.0 B/parameter" in text and "needs 24.8 MiB" in text  # one of two ranks: a million parameters
+
+
+def test_statistics_that_lag_count_once() -> None:
+    lagging = [
+        record(1),
+        record(2, lane="h2d", slide_step=1),
+        record(3, lane="h2d", slide_step=1),
+        record(4, lane="compute"),
+    ]
+    assert bound_lanes(lagging).startswith("h2d in 1 of 2 steps, compute in 1 of 2 steps")
+
+
+def test_no_steps_is_said() -> None:
+    assert "--steps" in report([], engine="DS-Slide", parameters=1, world_size=1, gpu_peak_bytes=None)
+
+
+def test_sizes_and_process_peak() -> None:
+    assert [size(value) for value in (12, 1536, 3 << 20, 5 << 30)] == ["12.0 B", "1.5 KiB", "3.0 MiB", "5.00 GiB"]
+    before = process_peak_bytes()
+    block = bytearray(b"x" * (before + (64 << 20)))  # more than the peak, so the peak must move
+    assert process_peak_bytes() > before + (32 << 20)
+    del block
