@@ -138,9 +138,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     print(f"{cpu()}; {_native.isa()}; torch {torch.__version__}; {arguments.numel} parameters")
-    print(
-        f"{'threads':>7} | {'ours G param/s':>14} {'GB/s':>6} | {'torch G param/s':>15} {'GB/s':>6} | ratio (best)"
-    )
+    print(f"{'threads':>7} | {'ours G param/s':>14} {'GB/s':>6} | {'torch G param/s':>15} {'GB/s':>6} | ratio (best)")
     rows = []
     for threads in map(int, arguments.threads.split(",")):
         row = measure(threads, arguments.numel, arguments.rounds, available if arguments.pin else [])

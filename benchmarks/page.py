@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -86,6 +87,7 @@ COLUMNS: dict[str, Cell] = {
     "init s": lambda r, _: _number(r.get("init_s"), ".1f"),
     "loss": lambda r, _: f"{r['losses'][0]:.4f} -> {r['losses'][-1]:.4f}" if r.get("losses") else "",
     "loss vs stock": lambda r, rs: _number(loss_difference(r, baseline(rs, "stock", r)), ".1e"),
+    "what went wrong": lambda r, _: "" if r["status"] == "ok" else f"{r['status']}: {r['error']}",
 }
 
 LEGEND = """\
@@ -101,14 +103,15 @@ LEGEND = """\
 
 def rows(records: list[Record]) -> list[list[str]]:
     """Header and one row per record; columns that are empty everywhere are left out."""
-    table = [[cell(record, records) for cell in COLUMNS.values()] for record in records]
+    # A system that measured something and then ended badly has no result: its figures stay in the records only.
+    shown = [
+        record if record["status"] == "ok" else {key: record[key] for key in ("setting", "status", "error")}
+        for record in records
+    ]
+    table = [[cell(record, shown) for cell in COLUMNS.values()] for record in shown]
     used = [index for index in range(len(COLUMNS)) if any(row[index] for row in table)]
     titles = list(COLUMNS)
-    body = [[row[index] for index in used] for row in table]
-    for row, record in zip(body, records, strict=True):
-        if record["status"] != "ok":
-            row[-1] = f"{record['status']}: {record.get('error', '')}"
-    return [[titles[index] for index in used], *body]
+    return [[titles[index] for index in used], *([row[index] for index in used] for row in table)]
 
 
 def plain(table: list[list[str]]) -> str:
@@ -137,7 +140,10 @@ def csv_text(records: list[Record]) -> str:
             "speed_over_gpu_only": speed_ratio(record, bound),
             "loss_difference_to_stock": loss_difference(record, stock),
         }
-        flat.append({**record["setting"], **scalars, **ratios})
+        setting = {
+            key: json.dumps(value) if isinstance(value, dict) else value for key, value in record["setting"].items()
+        }
+        flat.append({**setting, **scalars, **ratios})
     names = list(dict.fromkeys(name for row in flat for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")

@@ -106,15 +106,15 @@ def resume(engine: deepspeed.DeepSpeedEngine, directory: Path, data: dict[str, A
     path, state = engine.load_checkpoint(str(directory))
     if path is None:
         sys.exit(f"finetune.py: --load {directory} holds no DeepSpeed checkpoint (no file named 'latest' there)")
-    changed = [
-        f"{key} {state['data'][key]!r} -> {value!r}" for key, value in data.items() if state["data"][key] != value
-    ]
+    changed = changes(state["data"], data)
     if changed:
-        sys.exit(
-            f"finetune.py: --load {directory} was saved with other data settings ({', '.join(changed)}): "
-            "resume with the same ones"
-        )
+        sys.exit(f"finetune.py: --load {directory} was saved with other data settings ({changed}): give the same again")
     return int(state["step"])
+
+
+def changes(saved: dict[str, Any], now: dict[str, Any]) -> str:
+    """What differs between two sets of settings, as text; empty when nothing does."""
+    return ", ".join(f"{name} {saved[name]!r} -> {value!r}" for name, value in now.items() if saved[name] != value)
 
 
 def train(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 # A byte is a token; the ids above 255 are specials (256 separates documents). A multiple of 8 keeps GEMM rows aligned.
 BYTE_VOCABULARY = 264
@@ -100,7 +100,7 @@ def build_model(
     device: str | torch.device,
     seed: int = 0,
     zero_config: dict[str, Any] | None = None,
-) -> nn.Module:
+) -> PreTrainedModel:
     """A causal language model in `dtype` on `device`: random weights for a preset, the stored ones for a directory.
 
     The weights of a preset depend on `seed`, `dtype` and the kind of device only. With `zero_config` (a DeepSpeed JSON

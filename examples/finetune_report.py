@@ -67,15 +67,12 @@ class Progress:
         if self._log is not None:
             self._log.write(record.as_json() + "\n")
             self._log.flush()
-        lane = record.slide.get("bound_lane", "-")
-        self._bar.set_postfix(loss=f"{record.loss:.3f}", tok_s=f"{record.tokens_per_s:,.0f}", bound=lane, refresh=False)
+        lane = record.slide.get("bound_lane")
+        figures = [f"loss {record.loss:.3f}", f"{record.tokens_per_s:,.0f} tok/s", *([f"{lane} bound"] if lane else [])]
+        self._bar.set_postfix_str(", ".join(figures), refresh=False)
         self._bar.update()
         if self._visible and self._bar.disable and len(self.records) % self._line_every == 0:
-            print(
-                f"step {record.step}/{self._bar.total}  loss {record.loss:.3f}  "
-                f"{record.tokens_per_s:,.0f} tokens/s  bound {lane}",
-                flush=True,
-            )
+            print(f"step {record.step}/{self._bar.total}  {'  '.join(figures)}", flush=True)
 
 
 def process_peak_bytes() -> int:

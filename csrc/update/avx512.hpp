@@ -14,8 +14,8 @@ namespace {
 struct Avx512 {
   using Float = __m512;
   static constexpr std::size_t width = 16;
-  // Two KiB of the moments. On 16 threads of a Xeon it gave 5.5 to 5.6 G elements a second, where distances of 0 and
-  // 128 gave 5.0 to 5.4; the processor's own prefetcher stops at every 4 KiB page of seven streams.
+  // Two KiB of the moments. On 16 threads of a Xeon it gave 5.5 to 5.6 G elements a second, where distances
+  // of 0 and 128 gave 5.0 to 5.4; the processor's own prefetcher stops at every 4 KiB page of seven streams.
   static constexpr std::size_t prefetch_distance = 512;
   using ArithmeticMode = FlushSubnormals;
 

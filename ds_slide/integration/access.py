@@ -34,6 +34,7 @@ class StateAccess:
         place = self._trainable(parameter)
         if place is None:
             return None
+        planes.require_stepped(self._runtime, place[0], "reading a state")
         self._runtime.settle(place[0])
         own = planes.read_master(*place) if key is None else planes.read_state(*place, self._known(key))
         return own.to(self._runtime.device.torch, copy=True)
@@ -46,6 +47,7 @@ class StateAccess:
         if place is None:
             return
         unit, entry = place
+        planes.require_stepped(self._runtime, unit, "writing a state")
         self._runtime.settle(unit)
         own = value.reshape(-1)[: entry.partition_numel]
         if key is None:

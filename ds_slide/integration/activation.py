@@ -82,6 +82,10 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
                 parsed, slide, model=given["model"], client_optimizer=given.get("optimizer"), mpu=given.get("mpu")
             )
         original(self, *args, **kwargs)
+        if slide is not None:
+            from ds_slide.integration.monitor import attach
+
+            attach(self)
 
     return __init__
 

@@ -25,6 +25,7 @@ from ds_slide.integration import parameters as protocol
 from ds_slide.integration.access import StateAccess
 from ds_slide.integration.assemble import assemble, runtime_settings
 from ds_slide.integration.contract import check_supported
+from ds_slide.integration.planes import require_stepped
 from ds_slide.integration.subgroups import SubGroups
 from ds_slide.optim.hyper import AdamWHyper
 
@@ -241,6 +242,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def checkpoint_event_prologue(self) -> None:
         """DeepSpeed saves and loads with every parameter partitioned; pending updates are waited for."""
+        for unit in self.runtime.units:
+            require_stepped(self.runtime, unit, "saving or loading a checkpoint")
         for unit in self.runtime.units:
             self.runtime.settle(unit)
         self.runtime.unbind_residents()

@@ -136,6 +136,7 @@ class ParameterProtocol:
             if parameter.ds_status == ZeroParamStatus.AVAILABLE:
                 continue
             unit, entry = self.places[parameter]
+            planes.require_stepped(self._runtime, unit, "gathering a parameter")
             self._runtime.settle(unit)
             if unit.resident is not None:
                 self._runtime.bind_resident(unit)
@@ -149,22 +150,31 @@ class ParameterProtocol:
             parameter.data = whole[: entry.numel].view(entry.shape)
             parameter.ds_status = ZeroParamStatus.AVAILABLE
 
+    def _take_back(self, parameters: Iterable[Any]) -> None:
+        """Write what the caller left in the parameters to the planes."""
+        ranks = self._runtime.parts.ranks
+        written: dict[int, Unit] = {}
+        for parameter in parameters:
+            unit, entry = self.places[parameter]
+            self._runtime.settle(unit)
+            start, stop = piece(entry, ranks.rank)
+            changed = planes.write_weight(unit, entry, parameter.data.reshape(-1)[start:stop])
+            if changed or ranks.world_size > 1:
+                written[unit.order] = unit
+        # Only now: renewing a unit's GPU copy would undo what was written to its other parameters.
+        for unit in written.values():
+            self._runtime.weights_changed(unit)
+
     def partition(self, parameters: Iterable[Any], *, updated: bool) -> None:
         """Take the parameters back from the accelerator; with `updated`, what the caller wrote becomes the weights.
 
         Elements whose low-precision value did not change keep their exact fp32 master.
         """
-        rank = self._runtime.parts.ranks.rank
-        for parameter in parameters:
-            if parameter.ds_status != ZeroParamStatus.AVAILABLE:
-                continue
+        gathered = [parameter for parameter in parameters if parameter.ds_status == ZeroParamStatus.AVAILABLE]
+        if updated:
+            self._take_back(gathered)
+        for parameter in gathered:
             unit, entry = self.places[parameter]
-            if updated:
-                self._runtime.settle(unit)
-                start, stop = piece(entry, rank)
-                changed = planes.write_weight(unit, entry, parameter.data.reshape(-1)[start:stop])
-                if changed or self._runtime.parts.ranks.world_size > 1:
-                    self._runtime.weights_changed(unit)
             if unit.resident is not None:
                 whole = unit.resident[entry.slot_offset : entry.slot_offset + entry.numel].view(entry.shape)
                 parameter.data = whole

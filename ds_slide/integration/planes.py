@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import torch
 
+from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry
 from ds_slide.optim.reference import decode_planar, encode_planar
+from ds_slide.runtime.engine import HOLD_HINT, SlideRuntime
 from ds_slide.runtime.unit import Unit
 
 STATE_KEYS = ("exp_avg", "exp_avg_sq")
+
+
+def require_stepped(runtime: SlideRuntime, unit: Unit, what: str) -> None:
+    """Raise SlideError where `what` would meet the unit's next weights between backward() and step()."""
+    if unit.gradient_ready and not runtime.held and unit.state.tier == "host":
+        raise SlideError(
+            f"{what} between backward() and step() would meet {unit.name} after its update, which is under way "
+            f"because clipping is off; call engine.step() first, or {HOLD_HINT}"
+        )
 
 
 def _span(entry: Entry, numel: int | None = None) -> slice:

@@ -53,6 +53,10 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol("deepspeed.runtime.engine", "DeepSpeedEngine._configure_zero_optimizer", ("self", "optimizer")),
     Symbol("deepspeed.runtime.superoffload.superoffload_stage3", "SuperOffloadOptimizer_Stage3"),
+    # monitor.py
+    Symbol("deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step", ("self", "lr_kwargs")),
+    Symbol("deepspeed.runtime.engine", "DeepSpeedEngine.steps_per_print", ("self",)),
+    Symbol("deepspeed.monitor.monitor", "MonitorMaster.write_events", ("self", "event_list")),
     # optimizer.py: what it calls
     *_methods(
         "deepspeed.runtime.base_optimizer",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,3 +86,14 @@ class Finetune:
 @pytest.fixture
 def finetune(tmp_path: Path) -> Finetune:
     return Finetune(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def four_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Finished]:
+    """Four plain steps with a config, what resumed and otherwise started runs are compared with; run once a config."""
+
+    @functools.cache
+    def run(config: str) -> Finished:
+        return Finetune(tmp_path_factory.mktemp("four_steps")).run(config, "--steps", "4")
+
+    return run

@@ -7,17 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from finetune_models import build_model
 
 FIELDS = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "slide"}
 LANES = {"compute", "h2d", "d2h", "update"}
-both_engines = pytest.mark.parametrize("config", ["stock_cpu.json", "slide_cpu.json"])
+# The script is the same with either engine, so what takes several runs is repeated on stock DeepSpeed only on demand.
+mostly_slide = pytest.mark.parametrize(
+    "config", ["slide_cpu.json", pytest.param("stock_cpu.json", marks=pytest.mark.slow)]
+)
 
 
-@both_engines
+@pytest.mark.parametrize("config", ["stock_cpu.json", "slide_cpu.json"])
 def test_logs_and_reports_each_step(finetune: Any, config: str) -> None:
-    finished = finetune.run(
-        config, "--steps", "3", "--accumulation", "2", "--eval-every", "2", "--gradient-checkpointing", ranks=1
-    )
+    arguments = ("--steps", "3", "--accumulation", "2", "--eval-every", "2", "--gradient-checkpointing")
+    finished = finetune.run(config, *arguments, ranks=1)
 
     assert finished.column("step") == [1, 2, 3]
     assert all(line.keys() - {"eval_loss"} == FIELDS for line in finished.log)
@@ -31,15 +35,11 @@ def test_logs_and_reports_each_step(finetune: Any, config: str) -> None:
     assert "5,970,176 parameters, 1 rank(s), 3 steps" in finished.output
     assert "B/parameter" in finished.output and "peak resident" in finished.output
 
-
-@both_engines
-def test_engine_is_what_the_key_says(finetune: Any, config: str) -> None:
-    finished = finetune.run(config, "--steps", "3")
-    last = finished.log[-1]["slide"]
     if config == "stock_cpu.json":
-        assert last == {}
+        assert finished.column("slide") == [{}, {}, {}]
         assert "stock DeepSpeed, " in finished.output
     else:
+        last = finished.log[-1]["slide"]
         assert last["bound_lane"] in LANES and last["lanes"].keys() == LANES
         assert 0 < last["bound_s"] <= last["step_s"]
         # Two slots and the edges: less than the 12 MB of bf16 weights, or nothing slides.
@@ -47,46 +47,46 @@ def test_engine_is_what_the_key_says(finetune: Any, config: str) -> None:
         assert "DS-Slide, " in finished.output and "bound by" in finished.output
 
 
-@both_engines
-def test_resumes_bit_for_bit(finetune: Any, config: str, tmp_path: Path) -> None:
+@mostly_slide
+def test_resumes_bit_for_bit(finetune: Any, four_steps: Any, config: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
-    through = finetune.run(config, "--steps", "4")
     before = finetune.run(config, "--steps", "2", "--save", checkpoint)
     after = finetune.run(config, "--steps", "4", "--load", checkpoint)
-
     assert after.column("step") == [3, 4]
     for field in ("loss", "grad_norm", "lr"):
-        assert before.column(field) + after.column(field) == through.column(field)
-
-    refused = finetune(config, "--steps", "4", "--load", checkpoint, "--seed", "1")
-    assert refused.status != 0
-    assert "saved with other data settings (seed 0 -> 1)" in refused.output
+        assert before.column(field) + after.column(field) == four_steps(config).column(field)
 
 
-@both_engines
+def test_resume_with_other_data_is_refused() -> None:
+    from finetune import changes
+
+    saved = {"source": None, "seed": 0, "batch": 8}
+    assert changes(saved, dict(saved)) == ""
+    assert changes(saved, saved | {"seed": 1, "source": "a.txt"}) == "source None -> 'a.txt', seed 0 -> 1"
+
+
+@mostly_slide
 def test_two_ranks_share_the_data(finetune: Any, config: str) -> None:
     finished = finetune.run(config, "--steps", "2", ranks=2)
     single = finetune.run(config, "--steps", "2", "--batch", "4")
-    # Rank r takes rows 2r and 2r+1 of what one rank with batch 4 takes: the same mean but for the order of the sum.
+    # Rank r takes rows 2r and 2r+1 of what one rank with batch 4 takes: the same mean but for the order of the sum, in
+    # bf16 forward passes of other shapes (8 bits, so 0.4 % an element, averaged over 128 tokens or 6 M gradients).
     assert finished.column("loss")[0] == pytest.approx(single.column("loss")[0], rel=1e-3)
-    assert finished.column("grad_norm")[0] == pytest.approx(single.column("grad_norm")[0], rel=2e-2)
+    assert finished.column("grad_norm")[0] == pytest.approx(single.column("grad_norm")[0], rel=1e-2)
 
 
-@both_engines
-def test_local_directory_and_zero_init(finetune: Any, config: str, tmp_path: Path) -> None:
-    import torch
-    from finetune_models import build_model
-
+@mostly_slide
+def test_local_directory_and_zero_init(finetune: Any, four_steps: Any, config: str, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     build_model("tiny", dtype=torch.bfloat16, device="cpu", seed=0).save_pretrained(directory)
-    preset = finetune.run(config, "--steps", "2")
     stored = finetune.run(config, "--steps", "2", "--model", directory, "--zero-init")
-    assert stored.column("loss") == preset.column("loss")
+    assert stored.column("loss") == four_steps(config).column("loss")[:2]
 
 
-def test_zero_init_initialises_a_preset(finetune: Any) -> None:
+@mostly_slide
+def test_zero_init_initialises_a_preset(finetune: Any, config: str) -> None:
     """Weights that zero.Init left uninitialised or with torch's defaults would start far from ln 264."""
-    finished = finetune.run("stock_cpu.json", "--steps", "1", "--zero-init")
+    finished = finetune.run(config, "--steps", "1", "--zero-init")
     assert finished.column("loss")[0] == pytest.approx(math.log(264), abs=0.5)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import resource
 from typing import Any
 
 from finetune_report import StepRecord, bound_lanes, process_peak_bytes, report, size
@@ -54,4 +56,6 @@ def test_sizes_and_process_peak() -> None:
     before = process_peak_bytes()
     block = bytearray(b"x" * (before + (64 << 20)))  # more than the peak, so the peak must move
     assert process_peak_bytes() > before + (32 << 20)
+    with mmap.mmap(-1, 1 << 30):  # addresses without memory: resident is meant, not reserved
+        assert process_peak_bytes() < resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + (64 << 20)
     del block

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-CASES = [
+CASES: list[dict[str, Any]] = [
     {"name": f"{model} clip {clip:g} accumulate {grad_accum}", "model": model, "clip": clip, "grad_accum": grad_accum}
     for model, clip, grad_accum in [("llama", 0.5, 1), ("llama", 0.0, 1), ("llama", 0.5, 2), ("gpt2", 0.0, 2)]
 ]
-FP16 = {"name": "fp16", "precision": "fp16", "clip": 1.0, "steps": 20, "overflow_at": 6}
-GRADIENTS = {"name": "first gradients", "exact": True, "clip": 1.0, "steps": 1, "record": ["gradients"]}
+FP16: dict[str, Any] = {"name": "fp16", "precision": "fp16", "clip": 1.0, "steps": 20, "overflow_at": 6}
+GRADIENTS: dict[str, Any] = {"name": "first gradients", "exact": True, "clip": 1.0, "steps": 1, "record": ["gradients"]}
 STEPS = 30
 LOSS_TOLERANCE = 0.008
 NORM_TOLERANCE = 0.15

@@ -1,0 +1,60 @@
+"""Step statistics into DeepSpeed's log and monitors (TensorBoard, W&B, Comet, CSV), beside DeepSpeed's own events.
+
+An engine that runs DS-Slide gets its own `_take_model_step`, as an attribute of the object: the class, and with it
+every engine without the key, keeps DeepSpeed's. After that method the engine has counted the step, so events have the
+x value (`global_samples`) and the log line the rhythm (`steps_per_print`) of DeepSpeed's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+from deepspeed.utils import log_dist
+
+Event = tuple[str, float, int]
+
+
+def attach(engine: Any) -> None:
+    """Report every optimizer step of `engine`, whose optimizer is a SlideZeroOptimizer. Rank 0 writes."""
+    if engine.global_rank != 0:
+        return
+    take_model_step = type(engine)._take_model_step
+    owner = weakref.ref(engine)  # not the engine itself, which would then own itself and outlive its last user
+    reported = 0
+
+    @functools.wraps(take_model_step)
+    def _take_model_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal reported
+        running: Any = owner()
+        result = take_model_step(running, *args, **kwargs)
+        statistics = running.optimizer.slide_stats()
+        # A step that was skipped for its overflow closes no books: the newest statistics are those of an earlier one.
+        if statistics and statistics["step"] != reported:
+            reported = statistics["step"]
+            _report(running, statistics)
+        return result
+
+    engine._take_model_step = _take_model_step
+
+
+def events_of(statistics: dict[str, Any], samples: int) -> list[Event]:
+    """Events (name, value, samples) of the dictionary that `slide_stats()` returns. Seconds, bytes and ratios."""
+    events = [(f"Slide/{name}", float(statistics[name]), samples) for name in ("step_s", "bound_s", "efficiency")]
+    for lane, books in statistics["lanes"].items():
+        events += [(f"Slide/{lane}_{name}", float(value), samples) for name, value in books.items()]
+    return events
+
+
+def _report(engine: Any, statistics: dict[str, Any]) -> None:
+    if engine.monitor.enabled:
+        engine.monitor.write_events(events_of(statistics, engine.global_samples))
+    interval = engine.steps_per_print()
+    if interval is not None and engine.global_steps % interval == 0:
+        log_dist(
+            f"ds_slide: step={engine.global_steps}, time={statistics['step_s']:.3f} s, "
+            f"bound={statistics['bound_s']:.3f} s ({statistics['bound_lane']}), "
+            f"efficiency={statistics['efficiency']:.1%}",
+            ranks=[0],
+        )

@@ -1,0 +1,178 @@
+"""Model families through the engine, against the same model in plain torch with the reference AdamW, to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import VOCABULARY, Batch, Result, differences, ds_config, trained
+from torch import nn
+
+from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.optim.reference import adamw_reference_, decode_planar
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+STEPS = 3
+CLIP = 1.0
+HYPER = AdamWHyper(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+HEADS = {"num_attention_heads": 4, "max_position_embeddings": 64}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+CAUSAL = SIZES | HEADS | {"num_key_value_heads": 2, "use_cache": False, "tie_word_embeddings": False}
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64, "use_cache": False}
+GPT2_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+# name: model class, config class, config.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", CAUSAL),
+    "llama-tied": ("LlamaForCausalLM", "LlamaConfig", CAUSAL | {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", CAUSAL),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", CAUSAL | {"head_dim": 16}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", CAUSAL | {"head_dim": 16}),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", CAUSAL | {"head_dim": 16, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2 | GPT2_DROPOUT),
+    "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", SIZES | HEADS | {"use_cache": False}),
+    "opt": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        SIZES | HEADS | {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0, "use_cache": False},
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"vocab_size": VOCABULARY, "d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_layers": 3}
+        | {"dropout_rate": 0.0, "decoder_start_token_id": 0, "use_cache": False},
+    ),
+    "bert": ("BertForMaskedLM", "BertConfig", SIZES | HEADS | NO_DROPOUT),
+    # One layer, run four times: no list to stream.
+    "albert": ("AlbertForMaskedLM", "AlbertConfig", SIZES | HEADS | NO_DROPOUT | {"embedding_size": 32}),
+    "vit": (
+        "ViTForImageClassification",
+        "ViTConfig",
+        {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+        | {"image_size": 16, "patch_size": 4, "num_labels": 8},
+    ),
+}
+WITHOUT_BLOCKS = ("albert",)
+
+
+class Classifier(nn.Module):
+    """A model that returns logits; its loss is that of Hugging Face's models."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*layers)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.body(pixel_values).float()
+        return transformers.modeling_outputs.SequenceClassifierOutput(loss=nn.functional.cross_entropy(logits, labels))
+
+
+def cnn() -> nn.Module:
+    convolutions = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=4)]
+    return Classifier(*convolutions, nn.Flatten(), nn.Linear(16 * 16, 8))
+
+
+def mlp() -> nn.Module:
+    """Layers of different shapes: no repeated list."""
+    widths = [3 * 16 * 16, 64, 32]
+    layers = [layer for pair in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(*pair), nn.GELU())]
+    return Classifier(nn.Flatten(), *layers, nn.Linear(32, 8))
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    plain = {"cnn": cnn, "mlp": mlp}
+    if name in plain:
+        return plain[name]()
+    model, config, options = FAMILIES[name]
+    return getattr(transformers, model)(getattr(transformers, config)(**options))
+
+
+def data_for(name: str) -> list[Batch]:
+    generator = torch.Generator().manual_seed(2)
+    if name in ("vit", "cnn", "mlp"):
+        images = torch.randn(STEPS, 2, 3, 16, 16, generator=generator).bfloat16()
+        classes = torch.randint(0, 8, (STEPS, 2), generator=generator)
+        return [{"pixel_values": i, "labels": c} for i, c in zip(images, classes, strict=True)]
+    tokens = torch.randint(3, VOCABULARY, (STEPS, 2, 24), generator=generator)
+    return [{"input_ids": ids, "labels": ids} for ids in tokens]
+
+
+def to_bf16(model: nn.Module) -> nn.Module:
+    """As DeepSpeed does it under ZeRO-3: parameters only, tables such as the rotary one stay in fp32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def plain_training(model: nn.Module, data: list[Batch]) -> Result:
+    """bf16 model, fp32 master in two planes, global norm in fp64, every parameter updated by itself."""
+    parameters = dict(model.named_parameters())
+    remainder = {name: torch.zeros(p.numel(), dtype=torch.int16) for name, p in parameters.items()}
+    moments = {name: (torch.zeros(p.numel()), torch.zeros(p.numel())) for name, p in parameters.items()}
+    result = Result()
+    for number, batch in enumerate(data):
+        loss = model(**batch).loss
+        loss.backward()
+        result.losses.append(loss.item())
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+        result.norms.append(float(torch.tensor(norm, dtype=torch.float32)))
+        hyper = dataclasses.replace(HYPER, step=number + 1)
+        for name, p in parameters.items():
+            planes = (p.data.view(-1), remainder[name], *moments[name])
+            adamw_reference_(*planes, gradients[name].reshape(-1), hyper, 1.0 / max(1.0, (norm + 1e-6) / CLIP))
+            p.grad = None
+    for name, p in parameters.items():
+        master = decode_planar(p.data.view(-1).view(torch.int16), remainder[name])
+        values = (master, *moments[name])
+        states = {key: v.view(p.shape) for key, v in zip(("master", "exp_avg", "exp_avg_sq"), values, strict=True)}
+        result.states[name] = {"weight": p.detach(), **states}
+    return result
+
+
+def check(name: str, model: nn.Module, blocks: Callable[[int], bool]) -> None:
+    data = data_for(name)
+    seen: list[int] = []
+
+    def loss_of(engine: Any, batch: Batch) -> torch.Tensor:
+        seen.append(len(engine.optimizer.runtime.blocks))
+        loss: torch.Tensor = engine(**batch).loss
+        return loss
+
+    optimizer = {
+        "type": "AdamW",
+        "params": {"lr": HYPER.lr, "betas": HYPER.betas, "eps": HYPER.eps, "weight_decay": HYPER.weight_decay},
+    }
+    slide = trained(model, ds_config({"window": 2}, clip=CLIP, optimizer=optimizer), data, loss_of=loss_of)
+    assert blocks(seen[0])
+    plain = plain_training(to_bf16(build(name)).train(), data)
+    assert plain.norms[0] > 0.0
+    assert slide.norms == plain.norms
+    assert differences(slide, plain) == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family(name: str) -> None:
+    check(name, build(name), lambda count: (count == 0) == (name in WITHOUT_BLOCKS))
+
+
+@pytest.mark.parametrize("name", ["cnn", "mlp"])
+def test_model_without_layer_list(name: str) -> None:
+    check(name, build(name), lambda count: count == 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bert", "opt", "vit"])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_family_with_checkpointing(name: str, reentrant: bool) -> None:
+    model = build(name)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    check(name, model, lambda count: count > 0)

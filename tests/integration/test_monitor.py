@@ -1,0 +1,101 @@
+"""Statistics in DeepSpeed's monitors and log."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.utils import logger
+from harness import BATCH, batches, ds_config, engine_for, llama, train
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+STEPS = 4
+LANES = ("compute", "h2d", "d2h", "update")
+
+
+def engine_of(slide: dict[str, Any] | None = None, *, accumulation: int = 1, **others: Any) -> Any:
+    return engine_for(llama(num_hidden_layers=2), ds_config(slide, accumulation=accumulation, **others))
+
+
+def csv_monitor(folder: Path) -> dict[str, Any]:
+    return {"csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "run"}}
+
+
+def rows(folder: Path, name: str) -> list[tuple[int, float]]:
+    with open(folder / "run" / f"Slide_{name}.csv", newline="") as file:
+        header, *lines = csv.reader(file)
+    assert header == ["step", name]
+    return [(int(samples), float(value)) for samples, value in lines]
+
+
+def test_events_of_every_step(tmp_path):
+    with engine_of({}, accumulation=2, **csv_monitor(tmp_path)) as engine:
+        statistics = []
+        for batch in batches(2 * STEPS):
+            train(engine, [batch])
+            statistics.append(engine.optimizer.slide_stats())
+    # The first step has no beginning: books are closed from one step to the next.
+    samples = [2 * BATCH * step for step in range(2, STEPS + 1)]
+    written = statistics[3::2]
+    for name in ("step_s", "bound_s", "efficiency"):
+        assert rows(tmp_path, name) == [(x, of[name]) for x, of in zip(samples, written, strict=True)]
+    for lane in LANES:
+        for name in ("busy_s", "bytes"):
+            expected = [(x, of["lanes"][lane][name]) for x, of in zip(samples, written, strict=True)]
+            assert rows(tmp_path, f"{lane}_{name}") == expected
+    assert all(value > 0 for _, value in rows(tmp_path, "h2d_bytes"))
+    assert (tmp_path / "run" / "Train_Samples_lr.csv").exists()  # DeepSpeed's own events are there as before
+
+
+def test_a_skipped_step_writes_nothing(tmp_path):
+    with engine_of({}, **csv_monitor(tmp_path)) as engine:
+        train(engine, batches(2))
+        engine.backward(engine(**batches(1)[0]).loss * math.inf)
+        engine.step()
+        assert engine.optimizer.overflow
+    assert [samples for samples, _ in rows(tmp_path, "step_s")] == [2 * BATCH]
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """Lines of DeepSpeed's log."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.manager._clear_cache()
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+    logger.manager._clear_cache()
+
+
+def test_a_line_every_steps_per_print(log):
+    with engine_of({}, steps_per_print=2) as engine:
+        train(engine, batches(5))
+    own = [line for line in log if "ds_slide: step" in line]
+    line = r"ds_slide: step={}, time=\d+\.\d{{3}} s, bound=\d+\.\d{{3}} s \({}\), efficiency=\d+\.\d%"
+    assert len(own) == 2
+    for step, text in zip((2, 4), own, strict=True):
+        assert re.search(line.format(step, f"({'|'.join(LANES)})"), text), text
+
+
+def test_nothing_without_the_key(tmp_path, log):
+    with engine_of(None, steps_per_print=1, **csv_monitor(tmp_path)) as engine:
+        train(engine, batches(2))
+        assert "_take_model_step" not in vars(engine)
+    assert not list(tmp_path.rglob("Slide*"))
+    assert not any("ds_slide" in line for line in log)
+
+
+def test_reporting_does_not_keep_the_engine(tmp_path):
+    with engine_of({}, **csv_monitor(tmp_path)) as engine:
+        train(engine, batches(2))
+    reporting = vars(engine)["_take_model_step"]
+    assert all(cell.cell_contents is not engine for cell in reporting.__closure__), "the engine would own itself"
