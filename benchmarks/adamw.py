@@ -63,8 +63,8 @@ def ours(numel: int, threads: int, cores: list[int]) -> Callable[[], None]:
 
 
 def fused(numel: int) -> Callable[[], None]:
-    weight, grad = slab(numel, torch.float32).normal_(), slab(numel, torch.float32).normal_()
-    exp_avg, exp_avg_sq = slab(numel, torch.float32).fill_(0.1), slab(numel, torch.float32).fill_(0.1)
+    weight, grad = torch.randn(numel), torch.randn(numel)
+    exp_avg, exp_avg_sq = torch.full((numel,), 0.1), torch.full((numel,), 0.1)
     step = torch.tensor(float(HYPER.step))
     return lambda: torch._fused_adamw_(
         [weight],

@@ -77,7 +77,11 @@ class StateAccess:
             return
         unit, entry = place
         own = value.reshape(-1)[: entry.partition_numel]
-        self._held(unit, entry)[: own.numel()].copy_(own)
+        held = self._held(unit, entry)
+        if not unit.gradient_ready:
+            assert unit.state.gradient is not None
+            unit.state.gradient.zero_()  # the others have none; what lies there is the last step's
+        held[: own.numel()].copy_(own)
         unit.square_sum_on = None
         unit.gradient_ready = True
 

@@ -38,7 +38,7 @@ def assemble(
     """
     ranks = Ranks.over(process_group)
     structure = find_structure(module, config.blocks)
-    unit_plans = [_unit_plan(spec, group_of, ranks.world_size) for spec in structure.units]
+    unit_plans = [_unit_plan(spec, group_of, ranks.world_size) for spec in _in_forward_order(module, structure.units)]
     device = Device(torch.device(get_accelerator().current_device_name()))
     plan = _plan(unit_plans, module, config, settings, device)
     runtime = build_runtime(
@@ -83,6 +83,15 @@ def runtime_settings(
     )
 
 
+def _in_forward_order(module: nn.Module, units: Sequence[UnitSpec]) -> list[UnitSpec]:
+    """By the place of their first parameter in the module: the embedding before the blocks, an untied head after.
+
+    It is the order of the updates' deadlines: a head that is needed last does not hold up the first block.
+    """
+    place = {parameter: number for number, parameter in enumerate(module.parameters())}
+    return sorted(units, key=lambda unit: place[unit.parameters[0][1]])
+
+
 def _unit_plan(spec: UnitSpec, group_of: dict[nn.Parameter, int], world_size: int) -> UnitPlan:
     by_name = dict(spec.parameters)
     infos = [
@@ -106,6 +115,7 @@ def _plan(
         window=settings.window,
         stagings=STAGINGS,
         ring=settings.gradient_buffers if rings else 0,
+        world_size=unit_plans[0].layout.world_size,
     )
     sizes = [UnitSize(plan.spec.name, plan.layout, plan.spec.kind == "edge") for plan in unit_plans]
     return make_plan(sizes, needs, _budgets(module, config, device))

@@ -25,6 +25,7 @@ from ds_slide.integration import parameters as protocol
 from ds_slide.integration.access import StateAccess
 from ds_slide.integration.assemble import assemble, runtime_settings
 from ds_slide.integration.contract import check_supported
+from ds_slide.integration.norm_watch import NormWatch
 from ds_slide.integration.planes import require_stepped
 from ds_slide.integration.subgroups import SubGroups
 from ds_slide.optim.hyper import AdamWHyper
@@ -60,7 +61,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.sub_groups = SubGroups(self.fp16_groups, self._group_ids, self.protocol.places, self.runtime)
         self._empty_parameter_groups()
         self._link_all_hp_params()
-        self._pending_norm: torch.Tensor | None = None
+        self._norm_watch = NormWatch(self.runtime)
 
     def _set_stock_attributes(
         self, module: nn.Module, init_optimizer: Any, param_names: Any, timers: Any, kwargs: dict[str, Any]
@@ -125,6 +126,9 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def clear_backward_seen_flag(self) -> None:
         ZeROOptimizer.clear_backward_seen_flag(self)
+        # DeepSpeed finds the begin of backward by the tensors in the model's output. Where it finds none (an output
+        # that is no tuple, list or dictionary) there is no prologue, and these are the hyper-parameters.
+        self.runtime.begin_backward(self._hypers())
 
     def backward_prologue(self) -> None:
         self.runtime.begin_backward(self._hypers())
@@ -180,18 +184,10 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
                 'update has already begun under backward; change them before backward(), or set "ds_slide": '
                 '{"hold_gradients": true}'
             )
-        self._check_last_norm()
-        self._pending_norm = self._global_grad_norm = self.runtime.norm_on_device()
+        self._norm_watch.check(wait=False)
+        self._global_grad_norm = self.runtime.norm_on_device()
         self.runtime.step(hypers, 1.0)
-
-    def _check_last_norm(self) -> None:
-        # One step late, when the value is there without waiting for it.
-        if self._pending_norm is not None and not math.isfinite(float(self._pending_norm)):
-            raise SlideError(
-                f"the gradients of step {self.runtime.step_count} were not finite and have been applied, because with "
-                'clipping off updates run under backward; resume from the last checkpoint with "ds_slide": '
-                '{"hold_gradients": true}, which skips such steps'
-            )
+        self._norm_watch.note(self._global_grad_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the accumulation window, if there are any that step() has not taken."""
@@ -242,6 +238,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def checkpoint_event_prologue(self) -> None:
         """DeepSpeed saves and loads with every parameter partitioned; pending updates are waited for."""
+        self._norm_watch.check(wait=True)
         for unit in self.runtime.units:
             require_stepped(self.runtime, unit, "saving or loading a checkpoint")
         for unit in self.runtime.units:

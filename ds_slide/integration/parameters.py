@@ -133,9 +133,12 @@ class ParameterProtocol:
     def gather(self, parameters: Iterable[Any]) -> None:
         """Put the whole parameters on the accelerator. Collective over the ranks for those that are not there."""
         for parameter in parameters:
-            if parameter.ds_status == ZeroParamStatus.AVAILABLE:
-                continue
             unit, entry = self.places[parameter]
+            if parameter.ds_status == ZeroParamStatus.AVAILABLE:
+                if unit.resident is unit.state.weight:
+                    # What the GPU reads is the plane itself: a write in place could not be told from the old weight.
+                    parameter.data = parameter.data.clone()
+                continue
             planes.require_stepped(self._runtime, unit, "gathering a parameter")
             self._runtime.settle(unit)
             if unit.resident is not None:

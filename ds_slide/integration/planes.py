@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from ds_slide.errors import SlideError
@@ -11,6 +13,7 @@ from ds_slide.runtime.engine import HOLD_HINT, SlideRuntime
 from ds_slide.runtime.unit import Unit
 
 STATE_KEYS = ("exp_avg", "exp_avg_sq")
+_CHUNK = 1 << 22
 
 
 def require_stepped(runtime: SlideRuntime, unit: Unit, what: str) -> None:
@@ -26,6 +29,11 @@ def _span(entry: Entry, numel: int | None = None) -> slice:
     return slice(entry.offset, entry.offset + (entry.partition_numel if numel is None else numel))
 
 
+def _parts(numel: int) -> Iterator[slice]:
+    # The conversions work in 64-bit integers: 17 GB of temporaries for a whole vocabulary matrix of 545 M parameters.
+    return (slice(start, start + _CHUNK) for start in range(0, numel, _CHUNK))
+
+
 def read_master(unit: Unit, entry: Entry) -> torch.Tensor:
     """fp32 master of this rank's partition: a new tensor [partition_numel] where the planes are."""
     weight, remainder = unit.state.weight[_span(entry)], unit.state.remainder
@@ -33,7 +41,10 @@ def read_master(unit: Unit, entry: Entry) -> torch.Tensor:
         return weight.float()
     if remainder.is_floating_point():
         return remainder[_span(entry)].clone()
-    return decode_planar(weight.view(torch.int16), remainder[_span(entry)])
+    master = torch.empty_like(weight, dtype=torch.float32)
+    for part in _parts(master.numel()):
+        master[part] = decode_planar(weight[part].view(torch.int16), remainder[_span(entry)][part])
+    return master
 
 
 def write_master(unit: Unit, entry: Entry, values: torch.Tensor) -> None:
@@ -47,9 +58,10 @@ def write_master(unit: Unit, entry: Entry, values: torch.Tensor) -> None:
         remainder[span].copy_(values)
         weight.copy_(values)
     else:
-        high, low = encode_planar(values)
-        weight.view(torch.int16).copy_(high)
-        remainder[span].copy_(low)
+        for part in _parts(values.numel()):
+            high, low = encode_planar(values[part])
+            weight[part].view(torch.int16).copy_(high)
+            remainder[span][part].copy_(low)
 
 
 def write_weight(unit: Unit, entry: Entry, values: torch.Tensor) -> bool:

@@ -54,6 +54,7 @@ class Needs:
     window: int
     stagings: int
     ring: int
+    world_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,15 @@ def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) 
     slot = max((unit.layout.slot_numel for unit in streamed), default=0)
     passing = [unit for index, unit in enumerate(units) if index not in on_gpu and not unit.is_edge]
     staging = max((unit.layout.slot_trainable_numel for unit in passing), default=0)
-    total = (
-        min(needs.window, len(streamed)) * slot * needs.weight_bytes + needs.stagings * staging * needs.gradient_bytes
-    )
+    scratch = 0
+    if needs.world_size > 1:
+        # The gradients of all units pass the staging buffers, whole and once more this rank's part; weights are
+        # gathered in scratch buffers, one for each thread that gathers.
+        staging = max((unit.layout.trainable_numel for unit in units), default=0) * (needs.world_size + 1)
+        largest = max((unit.layout.local_numel for unit in units), default=0)
+        scratch = (needs.world_size + 1) * largest * needs.weight_bytes * (2 if on_gpu else 1)
+    window = min(needs.window, len(streamed)) * slot * needs.weight_bytes
+    total = scratch + window + needs.stagings * staging * needs.gradient_bytes
     total += sum(unit.layout.slot_numel for unit in units if unit.is_edge) * needs.weight_bytes
     return total + sum(gpu_cost(units[index], needs) for index in on_gpu)
 

@@ -31,13 +31,17 @@ class LaneMeter:
         with self._lock:
             self._pending.append((start, end))
             self._bytes += moved
+            self._collect()  # here too: inference takes no steps
+
+    def _collect(self) -> None:
+        while self._pending and self._pending[0][1].done():
+            start, end = self._pending.popleft()
+            self._seconds += start.seconds_until(end)
 
     def take(self) -> tuple[float, int]:
         """Busy seconds and bytes since the last call. An interval still under way counts in the next call."""
         with self._lock:
-            while self._pending and self._pending[0][1].done():
-                start, end = self._pending.popleft()
-                self._seconds += start.seconds_until(end)
+            self._collect()
             taken = (self._seconds, self._bytes)
             self._seconds, self._bytes = 0.0, 0
             return taken

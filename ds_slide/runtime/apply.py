@@ -66,7 +66,7 @@ def device_update(ranks: Ranks, scratch: torch.Tensor | None) -> DeviceUpdate:
             _update_on_device(planes, span, hypers[group], grad_scale)
         if ranks.world_size > 1:
             assert scratch is not None and unit.resident is not None
-            ranks.gather_weights(unit, unit.state.weight, scratch, unit.resident)
+            ranks.gather_weights(unit, unit.state.weight, scratch, unit.resident, ranks.gradients)
 
     return update
 

@@ -76,22 +76,21 @@ def build_runtime(
     adopt: Adopt,
     availability: Availability,
 ) -> SlideRuntime:
-    """Build and start. Raises SlideError when memory cannot be had; what was taken is then given back."""
+    """Build and start. Raises SlideError when memory cannot be had."""
     failures = Failures()
     recorder = StepRecorder(device)
     memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.huge_pages)
     empty = Empty.on(device.torch, settings.dtype)
     units: list[Unit] = []
-    try:
-        for order, unit_plan in enumerate(tqdm(unit_plans, desc="ds_slide: placing states", disable=None, leave=False)):
-            units.append(_make_unit(unit_plan, order, order in plan.on_gpu, settings, ranks, device, memory, failures))
-            _load_weights(units[-1], ranks, take_weights)
-            adopt(units[-1])
-        return _wire(module, units, settings, ranks, device, memory, empty, failures, recorder, availability)
-    except BaseException:
-        for unit in units:
-            unit.state.close()
-        raise
+    for order, unit_plan in enumerate(tqdm(unit_plans, desc="ds_slide: placing states", disable=None, leave=False)):
+        units.append(_make_unit(unit_plan, order, order in plan.on_gpu, settings, ranks, device, memory, failures))
+        _load_weights(units[-1], ranks, take_weights)
+        adopt(units[-1])
+    runtime = _wire(module, units, settings, ranks, device, memory, empty, failures, recorder, availability)
+    # The buffers were zeroed on this thread's stream; the lanes' streams know nothing of it.
+    device.synchronize()
+    runtime.start()
+    return runtime
 
 
 def _make_unit(
@@ -141,10 +140,13 @@ def _wire(
     availability: Availability,
 ) -> SlideRuntime:
     meters = recorder.meters
-    delays = [Delay(settings.delay_ms, settings.seed + number) for number in range(3)]
+    delays = [Delay(settings.delay_ms, settings.seed + number) for number in range(4)]
     updater = CpuUpdater(settings.cpu_threads, settings.cpu_cores)
+    h2d = Lane("h2d", device, failures, meters["h2d"], delays[0])
     lanes = Lanes(
-        h2d=Lane("h2d", device, failures, meters["h2d"], delays[0]),
+        h2d=h2d,
+        # With several ranks, weights are gathered in one order: by one lane.
+        edges=Lane("h2d of edges", device, failures, meters["h2d"], delays[3]) if ranks.world_size == 1 else h2d,
         d2h=Lane("d2h", device, failures, meters["d2h"], delays[1]),
         update=UpdateLane(device, failures, meters["update"], delays[2]),
     )
@@ -224,7 +226,7 @@ def _fill(ranks: Ranks, scratch: torch.Tensor | None) -> Fill:
         numel = unit.layout.local_numel
         own, gathered = scratch[:numel], scratch[numel : (ranks.world_size + 1) * numel]
         own.copy_(unit.state.weight, non_blocking=True)
-        ranks.gather_weights(unit, own, gathered, buffer)
+        ranks.gather_weights(unit, own, gathered, buffer, ranks.weights)
         return numel * buffer.element_size()
 
     return alone if ranks.world_size == 1 else shared
@@ -255,8 +257,10 @@ def _rings(
     needed = settings.held_dtype is None or settings.accumulates or settings.held_dtype is not settings.dtype
 
     def ring(count: int, numel: int) -> HostRing:
-        tensors = [memory.tensor(numel, settings.dtype, transfers=True) for _ in range(count)]
-        return HostRing([tensor for tensor, _ in tensors], failures)
+        def buffer() -> torch.Tensor:
+            return memory.tensor(numel, settings.dtype, transfers=True)[0]
+
+        return HostRing([buffer() for _ in range(count)], failures, spare=buffer)
 
     def largest(kind: str) -> int:
         return max((unit.layout.trainable_numel for unit in host if unit.spec.kind == kind), default=0)

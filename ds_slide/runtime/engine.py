@@ -10,7 +10,10 @@ It knows nothing of DeepSpeed; `ds_slide.integration` drives it.
 
 from __future__ import annotations
 
+import atexit
+import os
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +27,7 @@ from ds_slide.runtime.apply import DeviceUpdate, HostUpdate
 from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.gradients import Gradients
 from ds_slide.runtime.handoff import Failures, Ticket
-from ds_slide.runtime.hooks import BlockHooks, RootHooks, RootState, SavedWeights
+from ds_slide.runtime.hooks import BlockHooks, EdgeHooks, RootHooks, RootState, SavedWeights
 from ds_slide.runtime.lane import Lane
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.unit import Availability, Empty, Unit
@@ -42,6 +45,8 @@ class Lanes:
     """The threads. Closed in the order in which work flows, so that nothing queued is lost."""
 
     h2d: Lane
+    edges: Lane
+    """Brings updated edges up: in a lane of their own they do not hold up the blocks, nor the blocks them."""
     d2h: Lane
     update: UpdateLane
 
@@ -49,6 +54,7 @@ class Lanes:
         self.d2h.close()
         self.update.close()
         self.h2d.close()
+        self.edges.close()
 
 
 @dataclass
@@ -72,6 +78,12 @@ class Parts:
     memory_report: dict[str, int] = field(default_factory=dict)
 
 
+def _close_at_exit(runtime: weakref.ref[SlideRuntime], owner: int) -> None:
+    alive = runtime()
+    if alive is not None and os.getpid() == owner:
+        alive.close()
+
+
 class SlideRuntime:
     """All methods are called by the thread that computes."""
 
@@ -91,9 +103,18 @@ class SlideRuntime:
         self._unstepped = False
         self._final = True
         saved = SavedWeights({} if self._window is None else self._window.by_storage, self.enter_backward)
-        self._hooks: list[BlockHooks | RootHooks] = [BlockHooks(unit, self, saved, self._root) for unit in self.blocks]
-        self._hooks.append(RootHooks(module, self._root, saved, self._begin_forward, self._end_forward))
+        self._hooks: list[BlockHooks | RootHooks | EdgeHooks] = [
+            *(BlockHooks(unit, self, saved, self._root) for unit in self.blocks),
+            *EdgeHooks.on(module, [unit for unit in self.units if unit.spec.kind == "edge"], self.bind_if_fetched),
+            RootHooks(module, self._root, saved, self._begin_forward, self._end_forward),
+        ]
         self.bind_residents()
+        # A daemon thread that is inside C++ when the interpreter ends would be torn down there, and take the process
+        # along; so the lanes are ended first. Not in a forked child, which has no lanes.
+        atexit.register(_close_at_exit, weakref.ref(self), os.getpid())
+
+    def start(self) -> None:
+        """Fetch the first blocks. Called when everything that was put on the device so far has arrived there."""
         if self._window is not None:
             self._window.prefetch(None, "forward")
 
@@ -111,6 +132,11 @@ class SlideRuntime:
         if (ticket := self._fetched.pop(unit.order, None)) is not None:
             self._wait(ticket)
         self._bind(unit, unit.slot_views(unit.resident))
+
+    def bind_if_fetched(self, unit: Unit) -> None:
+        """Before a module that owns parameters of an edge runs: its new weights may be on their way."""
+        if unit.order in self._fetched:
+            self.bind_resident(unit)
 
     def unbind_residents(self) -> None:
         """Empty them as ZeRO-3 expects around checkpoints."""
@@ -164,13 +190,27 @@ class SlideRuntime:
                 "a forward began after backward() at an accumulation boundary and before engine.step(), but the "
                 f"weights are being updated under backward; call engine.step() first, or {HOLD_HINT}"
             )
-        for order in list(self._fetched):
-            self.bind_resident(self.units[order])
+        if any(unit.in_backward or unit.finalized for unit in self.units):
+            self._recover()
 
     def _end_forward(self) -> None:
         for unit in self.blocks:  # only after an exception: a block that was entered and never left
             if unit.order in self._bound and not unit.in_backward:
                 self._unbind_slot(unit)
+
+    def _recover(self) -> None:
+        """The last backward ended with an exception: take back what it left behind."""
+        finalized = any(unit.finalized for unit in self.units)
+        for unit in self.units:
+            unit.in_backward = unit.finalized = False
+            unit.uses = unit.uses_done = 0
+            self._unbind_slot(unit)
+            for parameter, _ in unit.trainable:
+                parameter.grad = None
+        if finalized and not self.held:
+            error = SlideError("backward() ended with an exception after updates had begun under it")
+            self.parts.failures.record("compute", error)  # for good: every later step would start from mixed weights
+            self.parts.failures.raise_first()
 
     def enter_forward(self, unit: Unit, *, with_backward: bool) -> None:
         if with_backward:
@@ -186,6 +226,11 @@ class SlideRuntime:
 
     def enter_backward(self, unit: Unit) -> Slot | None:
         """The unit's weights are bound from here to `leave_backward`."""
+        if not self.held and (self._unstepped or not self._final):
+            raise SlideError(
+                "a backward() that is not the only one before its engine.step() needs held gradients, because with "
+                f"clipping off weights are updated under backward; {HOLD_HINT}"
+            )
         unit.in_backward = True
         if not unit.is_streamed:
             return None
@@ -298,7 +343,7 @@ class SlideRuntime:
         Until the next forward binds them again they are partitioned: whoever looks at them in between has to gather
         them, and so cannot see the old weights.
         """
-        h2d, free = self.parts.lanes.h2d, self.device.mark()
+        h2d, free = self.parts.lanes.edges, self.device.mark()
         for unit in self.units:
             if unit.resident is None or unit.state.tier == "gpu" or not unit.layout.trainable_numel:
                 continue
@@ -360,6 +405,7 @@ class SlideRuntime:
         unit.version += 1
         if unit.resident is not None and unit.resident is not unit.state.weight:
             self.parts.lanes.h2d.drain()  # with several ranks both would use one process group
+            self._fetched.pop(unit.order, None)
             self.parts.fill(unit, unit.resident)
             self.device.synchronize()
 

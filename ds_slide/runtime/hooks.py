@@ -12,7 +12,8 @@ autograd graph task; it binds the weights like the block's backward, and leaves 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -124,17 +125,24 @@ class BlockHooks:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if _is_differentiable(leaf)]
+        counted = False
         if in_backward():
             self._events.enter_backward(self._unit)
         else:
-            reached = bool(places) or bool(self._unit.trainable)
-            self._events.enter_forward(self._unit, with_backward=reached and self._root.expects_backward())
+            counted = (bool(places) or bool(self._unit.trainable)) and self._root.expects_backward()
+            self._events.enter_forward(self._unit, with_backward=counted)
             if torch.is_grad_enabled() and not self._root.active:
                 # The block was called without its root: the root's context is missing here.
                 self._own_context = self._saved.context()
                 self._own_context.__enter__()
         if places and torch.is_grad_enabled():
-            through = _Boundary.apply(lambda: self._events.leave_backward(self._unit), *(leaves[p] for p in places))
+            leave = self._events.leave_backward
+            if counted:
+                token = UseToken(self._unit)
+                done = functools.partial(token.fire, leave)
+            else:
+                done = functools.partial(leave, self._unit)
+            through = _Boundary.apply(done, *(leaves[p] for p in places))
             for place, tensor in zip(places, through, strict=True):
                 leaves[place] = tensor
         return pytree.tree_unflatten(leaves, tree)
@@ -154,6 +162,52 @@ class BlockHooks:
 
     def _enter_backward(self) -> None:
         self._events.enter_backward(self._unit)
+
+
+class EdgeHooks:
+    """Hooks of a module that owns parameters of an edge: its weights are waited for when it runs, not before."""
+
+    def __init__(self, module: nn.Module, units: Sequence[Unit], bind: Callable[[Unit], None]) -> None:
+        self._units = units
+        self._bind = bind
+        self._handle = module.register_forward_pre_hook(self._before)
+
+    @classmethod
+    def on(cls, root: nn.Module, edges: Sequence[Unit], bind: Callable[[Unit], None]) -> list[EdgeHooks]:
+        """One for every module below `root` that owns edge parameters directly."""
+        owner = {id(parameter): unit for unit in edges for parameter in unit.parameters}
+        hooks = []
+        for module in root.modules():
+            own = {owner[id(p)].order: owner[id(p)] for p in module.parameters(recurse=False) if id(p) in owner}
+            if own:
+                hooks.append(cls(module, list(own.values()), bind))
+        return hooks
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        for unit in self._units:
+            self._bind(unit)
+
+
+class UseToken:
+    """Stands for one use of a unit in a graph. A graph that is dropped without a backward takes its use back:
+    otherwise the unit would wait for it, and keep its gradients on the GPU until backward has ended."""
+
+    __slots__ = ("_done", "_unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._done = False
+
+    def fire(self, leave_backward: Callable[[Unit], None]) -> None:
+        self._done = True
+        leave_backward(self._unit)
+
+    def __del__(self) -> None:
+        if not self._done:
+            self._unit.uses = max(0, self._unit.uses - 1)
 
 
 class RootState:

@@ -57,12 +57,11 @@ class Lane:
             self._thread.join(timeout=30.0)
 
     def _run(self) -> None:
-        self.device.enter_thread()
-        while (job := self._jobs.get()) is not None:
-            try:
+        try:
+            self.device.enter_thread()
+            while (job := self._jobs.get()) is not None:
                 self._delay()
                 with self.device.on(self.stream):
                     job()
-            except BaseException as error:
-                self._failures.record(self.name, error)
-                return
+        except BaseException as error:
+            self._failures.record(self.name, error)

@@ -39,12 +39,15 @@ class Ranks:
             gradients=dist.new_group(members),
         )
 
-    def gather_weights(self, unit: Unit, own: torch.Tensor, gathered: torch.Tensor, slot: torch.Tensor) -> None:
+    def gather_weights(
+        self, unit: Unit, own: torch.Tensor, gathered: torch.Tensor, slot: torch.Tensor, group: Any
+    ) -> None:
         """All-gather `own` ([local_numel]) into `gathered` ([world_size * local_numel], rank-major) and lay the
-        whole parameters out in `slot` ([>= slot_numel]), all on the current stream."""
+        whole parameters out in `slot` ([>= slot_numel]), all on the current stream. `group`: that of the calling
+        thread, `weights` for the h2d lane and `gradients` for the compute thread."""
         local = unit.layout.local_numel
         flat = gathered[: self.world_size * local]
-        dist.all_gather_into_tensor(flat, own, group=self.weights)
+        dist.all_gather_into_tensor(flat, own, group=group)
         targets, sources = [], []
         for entry in unit.layout.entries:
             for rank in range(self.world_size):

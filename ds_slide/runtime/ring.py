@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,16 +12,26 @@ from ds_slide.runtime.handoff import Failures
 
 class HostRing:
     """`lease` blocks while every buffer is out: that is what keeps backward from running away from the updates
-    (the d2h lane waits here, then the GPU staging buffers fill, then the compute thread waits for one)."""
+    (the d2h lane waits here, then the GPU staging buffers fill, then the compute thread waits for one).
 
-    def __init__(self, buffers: Sequence[torch.Tensor], failures: Failures) -> None:
+    `spare` makes one buffer for a ring that has none: held gradients of a single micro-batch pass through no ring,
+    until somebody runs a second backward before the step, which nobody can rule out.
+    """
+
+    def __init__(
+        self, buffers: Sequence[torch.Tensor], failures: Failures, spare: Callable[[], torch.Tensor] | None = None
+    ) -> None:
         self._free = list(buffers)
+        self._spare = None if buffers else spare
         self._changed = threading.Condition()
         self._failures = failures
 
     def lease(self) -> torch.Tensor:
         """A whole buffer, owned by the caller until it is given back."""
         with self._changed:
+            if self._spare is not None:
+                make, self._spare = self._spare, None
+                return make()
             while not self._free:
                 self._changed.wait(timeout=1.0)
                 self._failures.raise_first()

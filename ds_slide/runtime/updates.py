@@ -7,6 +7,7 @@ the first block for the end of the queue; with deadlines the next forward waits 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -69,20 +70,19 @@ class UpdateLane:
             self._thread.join(timeout=30.0)
 
     def _run(self) -> None:
-        self._device.enter_thread()
-        while (task := self._next()) is not None:
-            try:
+        try:
+            self._device.enter_thread()
+            while (task := self._next()) is not None:
                 self._delay()
                 task.ready.synchronize()
                 started = time.perf_counter()
                 moved = task.run()
                 self._meter.add_seconds(time.perf_counter() - started, moved)
-            except BaseException as error:
-                self._failures.record(self.name, error)
-                return
-            with self._changed:
-                self._unfinished -= 1
-                self._changed.notify_all()
+                with self._changed:
+                    self._unfinished -= 1
+                    self._changed.notify_all()
+        except BaseException as error:
+            self._failures.record(self.name, error)
 
     def _next(self) -> UpdateTask | None:
         with self._changed:
@@ -90,8 +90,10 @@ class UpdateLane:
                 if self._closing:
                     return None
                 self._changed.wait()
-            ready = [task for task in self._tasks if task.ready.done()]
-            # Nothing has arrived yet: the transfers run in the order of submission, so the oldest is next.
+            # Transfers run in the order of submission, so what has arrived is a beginning of the list. Asked one by one
+            # to the end, a late task could be seen as arrived and an early one, asked sooner, as not: then the spans of
+            # one unit would be updated out of order, and the last one gives their common buffer back.
+            ready = list(itertools.takewhile(lambda task: task.ready.done(), self._tasks))
             chosen = min(ready or self._tasks[:1], key=lambda task: (task.deadline, task.sequence))
             self._tasks.remove(chosen)
             return chosen

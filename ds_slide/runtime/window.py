@@ -103,7 +103,10 @@ class Window:
     def prefetch(self, current: Unit | None, direction: Direction) -> None:
         """Request the blocks that follow `current` (None: the first forward) as far as the slots go."""
         with self._lock:
-            wanted: list[Unit] = [] if current is None else [current]
+            # A block that has ended its backward is not wanted any more: its weights are about to change, and the fetch
+            # would hold up the h2d lane, with the blocks that backward needs behind it, until its update has run.
+            ended = current is None or (direction == "backward" and not current.awaits_backward)
+            wanted: list[Unit] = [] if current is None or ended else [current]
             for unit in self._upcoming(current, direction):
                 if len(wanted) >= min(len(self.slots), len(self._order)):
                     break

@@ -38,12 +38,6 @@ class UnitState:
         planes = (self.weight, self.remainder, self.exp_avg, self.exp_avg_sq, self.gradient)
         return sum(plane.numel() * plane.element_size() for plane in planes if plane is not None)
 
-    def close(self) -> None:
-        """Give the host memory back. No tensor that was made from it may be used afterwards."""
-        for slab in self.slabs:
-            slab.close()
-        self.slabs.clear()
-
 
 REMAINDER_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +15,10 @@ import torch
 from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
+from torch.utils import _pytree as pytree
+
+from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.optim.reference import adamw_reference_, decode_planar
 
 deepspeed_logger.setLevel(logging.ERROR)
 
@@ -20,7 +26,8 @@ Batch = dict[str, torch.Tensor]
 VOCABULARY = 256
 BATCH, LENGTH = 2, 32
 
-ADAMW = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+HYPER = AdamWHyper(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+ADAMW = {"lr": HYPER.lr, "betas": list(HYPER.betas), "eps": HYPER.eps, "weight_decay": HYPER.weight_decay}
 
 
 def ds_config(
@@ -152,3 +159,81 @@ def differences(left: Result, right: Result) -> list[str]:
         assert tensors.keys() == right.states[name].keys()
         found += [f"{name}.{key}" for key in tensors if not same_bits(tensors[key], right.states[name][key])]
     return found
+
+
+def to_bf16(model: nn.Module) -> nn.Module:
+    """As DeepSpeed does it under ZeRO-3: parameters only, tables such as the rotary one stay in fp32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return model
+
+
+class PlainAdamW:
+    """What the engine has to do, without one: global norm in fp64, fp32 masters in two planes, each parameter by itself
+    through the reference update. A parameter without gradient counts as zero, as in stock ZeRO-3.
+
+    `hypers` of `step`: by parameter name, where they are not HYPER.
+    """
+
+    def __init__(self, model: nn.Module, clip: float) -> None:
+        self.clip = clip
+        self.count = 0
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self.remainder = {name: torch.zeros(p.numel(), dtype=torch.int16) for name, p in self.parameters.items()}
+        self.moments = {name: (torch.zeros(p.numel()), torch.zeros(p.numel())) for name, p in self.parameters.items()}
+
+    def step(
+        self, hypers: dict[str, AdamWHyper] | None = None, gradients: dict[str, torch.Tensor] | None = None
+    ) -> float:
+        """Update from `gradients`, or from `parameter.grad`, which is cleared; returns the norm."""
+        self.count += 1
+        gradients = gradients or {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in self.parameters.items()
+        }
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+        scale = 1.0 / max(1.0, (norm + 1e-6) / self.clip) if self.clip > 0 else 1.0
+        for name, p in self.parameters.items():
+            hyper = dataclasses.replace((hypers or {}).get(name, HYPER), step=self.count)
+            planes = (p.data.view(-1), self.remainder[name], *self.moments[name])
+            adamw_reference_(*planes, gradients[name].reshape(-1), hyper, scale)
+            p.grad = None
+        return float(torch.tensor(norm, dtype=torch.float32))
+
+    def states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """In the form of `states_of`."""
+        states = {name: {"weight": p.detach()} for name, p in self.frozen.items()}
+        for name, p in self.parameters.items():
+            master = decode_planar(p.data.view(-1).view(torch.int16), self.remainder[name])
+            values = zip(("master", "exp_avg", "exp_avg_sq"), (master, *self.moments[name]), strict=True)
+            states[name] = {"weight": p.detach(), **{key: value.view(p.shape) for key, value in values}}
+        return states
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients
+
+
+def sum_gradients_by_block(layers: Iterable[nn.Module]) -> None:
+    """Make a tensor that is read by several layers, or by a layer and the loss, get one gradient from each of them.
+
+    Gradients are added in bf16, so the order of the sum shows: plain autograd adds the parts of all readers one by one,
+    the engine adds those of one layer first, as re-entrant checkpointing does.
+    """
+
+    def separate(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if places and torch.is_grad_enabled():
+            for place, tensor in zip(places, _Identity.apply(*(leaves[i] for i in places)), strict=True):
+                leaves[place] = tensor
+        return pytree.tree_unflatten(leaves, tree)
+
+    for layer in layers:
+        layer.register_forward_pre_hook(separate, with_kwargs=True)

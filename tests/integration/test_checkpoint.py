@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,19 @@ CASES = {
     "frozen": Case(prepare=freeze),
     "tied": Case(clip=0.0, model={"tie_word_embeddings": True}),
     "two_groups_in_sub_groups": Case(prepare=two_groups, zero={"sub_group_size": 20_000}),
+    "fp32": Case(others={"bf16": None}),
     "states_on_the_gpu": Case(slide={"gpu_states": 400_000}),
 }
-cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+cases = pytest.mark.parametrize("name", CASES)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that was saved half way and went on. `half`: its states then; `rest`: its second half."""
+
+    folder: Path
+    half: Result
+    rest: Result
 
 
 def continued(engine: Any, half: int) -> Result:
@@ -81,34 +92,39 @@ def continued(engine: Any, half: int) -> Result:
     return result
 
 
-def saved(case: Case, folder: Path, *, slide: bool = True) -> Result:
-    """Train the first half on a new engine and save; the states at that moment."""
+def saved_and_continued(case: Case, folder: Path, *, slide: bool = True) -> Run:
+    """Saved with the last step's updates pending."""
     with case.engine(0, slide=slide) as engine:
-        result = train(engine, batches(WHOLE)[:HALF])
+        half = train(engine, batches(WHOLE)[:HALF])
         engine.save_checkpoint(folder, client_state={"note": "kept"})
-        result.states = states_of(engine.module)
-    return result
+        half.states = states_of(engine.module)
+        engine.save_16bit_model(str(folder), "model.bin")
+        return Run(folder, half, continued(engine, 1))
+
+
+@pytest.fixture(scope="module")
+def runs(one_rank, tmp_path_factory) -> Callable[[str], Run]:  # noqa: ARG001
+    """Runs of DS-Slide by the name of their case, each made once."""
+    return cache(lambda name: saved_and_continued(CASES[name], tmp_path_factory.mktemp(name)))
 
 
 @cases
-def test_a_resumed_run_continues_to_the_bit(case, tmp_path):
-    with case.engine(0) as engine:
-        train(engine, batches(WHOLE)[:HALF])
-        uninterrupted = continued(engine, 1)
-    with case.engine(0) as engine:
-        # Saved with the last step's updates pending, and trained on as if nothing had been saved.
-        train(engine, batches(WHOLE)[:HALF])
-        engine.save_checkpoint(tmp_path)
-        assert differences(continued(engine, 1), uninterrupted) == []
+def test_a_resumed_run_continues_to_the_bit(name, runs):
+    case, run = CASES[name], runs(name)
     with case.engine(7) as engine:
-        train(engine, batches(1))  # so that there is something to forget
-        if case.accumulation > 1:
-            train(engine, batches(case.accumulation - 1))
-        engine.load_checkpoint(tmp_path)
+        train(engine, batches(case.accumulation))  # so that there is something to forget
+        engine.load_checkpoint(run.folder)
         assert engine.global_steps == HALF // case.accumulation
         resumed = continued(engine, 1)
-    assert differences(resumed, uninterrupted) == []
-    assert resumed.norms == uninterrupted.norms
+    assert differences(resumed, run.rest) == []
+    assert resumed.norms == run.rest.norms
+
+
+@cases
+def test_saving_does_not_disturb_the_run(name, runs):
+    with CASES[name].engine(0) as engine:
+        train(engine, batches(WHOLE)[:HALF])
+        assert differences(continued(engine, 1), runs(name).rest) == []
 
 
 def test_a_checkpoint_before_the_first_step_resumes(tmp_path):
@@ -121,11 +137,10 @@ def test_a_checkpoint_before_the_first_step_resumes(tmp_path):
         assert differences(continued(engine, 0), uninterrupted) == []
 
 
-def test_client_state_and_scheduler_come_back(tmp_path):
-    case = CASES["accumulation_and_schedule"]
-    saved(case, tmp_path)
-    with case.engine(7) as engine:
-        path, client_state = engine.load_checkpoint(tmp_path)
+def test_client_state_and_scheduler_come_back(runs):
+    run = runs("accumulation_and_schedule")
+    with CASES["accumulation_and_schedule"].engine(7) as engine:
+        path, client_state = engine.load_checkpoint(run.folder)
         assert path is not None and client_state["note"] == "kept"
         assert engine.global_samples == HALF * 2
         assert engine.lr_scheduler.last_batch_iteration == HALF // 2 - 1
@@ -133,94 +148,78 @@ def test_client_state_and_scheduler_come_back(tmp_path):
 
 
 @cases
-def test_zero_to_fp32_gives_the_masters(case, tmp_path):
-    states = saved(case, tmp_path).states
-    exported = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-    if case.model:
+def test_zero_to_fp32_gives_the_masters(name, runs):
+    run = runs(name)
+    exported = get_fp32_state_dict_from_zero_checkpoint(str(run.folder))
+    if name == "tied":
         assert same_bits(exported.pop("lm_head.weight"), exported["model.embed_tokens.weight"])
-    assert exported.keys() == states.keys()
-    for name, tensors in states.items():
+    assert exported.keys() == run.half.states.keys()
+    for parameter, tensors in run.half.states.items():
         expected = tensors.get("master", tensors["weight"])  # frozen parameters have no master
-        assert same_bits(exported[name].contiguous(), expected), name
+        assert same_bits(exported[parameter].contiguous(), expected), parameter
 
 
-@pytest.mark.parametrize("name", ["clipping", "frozen", "tied"])
-def test_the_16_bit_model_is_what_the_gpu_reads(name, tmp_path):
-    with CASES[name].engine(0) as engine:
-        train(engine, batches(2))
-        assert engine.save_16bit_model(str(tmp_path), "model.bin")
-        gathered = engine._zero3_consolidated_16bit_state_dict()
-        states = states_of(engine.module)
-    exported = torch.load(tmp_path / "model.bin")
-    assert exported.keys() == gathered.keys() >= states.keys()
-    for parameter, tensors in states.items():
-        assert exported[parameter].dtype == torch.bfloat16
+@cases
+def test_the_16_bit_model_is_what_the_gpu_reads(name, runs):
+    run = runs(name)
+    exported = torch.load(run.folder / "model.bin")
+    if name == "tied":
+        assert same_bits(exported.pop("lm_head.weight"), exported["model.embed_tokens.weight"])
+    assert exported.keys() == run.half.states.keys()
+    for parameter, tensors in run.half.states.items():
         assert same_bits(exported[parameter], tensors["weight"]), parameter
-        assert same_bits(gathered[parameter], tensors["weight"]), parameter
 
 
 @pytest.mark.parametrize("module_only", [False, True])
-def test_weights_without_optimizer_states(module_only, tmp_path):
-    """As in stock: fp32 weights from the checkpoint, rounded to the model's dtype; moments and step count start anew."""
-    case = CASES["clipping"]
-    states = saved(case, tmp_path).states
-    with case.engine(7) as engine:
-        engine.load_checkpoint(tmp_path, load_optimizer_states=False, load_module_only=module_only)
-        assert engine.global_steps == (0 if module_only else HALF)
-        loaded = states_of(engine.module)
-        first = train(engine, batches(3)).losses
-    for name, tensors in loaded.items():
-        assert same_bits(tensors["weight"], states[name]["weight"]), name
-        assert same_bits(tensors["master"], states[name]["weight"].float()), name
-        assert not tensors["exp_avg"].any() and not tensors["exp_avg_sq"].any(), name
-    with case.engine(7, slide=False) as engine:
-        engine.load_checkpoint(tmp_path, load_optimizer_states=False, load_module_only=module_only)
-        assert first == pytest.approx(train(engine, batches(3)).losses, rel=2e-3)
+def test_weights_without_optimizer_states(module_only, runs):
+    """As in stock: the weights are the masters, rounded to the model's dtype; moments and step count start anew."""
+    case, run = CASES["clipping"], runs("clipping")
+    first = {}
+    for slide in (True, False):
+        with case.engine(7, slide=slide) as engine:
+            engine.load_checkpoint(run.folder, load_optimizer_states=False, load_module_only=module_only)
+            assert engine.global_steps == (0 if module_only else HALF)
+            loaded = states_of(engine.module) if slide else {}  # stock has no moments yet
+            first[slide] = train(engine, batches(3)).losses
+        for name, tensors in loaded.items():
+            assert same_bits(tensors["weight"], run.half.states[name]["weight"]), name
+            assert same_bits(tensors["master"], run.half.states[name]["weight"].float()), name
+            assert not tensors["exp_avg"].any() and not tensors["exp_avg_sq"].any(), name
+    assert first[True] == pytest.approx(first[False], rel=2e-3)
 
 
-@pytest.mark.parametrize("name", ["clipping", "accumulation_and_schedule", "frozen", "tied", "two_groups_in_sub_groups"])
-@pytest.mark.parametrize("from_slide", [True, False], ids=["slide_to_stock", "stock_to_slide"])
-def test_exchange_with_stock(name, from_slide, tmp_path):
+@pytest.mark.parametrize("name", ["clipping", "accumulation_and_schedule", "frozen", "two_groups_in_sub_groups"])
+@pytest.mark.parametrize("to_stock", [True, False], ids=["slide_to_stock", "stock_to_slide"])
+def test_exchange_with_stock(name, to_stock, runs, tmp_path):
     case = CASES[name]
-    states = saved(case, tmp_path, slide=from_slide).states
-    with case.engine(7, slide=not from_slide) as engine:
-        engine.load_checkpoint(tmp_path)
+    run = runs(name) if to_stock else saved_and_continued(case, tmp_path, slide=False)
+    with case.engine(7, slide=not to_stock) as engine:
+        engine.load_checkpoint(run.folder)
         loaded = states_of(engine.module)
-        there = train(engine, batches(WHOLE)[HALF:])
-    with case.engine(7, slide=from_slide) as engine:
-        engine.load_checkpoint(tmp_path)
-        here = train(engine, batches(WHOLE)[HALF:])
-    for parameter, tensors in states.items():
-        # A master halfway between two bf16 values is moved by one unit in the last place of fp32 (2^-23): DS-Slide
-        # rebuilds masters from two planes, which could not tell which way it was rounded.
-        masters = [group[parameter].pop("master", None) for group in (states, loaded)]
-        if masters[0] is not None:
-            torch.testing.assert_close(masters[1], masters[0], rtol=2**-22 if not from_slide else 0.0, atol=0.0)
+        rest = train(engine, batches(WHOLE)[HALF:])
+    for parameter, tensors in run.half.states.items():
         for key, tensor in tensors.items():
-            assert same_bits(loaded[parameter][key], tensor), f"{parameter}.{key}"
+            # A master halfway between two bf16 values is moved by one unit in the last place of fp32 (2^-23 or less):
+            # DS-Slide rebuilds masters from two planes, which could not tell which way it was rounded.
+            tolerance = 2**-22 if key == "master" and not to_stock else 0.0
+            torch.testing.assert_close(loaded[parameter][key], tensor, rtol=tolerance, atol=0.0)
     # Two bf16 engines whose masters agree to an fp32 rounding: now and then one bf16 weight is rounded the other way.
-    assert there.losses == pytest.approx(here.losses, rel=2e-3)
-    assert there.norms == pytest.approx(here.norms, rel=2e-2)
+    assert rest.losses == pytest.approx(run.rest.losses, rel=2e-3)
+    assert rest.norms == pytest.approx(run.rest.norms, rel=2e-2)
 
 
-def test_saving_within_an_accumulation_window(tmp_path):
+def test_saving_within_an_accumulation_window(runs, tmp_path):
     """As in stock: the run goes on undisturbed, and a resumed one starts the window again."""
-    case = CASES["accumulation_and_schedule"]
+    case, rest = CASES["accumulation_and_schedule"], runs("accumulation_and_schedule").rest
     with case.engine(0) as engine:
-        train(engine, batches(WHOLE)[:HALF])
-        engine.save_checkpoint(tmp_path / "between")
-        uninterrupted = continued(engine, 1)
-    with case.engine(0) as engine:
-        losses = train(engine, batches(WHOLE)[: HALF + 1]).losses
-        engine.save_checkpoint(tmp_path / "within")
-        rest = train(engine, batches(WHOLE)[HALF + 1 :])
-        rest.states = states_of(engine.module)
-        rest.losses = [losses[-1], *rest.losses]
-    assert differences(rest, uninterrupted) == []
-    for folder in ("between", "within"):
-        with case.engine(7) as engine:
-            engine.load_checkpoint(tmp_path / folder)
-            assert differences(continued(engine, 1), uninterrupted) == []
+        losses = train(engine, batches(WHOLE)[: HALF + 1]).losses[HALF:]
+        engine.save_checkpoint(tmp_path)
+        result = train(engine, batches(WHOLE)[HALF + 1 :])
+        result.states, result.losses = states_of(engine.module), losses + result.losses
+    assert differences(result, rest) == []
+    with case.engine(7) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert differences(continued(engine, 1), rest) == []
 
 
 def test_saving_between_backward_and_step(tmp_path):
@@ -242,10 +241,10 @@ def test_saving_between_backward_and_step(tmp_path):
         engine.save_checkpoint(tmp_path)
 
 
-def test_another_sub_group_size_is_refused(tmp_path):
-    saved(CASES["clipping"], tmp_path)
+def test_another_sub_group_size_is_refused(runs):
+    run = runs("clipping")
     with CASES["two_groups_in_sub_groups"].engine(7) as engine, pytest.raises(SlideError, match="sub_group_size"):
-        engine.load_checkpoint(tmp_path)
+        engine.load_checkpoint(run.folder)
 
 
 def test_loading_renews_what_is_on_the_gpu(tmp_path):

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from harness import VOCABULARY, Batch, Result, differences, ds_config, trained
+from harness import (
+    VOCABULARY,
+    Batch,
+    PlainAdamW,
+    Result,
+    differences,
+    ds_config,
+    sum_gradients_by_block,
+    to_bf16,
+    trained,
+)
 from torch import nn
-
-from ds_slide.optim.hyper import AdamWHyper
-from ds_slide.optim.reference import adamw_reference_, decode_planar
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 STEPS = 3
 CLIP = 1.0
-HYPER = AdamWHyper(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 4, "max_position_embeddings": 64}
@@ -76,14 +81,14 @@ class Classifier(nn.Module):
 
 
 def cnn() -> nn.Module:
-    convolutions = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=4)]
+    convolutions = [nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=4)]
     return Classifier(*convolutions, nn.Flatten(), nn.Linear(16 * 16, 8))
 
 
 def mlp() -> nn.Module:
     """Layers of different shapes: no repeated list."""
     widths = [3 * 16 * 16, 64, 32]
-    layers = [layer for pair in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(*pair), nn.GELU())]
+    layers = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.GELU())]
     return Classifier(nn.Flatten(), *layers, nn.Linear(32, 8))
 
 
@@ -106,40 +111,26 @@ def data_for(name: str) -> list[Batch]:
     return [{"input_ids": ids, "labels": ids} for ids in tokens]
 
 
-def to_bf16(model: nn.Module) -> nn.Module:
-    """As DeepSpeed does it under ZeRO-3: parameters only, tables such as the rotary one stay in fp32."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()
-    return model
-
-
 def plain_training(model: nn.Module, data: list[Batch]) -> Result:
-    """bf16 model, fp32 master in two planes, global norm in fp64, every parameter updated by itself."""
-    parameters = dict(model.named_parameters())
-    remainder = {name: torch.zeros(p.numel(), dtype=torch.int16) for name, p in parameters.items()}
-    moments = {name: (torch.zeros(p.numel()), torch.zeros(p.numel())) for name, p in parameters.items()}
-    result = Result()
-    for number, batch in enumerate(data):
+    """The same steps without an engine."""
+    optimizer, result = PlainAdamW(model, CLIP), Result()
+    for batch in data:
         loss = model(**batch).loss
         loss.backward()
         result.losses.append(loss.item())
-        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
-        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
-        result.norms.append(float(torch.tensor(norm, dtype=torch.float32)))
-        hyper = dataclasses.replace(HYPER, step=number + 1)
-        for name, p in parameters.items():
-            planes = (p.data.view(-1), remainder[name], *moments[name])
-            adamw_reference_(*planes, gradients[name].reshape(-1), hyper, 1.0 / max(1.0, (norm + 1e-6) / CLIP))
-            p.grad = None
-    for name, p in parameters.items():
-        master = decode_planar(p.data.view(-1).view(torch.int16), remainder[name])
-        values = (master, *moments[name])
-        states = {key: v.view(p.shape) for key, v in zip(("master", "exp_avg", "exp_avg_sq"), values, strict=True)}
-        result.states[name] = {"weight": p.detach(), **states}
+        result.norms.append(optimizer.step())
+    result.states = optimizer.states()
     return result
 
 
-def check(name: str, model: nn.Module, blocks: Callable[[int], bool]) -> None:
+def check(name: str, blocks: Callable[[int], bool], checkpointing: dict[str, Any] | None = None) -> None:
+    model, reference = build(name), to_bf16(build(name))
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+    if name == "t5":
+        sum_gradients_by_block([*reference.encoder.block, *reference.decoder.block])
+        if checkpointing is not None:
+            reference.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
     data = data_for(name)
     seen: list[int] = []
 
@@ -148,13 +139,9 @@ def check(name: str, model: nn.Module, blocks: Callable[[int], bool]) -> None:
         loss: torch.Tensor = engine(**batch).loss
         return loss
 
-    optimizer = {
-        "type": "AdamW",
-        "params": {"lr": HYPER.lr, "betas": HYPER.betas, "eps": HYPER.eps, "weight_decay": HYPER.weight_decay},
-    }
-    slide = trained(model, ds_config({"window": 2}, clip=CLIP, optimizer=optimizer), data, loss_of=loss_of)
+    slide = trained(model, ds_config({"window": 2}, clip=CLIP), data, loss_of=loss_of)
     assert blocks(seen[0])
-    plain = plain_training(to_bf16(build(name)).train(), data)
+    plain = plain_training(reference.train(), data)
     assert plain.norms[0] > 0.0
     assert slide.norms == plain.norms
     assert differences(slide, plain) == []
@@ -162,17 +149,15 @@ def check(name: str, model: nn.Module, blocks: Callable[[int], bool]) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name: str) -> None:
-    check(name, build(name), lambda count: (count == 0) == (name in WITHOUT_BLOCKS))
+    check(name, lambda count: (count == 0) == (name in WITHOUT_BLOCKS))
 
 
 @pytest.mark.parametrize("name", ["cnn", "mlp"])
 def test_model_without_layer_list(name: str) -> None:
-    check(name, build(name), lambda count: count == 0)
+    check(name, lambda count: count == 0)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bert", "opt", "vit"])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 def test_family_with_checkpointing(name: str, reentrant: bool) -> None:
-    model = build(name)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    check(name, model, lambda count: count > 0)
+    check(name, lambda count: count > 0, {"use_reentrant": reentrant})

@@ -1,0 +1,38 @@
+"""One rank of `test_ranks`: trains in several ways and writes what came out to a file."""
+
+from __future__ import annotations
+
+import sys
+
+import deepspeed
+import torch
+from harness import batches, ds_config, llama, trained
+
+import ds_slide  # noqa: F401
+
+STEPS = 4
+RUNS = {
+    "clipping": ({"window": 2}, {"clip": 1.0}),
+    "immediate": ({"window": 2}, {"clip": 0.0}),
+    "accumulation": ({"window": 2}, {"clip": 1.0, "accumulation": 2}),
+    "delays": ({"window": 3, "debug": {"lane_delay_ms": 3.0, "seed": 5}}, {"clip": 1.0}),
+    "gpu-states": ({"window": 2, "gpu_states": 900_000}, {"clip": 1.0}),
+    "stock": (None, {"clip": 1.0}),
+}
+
+
+def main(folder: str) -> None:
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    rank = torch.distributed.get_rank()
+    results = {}
+    for name, (slide, settings) in RUNS.items():
+        data = batches(2 * STEPS * settings.get("accumulation", 1))
+        # Every rank draws other weights: rank 0's have to win.
+        result = trained(llama(seed=rank), ds_config(slide, **settings), data[rank::2])
+        results[name] = {"losses": result.losses, "norms": result.norms, "states": result.states}
+    torch.save(results, f"{folder}/rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,92 @@
+"""Two ranks over gloo, each with half of the batch and half of every parameter."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Result, batches, differences, ds_config, llama, trained
+
+HERE = Path(__file__).resolve().parent
+STEPS = 4
+RANKS = 2
+# The average of two gradients in bf16 is not the gradient of the mean in bf16: 2^-9 each, and so for the norm.
+LOSS_TOLERANCE = 2.0**-8
+SLIDE_RUNS = ["clipping", "immediate", "accumulation", "delays", "gpu-states"]
+
+RankResults = Callable[[str], list[Result]]
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> RankResults:
+    """Results of a run of `ranks_worker.RUNS` by rank; all of them are done by one pair of processes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": path}
+    common |= {"LOCAL_WORLD_SIZE": str(RANKS), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"rank{rank}.txt" for rank in range(RANKS)]
+    processes = []
+    for rank, log in enumerate(logs):
+        environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        command = [sys.executable, str(HERE / "ranks_worker.py"), str(folder)]
+        with log.open("w") as file:
+            processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0] * RANKS, "\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
+    loaded: list[dict[str, Any]] = [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
+    return lambda name: [Result(**results[name]) for results in loaded]
+
+
+@pytest.mark.parametrize("name", SLIDE_RUNS)
+def test_all_ranks_have_the_same_weights(of_ranks: RankResults, name: str) -> None:
+    first, second = of_ranks(name)
+    assert first.losses != second.losses  # each its own half of the data
+    assert first.norms == second.norms
+    assert differences(Result(states=first.states), Result(states=second.states)) == []
+
+
+@pytest.mark.parametrize("name", ["delays", "gpu-states"])
+def test_placement_and_timing_change_no_bit(of_ranks: RankResults, name: str) -> None:
+    for rank in range(RANKS):
+        assert differences(of_ranks(name)[rank], of_ranks("clipping")[rank]) == []
+
+
+def test_against_stock(of_ranks: RankResults) -> None:
+    for slide, stock in zip(of_ranks("clipping"), of_ranks("stock"), strict=True):
+        assert slide.losses[:2] == stock.losses[:2]
+        assert slide.losses == pytest.approx(stock.losses, abs=LOSS_TOLERANCE)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("name", "clip", "accumulation"), [("clipping", 1.0, 1), ("immediate", 0.0, 1), ("accumulation", 1.0, 2)]
+)
+def test_against_one_rank_with_the_whole_batch(
+    of_ranks: RankResults, name: str, clip: float, accumulation: int
+) -> None:
+    halves = batches(2 * STEPS * accumulation)
+    whole = [
+        {key: torch.cat([left[key], right[key]]) for key in left}
+        for left, right in zip(halves[::2], halves[1::2], strict=True)
+    ]
+    config = ds_config({"window": 2}, clip=clip, accumulation=accumulation, train_micro_batch_size_per_gpu=4)
+    alone = trained(llama(), config, whole)
+    first, second = of_ranks(name)
+    together = [(left + right) / 2 for left, right in zip(first.losses, second.losses, strict=True)]
+    assert together == pytest.approx(alone.losses, abs=LOSS_TOLERANCE)
+    assert together[0] == pytest.approx(alone.losses[0], abs=1e-6)
+    assert first.norms[0] == pytest.approx(alone.norms[0], rel=LOSS_TOLERANCE)

@@ -1,0 +1,74 @@
+"""Lanes and units as the runtime makes them, on the CPU, without a model and without DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from ds_slide.model.layout import ParameterInfo, build_layout
+from ds_slide.model.structure import UnitSpec
+from ds_slide.report.statistics import LaneMeter
+from ds_slide.runtime.device import Device
+from ds_slide.runtime.handoff import Failures, Ticket
+from ds_slide.runtime.lane import Delay, Lane
+from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.updates import UpdateLane
+from ds_slide.store.state import UnitState
+
+NUMEL = 64
+
+MakeLane = Callable[[str], Lane]
+MakeUnits = Callable[[int], list[Unit]]
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device(torch.device("cpu"))
+
+
+@pytest.fixture
+def failures() -> Failures:
+    return Failures()
+
+
+@pytest.fixture
+def make_lane(device: Device, failures: Failures) -> Iterator[MakeLane]:
+    lanes: list[Lane] = []
+
+    def make(name: str) -> Lane:
+        lanes.append(Lane(name, device, failures, LaneMeter(), Delay(0.0, 0)))
+        return lanes[-1]
+
+    yield make
+    for lane in lanes:
+        lane.close()
+
+
+@pytest.fixture
+def updates(device: Device, failures: Failures) -> Iterator[UpdateLane]:
+    lane = UpdateLane(device, failures, LaneMeter(), Delay(0.0, 0))
+    yield lane
+    lane.close()
+
+
+def make_unit(order: int, failures: Failures) -> Unit:
+    """A block of one parameter; every weight holds `100 * order`, and an update adds one."""
+    layout = build_layout([ParameterInfo("weight", (NUMEL,), NUMEL, 0)], 1)
+    parameter = nn.Parameter(torch.empty(0))
+    spec = UnitSpec(f"blocks.{order}", "block", order, None, (("weight", parameter),), NUMEL)
+    weight = torch.full((NUMEL,), 100.0 * order)
+    state = UnitState("host", weight, None, torch.zeros(NUMEL), torch.zeros(NUMEL), None)
+    return Unit(spec, layout, [parameter], state, order, Ticket.kept(failures))
+
+
+@pytest.fixture
+def make_units(failures: Failures) -> MakeUnits:
+    return lambda count: [make_unit(order, failures) for order in range(count)]
+
+
+@pytest.fixture(scope="session")
+def unit_of() -> Callable[[int, Failures], Unit]:
+    return make_unit

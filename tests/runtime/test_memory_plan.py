@@ -1,0 +1,103 @@
+"""Which states go to the GPU, and budgets that are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ds_slide.errors import SlideError
+from ds_slide.model.layout import ParameterInfo, build_layout
+from ds_slide.plan.memory import Budgets, Needs, Plan, UnitSize, gpu_cost, make_plan
+
+EDGE, BLOCK = 64_000, 6_400
+PLENTY = 1 << 40
+
+
+def unit(name: str, numel: int, frozen: int = 0) -> UnitSize:
+    infos = [ParameterInfo("weight", (numel,), numel, 0)] if numel else []
+    infos += [ParameterInfo("frozen", (frozen,), frozen, None)] if frozen else []
+    return UnitSize(name, build_layout(infos, 1), name.startswith("edge"))
+
+
+UNITS = [unit("edge", EDGE), *(unit(f"blocks.{index}", BLOCK) for index in range(4))]
+# bf16, gradients held.
+NEEDS = Needs("bf16", 2, 2, held_bytes=2, window=2, stagings=2, ring=0)
+BUDGETS = Budgets(PLENTY, PLENTY, PLENTY, gpu_states=0, gpu_memory=None, host_memory=None)
+EDGE_COST = EDGE * (2 + 8 + 2)
+BLOCK_COST = BLOCK * (2 + 2 + 8 + 2)
+WINDOW_BYTES = 2 * BLOCK * 2 + 2 * BLOCK * 2 + EDGE * 2
+HOST_BYTES = (EDGE + 4 * BLOCK) * (2 + 2 + 8 + 2)
+
+
+def plan(**budgets: object) -> Plan:
+    return make_plan(UNITS, NEEDS, replace(BUDGETS, **budgets))  # type: ignore[arg-type]
+
+
+def test_cost_of_a_unit_on_the_gpu() -> None:
+    assert gpu_cost(UNITS[0], NEEDS) == EDGE_COST
+    assert gpu_cost(UNITS[1], NEEDS) == BLOCK_COST
+
+
+@pytest.mark.parametrize(
+    ("allowance", "on_gpu"),
+    [
+        (0, ()),
+        (BLOCK_COST - 1, ()),
+        (EDGE_COST - 1, (1, 2, 3, 4)),  # an edge that does not fit leaves its share to the blocks
+        (EDGE_COST, (0,)),
+        (EDGE_COST + BLOCK_COST, (0, 1)),
+        (EDGE_COST + 3 * BLOCK_COST - 1, (0, 1, 2)),
+        (PLENTY, (0, 1, 2, 3, 4)),
+    ],
+)
+def test_edges_come_first_then_the_first_blocks(allowance: int, on_gpu: tuple[int, ...]) -> None:
+    made = plan(gpu_states=allowance)
+    assert made.on_gpu == frozenset(on_gpu)
+    assert made.gpu_state_bytes == sum(gpu_cost(UNITS[index], NEEDS) for index in on_gpu)
+
+
+def test_bytes_of_a_plan_without_gpu_states() -> None:
+    made = plan()
+    assert made.gpu_bytes == WINDOW_BYTES
+    assert made.host_bytes == HOST_BYTES
+
+
+def test_frozen_parameters_have_weights_only() -> None:
+    frozen = [unit("edge", EDGE), unit("blocks.0", 0, frozen=BLOCK), unit("blocks.1", BLOCK, frozen=BLOCK)]
+    assert make_plan(frozen, NEEDS, BUDGETS).host_bytes == (EDGE + BLOCK) * 14 + 2 * BLOCK * 2
+
+
+def test_gradient_buffers_count() -> None:
+    ring = replace(NEEDS, held_bytes=0, ring=4)
+    assert make_plan(UNITS, ring, BUDGETS).host_bytes == (EDGE + 4 * BLOCK) * 12 + (4 * BLOCK + EDGE) * 2
+
+
+@pytest.mark.parametrize("source", ["gpu_memory", "gpu_free"])
+def test_gpu_budget_is_hard(source: str) -> None:
+    assert plan(**{source: WINDOW_BYTES}).gpu_bytes == WINDOW_BYTES
+    name = "ds_slide.gpu_memory" if source == "gpu_memory" else "free GPU memory"
+    sentence = rf"GPU tier: .* need {WINDOW_BYTES:,} bytes, but {name} is {WINDOW_BYTES - 1:,}; lower ds_slide.window"
+    with pytest.raises(SlideError, match=sentence):
+        plan(**{source: WINDOW_BYTES - 1})
+
+
+def test_gpu_states_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(SlideError, match=r"GPU tier: .* or ds_slide.gpu_states \(now"):
+        plan(gpu_states=EDGE_COST, gpu_memory=WINDOW_BYTES + EDGE_COST - 1)
+    assert plan(gpu_states=EDGE_COST, gpu_memory=WINDOW_BYTES + EDGE_COST).on_gpu == {0}
+
+
+@pytest.mark.parametrize("source", ["host_memory", "host_free"])
+def test_host_budget_is_hard(source: str) -> None:
+    assert plan(**{source: HOST_BYTES}).host_bytes == HOST_BYTES
+    name = "ds_slide.host_memory" if source == "host_memory" else "free host memory"
+    sentence = rf"host tier: the states need {HOST_BYTES:,} bytes, but {name} is {HOST_BYTES - 1:,}; .*hold_gradients"
+    with pytest.raises(SlideError, match=sentence):
+        plan(**{source: HOST_BYTES - 1})
+
+
+def test_automatic_states_never_break_a_budget_that_fits_without_them() -> None:
+    for limit in range(WINDOW_BYTES, WINDOW_BYTES + 2 * EDGE_COST, EDGE_COST // 7):
+        made = plan(gpu_states=None, gpu_memory=limit)
+        assert made.gpu_bytes <= limit
