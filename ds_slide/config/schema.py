@@ -77,7 +77,7 @@ class SlideConfig(_Block):
     gpu_states: AutoSize = Field(default="auto", description=f'"auto", 0 or {SIZE_HELP}')
     """GPU memory in bytes for optimizer states: edges first, then the first blocks, which are then updated on the GPU.
 
-    0 keeps all states in host memory; "auto" uses what the GPU budget leaves.
+    0 keeps all states in host memory; "auto" takes 5 % of the GPU, as far as the GPU budget leaves that.
     """
 
     hold_gradients: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')

@@ -80,7 +80,7 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, ds_c
 
 
 def values_of_config(config: Any) -> dict[str, Any]:
-    """What the checks read from a parsed `DeepSpeedConfig`. Settings that came after 0.18.0 may be absent there."""
+    """What the checks read from a parsed `DeepSpeedConfig`. Settings that a version lacks may be absent there."""
     zero, fp16, bf16 = config.zero_config, config.float16_config, config.bfloat16_config
     return {
         "offload_optimizer_config": zero.offload_optimizer,

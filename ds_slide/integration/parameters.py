@@ -133,6 +133,9 @@ class ParameterProtocol:
     def gather(self, parameters: Iterable[Any]) -> None:
         """Put the whole parameters on the accelerator. Collective over the ranks for those that are not there."""
         for parameter in parameters:
+            if parameter not in self.places:  # of another engine, named in the same call
+                parameter.all_gather()
+                continue
             unit, entry = self.places[parameter]
             if parameter.ds_status == ZeroParamStatus.AVAILABLE:
                 if unit.resident is unit.state.weight:
@@ -173,7 +176,12 @@ class ParameterProtocol:
 
         Elements whose low-precision value did not change keep their exact fp32 master.
         """
-        gathered = [parameter for parameter in parameters if parameter.ds_status == ZeroParamStatus.AVAILABLE]
+        gathered = []
+        for parameter in parameters:
+            if parameter not in self.places:
+                parameter.partition(has_been_updated=updated)
+            elif parameter.ds_status == ZeroParamStatus.AVAILABLE:
+                gathered.append(parameter)
         if updated:
             self._take_back(gathered)
         for parameter in gathered:

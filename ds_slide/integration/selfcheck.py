@@ -14,9 +14,9 @@ from typing import Any
 
 from ds_slide.errors import SlideError
 
-SUPPORTED_VERSIONS = ">=0.18,<0.20"
+SUPPORTED_VERSIONS = ">=0.19.5,<0.20"
 TESTED_VERSION = "0.19.8"
-_FIRST_VERSION = (0, 18)
+_FIRST_VERSION = (0, 19)
 _END_VERSION = (0, 20)
 
 

@@ -58,13 +58,13 @@ def test_a_changed_deepspeed_is_refused_with_every_fault(monkeypatch):
     with pytest.raises(SlideError) as caught:
         check_deepspeed()
     message = str(caught.value)
-    assert "DeepSpeed >=0.18,<0.20 and tested with 0.19.8, but " in message
+    assert "DeepSpeed >=0.19.5,<0.20 and tested with 0.19.8, but " in message
     assert f"{deepspeed.__version__} is installed: deepspeed.one_gone is missing, deepspeed.initialize takes" in message
     assert message.endswith("; run pip install deepspeed==0.19.8 or set ds_slide.enabled to false")
 
 
 @pytest.mark.parametrize(
-    ("major", "minor", "accepted"), [(0, 17, False), (0, 18, True), (0, 20, False), (1, 18, False)]
+    ("major", "minor", "accepted"), [(0, 18, False), (0, 19, True), (0, 20, False), (1, 19, False)]
 )
 def test_the_version_range(monkeypatch, major, minor, accepted):
     monkeypatch.setattr(deepspeed, "__version_major__", major)
