@@ -73,7 +73,7 @@ def test_the_version_range(monkeypatch, major, minor, accepted):
     if accepted:
         check_deepspeed()
     else:
-        with pytest.raises(SlideError, match=rf">=0\.18,<0\.20 .* but {major}\.{minor}\.3 is installed; run pip"):
+        with pytest.raises(SlideError, match=rf">=0\.19\.5,<0\.20 .* but {major}\.{minor}\.3 is installed; run pip"):
             check_deepspeed()
 
 
