@@ -56,6 +56,12 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def _is_opaque(node: Any) -> bool:
+    # Only plain containers are taken apart: a key-value cache, which transformers may register as a tree, would come
+    # back as another object, and what the block writes into it would be lost.
+    return not isinstance(node, tuple | list | dict)
+
+
 def _is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex())
 
@@ -123,7 +129,7 @@ class BlockHooks:
             handle.remove()
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        leaves, tree = pytree.tree_flatten((args, kwargs), is_leaf=_is_opaque)
         places = [place for place, leaf in enumerate(leaves) if _is_differentiable(leaf)]
         counted = False
         if in_backward():
@@ -145,7 +151,8 @@ class BlockHooks:
             through = _Boundary.apply(done, *(leaves[p] for p in places))
             for place, tensor in zip(places, through, strict=True):
                 leaves[place] = tensor
-        return pytree.tree_unflatten(leaves, tree)
+            args, kwargs = pytree.tree_unflatten(leaves, tree)
+        return args, kwargs
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._own_context is not None:
