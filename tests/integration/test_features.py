@@ -291,6 +291,39 @@ def test_generate(clip: float) -> None:
     side_by_side(llama(num_hidden_layers=4), use, clip)
 
 
+class Notes:
+    """Stands for a key-value cache: an object that blocks write into, and that torch can take apart as a tree."""
+
+    def __init__(self, seen: list[torch.Tensor]) -> None:
+        self.seen = seen
+
+
+torch.utils._pytree.register_pytree_node(Notes, lambda notes: (notes.seen, None), lambda seen, _: Notes(list(seen)))
+
+
+def test_a_block_gets_the_very_object_that_it_is_given() -> None:
+    class Writing(Block):
+        def forward(self, x: torch.Tensor, notes: Notes) -> torch.Tensor:  # type: ignore[override]
+            notes.seen.append(x.detach())
+            return super().forward(x)
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Writing() for _ in range(3))
+
+        def forward(self, x: torch.Tensor, notes: Notes) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x, notes=notes)
+            return x.float().square().mean()
+
+    with engine_for(to_bf16(Stack()), ds_config({"window": 2}, clip=1.0)) as engine:
+        notes = Notes([])
+        engine.backward(engine(torch.randn(2, WIDTH, dtype=torch.bfloat16), notes))
+        engine.step()
+    assert len(notes.seen) == 3
+
+
 @CLIPPING
 def test_backward_of_the_loss_itself(clip: float) -> None:
     def use(pair: Pair) -> None:
