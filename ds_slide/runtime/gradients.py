@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_slide.model.layout import piece
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.hyper import AdamWHyper
 from ds_slide.runtime.apply import HostUpdate
@@ -248,8 +249,7 @@ class Gradients:
                 continue
             flat = parameter.grad.reshape(-1)
             for rank in range(self._ranks.world_size):
-                start = min(rank * entry.partition_numel, entry.numel)
-                stop = min(start + entry.partition_numel, entry.numel)
+                start, stop = piece(entry, rank)
                 if stop > start:
                     place = rank * numel + entry.offset
                     targets.append(packed[place : place + stop - start])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_slide.model.layout import piece
 from ds_slide.runtime.unit import Unit
 
 
@@ -51,8 +52,8 @@ class Ranks:
         targets, sources = [], []
         for entry in unit.layout.entries:
             for rank in range(self.world_size):
-                start = min(rank * entry.partition_numel, entry.numel)
-                length = min(entry.partition_numel, entry.numel - start)
+                start, stop = piece(entry, rank)
+                length = stop - start
                 if length > 0:
                     place = entry.slot_offset + start
                     targets.append(slot[place : place + length])

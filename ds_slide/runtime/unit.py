@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ds_slide.model.layout import Entry, UnitLayout
+from ds_slide.model.layout import UnitLayout
 from ds_slide.model.structure import UnitSpec
 from ds_slide.runtime.handoff import Failures, Ticket
 from ds_slide.store.state import UnitState
@@ -115,10 +115,3 @@ class Empty:
     @classmethod
     def on(cls, device: torch.device, dtype: torch.dtype) -> Empty:
         return cls(torch.empty(0, dtype=dtype, device=device))
-
-
-def partition_of(flat: torch.Tensor, entry: Entry, rank: int) -> torch.Tensor:
-    """The elements of a parameter's flat tensor that `rank` holds: [<= partition_numel], without padding."""
-    start = min(rank * entry.partition_numel, entry.numel)
-    stop = min(start + entry.partition_numel, entry.numel)
-    return flat[start:stop]
