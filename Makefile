@@ -7,9 +7,15 @@
 PYTHON ?= python3
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+# Files of tests that run at the same time; 1 for the order and the output of a plain pytest.
+TEST_WORKERS ?= 2
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 NATIVE_SOURCES := $(shell find csrc -name '*.[ch]pp' 2>/dev/null)
+
+# A file at a time: its tests share engines and the results of processes. In the order of their names: sorted by their
+# number of tests, as xdist would, the few long tests would come last, one worker waiting for the other.
+WORKERS := $(if $(filter 1,$(TEST_WORKERS)),,-n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder)
 
 # DeepSpeed looks for ninja on the PATH.
 ACTIVATE := PATH="$(BIN):$$PATH"
@@ -25,7 +31,7 @@ demo: install
 		--deepspeed_config configs/slide_cpu.json --model tiny --batch 8 --seq 128 --steps 100 --log runs/demo.jsonl
 
 test: install lint
-	$(ACTIVATE) $(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_FLAGS)
+	$(ACTIVATE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" $(WORKERS) $(PYTEST_FLAGS)
 
 lint: install
 	$(BIN)/ruff check .

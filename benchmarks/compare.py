@@ -16,11 +16,14 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +31,14 @@ import machine
 import page
 from page import Record
 from plans import PLANS
-from settings import Setting
+from settings import HIDDEN_FOLDER, Setting
 
 HERE = Path(__file__).resolve().parent
 # Below this a setting cannot even build its model; what is left of the limit is then reported, not spent.
 LEAST_SECONDS = 20.0
 ERROR_LENGTH = 300
+# For one setting; ZeRO-Infinity writes 18 B a parameter before its first step, which then takes up to a minute.
+SECONDS, SSD_SECONDS = 150.0, 400.0
 
 
 def run_process(command: list[str], log: Path, seconds: float) -> tuple[int | None, str]:
@@ -65,9 +70,22 @@ def last_words(output: str) -> str:
     return (errors or lines or ["no output"])[-1][:ERROR_LENGTH]
 
 
+@contextmanager
+def swap_folder(setting: Setting) -> Iterator[Setting]:
+    """The setting with an `nvme_path` of its own, which is gone afterwards, whatever a killed process left in it."""
+    if setting.offload != "nvme":
+        yield setting
+        return
+    folder = tempfile.mkdtemp(prefix="ds_slide-compare-", dir=setting.nvme_path)
+    try:
+        yield dataclasses.replace(setting, nvme_path=folder)
+    finally:
+        shutil.rmtree(folder)
+
+
 def run_setting(setting: Setting, log: Path, seconds: float) -> Record:
     """The record of one `step.py` process, or one that says how it failed."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, swap_folder(setting) as setting:
         out = Path(folder) / "record.jsonl"
         command = [sys.executable, str(HERE / "step.py"), *setting.arguments(), "--out", str(out)]
         begin = time.monotonic()
@@ -79,7 +97,7 @@ def run_setting(setting: Setting, log: Path, seconds: float) -> Record:
     elif status != 0 and record.get("status", "ok") == "ok":
         # Measured, yet ended badly, or died without a word (out of host memory): the row must not pass as a result.
         record |= {"status": "failed", "error": f"exit status {status}; last line: {last_words(output)}"}
-    return {"setting": dataclasses.asdict(setting), "command": setting.command(), **record, "wall_s": wall_s}
+    return {"setting": dataclasses.asdict(setting.shown()), "command": setting.command(), **record, "wall_s": wall_s}
 
 
 def measure_ceilings(log: Path) -> Record | None:
@@ -91,7 +109,8 @@ def measure_ceilings(log: Path) -> Record | None:
 class Report:
     """The files of one run; `write` brings all of them up to date."""
 
-    def __init__(self, folder: Path, plan: str) -> None:
+    def __init__(self, folder: Path, plan: str, hidden: set[str]) -> None:
+        """`hidden`: words of the command line that say more about this machine than a page should."""
         folder.mkdir(parents=True, exist_ok=True)
         now = datetime.datetime.now(datetime.timezone.utc)
         stem = f"{now:%Y-%m-%d}_{machine.short_name()}_{plan}"
@@ -99,7 +118,8 @@ class Report:
         self.path = folder / (f"{stem}-{taken + 1}" if taken else stem)
         self._title = f"{plan}: {machine.short_name()}, {now:%Y-%m-%d}"
         self._facts = {"date": f"{now:%Y-%m-%d %H:%M} UTC", **machine.describe()}
-        self._command = "python3 benchmarks/compare.py " + shlex.join(sys.argv[1:])
+        words = [HIDDEN_FOLDER if word in hidden else word for word in sys.argv[1:]]
+        self._command = "python3 benchmarks/compare.py " + shlex.join(words)
 
     def write(self, ceilings: Record | None, records: list[Record]) -> None:
         text = page.markdown_page(self._title, self._facts, ceilings, self._command, records)
@@ -118,6 +138,8 @@ def chosen_settings(arguments: argparse.Namespace) -> list[Setting]:
     for setting in PLANS[arguments.plan]():
         if setting.system == "slide":
             setting = dataclasses.replace(setting, slide={**setting.slide, **arguments.slide})
+        if setting.offload == "nvme":
+            setting = dataclasses.replace(setting, nvme_path=str(arguments.nvme_path or HIDDEN_FOLDER))
         setting = dataclasses.replace(setting, **changes)
         if re.search(arguments.only, setting.command()):
             chosen.append(setting)
@@ -141,7 +163,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", choices=sorted(PLANS), default="quick")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds for everything")
-    parser.add_argument("--each", type=float, default=150.0, help="seconds for one setting")
+    parser.add_argument("--each", type=float, help="seconds for one setting; 150, or 400 with --offload nvme")
+    parser.add_argument("--nvme-path", type=Path, help="folder on the disk that the plans with SSD use")
     parser.add_argument("--out", type=Path, help="folder for table, records and log")
     parser.add_argument("--only", default="", help="regular expression: run the settings whose command matches")
     parser.add_argument(
@@ -158,9 +181,12 @@ def main() -> None:
         return
     if arguments.out is None:
         parser.error("--out DIR is needed: it says where the page goes")
+    if arguments.nvme_path is None and any(setting.offload == "nvme" for setting in settings):
+        parser.error("--nvme-path DIR is needed: it says which disk this plan uses")
     signal.signal(signal.SIGTERM, stop)
     deadline = time.monotonic() + arguments.limit
-    report, records = Report(arguments.out, arguments.plan), []
+    hidden = {str(arguments.out), str(arguments.nvme_path)}
+    report, records = Report(arguments.out, arguments.plan, hidden), []
     log = report.path.with_suffix(".log")
     ceilings = None if arguments.no_ceilings else measure_ceilings(log)
     for number, setting in enumerate(settings, 1):
@@ -168,7 +194,8 @@ def main() -> None:
         if left < LEAST_SECONDS:
             print(f"time limit: {len(settings) - number + 1} settings left out")
             break
-        record = run_setting(setting, log, min(arguments.each, left))
+        each = arguments.each or (SSD_SECONDS if setting.offload == "nvme" else SECONDS)
+        record = run_setting(setting, log, min(each, left))
         records.append(record)
         print(summary_line(record), flush=True)
         report.write(ceilings, records)

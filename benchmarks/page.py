@@ -10,7 +10,7 @@ from typing import Any
 
 Record = dict[str, Any]
 
-_SHAPE = ("model", "batch", "seq", "grad_accum", "checkpointing", "seed")
+_SHAPE = ("model", "batch", "seq", "grad_accum", "checkpointing", "seed", "offload")
 
 
 def baseline(records: Iterable[Record], system: str, record: Record) -> Record | None:
@@ -59,15 +59,34 @@ def _gpu_limit(record: Record) -> str:
     return "" if fraction >= 1 else f"{fraction:.1%}"
 
 
+def _batch(record: Record) -> str:
+    setting = record["setting"]
+    accumulated = f" x {setting['grad_accum']}" if setting["grad_accum"] > 1 else ""
+    return f"{setting['batch']} x {setting['seq']}{accumulated}"
+
+
 def _extras(record: Record) -> str:
-    return ", ".join(f"{key} {value}" for kind in ("slide", "zero") for key, value in record["setting"][kind].items())
+    setting = record["setting"]
+    named = [f"{key} {value}" for kind in ("slide", "aio", "zero") for key, value in setting[kind].items()]
+    return ", ".join(named if setting["offload"] == "cpu" else [setting["offload"], *named])
+
+
+def _ceiling(record: Record) -> str:
+    if "ssd_ceiling" not in record:
+        return ""
+    return " / ".join(f"{found['gb_s']:.2f}" for found in record["ssd_ceiling"].values())
+
+
+def _bytes(record: Record, counter: str) -> str:
+    names = [f"{counter}_{way}_bytes_per_parameter" for way in ("read", "written")]
+    return " + ".join(f"{record[name]:.1f}" for name in names) if names[0] in record else ""
 
 
 Cell = Callable[[Record, list[Record]], str]
 COLUMNS: dict[str, Cell] = {
     "system": lambda r, _: r["setting"]["system"],
     "model": lambda r, _: r["setting"]["model"],
-    "batch": lambda r, _: f"{r['setting']['batch']} x {r['setting']['seq']}",
+    "batch": lambda r, _: _batch(r),
     "clip": lambda r, _: f"{r['setting']['clip']:g}",
     "GPU limit": lambda r, _: _gpu_limit(r),
     "settings": lambda r, _: _extras(r),
@@ -79,6 +98,11 @@ COLUMNS: dict[str, Cell] = {
     "x stock": lambda r, rs: _number(speed_ratio(r, baseline(rs, "stock", r)), ".2f"),
     "x GPU-only": lambda r, rs: _number(speed_ratio(r, baseline(rs, "gpu-only", r)), ".3f"),
     "bound": lambda r, _: f"{r['bound_s']:.3f} {r['bound_lane']}" if "bound_s" in r else "",
+    "SSD B/param": lambda r, _: _bytes(r, "ssd"),
+    "by the OS": lambda r, _: _bytes(r, "os"),
+    "SSD GB/s": lambda r, _: _ceiling(r),
+    "SSD bound s": lambda r, _: _number(r.get("ssd_bound_s"), ".3f"),
+    "step / SSD bound": lambda r, _: _number(r.get("step_over_ssd_bound"), ".3f"),
     "GPU peak GB": lambda r, _: _number(r.get("gpu_peak_allocated_bytes"), ".1f", 1e9),
     "reserved GB": lambda r, _: _number(r.get("gpu_peak_reserved_bytes"), ".1f", 1e9),
     "host peak GB": lambda r, _: _number(r.get("host_peak_bytes"), ".1f", 1e9),
@@ -95,6 +119,10 @@ LEGEND = """\
 * forward, backward, step(): time on the GPU's stream between the calls; work deferred into the next forward is there.
 * x stock, x GPU-only: tokens/s over those of that system on this page, with the same clipping if it is there.
 * GPU-only: weights, gradients and AdamW states in bf16, torch's fused AdamW: less work than with fp32 states.
+* SSD B/param: bytes read + written per parameter and step, by the engine's own count; by the OS: the same from
+  /proc/self/io, the count that stock has too. SSD GB/s: the disk's mixed bandwidth, O_DIRECT, 32 requests of 2 MiB,
+  right before the engine started / right after it ended. SSD bound: bytes (the engine's count, else the OS's) over the
+  mean of the two.
 * bound: the busiest lane as the engine itself reports it, median over the timed steps.
 * GPU peak: torch's allocated bytes while training; reserved: what its allocator held. host peak: VmHWM while training,
   the Python process and CUDA included; engine B/param: the same above the process as it was before the engine was made.

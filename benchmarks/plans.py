@@ -15,6 +15,12 @@ SMALL_GPU_SLIDE = {"gpu_memory": "6GiB", "gpu_states": 0}
 ALL_STATES_ON_HOST = {"gpu_states": 0}
 
 
+def small_gpu_share() -> float:
+    """Share of this machine's GPU that 24 GiB are; 1 without one."""
+    cards = machine.gpus()
+    return round(min(1.0, SMALL_GPU_GIB * 1024 / cards[0][1]), 4) if cards else 1.0
+
+
 def main() -> list[Setting]:
     """Qwen2.5-3B, 8 x 2048 tokens: the three systems with and without clipping."""
     return [
@@ -42,8 +48,7 @@ def large() -> list[Setting]:
 
 def small_gpu() -> list[Setting]:
     """Both shapes at batch 4 with torch limited to 24 GiB; the GPU-only row has the whole card, as it needs more."""
-    cards = machine.gpus()
-    fraction = round(min(1.0, SMALL_GPU_GIB * 1024 / cards[0][1]), 4) if cards else 1.0
+    fraction = small_gpu_share()
     return [
         Setting("slide", batch=4, clip=1.0, gpu_fraction=fraction, slide=SMALL_GPU_SLIDE),
         Setting("stock", batch=4, clip=1.0, gpu_fraction=fraction),
@@ -51,6 +56,53 @@ def small_gpu() -> list[Setting]:
         Setting("slide", batch=4, clip=0, gpu_fraction=fraction, slide=SMALL_GPU_SLIDE),
         Setting("slide", "qwen2.5-7b", batch=4, clip=0, gpu_fraction=fraction, slide=SMALL_GPU_SLIDE, steps=6),
         Setting("gpu-only", batch=4, clip=0),
+    ]
+
+
+# Every state on the host's side of the engine that may leave it goes to the SSD.
+ALL_ON_SSD = {"gpu_states": 0, "host_memory": 0}
+HALF_ON_SSD = {"gpu_states": 0, "host_memory": "half"}
+# A step of stock takes 20 to 60 s here: enough of them to see the spread, with a first one for its trace.
+FEW: dict[str, Any] = {"steps": 2, "warmup": 1}
+
+
+def ssd_of(model: str) -> list[Setting]:
+    """8 x 2048 tokens with clipping: ZeRO-Infinity; all states on SSD, half of them, and all with 8-bit moments."""
+    return [
+        Setting("slide", model, offload="nvme", slide=ALL_ON_SSD, steps=3, warmup=1),
+        Setting("stock", model, offload="nvme", **FEW),
+        Setting("slide", model, offload="nvme", slide=HALF_ON_SSD, steps=4, warmup=1),
+        Setting("slide", model, offload="nvme", slide={**ALL_ON_SSD, "state_dtype": "8bit"}, steps=4, warmup=1),
+    ]
+
+
+def ssd_ga() -> list[Setting]:
+    """Qwen2.5-1.5B, 16 micro batches a step: the SSD's share falls for an engine that reads states once a step."""
+    shape: dict[str, Any] = {"model": "qwen2.5-1.5b", "grad_accum": 16, "offload": "nvme", "steps": 1, "warmup": 1}
+    return [
+        Setting("slide", slide=ALL_ON_SSD, **shape),
+        Setting("stock", **shape),
+        Setting("slide", slide=HALF_ON_SSD, **shape),
+    ]
+
+
+def ssd_large() -> list[Setting]:
+    """12 G parameters with torch limited to 24 GiB of the GPU, states partly on SSD: 145 GB of them, or 74 with 8 bits.
+
+    On a host of 128 GiB with 60 GB of free disk: 53 GB of the fp32 states on SSD and 24 GB of held gradients beside the
+    others in memory; 34 GB with 8 bits. Stock needs 18 B/param of disk and 2 of memory: 217 GB.
+    """
+    shape: dict[str, Any] = {
+        "model": "llama-12b",
+        "offload": "nvme",
+        "build": "host",
+        "gpu_fraction": small_gpu_share(),
+    }
+    eight_bit = {"gpu_states": 0, "host_memory": "40GB", "state_dtype": "8bit"}
+    return [
+        Setting("slide", batch=2, slide={"gpu_states": 0, "host_memory": "92GB"}, steps=3, warmup=1, **shape),
+        Setting("slide", batch=2, slide=eight_bit, steps=3, warmup=1, **shape),
+        Setting("slide", batch=4, slide=eight_bit, steps=3, warmup=1, **shape),
     ]
 
 
@@ -76,10 +128,29 @@ def tiny() -> list[Setting]:
     ]
 
 
+def tiny_ssd() -> list[Setting]:
+    """The rows of the SSD plans with a model of 6 M parameters, on a machine without a GPU."""
+    shape: dict[str, Any] = {"model": "tiny", "batch": 2, "seq": 128, "offload": "nvme", "lr": 1e-3, **FEW}
+    return [
+        Setting("slide", slide=ALL_ON_SSD, **shape),
+        Setting("stock", **shape),
+        Setting("slide", slide=HALF_ON_SSD, build="host", **shape),
+        Setting("slide", slide={**ALL_ON_SSD, "state_dtype": "8bit"}, **shape),
+        Setting("slide", slide=ALL_ON_SSD, grad_accum=4, **shape),
+        Setting("stock", grad_accum=4, **shape),
+    ]
+
+
 PLANS: dict[str, Callable[[], list[Setting]]] = {
     "main": main,
     "large": large,
     "small-gpu": small_gpu,
     "quick": quick,
     "tiny": tiny,
+    "ssd": lambda: [*ssd_of("qwen2.5-1.5b"), *ssd_of("qwen2.5-3b"), *ssd_ga()],
+    "ssd-1.5b": lambda: ssd_of("qwen2.5-1.5b"),
+    "ssd-3b": lambda: ssd_of("qwen2.5-3b"),
+    "ssd-ga": ssd_ga,
+    "ssd-large": ssd_large,
+    "tiny-ssd": tiny_ssd,
 }

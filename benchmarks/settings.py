@@ -11,6 +11,10 @@ from typing import Any
 
 SYSTEMS = ("slide", "stock", "gpu-only")
 CHECKPOINTING = ("non-reentrant", "reentrant", "none")
+OFFLOADS = ("cpu", "nvme")
+BUILDS = ("accelerator", "host")
+# What a page shows in place of a folder of the machine that it was made on.
+HIDDEN_FOLDER = "DIR"
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class Setting:
     system: str
     """`slide` and `stock` share one DeepSpeed JSON, apart from the "ds_slide" key; `gpu-only` is plain torch."""
     model: str = "qwen2.5-3b"
-    """Preset of examples/finetune_models.py or a local Hugging Face directory."""
+    """Preset of examples/finetune_models.py, shape of shapes.py or a local Hugging Face directory."""
     batch: int = 8
     """Sequences of one micro batch."""
     seq: int = 2048
@@ -45,8 +49,16 @@ class Setting:
     """Share of the GPU that torch may allocate, which imitates a smaller card."""
     item: bool = True
     """Read the loss on the host after every step, as a training loop that prints it does."""
+    build: str = "accelerator"
+    """Where the weights are made: on the accelerator, or module by module there and kept in host memory."""
+    offload: str = "cpu"
+    """Device of offload_optimizer and offload_param: cpu, or nvme (ZeRO-Infinity for `stock`)."""
+    nvme_path: str = ""
+    """Folder on the disk of `--offload nvme`; every run uses and removes a folder of its own in it."""
     slide: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Additions to the "ds_slide" block (system `slide`)."""
+    """Additions to the "ds_slide" block (system `slide`). `"host_memory": "half"`: half of the states' bytes."""
+    aio: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Changes to the "aio" block (with nvme)."""
     zero: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Changes to "zero_optimization" (systems `slide` and `stock`)."""
 
@@ -69,15 +81,19 @@ class Setting:
                 words += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
         return words
 
+    def shown(self) -> Setting:
+        """As a page may show it: without the name of a folder of this machine."""
+        return dataclasses.replace(self, nvme_path=HIDDEN_FOLDER if self.nvme_path else "")
+
     def command(self) -> str:
-        return "python3 benchmarks/step.py " + shlex.join(self.arguments())
+        return "python3 benchmarks/step.py " + shlex.join(self.shown().arguments())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option per field of `Setting`."""
     defaults = Setting("slide")
     parser.add_argument("--system", choices=SYSTEMS, required=True)
-    parser.add_argument("--model", default=defaults.model, help="preset of examples/finetune_models.py, or a directory")
+    parser.add_argument("--model", default=defaults.model, help="preset, shape of shapes.py, or a directory")
     parser.add_argument("--batch", type=int, default=defaults.batch, help="sequences of one micro batch")
     parser.add_argument("--seq", type=int, default=defaults.seq, help="tokens of one sequence")
     parser.add_argument("--grad-accum", type=int, default=defaults.grad_accum, help="micro batches of one step")
@@ -90,9 +106,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpointing", choices=CHECKPOINTING, default=defaults.checkpointing)
     parser.add_argument("--gpu-fraction", type=float, default=defaults.gpu_fraction, help="share of the GPU to use")
     parser.add_argument("--no-item", dest="item", action="store_false", help="do not read the loss after every step")
+    parser.add_argument("--build", choices=BUILDS, default=defaults.build, help="where the weights are made and kept")
+    parser.add_argument("--offload", choices=OFFLOADS, default=defaults.offload, help="where states and weights go")
+    parser.add_argument("--nvme-path", default="", help="folder on the disk of --offload nvme")
+    parser.add_argument("--aio", type=json.loads, default={}, help='changes to "aio", as JSON')
     parser.add_argument("--slide", type=json.loads, default={}, help='additions to "ds_slide", as JSON')
     parser.add_argument("--zero", type=json.loads, default={}, help='changes to "zero_optimization", as JSON')
 
 
 def from_arguments(arguments: argparse.Namespace) -> Setting:
+    """Raises ValueError when --offload nvme has no folder to go to."""
+    if arguments.offload == "nvme" and not arguments.nvme_path:
+        raise ValueError("--offload nvme needs --nvme-path DIR, a folder on the disk to use")
     return Setting(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Setting)})

@@ -11,23 +11,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import disk
 import memory
 import settings
+import shapes
 import torch
 from clock import PhaseClock
 from settings import Setting
 from torch import Tensor
-from trainers import Trainer, make_trainer
-
-# The presets have one home, beside the example script.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from finetune_models import build_model, num_parameters
+from trainers import Trainer, make_trainer, without_folder
 
 _started = time.perf_counter()
 
@@ -45,7 +45,8 @@ def accelerator_device() -> torch.device:
 
 def prepare_model(setting: Setting, device: torch.device) -> Any:
     """The model in training mode; the same weights for every system."""
-    model: Any = build_model(setting.model, dtype=torch.bfloat16, device=device, seed=setting.seed)
+    build = shapes.build_in_host_memory if setting.build == "host" else shapes.build_on_accelerator
+    model: Any = build(setting.model, device, setting.seed)
     if setting.checkpointing != "none":
         reentrant = setting.checkpointing == "reentrant"
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -108,8 +109,11 @@ def run_steps(
         log.engine.append(trainer.stats())
 
 
-def measure(setting: Setting) -> dict[str, Any]:
-    """Build, warm up, time; the record as a flat dict, except for lists per step and the engine's own statistics."""
+def measure(setting: Setting, folder: str) -> dict[str, Any]:
+    """Build, warm up, time; the record as a flat dict, except for lists per step and the engine's own statistics.
+
+    `folder`: an empty one for the files of `--offload nvme`; empty afterwards.
+    """
     device = accelerator_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -117,14 +121,16 @@ def measure(setting: Setting) -> dict[str, Any]:
     pinned_in_rss = memory.pinned_counts_in_rss() if device.type == "cuda" else None
     note(f"building {setting.model} on {device}")
     model = prepare_model(setting, device)
-    parameters = num_parameters(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     batches = token_batches(setting, model.config.vocab_size, device)
     synchronize(device)
+    on_disk = setting.offload == "nvme"
+    ceilings = [disk.ceiling(folder)] if on_disk else []
     baseline = memory.snapshot()
 
     note(f"{parameters / 1e9:.3f} G parameters; starting {setting.system}")
     begin = time.perf_counter()
-    trainer = make_trainer(model, setting)
+    trainer = make_trainer(model, setting, folder)
     synchronize(device)
     init_s = time.perf_counter() - begin
     initialised = memory.snapshot()
@@ -136,10 +142,12 @@ def measure(setting: Setting) -> dict[str, Any]:
     run_steps(trainer, batches, setting, setting.warmup, clock, log)
     synchronize(device)
     note(f"{setting.steps} timed steps")
+    traffic = disk.Traffic(folder) if on_disk else None
     begin = time.perf_counter()
     run_steps(trainer, batches, setting, setting.steps, clock, log)
     synchronize(device)
     total_s = time.perf_counter() - begin
+    moved = traffic.since_start() if traffic else {}
     trained = memory.snapshot()
     note(f"{total_s / setting.steps:.3f} s a step")
 
@@ -153,10 +161,15 @@ def measure(setting: Setting) -> dict[str, Any]:
         "host_peak_includes_init": not peak_restarted,
         "losses": [float(loss) for loss in log.losses],
         "grad_norms": [None if norm is None else float(norm) for norm in log.grad_norms],
-        **summarise_engine(log.engine[timed]),
-        "deepspeed_config": trainer.config,
+        **without_folder(summarise_engine(log.engine[timed]), folder, settings.HIDDEN_FOLDER),
+        "deepspeed_config": without_folder(trainer.config, folder, settings.HIDDEN_FOLDER),
     }
     trainer.close()
+    if on_disk:
+        disk.empty(folder)
+        ceilings.append(disk.ceiling(folder))
+        own = [step["ssd"] for step in log.engine[timed] if step]
+        record |= disk.summarise(ceilings, moved, own, parameters, setting.steps, record["step_s"])
     return record
 
 
@@ -227,10 +240,14 @@ def main() -> None:
     settings.add_arguments(parser)
     parser.add_argument("--out", type=Path, help="append the record to this file")
     arguments = parser.parse_args()
-    setting = settings.from_arguments(arguments)
-    record: dict[str, Any] = {"setting": vars(setting), "command": setting.command()}
     try:
-        record |= {"status": "ok", **measure(setting)}
+        setting = settings.from_arguments(arguments)
+    except ValueError as error:
+        parser.error(str(error))
+    record: dict[str, Any] = {"setting": vars(setting.shown()), "command": setting.command()}
+    folder = tempfile.mkdtemp(prefix="ds_slide-benchmark-", dir=setting.nvme_path) if setting.offload == "nvme" else ""
+    try:
+        record |= {"status": "ok", **measure(setting, folder)}
     except Exception as error:
         # The table must say why a system has no figures; the traceback goes to the log as usual.
         record |= {
@@ -239,6 +256,9 @@ def main() -> None:
         }
         raise
     finally:
+        if folder:
+            # Stock leaves its files behind: 18 B a parameter.
+            shutil.rmtree(folder, ignore_errors=True)
         line = json.dumps(record)
         if arguments.out:
             with arguments.out.open("a") as file:

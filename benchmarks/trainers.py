@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-import socket
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -34,8 +34,53 @@ class Trainer(Protocol):
     def close(self) -> None: ...
 
 
-def deepspeed_config(setting: Setting) -> dict[str, Any]:
-    """The DeepSpeed JSON of a setting.
+@dataclass(frozen=True)
+class Sizes:
+    """Elements of a model: of all parameters, and of the largest one."""
+
+    total: int
+    largest: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Sizes:
+        counts = [parameter.numel() for parameter in model.parameters()]
+        return cls(sum(counts), max(counts))
+
+
+# Bytes of a parameter's states: weight and remainder 2 each, both moments, and a scale for 64 of each with 8 bits.
+STATE_BYTES = {"fp32": 12.0, "bf16": 8.0, "8bit": 4 + 2 * (1 + 4 / 64)}
+
+
+def slide_block(setting: Setting, sizes: Sizes) -> dict[str, Any]:
+    """The "ds_slide" block, with "half" as a number of bytes."""
+    block: dict[str, Any] = {"enabled": True, **setting.slide}
+    if block.get("host_memory") == "half":
+        block["host_memory"] = int(sizes.total * STATE_BYTES[block.get("state_dtype", "fp32")] / 2)
+    return block
+
+
+def nvme_settings(sizes: Sizes, folder: str) -> dict[str, Any]:
+    """ZeRO-Infinity, tuned by hand: changes to "zero_optimization".
+
+    With fewer buffers stock stops at an assertion (optimizer: 4 by default with pipelining; parameters: under
+    gradient checkpointing). A parameter buffer must hold more than the largest parameter. `max_in_cpu` 0 because the
+    first 1e9 elements would otherwise stay in memory. The default sub-group of 1e9 elements leaves nothing to pipeline.
+    """
+    device = {"device": "nvme", "nvme_path": folder, "pin_memory": True}
+    return {
+        "offload_optimizer": {**device, "buffer_count": 14, "pipeline_read": True, "pipeline_write": True},
+        "offload_param": {
+            **device,
+            "buffer_count": 24,
+            "buffer_size": max(sizes.largest + (1 << 20), 1 << 24),
+            "max_in_cpu": 0,
+        },
+        "sub_group_size": 100_000_000,
+    }
+
+
+def deepspeed_config(setting: Setting, sizes: Sizes, folder: str = "") -> dict[str, Any]:
+    """The DeepSpeed JSON of a setting. `folder`: where it may put files, with `--offload nvme`.
 
     Overlap and contiguous gradients are on; buckets, prefetch and sub-groups keep DeepSpeed's defaults. Smaller
     sub-groups would cost stock host memory: torch's pinned allocator rounds up to powers of two, 7 % at 1e9 fp32
@@ -57,21 +102,22 @@ def deepspeed_config(setting: Setting) -> dict[str, Any]:
             "offload_param": offload,
             "overlap_comm": True,
             "contiguous_gradients": True,
+            **(nvme_settings(sizes, folder) if setting.offload == "nvme" else {}),
             **setting.zero,
         },
         "steps_per_print": 1_000_000,
     }
+    if setting.offload == "nvme":
+        aio = {"block_size": 1 << 20, "queue_depth": 128, "single_submit": False, "overlap_events": True}
+        config["aio"] = {**aio, "intra_op_parallelism": 1, **setting.aio}
     if setting.system == "slide":
-        config["ds_slide"] = {"enabled": True, **setting.slide}
+        config["ds_slide"] = slide_block(setting, sizes)
     return config
 
 
 def single_process_environment() -> None:
-    """What the launcher would set for one process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    """What the launcher would set for one process. Port 0: any free one, which nobody else needs to know."""
+    launcher = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     for name, value in launcher.items():
         os.environ.setdefault(name, str(value))
 
@@ -79,14 +125,14 @@ def single_process_environment() -> None:
 class DeepSpeedTrainer:
     """Systems `stock` and `slide`."""
 
-    def __init__(self, model: nn.Module, setting: Setting) -> None:
+    def __init__(self, model: nn.Module, setting: Setting, folder: str) -> None:
         single_process_environment()
         import deepspeed
 
         if setting.system == "slide":
             import ds_slide  # noqa: F401  (an installed package needs no import; a source tree on the path does)
 
-        self.config = deepspeed_config(setting)
+        self.config = deepspeed_config(setting, Sizes.of(model), folder)
         # DeepSpeed writes into the dict that it is given; the record must show what was asked for.
         self._engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=copy.deepcopy(self.config)
@@ -159,5 +205,17 @@ class TorchTrainer:
         pass
 
 
-def make_trainer(model: nn.Module, setting: Setting) -> DeepSpeedTrainer | TorchTrainer:
-    return TorchTrainer(model, setting) if setting.system == "gpu-only" else DeepSpeedTrainer(model, setting)
+def without_folder(config: Any, folder: str, shown: str) -> Any:
+    """A copy of a JSON in which `folder` reads `shown` wherever a string contains it."""
+    if isinstance(config, dict):
+        return {key: without_folder(value, folder, shown) for key, value in config.items()}
+    if isinstance(config, list | tuple):
+        return [without_folder(value, folder, shown) for value in config]
+    return config.replace(folder, shown) if folder and isinstance(config, str) else config
+
+
+def make_trainer(model: nn.Module, setting: Setting, folder: str = "") -> DeepSpeedTrainer | TorchTrainer:
+    """`folder`: an empty one that the trainer may fill, with `--offload nvme`."""
+    if setting.system == "gpu-only":
+        return TorchTrainer(model, setting)
+    return DeepSpeedTrainer(model, setting, folder)

@@ -40,6 +40,101 @@ class Slab:
         """Unlock and unmap; tensors that still view the memory must not be used again. A second call does nothing."""
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
+class Lease:
+    """One buffer of a Pool until released or dropped; a writable buffer of unsigned bytes.
+
+    ``torch.frombuffer(lease, dtype=torch.uint8)`` shares the memory and keeps the lease alive. ValueError or
+    BufferError for ``ptr`` and the buffer once released. A thread that asks for a lease while it holds one can deadlock
+    with others.
+    """
+
+    @property
+    def ptr(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def release(self) -> None:
+        """Give the buffer back; tensors that still view it must not be used again. A second call does nothing."""
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class Pool:
+    """``count`` buffers of ``buffer_bytes``, page aligned, all allocated here and lent out first come, first served.
+
+    RuntimeError names the buffer that could not be had, the bytes, the cause (with the locked-memory limit) and what to
+    do; also for every use in a forked child. ``pin`` and ``huge_pages`` as for Slab.
+    """
+
+    def __init__(self, buffer_bytes: int, count: int, pin: bool, huge_pages: bool) -> None: ...
+    def lease(self, timeout_s: float) -> Lease | None:
+        """A buffer with whatever its last user left in it; None after ``timeout_s``.
+
+        RuntimeError when the pool is closed, also while waiting. Signals are handled after it returns, so a thread that
+        must see them waits in turns of about a second (and loses its place in the queue with each).
+        """
+    def try_lease(self) -> Lease | None:
+        """A buffer if one is free; never waits."""
+    def close(self) -> None:
+        """Free what is not lent and end all waits with an error; lent buffers are freed as they come back."""
+    def stats(self) -> dict[str, int | float | bool]:
+        """buffers, free, leased_peak, waits (leases that found it empty), waited_s (seconds, of all threads together),
+        bytes (still held), pinned."""
+
+class IoEngine:
+    """Asynchronous transfers between memory and files with several requests in flight; for several threads at once.
+
+    Transfers start in the order of ``submit``, urgent ones first, but overlap and end in any order: who reads what a
+    transfer writes waits for its completion. The memory of a transfer must stay valid until ``next`` returns its token.
+    RuntimeError for every call but ``close``, ``next`` and ``stats`` once closed, and for every call in a forked child.
+    """
+
+    def __init__(
+        self, backend: Literal["auto", "io_uring", "libaio", "threads"], queue_depth: int, request_bytes: int
+    ) -> None:
+        """At most ``queue_depth`` requests (1 to 4096) of at most ``request_bytes`` (a multiple of 4096, up to 1 GiB).
+
+        "auto" takes the first backend that works. RuntimeError with the errno text when the one named does not.
+        """
+    @property
+    def backend(self) -> Literal["io_uring", "libaio", "threads"]: ...
+    def open(self, path: str, nbytes: int) -> int:
+        """Make a file (mode 0600, must not exist) with ``nbytes`` allocated, or open an existing one with ``nbytes`` 0.
+
+        Returns its number. OSError with errno, path, and when there is no room the bytes needed and the bytes free;
+        nothing is left behind then.
+        """
+    def is_direct(self, file: int) -> bool:
+        """Whether the filesystem takes O_DIRECT; if not, the file goes through the page cache."""
+    def register_memory(self, address: int, nbytes: int) -> bool:
+        """Keep the pages of a range at hand for the kernel; False when the backend or RLIMIT_MEMLOCK do not allow it.
+
+        Transfers work either way. The range must stay mapped until ``unregister_memory`` or ``close``: what is mapped
+        at the same address afterwards would not be what is read and written. ValueError when it overlaps another one.
+        """
+    def unregister_memory(self, address: int) -> None:
+        """For the start of a range as registered, with no transfer under way in it; otherwise does nothing."""
+    def submit(self, token: int, write: bool, pieces: list[tuple[int, int, int, int]], urgent: bool) -> None:
+        """Start a transfer of pieces ``(file, offset, address, nbytes)``, multiples of 4096; one completion for all.
+
+        Never waits for the device. ValueError, with nothing queued, for a piece that is out of range.
+        """
+    def next(self, timeout_s: float) -> tuple[int, str | None, int] | None:
+        """The next finished transfer: ``(token, None, 0)``, or ``(token, sentence, errno)`` if a request failed.
+
+        None after ``timeout_s`` seconds, or when closed and all have been told. The memory is no longer touched.
+        """
+    def sync(self, file: int) -> None:
+        """Wait until what finished transfers wrote to the file is on the device. OSError when it may be lost."""
+    def stats(self) -> dict[str, int | float | str | bool]:
+        """Totals since the start: ``read_bytes``, ``written_bytes``, ``read_requests``, ``write_requests`` of requests
+        done; ``repeated_requests`` (interrupted or short, sent again); ``busy_s``, ``read_busy_s``, ``write_busy_s``,
+        the time with at least one in flight. Now: ``in_flight`` (requests), ``unfinished`` (transfers),
+        ``registered_buffers``, ``registered_bytes``, ``registered_files``, ``direct_files``, ``buffered_files``,
+        ``backend`` and ``skipped_backends`` (those that "auto" could not use, and why)."""
+    def close(self) -> None:
+        """Wait for the requests in flight and close the files; transfers not wholly started end with ECANCELED.
+
+        ``next`` still tells of all of them. A second call does nothing.
+        """
+
 def isa() -> Literal["avx512", "avx2", "portable"]:
     """Best instruction set of this processor. All three give the same bits."""
 
@@ -63,11 +158,19 @@ def adamw(
     adam_w_mode: bool,
     grad_scale: float,
     isa: _Isa = "auto",
+    state_format: Literal["fp32", "bf16", "8bit"] = "fp32",
+    exp_avg_scale_ptr: int = 0,
+    exp_avg_sq_scale_ptr: int = 0,
+    seed: int = 0,
+    first: int = 0,
 ) -> None:
     """One Adam(W) step in place, in one pass over memory; ``step`` is 1 at the first update.
 
     ``bf16_planar``: weight bf16, remainder int16. ``fp32``: weight float, remainder unused (0). ``fp16_master``: weight
-    an fp16 copy that is written only, remainder the float master. Both moments are float.
+    an fp16 copy that is written only, remainder the float master.
+
+    Both moments are float, bf16, or bytes with a float scale for every 64 of them. Those that are not float are rounded
+    by random bits of (``seed``, ``step``, ``first`` + index); ``first`` is a multiple of 64.
     """
 
 def accumulate(

@@ -6,4 +6,6 @@ PYBIND11_MODULE(_native, module) {
   ds_slide::register_workers(module);
   ds_slide::register_update(module);
   ds_slide::register_memory(module);
+  ds_slide::register_io(module);
+  ds_slide::register_pool(module);
 }

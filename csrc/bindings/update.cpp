@@ -39,6 +39,12 @@ WeightFormat weight_format_of(std::string const& name) {
   return named("weight_format", name, kValues);
 }
 
+StateFormat state_format_of(std::string const& name) {
+  static constexpr std::array<std::pair<char const*, StateFormat>, 3> kValues{
+      {{"fp32", StateFormat::fp32}, {"bf16", StateFormat::bf16}, {"8bit", StateFormat::block8}}};
+  return named("state_format", name, kValues);
+}
+
 KernelTable const& kernels_named(std::string const& isa) {
   static constexpr std::array<std::pair<char const*, Isa>, 3> kValues{
       {{"portable", Isa::portable}, {"avx2", Isa::avx2}, {"avx512", Isa::avx512}}};
@@ -73,7 +79,10 @@ void adamw_binding(Workers& workers, std::string const& weight_format, std::uint
                    std::uintptr_t remainder_ptr, std::uintptr_t exp_avg_ptr, std::uintptr_t exp_avg_sq_ptr,
                    std::uintptr_t grad_ptr, std::string const& grad_dtype, std::size_t numel, double lr,
                    double beta1, double beta2, double eps, double weight_decay, std::int64_t step,
-                   bool bias_correction, bool adam_w_mode, double grad_scale, std::string const& isa) {
+                   bool bias_correction, bool adam_w_mode, double grad_scale, std::string const& isa,
+                   std::string const& state_format, std::uintptr_t exp_avg_scale_ptr,
+                   std::uintptr_t exp_avg_sq_scale_ptr, std::uint64_t seed, std::uint64_t first) {
+  StateFormat const state = state_format_of(state_format);
   WeightFormat const format = weight_format_of(weight_format);
   Dtype const gradient = dtype_of("grad_dtype", grad_dtype);
   if (step < 1) throw std::invalid_argument("step is " + std::to_string(step) + " but counts from 1");
@@ -83,12 +92,23 @@ void adamw_binding(Workers& workers, std::string const& weight_format, std::uint
     arrays.remainder = pointer("remainder_ptr", remainder_ptr, 2, numel);
   if (format == WeightFormat::fp16_master)
     arrays.remainder = pointer("remainder_ptr", remainder_ptr, 4, numel);
-  arrays.exp_avg = static_cast<float*>(pointer("exp_avg_ptr", exp_avg_ptr, 4, numel));
-  arrays.exp_avg_sq = static_cast<float*>(pointer("exp_avg_sq_ptr", exp_avg_sq_ptr, 4, numel));
+  if (first % kStateGroup != 0) {
+    throw std::invalid_argument("first is " + std::to_string(first) + " but must be a multiple of " +
+                                std::to_string(kStateGroup));
+  }
+  std::size_t const state_bytes = state == StateFormat::fp32 ? 4 : state == StateFormat::bf16 ? 2 : 1;
+  arrays.exp_avg = pointer("exp_avg_ptr", exp_avg_ptr, state_bytes, numel);
+  arrays.exp_avg_sq = pointer("exp_avg_sq_ptr", exp_avg_sq_ptr, state_bytes, numel);
+  if (state == StateFormat::block8) {
+    arrays.exp_avg_scale = static_cast<float*>(pointer("exp_avg_scale_ptr", exp_avg_scale_ptr, 4, numel));
+    arrays.exp_avg_sq_scale =
+        static_cast<float*>(pointer("exp_avg_sq_scale_ptr", exp_avg_sq_scale_ptr, 4, numel));
+  }
+  arrays.first = first;
   arrays.grad = pointer("grad_ptr", grad_ptr, size_of(gradient), numel);
-  AdamwConstants const constants =
-      make_constants({lr, beta1, beta2, eps, weight_decay, step, bias_correction, adam_w_mode, grad_scale});
-  adamw(workers, kernels_named(isa), format, gradient, arrays, numel, constants);
+  AdamwConstants const constants = make_constants(
+      {lr, beta1, beta2, eps, weight_decay, step, bias_correction, adam_w_mode, grad_scale, seed});
+  adamw(workers, kernels_named(isa), state, format, gradient, arrays, numel, constants);
 }
 
 void accumulate_binding(Workers& workers, std::uintptr_t dst_ptr, std::string const& dst_dtype,
@@ -116,7 +136,9 @@ void register_update(py::module_& module) {
              py::arg("exp_avg_ptr"), py::arg("exp_avg_sq_ptr"), py::arg("grad_ptr"), py::arg("grad_dtype"),
              py::arg("numel"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
              py::arg("weight_decay"), py::arg("step"), py::arg("bias_correction"), py::arg("adam_w_mode"),
-             py::arg("grad_scale"), py::arg("isa") = "auto", Release());
+             py::arg("grad_scale"), py::arg("isa") = "auto", py::arg("state_format") = "fp32",
+             py::arg("exp_avg_scale_ptr") = 0, py::arg("exp_avg_sq_scale_ptr") = 0, py::arg("seed") = 0,
+             py::arg("first") = 0, Release());
   module.def("accumulate", &accumulate_binding, "dst = round(float(dst) + float(src)).", py::arg("workers"),
              py::arg("dst_ptr"), py::arg("dst_dtype"), py::arg("src_ptr"), py::arg("src_dtype"),
              py::arg("numel"), py::arg("isa") = "auto", Release());

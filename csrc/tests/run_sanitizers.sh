@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds csrc/tests/stress.cpp with ThreadSanitizer, then with AddressSanitizer and UBSan, and runs both.
+# Builds csrc/tests/stress.cpp and io_stress.cpp with ThreadSanitizer, then with AddressSanitizer and UBSan, and runs
+# them. The files of io_stress go to the build folder, which should be on a disk: on a tmpfs O_DIRECT is left untried.
 # Usage: csrc/tests/run_sanitizers.sh [build folder]     (CXX names the compiler, default g++)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -7,7 +8,8 @@ build=${1:-build/sanitize}
 compiler=${CXX:-g++}
 flags=(-std=c++17 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -Wall -Wextra -pthread -Icsrc)
 
-sources=(csrc/tests/stress.cpp csrc/threads/*.cpp csrc/memory/*.cpp csrc/update/*.cpp)
+stress_sources=(csrc/tests/stress.cpp csrc/threads/*.cpp csrc/memory/*.cpp csrc/update/*.cpp)
+io_stress_sources=(csrc/tests/io_stress.cpp csrc/io/*.cpp)
 isa_flags() { # the same as in setup.py
   case "$(uname -m):$1" in
     x86_64:*_avx2.cpp) echo "-mavx2 -mf16c" ;;
@@ -15,9 +17,10 @@ isa_flags() { # the same as in setup.py
   esac
 }
 
-run() { # name, sanitizer flags
-  local name=$1; shift
+run() { # program, name, sanitizer flags
+  local program=$1 name=$2; shift 2
   mkdir -p "$build/$name"
+  local -n sources="${program}_sources"
   local objects=()
   for source in "${sources[@]}"; do
     local object; object="$build/$name/$(basename "$source" .cpp).o"
@@ -27,10 +30,12 @@ run() { # name, sanitizer flags
     (( ${#objects[@]} % $(nproc) == 0 )) && wait
   done
   wait
-  "$compiler" "${flags[@]}" "$@" "${objects[@]}" -o "$build/$name/stress" -ldl
-  echo "== $name"
-  "$build/$name/stress"
+  "$compiler" "${flags[@]}" "$@" "${objects[@]}" -o "$build/$name/$program" -ldl
+  echo "== $program, $name"
+  "$build/$name/$program" "$build/$name"
 }
 
-TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}" run thread -fsanitize=thread
-UBSAN_OPTIONS="halt_on_error=1:print_stacktrace=1 ${UBSAN_OPTIONS:-}" run address -fsanitize=address,undefined
+for program in stress io_stress; do
+  TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}" run $program thread -fsanitize=thread
+  UBSAN_OPTIONS="halt_on_error=1:print_stacktrace=1 ${UBSAN_OPTIONS:-}" run $program address -fsanitize=address,undefined
+done

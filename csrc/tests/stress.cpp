@@ -1,14 +1,18 @@
-// Hammers the threads, the kernels and the slabs from several callers at once. Built with a sanitizer by
-// run_sanitizers.sh: a race, an overrun or undefined behaviour ends it with a report, a wrong bit with
-// status 1.
+// Hammers the threads, the kernels, the slabs and the pool from several callers at once. Built with a
+// sanitizer by run_sanitizers.sh: a race, an overrun or undefined behaviour ends it with a report, a wrong
+// bit with status 1.
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <thread>
 #include <vector>
 
+#include "memory/pool.hpp"
 #include "memory/slab.hpp"
 #include "threads/workers.hpp"
 #include "update/update.hpp"
@@ -30,7 +34,9 @@ void require(bool condition, char const* what) {
 /// elements.
 struct Planes {
   explicit Planes(std::size_t numel, unsigned seed)
-      : numel(numel), words(5, std::vector<std::uint32_t>(numel)) {
+      : numel(numel),
+        words(5, std::vector<std::uint32_t>(numel)),
+        scales(2, std::vector<float>((numel + kStateGroup - 1) / kStateGroup, 1.0f)) {
     std::uint32_t state = seed * 2654435761u + 1;
     for (auto& plane : words) {
       for (std::uint32_t& word : plane) {
@@ -41,11 +47,14 @@ struct Planes {
     for (std::uint32_t& word : words[3]) word &= 0x7FFFFFFFu;  // exp_avg_sq is not negative
   }
   AdamwArrays arrays() {
-    return {words[0].data(), words[1].data(), reinterpret_cast<float*>(words[2].data()),
-            reinterpret_cast<float*>(words[3].data()), words[4].data()};
+    // The last groups of this unit have numbers beyond 2^32.
+    return {words[0].data(), words[1].data(),  words[2].data(),  words[3].data(),
+            words[4].data(), scales[0].data(), scales[1].data(), (std::uint64_t{1} << 32) - 32768};
   }
+  bool operator==(Planes const& other) const { return words == other.words && scales == other.scales; }
   std::size_t numel;
   std::vector<std::vector<std::uint32_t>> words;
+  std::vector<std::vector<float>> scales;
 };
 
 KernelTable const& kernels_for(unsigned index) {
@@ -62,13 +71,14 @@ void shared_workers() {
       Workers alone(1, {});
       for (unsigned round = 0; round < kRounds; ++round) {
         std::size_t const numel = 40000u + 7919u * caller + round;
+        auto const state = static_cast<StateFormat>((caller + round / 3) % kNumStateFormats);
         auto const format = static_cast<WeightFormat>((caller + round) % kNumWeightFormats);
         auto const dtype = static_cast<Dtype>(round % kNumDtypes);
         Planes actual(numel, caller * 100 + round);
         Planes expected = actual;
-        adamw(shared, kernels_for(round), format, dtype, actual.arrays(), numel, constants);
-        adamw(alone, portable_kernels(), format, dtype, expected.arrays(), numel, constants);
-        require(actual.words == expected.words, "an update differs");
+        adamw(shared, kernels_for(round), state, format, dtype, actual.arrays(), numel, constants);
+        adamw(alone, portable_kernels(), state, format, dtype, expected.arrays(), numel, constants);
+        require(actual == expected, "an update differs");
 
         double const sum =
             sum_of_squares(shared, kernels_for(round + 1), actual.words[4].data(), dtype, numel);
@@ -94,9 +104,19 @@ void exact_ends() {
     for (std::size_t numel = 0; numel < 70; ++numel) {
       std::vector<std::uint16_t> weight(numel, 0x3F80), remainder(numel, 0x0123), grad(numel, 0x3F00);
       std::vector<float> exp_avg(numel, 0.5f), exp_avg_sq(numel, 0.25f);
-      adamw(workers, kernels_for(isa), WeightFormat::bf16_planar, Dtype::bf16,
+      adamw(workers, kernels_for(isa), StateFormat::fp32, WeightFormat::bf16_planar, Dtype::bf16,
             {weight.data(), remainder.data(), exp_avg.data(), exp_avg_sq.data(), grad.data()}, numel,
             constants);
+      std::vector<std::uint16_t> halves(numel, 0x3F80), half_squares(numel, 0x3E80);
+      adamw(workers, kernels_for(isa), StateFormat::bf16, WeightFormat::bf16_planar, Dtype::bf16,
+            {weight.data(), remainder.data(), halves.data(), half_squares.data(), grad.data()}, numel,
+            constants);
+      std::vector<std::uint8_t> codes(numel, 0x85), square_codes(numel, 0x7F);
+      std::vector<float> scales((numel + kStateGroup - 1) / kStateGroup, 0.5f), square_scales = scales;
+      adamw(workers, kernels_for(isa), StateFormat::block8, WeightFormat::bf16_planar, Dtype::bf16,
+            {weight.data(), remainder.data(), codes.data(), square_codes.data(), grad.data(), scales.data(),
+             square_scales.data()},
+            numel, constants);
       accumulate(workers, kernels_for(isa), grad.data(), Dtype::bf16, weight.data(), Dtype::fp16, numel);
       require(sum_of_squares(workers, kernels_for(isa), grad.data(), Dtype::bf16, numel) >= 0.0,
               "a sum is negative");
@@ -148,6 +168,64 @@ void slabs() {
   }
 }
 
+/// More threads than buffers: each finds its buffer as it left it, nobody waits for ever, nothing is lost.
+void pooled() {
+  constexpr std::size_t kBuffers = 3, kBytes = 3 * 4096 + 100;
+  std::chrono::duration<double> const soon{1e-4}, late{60};
+  Pool pool(kBytes, kBuffers, false, false);
+  std::vector<std::thread> users;
+  for (int user = 0; user < 8; ++user) {
+    users.emplace_back([&, user] {
+      for (int round = 0; round < 400; ++round) {
+        auto lease = round % 7 == 0 ? pool.try_lease() : round % 5 == 0 ? pool.lease(soon) : pool.lease(late);
+        if (lease == nullptr) continue;
+        auto* const bytes = static_cast<unsigned char*>(lease->data());
+        std::memset(bytes, user, kBytes);
+        for (std::size_t at = 0; at < kBytes; at += 511)
+          require(bytes[at] == user, "a buffer was lent twice");
+        if (round % 3 == 0) {
+          std::thread other([&] { lease->release(); });  // two threads return it, once counts
+          lease->release();
+          other.join();
+          require(lease->data() == nullptr, "a released lease still has memory");
+        }
+      }
+    });
+  }
+  for (std::thread& user : users) user.join();
+  auto const statistics = pool.statistics();
+  require(statistics.free == kBuffers && statistics.leased_peak == kBuffers, "a buffer was lost");
+}
+
+/// close() in the middle: every waiter gets an error, lent buffers stay usable and are freed as they return.
+void closed_pool() {
+  for (int round = 0; round < 4 * kRounds; ++round) {
+    auto pool = std::make_unique<Pool>(8192, 2, false, false);
+    auto first = pool->lease(std::chrono::duration<double>(0));
+    std::atomic<int> refused{0};
+    std::vector<std::thread> users;
+    for (int user = 0; user < kCallers; ++user) {
+      users.emplace_back([&] {
+        try {
+          for (;;) {
+            auto const lease = pool->lease(std::chrono::duration<double>(60));
+            std::memset(lease->data(), 1, lease->nbytes());
+          }
+        } catch (std::runtime_error const&) {
+          ++refused;
+        }
+      });
+    }
+    if (round % 2 == 0) std::this_thread::yield();
+    pool->close();
+    for (std::thread& user : users) user.join();
+    require(refused == kCallers, "a thread outlived the pool");
+    require(pool->statistics().bytes == 8192, "a free buffer was kept");
+    pool.reset();
+    std::memset(first->data(), 2, first->nbytes());
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -155,5 +233,7 @@ int main() {
   exact_ends();
   short_lives();
   slabs();
+  pooled();
+  closed_pool();
   std::puts("stress: passed");
 }

@@ -84,6 +84,54 @@ struct Avx2 {
     return narrow(_mm256_blendv_epi8(rounded, quiet, is_nan(value)));
   }
 
+  using Int = __m256i;
+  using Mask = __m256i;
+  static Int set_int(std::uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
+  static Int lane_numbers() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+  static Int bits(__m256 value) { return _mm256_castps_si256(value); }
+  static __m256 floats(Int value) { return _mm256_castsi256_ps(value); }
+  static __m256 to_float(Int a) { return _mm256_cvtepi32_ps(a); }
+  static Int add_int(Int a, Int b) { return _mm256_add_epi32(a, b); }
+  static Int sub_int(Int a, Int b) { return _mm256_sub_epi32(a, b); }
+  static Int mul_int(Int a, Int b) { return _mm256_mullo_epi32(a, b); }
+  static Int and_int(Int a, Int b) { return _mm256_and_si256(a, b); }
+  static Int or_int(Int a, Int b) { return _mm256_or_si256(a, b); }
+  static Int xor_int(Int a, Int b) { return _mm256_xor_si256(a, b); }
+  static Int min_int(Int a, Int b) { return _mm256_min_epi32(a, b); }
+  static Int max_int(Int a, Int b) { return _mm256_max_epi32(a, b); }
+  static std::uint32_t greatest_lane(Int a) {
+    __m128i most = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4E));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0xB1));
+    return static_cast<std::uint32_t>(_mm_cvtsi128_si32(most));
+  }
+  template <int count>
+  static Int shift_left(Int a) {
+    return _mm256_slli_epi32(a, count);
+  }
+  template <int count>
+  static Int shift_right(Int a) {
+    return _mm256_srli_epi32(a, count);
+  }
+  static Mask is_positive(Int a) { return _mm256_cmpgt_epi32(a, _mm256_setzero_si256()); }
+  static Mask less(__m256 a, __m256 b) { return _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+  static Int keep_if(Mask mask, Int a) { return _mm256_and_si256(mask, a); }
+  static Int load8(std::uint8_t const* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<__m128i const*>(p)));
+  }
+  static void store8(std::uint8_t* p, Int value) {
+    __m128i const lowest = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    __m128i const low = _mm_shuffle_epi8(_mm256_castsi256_si128(value), lowest);
+    __m128i const high = _mm_shuffle_epi8(_mm256_extracti128_si256(value, 1), lowest);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_unpacklo_epi32(low, high));
+  }
+  static void store_bf16_stochastic(std::uint16_t* p, __m256 value, Int random) {
+    __m256i const bits = _mm256_castps_si256(value);
+    __m256i const quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
+    __m256i const rounded = _mm256_blendv_epi8(_mm256_add_epi32(bits, random), quiet, is_nan(value));
+    store16(p, narrow(_mm256_srli_epi32(rounded, 16)));
+  }
+
   template <std::size_t lanes>
   struct SquareLanes {
     __m256d sums[lanes / 4];

@@ -77,6 +77,48 @@ struct Avx512 {
     return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, is_nan(value), quiet));
   }
 
+  using Int = __m512i;
+  using Mask = __mmask16;
+  static Int set_int(std::uint32_t value) { return _mm512_set1_epi32(static_cast<int>(value)); }
+  static Int lane_numbers() {
+    return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  }
+  static Int bits(__m512 value) { return _mm512_castps_si512(value); }
+  static __m512 floats(Int value) { return _mm512_castsi512_ps(value); }
+  static __m512 to_float(Int a) { return _mm512_cvtepi32_ps(a); }
+  static Int add_int(Int a, Int b) { return _mm512_add_epi32(a, b); }
+  static Int sub_int(Int a, Int b) { return _mm512_sub_epi32(a, b); }
+  static Int mul_int(Int a, Int b) { return _mm512_mullo_epi32(a, b); }
+  static Int and_int(Int a, Int b) { return _mm512_and_si512(a, b); }
+  static Int or_int(Int a, Int b) { return _mm512_or_si512(a, b); }
+  static Int xor_int(Int a, Int b) { return _mm512_xor_si512(a, b); }
+  static Int min_int(Int a, Int b) { return _mm512_min_epi32(a, b); }
+  static Int max_int(Int a, Int b) { return _mm512_max_epi32(a, b); }
+  static std::uint32_t greatest_lane(Int a) { return static_cast<std::uint32_t>(_mm512_reduce_max_epi32(a)); }
+  template <int count>
+  static Int shift_left(Int a) {
+    return _mm512_slli_epi32(a, count);
+  }
+  template <int count>
+  static Int shift_right(Int a) {
+    return _mm512_srli_epi32(a, count);
+  }
+  static Mask is_positive(Int a) { return _mm512_cmpgt_epi32_mask(a, _mm512_setzero_si512()); }
+  static Mask less(__m512 a, __m512 b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+  static Int keep_if(Mask mask, Int a) { return _mm512_maskz_mov_epi32(mask, a); }
+  static Int load8(std::uint8_t const* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<__m128i const*>(p)));
+  }
+  static void store8(std::uint8_t* p, Int value) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(value));
+  }
+  static void store_bf16_stochastic(std::uint16_t* p, __m512 value, Int random) {
+    __m512i const bits = _mm512_castps_si512(value);
+    __m512i const quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x00400000));
+    __m512i const rounded = _mm512_mask_mov_epi32(_mm512_add_epi32(bits, random), is_nan(value), quiet);
+    store16(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+  }
+
   template <std::size_t lanes>
   struct SquareLanes {
     __m512d sums[lanes / 8];

@@ -124,6 +124,47 @@ struct Portable {
     *lo = static_cast<std::uint16_t>(is_nan_bits(bits) ? 0u : bits);
   }
 
+  // 32-bit integers that wrap around; comparisons take them as signed.
+  using Int = std::uint32_t;
+  using Mask = bool;
+  static Int set_int(std::uint32_t value) { return value; }
+  static Int lane_numbers() { return 0; }
+  static Int bits(float value) { return bits_of(value); }
+  static float floats(Int value) { return float_of(value); }
+  static float to_float(Int a) { return static_cast<float>(static_cast<std::int32_t>(a)); }
+  static Int add_int(Int a, Int b) { return a + b; }
+  static Int sub_int(Int a, Int b) { return a - b; }
+  static Int mul_int(Int a, Int b) { return a * b; }
+  static Int and_int(Int a, Int b) { return a & b; }
+  static Int or_int(Int a, Int b) { return a | b; }
+  static Int xor_int(Int a, Int b) { return a ^ b; }
+  static Int min_int(Int a, Int b) {
+    return static_cast<std::int32_t>(a) < static_cast<std::int32_t>(b) ? a : b;
+  }
+  static Int max_int(Int a, Int b) {
+    return static_cast<std::int32_t>(a) < static_cast<std::int32_t>(b) ? b : a;
+  }
+  static std::uint32_t greatest_lane(Int a) { return a; }
+  template <int count>
+  static Int shift_left(Int a) {
+    return a << count;
+  }
+  template <int count>
+  static Int shift_right(Int a) {
+    return a >> count;
+  }
+  static Mask is_positive(Int a) { return static_cast<std::int32_t>(a) > 0; }
+  static Mask less(float a, float b) { return a < b; }
+  static Int keep_if(Mask mask, Int a) { return a & (0u - static_cast<std::uint32_t>(mask)); }
+  static Int load8(std::uint8_t const* p) { return *p; }
+  static void store8(std::uint8_t* p, Int value) { *p = static_cast<std::uint8_t>(value); }
+  /// Up with the probability that the lost 16 bits are of a unit in the last place; `random` is below 2^16.
+  static void store_bf16_stochastic(std::uint16_t* p, float value, Int random) {
+    std::uint32_t const bits = bits_of(value);
+    std::uint32_t const quiet = (bits >> 16) | 0x0040u;
+    *p = static_cast<std::uint16_t>(is_nan_bits(bits) ? quiet : (bits + random) >> 16);
+  }
+
   template <std::size_t lanes>
   struct SquareLanes {
     double sums[lanes] = {};

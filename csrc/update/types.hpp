@@ -16,6 +16,15 @@ enum class WeightFormat {
 };
 inline constexpr int kNumWeightFormats = 3;
 
+/// How both moments are stored.
+enum class StateFormat {
+  fp32,
+  bf16,    // rounded stochastically
+  block8,  // 8-bit codes, and a float scale for every kStateGroup elements, rounded stochastically
+};
+inline constexpr int kNumStateFormats = 3;
+inline constexpr std::size_t kStateGroup = 64;
+
 enum class Isa { portable, avx2, avx512 };
 
 /// Numbers of one AdamW step, computed in double and rounded once. None of them is subnormal.
@@ -31,15 +40,19 @@ struct AdamwConstants {
   float eps;
   float grad_scale;
   bool adam_w_mode;
+  std::uint64_t rounding_key;  // of the unit's seed and the step, for the random bits of bf16 and block8
 };
 
 /// First elements of the arrays of one update. Only element alignment is assumed.
 struct AdamwArrays {
   void* weight;
   void* remainder;
-  float* exp_avg;
-  float* exp_avg_sq;
+  void* exp_avg;
+  void* exp_avg_sq;
   void const* grad;
+  float* exp_avg_scale = nullptr;  // block8 only
+  float* exp_avg_sq_scale = nullptr;
+  std::uint64_t first = 0;  // number of element 0 within its unit, a multiple of kStateGroup
 };
 
 /// The kernels of one instruction set; each works on elements [begin, end) of its arrays, on one thread.
@@ -48,8 +61,8 @@ struct KernelTable {
   using Accumulate = void (*)(void* dst, void const* src, std::size_t begin, std::size_t end);
   using SumOfSquares = double (*)(void const* data, std::size_t begin, std::size_t end);
 
-  Adamw adamw[kNumWeightFormats][kNumDtypes];     // [weight format][gradient dtype]
-  Accumulate accumulate[kNumDtypes][kNumDtypes];  // [dst][src]
+  Adamw adamw[kNumStateFormats][kNumWeightFormats][kNumDtypes];  // [state][weight][gradient dtype]
+  Accumulate accumulate[kNumDtypes][kNumDtypes];                 // [dst][src]
   SumOfSquares sum_of_squares[kNumDtypes];
 };
 

@@ -5,12 +5,15 @@
 #include <stdexcept>
 #include <vector>
 
+#include "update/rounding.hpp"
+
 namespace ds_slide {
 namespace {
 
 // 16 Ki elements are 416 KiB of planar state: small enough that 16 threads end within 30 us of each other,
 // large enough that taking the next slice (one atomic add) is not seen.
 constexpr std::size_t kUpdateSlice = 16 * 1024;
+static_assert(kUpdateSlice % kStateGroup == 0, "a slice begins where a group of 8-bit moments begins");
 constexpr std::size_t kAccumulateSlice = 64 * 1024;
 constexpr std::size_t kSumSegment = 64 * 1024;  // part of the result: another length sums in another order
 
@@ -74,12 +77,14 @@ AdamwConstants make_constants(AdamwOptions const& options) {
   constants.eps = constant(options.eps);
   constants.grad_scale = constant(options.grad_scale);
   constants.adam_w_mode = options.adam_w_mode;
+  constants.rounding_key = rounding_key(options.seed, static_cast<std::uint64_t>(options.step));
   return constants;
 }
 
-void adamw(Workers& workers, KernelTable const& kernels, WeightFormat format, Dtype grad_dtype,
-           AdamwArrays const& arrays, std::size_t numel, AdamwConstants const& constants) {
-  auto const kernel = kernels.adamw[static_cast<int>(format)][static_cast<int>(grad_dtype)];
+void adamw(Workers& workers, KernelTable const& kernels, StateFormat state, WeightFormat format,
+           Dtype grad_dtype, AdamwArrays const& arrays, std::size_t numel, AdamwConstants const& constants) {
+  auto const kernel =
+      kernels.adamw[static_cast<int>(state)][static_cast<int>(format)][static_cast<int>(grad_dtype)];
   for_slices(workers, numel, kUpdateSlice,
              [&](std::size_t, std::size_t begin, std::size_t end) { kernel(arrays, constants, begin, end); });
 }

@@ -18,7 +18,8 @@ struct AdamwOptions {
   std::int64_t step;  // 1 at the first update
   bool bias_correction;
   bool adam_w_mode;
-  double grad_scale;  // multiplies the gradient: clip factor / loss scale
+  double grad_scale;       // multiplies the gradient: clip factor / loss scale
+  std::uint64_t seed = 0;  // of the random bits that round bf16 and 8-bit moments: one number for a unit
 };
 
 /// The best instruction set of this processor.
@@ -30,8 +31,8 @@ struct AdamwOptions {
 [[nodiscard]] AdamwConstants make_constants(AdamwOptions const& options);
 
 /// One AdamW step on `numel` elements, in place. Same bits for any thread count and instruction set.
-void adamw(Workers& workers, KernelTable const& kernels, WeightFormat format, Dtype grad_dtype,
-           AdamwArrays const& arrays, std::size_t numel, AdamwConstants const& constants);
+void adamw(Workers& workers, KernelTable const& kernels, StateFormat state, WeightFormat format,
+           Dtype grad_dtype, AdamwArrays const& arrays, std::size_t numel, AdamwConstants const& constants);
 
 /// dst[i] = round(float(dst[i]) + float(src[i])).
 void accumulate(Workers& workers, KernelTable const& kernels, void* dst, Dtype dst_dtype, void const* src,

@@ -37,9 +37,16 @@ def _size_or_auto(value: Any, info: ValidationInfo) -> int | str:
     return "auto" if value == "auto" else parse_bytes(value, f"{CONFIG_KEY}.{info.field_name}")
 
 
+def _one_or_many(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
 Budget = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_size_or_none)]
+StateBudget = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_size_or_none)]
 AutoSize = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
 CoreNumber = Annotated[StrictInt, Field(ge=0)]
+Path = Annotated[StrictStr, Field(min_length=1)]
+Paths = Annotated[Annotated[tuple[Path, ...], Field(min_length=1)] | None, BeforeValidator(_one_or_many)]
 ModulePath = Annotated[StrictStr, Field(min_length=1)]
 
 
@@ -71,8 +78,40 @@ class SlideConfig(_Block):
     gpu_memory: Budget = Field(default=None, description=f"{SIZE_HELP}, above 0, or null for what is free")
     """Limit in bytes of everything that DS-Slide itself places on the GPU; None: what is free."""
 
-    host_memory: Budget = Field(default=None, description=f"{SIZE_HELP}, above 0, or null for what is free")
-    """Limit in bytes of the states and buffers in host memory; None: what is free."""
+    host_memory: StateBudget = Field(default=None, description=f"{SIZE_HELP}, 0, or null for what is free")
+    """Limit in bytes of the states in host memory; None: what is free. With an SSD tier, the rest goes there, block by
+    block; 0 puts there every state that may go. Held gradients and staging buffers come on top of it.
+    """
+
+    nvme_path: Paths = Field(default=None, description="a directory, a list of directories on different disks, or null")
+    """Directories of the SSD tier; several are striped, in proportion to their measured bandwidths.
+
+    None: DeepSpeed's own `zero_optimization.offload_optimizer.nvme_path` or `offload_param.nvme_path`.
+    """
+
+    state_dtype: Literal["fp32", "bf16", "8bit"] = Field(default="fp32", description='"fp32", "bf16" or "8bit"')
+    """Storage of the two moments of AdamW: exact fp32; bf16 with stochastic rounding; 8 bits with a scale per 64.
+
+    The weights' masters stay exact. The two short formats save 4 and nearly 6 of 12 bytes a parameter, in memory and
+    on SSD; they are updated on the CPU, so they exclude `gpu_states`.
+    """
+
+    ssd_buffers: Literal["auto"] | Annotated[StrictInt, Field(ge=2)] = Field(
+        default="auto", description='"auto" or an integer of at least 2'
+    )
+    """Host buffers through which optimizer states pass on their way from SSD to the update and back, of 8 Mi parameters
+    each (80 MiB in fp32); "auto": as many as keep a fast disk busy, at most 16.
+    """
+
+    weight_buffers: Literal["auto"] | Annotated[StrictInt, Field(ge=2)] = Field(
+        default="auto", description='"auto" or an integer of at least 2'
+    )
+    """Host buffers of one block's weights each, used where weights live on SSD; "auto": the window and 4 more."""
+
+    io_backend: Literal["auto", "io_uring", "libaio", "threads"] = Field(
+        default="auto", description='"auto", "io_uring", "libaio" or "threads"'
+    )
+    """How the SSD is read and written; "auto" takes the first that works on this machine."""
 
     gpu_states: AutoSize = Field(default="auto", description=f'"auto", 0 or {SIZE_HELP}')
     """GPU memory in bytes for optimizer states: edges first, then the first blocks, which are then updated on the GPU.

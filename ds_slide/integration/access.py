@@ -54,7 +54,7 @@ class StateAccess:
             planes.write_master(unit, entry, own)
             self._runtime.weights_changed(unit)
         else:
-            planes.read_state(unit, entry, self._known(key))[: own.numel()].copy_(own)
+            planes.write_state(unit, entry, self._known(key), own)
 
     def set_full_state(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None) -> None:
         place = self._trainable(parameter)
@@ -102,7 +102,7 @@ class StateAccess:
     def device_of(self, parameter: nn.Parameter) -> torch.device | None:
         """Where the states of the parameter live."""
         place = self._trainable(parameter)
-        return None if place is None else place[0].state.exp_avg.device
+        return None if place is None else place[0].state.device
 
     def _trainable(self, parameter: nn.Parameter) -> tuple[Unit, Entry] | None:
         place = self._places[parameter]

@@ -31,6 +31,11 @@ def install(engine_module: ModuleType) -> None:
         engine_class._configure_zero_optimizer = _choosing(engine_class._configure_zero_optimizer)
     if hasattr(engine_class, "_configure_basic_optimizer"):
         engine_class._configure_basic_optimizer = _sparing(engine_class._configure_basic_optimizer)
+    from deepspeed.runtime.zero import partition_parameters
+
+    from ds_slide.integration.zero_init import install_zero_init
+
+    install_zero_init(partition_parameters.Init, slide_config)
     _wrapped_classes.add(engine_class)
 
 
@@ -83,9 +88,10 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
             )
         original(self, *args, **kwargs)
         if slide is not None:
-            from ds_slide.integration.monitor import attach
+            from ds_slide.integration import checkpoint, monitor
 
-            attach(self)
+            monitor.attach(self)
+            checkpoint.attach(self)
 
     return __init__
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -13,16 +13,18 @@ from torch import nn
 
 from ds_slide.config import SlideConfig
 from ds_slide.integration import parameters as protocol
+from ds_slide.integration.ssd_settings import ssd_settings
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.structure import UnitSpec, find_structure, parameter_numel, parameter_shape
-from ds_slide.plan.memory import Budgets, Needs, Plan, UnitSize, make_plan
-from ds_slide.runtime.build import STAGINGS, RuntimeSettings, UnitPlan, build_runtime
+from ds_slide.optim.low_precision import STATE_FORMATS
+from ds_slide.plan.memory import Budgets, Plan, make_plan
+from ds_slide.plan.placement import Needs, SsdNeeds, UnitSize
+from ds_slide.runtime.build import STAGINGS, build_runtime
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.ranks import Ranks
+from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.threads import update_cores
-
-WEIGHT_FORMAT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def assemble(
@@ -57,9 +59,14 @@ def assemble(
 
 
 def runtime_settings(
-    config: SlideConfig, dtype: torch.dtype, accumulation_dtype: torch.dtype, accumulation_steps: int, clips: bool
+    config: SlideConfig,
+    ds_config: Mapping[str, Any],
+    dtype: torch.dtype,
+    accumulation_dtype: torch.dtype,
+    accumulation_steps: int,
+    clips: bool,
 ) -> RuntimeSettings:
-    """Decide what the DeepSpeed settings mean for the runtime (see `SlideConfig.hold_gradients`)."""
+    """Decide what the DeepSpeed settings mean for the runtime (see `SlideConfig.hold_gradients`). `ds_config`: raw."""
     needs_hold = clips or dtype == torch.float16 or accumulation_steps > 1
     held = needs_hold if config.hold_gradients == "auto" else config.hold_gradients
     held_dtype = accumulation_dtype if accumulation_steps > 1 else dtype
@@ -67,11 +74,13 @@ def runtime_settings(
         config.cpu_threads,
         config.cpu_cores,
         int(os.environ.get("LOCAL_RANK", "0")),
-        int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))),
+        local_ranks(),
     )
     return RuntimeSettings(
         dtype=dtype,
         held_dtype=held_dtype if held else None,
+        moments=STATE_FORMATS[config.state_dtype],
+        ssd=ssd_settings(config, ds_config),
         accumulates=accumulation_steps > 1,
         window=config.window,
         gradient_buffers=config.gradient_buffers,
@@ -81,6 +90,11 @@ def runtime_settings(
         delay_ms=config.debug.lane_delay_ms,
         seed=config.debug.seed,
     )
+
+
+def local_ranks() -> int:
+    """Ranks on this machine, as launchers announce them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
 
 
 def _in_forward_order(module: nn.Module, units: Sequence[UnitSpec]) -> list[UnitSpec]:
@@ -108,7 +122,7 @@ def _plan(
     held = 0 if settings.held_dtype is None else settings.held_dtype.itemsize
     rings = settings.held_dtype is None or settings.accumulates
     needs = Needs(
-        weight_format=WEIGHT_FORMAT[settings.dtype],
+        specs=settings.specs,
         weight_bytes=settings.dtype.itemsize,
         gradient_bytes=settings.dtype.itemsize,
         held_bytes=held,
@@ -116,9 +130,17 @@ def _plan(
         stagings=STAGINGS,
         ring=settings.gradient_buffers if rings else 0,
         world_size=unit_plans[0].layout.world_size,
+        ssd=_ssd_needs(settings),
     )
     sizes = [UnitSize(plan.spec.name, plan.layout, plan.spec.kind == "edge") for plan in unit_plans]
     return make_plan(sizes, needs, _budgets(module, config, device))
+
+
+def _ssd_needs(settings: RuntimeSettings) -> SsdNeeds | None:
+    ssd = settings.ssd
+    if ssd is None:
+        return None
+    return SsdNeeds(ssd.weights, ssd.records, ssd.chunk_numel, ssd.record_buffers, ssd.weight_buffers)
 
 
 def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
@@ -134,7 +156,10 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
             else:
                 on_host += size
     gpu_states = None if config.gpu_states == "auto" else config.gpu_states
-    available = psutil.virtual_memory().available
+    if config.state_dtype != "fp32":
+        gpu_states = 0  # the short formats are updated on the CPU; the contract has refused another wish
+    # The ranks of one machine share its memory.
+    available = psutil.virtual_memory().available // local_ranks()
     if device.is_cuda:
         free, total = torch.cuda.mem_get_info(device.torch)
         fraction = torch.cuda.get_per_process_memory_fraction(device.torch) if _has_fraction() else 1.0

@@ -21,6 +21,7 @@ from ds_slide.integration.refused import (
     Values,
     setting_problems,
 )
+from ds_slide.integration.ssd_settings import ssd_problems
 
 # (package, class) of what is supported: a subclass may change the update rule, so the type must be exact.
 _ADAM_CLASSES = (("deepspeed", "DeepSpeedCPUAdam"), ("deepspeed", "FusedAdam"), ("torch", "Adam"), ("torch", "AdamW"))
@@ -49,6 +50,8 @@ def check_deepspeed_config(
         *setting_problems(values, (*REFUSED_ENGINE_SETTINGS, *REFUSED_ZERO_SETTINGS)),
         *parallel_problems(values),
         *offload_problems(values),
+        *ssd_problems(slide, config._param_dict),
+        *state_dtype_problems(slide),
         *holding_problems(values, slide),
         *model_problems(model),
         *optimizer_choice_problems(config.optimizer_name, client_optimizer),
@@ -118,12 +121,7 @@ def parallel_problems(values: Values) -> Iterator[str]:
 
 
 def offload_problems(values: Values) -> Iterator[str]:
-    """DeepSpeed's own offload sections: accepted with devices none and cpu, and not needed at all."""
-    for section in ("offload_optimizer", "offload_param"):
-        settings = values.get(f"{section}_config")
-        if settings is not None and settings.device == "nvme":
-            path = f"zero_optimization.{section}.device"
-            yield f'{path} is "nvme", but the SSD tier is not in this version; set it to "cpu"'
+    """DeepSpeed's own offload sections: not needed at all; the device "nvme" opens the SSD tier."""
     settings = values.get("offload_optimizer_config")
     path = "zero_optimization.offload_optimizer"
     if (ratio := getattr(settings, "ratio", 1.0)) != 1.0:
@@ -132,6 +130,15 @@ def offload_problems(values: Values) -> Iterator[str]:
         yield f"{path}.super_offload is true, but it replaces the optimizer that DS-Slide replaces; set it to false"
     if values.get("zenflow_config") is not None:
         yield "zero_optimization.zenflow is set, but it changes the update that DS-Slide does; remove it"
+
+
+def state_dtype_problems(slide: SlideConfig) -> Iterator[str]:
+    """Moments in a short format are updated on the CPU only."""
+    if slide.state_dtype != "fp32" and slide.gpu_states not in ("auto", 0):
+        yield (
+            f'ds_slide.state_dtype is "{slide.state_dtype}", which is updated on the CPU, but ds_slide.gpu_states is '
+            f"{slide.gpu_states}; set gpu_states to 0"
+        )
 
 
 def holding_problems(values: Values, slide: SlideConfig) -> Iterator[str]:

@@ -22,8 +22,11 @@ from torch import nn
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideError
 from ds_slide.integration import parameters as protocol
+from ds_slide.integration import planes
 from ds_slide.integration.access import StateAccess
 from ds_slide.integration.assemble import assemble, runtime_settings
+from ds_slide.integration.checkpoint_mapped import MappedFiles
+from ds_slide.integration.checkpoint_pickle import materialized
 from ds_slide.integration.contract import check_supported
 from ds_slide.integration.norm_watch import NormWatch
 from ds_slide.integration.planes import require_stepped
@@ -48,7 +51,12 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             _init_external_params(child)
         FWD_MODULE_STACK.append(module)  # where DeepSpeed registers a parameter that is used outside its module
         settings = runtime_settings(
-            config, self.dtype, self.gradient_accumulation_dtype, self.gradient_accumulation_steps, self.clip_grad > 0
+            config,
+            ds_config,
+            self.dtype,
+            self.gradient_accumulation_dtype,
+            self.gradient_accumulation_steps,
+            self.clip_grad > 0,
         )
         group_of = {
             parameter: group_id
@@ -249,8 +257,16 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.runtime.reload_weights()
         self.runtime.bind_residents()
 
+    mapped_files: MappedFiles | None = None
+    """Of the load that runs (see checkpoint_load)."""
+
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's ZeRO-3 format, readable by zero_to_fp32.py, ds_to_universal.py and stock DeepSpeed."""
+        state: dict[str, Any] = materialized(self.planned_state_dict())
+        return state
+
+    def planned_state_dict(self) -> dict[str, Any]:
+        """`state_dict` whose tensors are made when they are written."""
         step = self.runtime.step_count
         return {
             "zero_stage": 3,
@@ -278,13 +294,14 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
                 "checkpoint.load_universal and checkpoint.pipeline_loading_checkpoint from the DeepSpeed config"
             )
         saved = state_dict_list[dist.get_rank(group=self.dp_process_group)]
+        files = self.mapped_files or MappedFiles()
         self.loss_scaler = saved["loss_scaler"]
         self.dynamic_loss_scale = saved["dynamic_loss_scale"]
         self.overflow = saved["overflow"]
-        self.sub_groups.load_masters(saved["fp32_flat_groups"])
+        self.sub_groups.load_masters(saved["fp32_flat_groups"], files)
         if load_optimizer_states:
             groups = self.optimizer.param_groups
-            self.runtime.step_count = self.sub_groups.load_optimizer_state(saved["optimizer_state_dict"], groups)
+            self.runtime.step_count = self.sub_groups.load_optimizer_state(saved["optimizer_state_dict"], groups, files)
 
     def refresh_fp32_params(self) -> None:
         """The low-precision weights become the masters."""
@@ -293,10 +310,11 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def _restore_from_bit16_weights(self) -> None:
         for unit in self.runtime.units:
             self.runtime.settle(unit)
-            remainder = unit.state.remainder
-            if remainder is not None:
-                weight = unit.state.weight[: remainder.numel()]
-                remainder.copy_(weight) if remainder.is_floating_point() else remainder.zero_()
+            if unit.state.has("remainder"):
+                for span in planes.pieces(unit.layout.trainable_numel):
+                    weight = unit.state.read("weight", span)
+                    exact = unit.state.dtype_of("remainder").is_floating_point
+                    unit.state.write("remainder", span, weight.float() if exact else torch.zeros_like(weight))
 
     # ---- the rest of the engine's contract -------------------------------------------------------------------
 

@@ -75,9 +75,12 @@ def adopt(unit: Unit) -> None:
     """Point the parameters of `unit` at its planes and let go of what they held before."""
     parameters: Sequence[Any] = unit.parameters
     for parameter, entry in zip(parameters, unit.layout.entries, strict=True):
-        view = unit.state.weight[entry.offset : entry.offset + entry.partition_numel]
+        dtype = unit.state.dtype_of("weight")
+        view = torch.empty(0, dtype=dtype)  # on SSD: whoever wants the elements gathers them
+        if unit.state.weight is not None:
+            view = unit.state.weight[entry.offset : entry.offset + entry.partition_numel]
         parameter.ds_tensor = _as_partition(view, entry.partition_numel)
-        parameter.data = torch.empty(0, dtype=view.dtype, device=parameter.device)
+        parameter.data = torch.empty(0, dtype=dtype, device=parameter.device)
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
         parameter.grad = None
 
@@ -147,7 +150,7 @@ class ParameterProtocol:
             if unit.resident is not None:
                 self._runtime.bind_resident(unit)
                 continue
-            own = unit.state.weight[entry.offset : entry.offset + entry.partition_numel]
+            own = unit.state.read("weight", slice(entry.offset, entry.offset + entry.partition_numel))
             own = own.to(self._runtime.device.torch, copy=True)
             whole = own
             if self._runtime.parts.ranks.world_size > 1:

@@ -57,6 +57,36 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step", ("self", "lr_kwargs")),
     Symbol("deepspeed.runtime.engine", "DeepSpeedEngine.steps_per_print", ("self",)),
     Symbol("deepspeed.monitor.monitor", "MonitorMaster.write_events", ("self", "event_list")),
+    # checkpoint*.py
+    *_methods(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine",
+        save_checkpoint="save_dir tag client_state save_latest exclude_frozen_parameters",
+        load_checkpoint="load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states "
+        "load_module_only custom_load_fn",
+        _save_checkpoint="save_dir tag client_state exclude_frozen_parameters",
+        _load_checkpoint="load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states "
+        "load_module_only custom_load_fn",
+        _load_zero_checkpoint="load_dir tag load_optimizer_states",
+        _checkpoint_tag_validation="tag",
+        _copy_recovery_script="save_path",
+        _get_ckpt_name="checkpoints_path tag",
+        _get_zero_ckpt_name="checkpoints_path tag",
+        _get_zero_frozen_param_attributes="attr_func",
+        _get_param_fragment_func="param",
+        use_node_local_storage="",
+    ),
+    *_methods(
+        "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine",
+        "TorchCheckpointEngine",
+        save="state_dict path",
+        load="path map_location",
+    ),
+    Symbol("deepspeed.git_version_info", "version"),
+    *(
+        Symbol("deepspeed.checkpoint.constants", name)
+        for name in ("DS_VERSION", "FP32_FLAT_GROUPS", "FROZEN_PARAM_FRAGMENTS", "OPTIMIZER_STATE_DICT")
+    ),
     # optimizer.py: what it calls
     *_methods(
         "deepspeed.runtime.base_optimizer",

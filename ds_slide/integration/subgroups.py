@@ -2,26 +2,33 @@
 
 A sub-group is a run of parameters of one optimizer group (cut at `sub_group_size`, as stock ZeRO-3 does), and its
 flat tensors hold this rank's padded partitions one after the other. DS-Slide stores by unit, so these tensors are
-made when a checkpoint is written and taken apart when one is read; each can be exchanged with stock DeepSpeed.
+planned, not made: a checkpoint takes them piece by piece from the planes, and is taken apart piece by piece.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
 from ds_slide.errors import SlideError
-from ds_slide.integration import planes
+from ds_slide.integration.checkpoint_mapped import MappedFiles
+from ds_slide.integration.checkpoint_pickle import PIECE, Planned
+from ds_slide.integration.checkpoint_planes import MASTER, read_values, write_values
+from ds_slide.integration.planes import STATE_KEYS
 from ds_slide.model.layout import Entry
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.unit import Unit
 
 Places = dict[nn.Parameter, tuple[Unit, Entry]]
+Flat = tuple[torch.Tensor, int]
+"""A flat tensor, and where in it the partition of a parameter begins."""
 
 
 @dataclass(frozen=True)
@@ -33,69 +40,75 @@ class SubGroups:
     places: Places
     runtime: SlideRuntime
 
-    def _flat(self, group: Sequence[nn.Parameter], read: Callable[[Unit, Entry], torch.Tensor]) -> torch.Tensor:
-        numel = sum(self.places[parameter][1].partition_numel for parameter in group)
-        flat = torch.empty(numel, dtype=torch.float32)
-        for (unit, entry), span in self._spans(group):
-            flat[span].copy_(read(unit, entry))
-        return flat
-
-    def _spans(self, group: Sequence[nn.Parameter]) -> Iterator[tuple[tuple[Unit, Entry], slice]]:
-        offset = 0
-        for parameter in group:
-            place = self.places[parameter]
-            yield place, slice(offset, offset + place[1].partition_numel)
-            offset += place[1].partition_numel
-
-    def _settle(self) -> None:
-        for unit in self.runtime.units:
-            self.runtime.settle(unit)
-
-    def masters(self) -> list[torch.Tensor]:
-        """fp32 masters by sub-group (`fp32_flat_groups`), host tensors."""
-        self._settle()
-        return [self._flat(group, planes.read_master) for group in self.groups]
+    def masters(self) -> list[Planned]:
+        """fp32 masters by sub-group (`fp32_flat_groups`)."""
+        return [self._planned(group, MASTER) for group in self.groups]
 
     def optimizer_state(self, param_groups: Sequence[dict[str, Any]], step: int) -> dict[str, Any]:
         """The state dict that a torch optimizer over the flat sub-groups would have."""
-        self._settle()
-        state, packed = {}, []
-        for number, group in enumerate(self.groups):
-            moments = {
-                key: self._flat(group, functools.partial(planes.read_state, key=key)) for key in planes.STATE_KEYS
-            }
-            state[number] = {"step": step, **moments}
+        state = {
+            number: {"step": step, **{key: self._planned(group, key) for key in STATE_KEYS}}
+            for number, group in enumerate(self.groups)
+        }
+        packed = []
         for group_id, param_group in enumerate(param_groups):
             settings = {key: value for key, value in param_group.items() if key != "params"}
             members = [number for number, owner in enumerate(self.group_ids) if owner == group_id]
             packed.append({**settings, "params": members})
         return {"state": state, "param_groups": packed}
 
-    def load_masters(self, flats: Sequence[torch.Tensor]) -> None:
-        """Set weights and masters from `fp32_flat_groups`."""
+    def _planned(self, group: Sequence[nn.Parameter], key: str) -> Planned:
+        places = [self.places[parameter] for parameter in group]
+        ends = list(accumulate(entry.partition_numel for _, entry in places))
+
+        def read(start: int, stop: int) -> torch.Tensor:
+            values = torch.empty(stop - start, dtype=torch.float32)
+            index, done = bisect_right(ends, start), start
+            while done < stop:
+                unit, entry = places[index]
+                end = min(ends[index], stop)
+                offset = entry.offset + entry.partition_numel - ends[index]
+                self.runtime.settle(unit)
+                values[done - start : end - start] = read_values(unit, key, slice(offset + done, offset + end))
+                index, done = index + 1, end
+            return values
+
+        return Planned(ends[-1] if ends else 0, torch.float32, read)
+
+    def load_masters(self, flats: Sequence[torch.Tensor], files: MappedFiles, *, rounded: bool = False) -> None:
+        """Set weights and masters from `fp32_flat_groups`. `rounded`: to the model's dtype, both."""
         self._check(flats, "fp32_flat_groups")
-        self._settle()
-        for group, flat in zip(self.groups, flats, strict=True):
-            for (unit, entry), span in self._spans(group):
-                planes.write_master(unit, entry, flat[span])
+        self._load(MASTER, flats, files, rounded=rounded)
         for unit in self.runtime.units:
             self.runtime.weights_changed(unit)
 
-    def load_optimizer_state(self, state_dict: dict[str, Any], param_groups: Sequence[dict[str, Any]]) -> int:
+    def load_optimizer_state(
+        self, state_dict: dict[str, Any], param_groups: Sequence[dict[str, Any]], files: MappedFiles
+    ) -> int:
         """Set the moments and the groups' settings; returns the step count."""
-        state = state_dict["state"]
-        self._check([state[number]["exp_avg"] for number in sorted(state)], "optimizer_state_dict")
-        self._settle()
-        step = 0
-        for number, group in enumerate(self.groups):
-            saved = state[number]
-            step = int(saved["step"])
-            for key in planes.STATE_KEYS:
-                for (unit, entry), span in self._spans(group):
-                    planes.read_state(unit, entry, key).copy_(saved[key].reshape(-1)[span])
+        saved = [state_dict["state"][number] for number in sorted(state_dict["state"])]
+        for key in STATE_KEYS:
+            flats = [state[key].reshape(-1) for state in saved]
+            self._check(flats, "optimizer_state_dict")
+            self._load(key, flats, files)
         for param_group, loaded in zip(param_groups, state_dict["param_groups"], strict=True):
-            param_group.update({key: value for key, value in loaded.items() if key != "params"})
-        return step
+            settings = {key: value for key, value in loaded.items() if key != "params"}
+            param_group.update(copy.deepcopy(settings))  # a tensor among them would keep the file mapped
+        return int(saved[-1]["step"]) if saved else 0
+
+    def _load(self, key: str, flats: Sequence[torch.Tensor], files: MappedFiles, *, rounded: bool = False) -> None:
+        """In the order of the planes, padding included, and in pieces that start at a multiple of PIECE: planes with a
+        scale for each group of elements get whole groups."""
+        sources: dict[nn.Parameter, Flat] = {}
+        for group, flat in zip(self.groups, flats, strict=True):
+            starts = accumulate((self.places[parameter][1].partition_numel for parameter in group), initial=0)
+            sources |= {parameter: (flat, start) for parameter, start in zip(group, starts, strict=False)}
+        for unit in self.runtime.units:
+            self.runtime.settle(unit)
+            for start in range(0, unit.layout.trainable_numel, PIECE):
+                span = slice(start, min(start + PIECE, unit.layout.trainable_numel))
+                values = _values(unit, span, sources, files)
+                write_values(unit, key, span, values.to(unit.parameters[0].dtype).float() if rounded else values)
 
     def _check(self, flats: Sequence[torch.Tensor], what: str) -> None:
         expected = [sum(self.places[parameter][1].partition_numel for parameter in group) for group in self.groups]
@@ -106,3 +119,16 @@ class SubGroups:
                 f"{expected}; load it with the model, the number of ranks and the zero_optimization.sub_group_size "
                 "that it was saved with"
             )
+
+
+def _values(unit: Unit, span: slice, sources: dict[nn.Parameter, Flat], files: MappedFiles) -> torch.Tensor:
+    """Local elements `span` of a unit from the flat tensors; zeros between the parameters."""
+    values = torch.zeros(span.stop - span.start, dtype=torch.float32)
+    for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True):
+        first, last = max(entry.offset, span.start), min(entry.offset + entry.partition_numel, span.stop)
+        if first < last and parameter in sources:
+            flat, begin = sources[parameter]
+            offset = begin - entry.offset
+            with files.using(flat[offset + first : offset + last]) as source:
+                values[first - span.start : last - span.start] = source
+    return values

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.optim.low_precision import STATE_FORMATS, StateFormat
+from ds_slide.optim.rounding import check_first
 
 try:
     from ds_slide import _native
@@ -57,12 +59,22 @@ class CpuUpdater:
         grad: torch.Tensor,
         hyper: AdamWHyper,
         grad_scale: float = 1.0,
+        *,
+        exp_avg_scale: torch.Tensor | None = None,
+        exp_avg_sq_scale: torch.Tensor | None = None,
+        seed: int = 0,
+        first: int = 0,
     ) -> None:
         """One Adam(W) step in place, in one pass over memory; all tensors have the same number of elements.
 
         ``weight`` bf16 with ``remainder`` int16 is the planar master; fp32 with None is a plain weight; fp16 with
-        ``remainder`` fp32 is an fp16 copy (written only) of the fp32 master. The moments are fp32, ``grad`` is bf16,
-        fp16 or fp32 and is multiplied by ``grad_scale`` first.
+        ``remainder`` fp32 is an fp16 copy (written only) of the fp32 master. ``grad`` is bf16, fp16 or fp32 and is
+        multiplied by ``grad_scale`` first.
+
+        The moments are both fp32, both bf16, or both uint8 codes with their scales, fp32 [ceil(numel / 64)]
+        (ds_slide.optim.low_precision). bf16 and codes are rounded stochastically by random bits of (``seed``, step,
+        element), where ``seed`` is the unit's and ``first``, a multiple of 64, is the number of element 0 within the
+        unit: chunks of a unit give the bits of the whole. An infinity or NaN in a moment makes its group of codes NaN.
         """
         weight_format = _WEIGHT_FORMATS.get((weight.dtype, None if remainder is None else remainder.dtype))
         if weight_format is None:
@@ -72,13 +84,22 @@ class CpuUpdater:
             )
         numel = weight.numel()
         beta1, beta2 = hyper.betas
+        check_first(first)
+        state = _state_format(exp_avg_sq)
+        low_precision: dict[str, Any] = {}
+        scales = {
+            "exp_avg_scale_ptr": _scale_pointer("exp_avg_scale", exp_avg_scale, numel, state),
+            "exp_avg_sq_scale_ptr": _scale_pointer("exp_avg_sq_scale", exp_avg_sq_scale, numel, state),
+        }
+        if state.name != "fp32":
+            low_precision = {"state_format": state.name, "seed": seed & 0xFFFFFFFFFFFFFFFF, "first": first, **scales}
         _native.adamw(
             self._workers,
             weight_format,
             _pointer("adamw_", "weight", weight, numel),
             0 if remainder is None else _pointer("adamw_", "remainder", remainder, numel),
-            _pointer("adamw_", "exp_avg", exp_avg, numel, torch.float32),
-            _pointer("adamw_", "exp_avg_sq", exp_avg_sq, numel, torch.float32),
+            _pointer("adamw_", "exp_avg", exp_avg, numel, state.dtype),
+            _pointer("adamw_", "exp_avg_sq", exp_avg_sq, numel, state.dtype),
             _pointer("adamw_", "grad", grad, numel),
             _dtype_name("adamw_", "grad", grad),
             numel,
@@ -91,6 +112,7 @@ class CpuUpdater:
             hyper.bias_correction,
             hyper.adam_w_mode,
             grad_scale,
+            **low_precision,
         )
 
     def accumulate_(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -117,6 +139,26 @@ def _dtype_name(function: str, argument: str, tensor: torch.Tensor) -> _DtypeNam
     if name is None:
         raise SlideError(f"{function}: {argument} is {tensor.dtype}; use bfloat16, float16 or float32.")
     return name
+
+
+def _state_format(exp_avg_sq: torch.Tensor) -> StateFormat:
+    state = next((known for known in STATE_FORMATS.values() if known.dtype == exp_avg_sq.dtype), None)
+    if state is None:
+        raise SlideError(f"adamw_: exp_avg_sq is {exp_avg_sq.dtype}; use float32, bfloat16 or uint8 for both moments.")
+    return state
+
+
+def _scale_pointer(argument: str, scale: torch.Tensor | None, numel: int, state: StateFormat) -> int:
+    if (scale is not None) != state.has_scales:
+        needed = f"an fp32 tensor of {state.scale_numel(numel)} elements" if state.has_scales else "None"
+        raise SlideError(f"adamw_: {argument} must be {needed} when the moments are {state.dtype}.")
+    if scale is None:
+        return 0
+    if scale.numel() != state.scale_numel(numel):
+        raise SlideError(
+            f"adamw_: {argument} has {scale.numel()} elements but {numel} moments need {state.scale_numel(numel)}."
+        )
+    return _pointer("adamw_", argument, scale, scale.numel(), torch.float32)
 
 
 def _pointer(function: str, argument: str, tensor: torch.Tensor, numel: int, dtype: torch.dtype | None = None) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 
 from ds_slide.optim.hyper import AdamWConstants, AdamWHyper
+from ds_slide.optim.low_precision import GROUP, to_fp32
+from ds_slide.optim.rounding import check_first, random_bits, round_8bit, round_bf16
 
 # Flush to zero as x86 processors do it (MXCSR.FTZ): a result is subnormal when it is below 2^-126 after rounding with
 # an exponent range that has no lower end. From 2^-126 - 2^-151 on, such rounding gives 2^-126, which stays.
@@ -52,19 +54,51 @@ def adamw_reference_(
     grad: torch.Tensor,
     hyper: AdamWHyper,
     grad_scale: float = 1.0,
+    *,
+    exp_avg_scale: torch.Tensor | None = None,
+    exp_avg_sq_scale: torch.Tensor | None = None,
+    seed: int = 0,
+    first: int = 0,
 ) -> None:
     """One Adam(W) step in place on contiguous tensors of one size and device.
 
     ``weight`` bf16 with ``remainder`` int16 is the planar master; fp32 with None is a plain weight; fp16 with
-    ``remainder`` fp32 is an fp16 copy of the fp32 master. The moments are fp32, ``grad`` is bf16, fp16 or fp32.
+    ``remainder`` fp32 is an fp16 copy of the fp32 master. ``grad`` is bf16, fp16 or fp32. The moments are fp32,
+    bf16, or uint8 codes with their scales; the last two are rounded by random bits of (``seed``, step, element), where
+    ``first`` is the number of element 0 within its unit.
     """
+    check_first(first)
     constants = hyper.constants(grad_scale)
     planes = (
         [weight, exp_avg, exp_avg_sq, grad] if remainder is None else [weight, exp_avg, exp_avg_sq, grad, remainder]
     )
+    start = 0
     # In chunks: the fp64 temporaries of a whole vocabulary matrix would be tens of gigabytes.
     for w, m, v, g, *rest in zip(*(plane.view(-1).split(_CHUNK) for plane in planes), strict=True):
-        _adamw_chunk_(w, rest[0] if rest else None, m, v, g, constants)
+        low = rest[0] if rest else None
+        if m.dtype == torch.float32:
+            _adamw_chunk_(w, low, m, v, g, constants)
+        else:
+            groups = slice(start // GROUP, -(-(start + w.numel()) // GROUP))
+            m_scale = None if exp_avg_scale is None else exp_avg_scale[groups]
+            v_scale = None if exp_avg_sq_scale is None else exp_avg_sq_scale[groups]
+            moments = to_fp32(m, m_scale, signed=True), to_fp32(v, v_scale, signed=False)
+            _adamw_chunk_(w, low, *moments, g, constants)
+            random = random_bits(seed, hyper.step, first + start, w.numel(), w.device)
+            _store_moment(m, m_scale, moments[0], random >> 16, signed=True)
+            _store_moment(v, v_scale, moments[1], random & 0xFFFF, signed=False)
+        start += w.numel()
+
+
+def _store_moment(
+    stored: torch.Tensor, scale: torch.Tensor | None, values: torch.Tensor, random: torch.Tensor, *, signed: bool
+) -> None:
+    if scale is None:
+        stored.copy_(round_bf16(values, random))
+        return
+    codes, scales = round_8bit(values, random, signed=signed)
+    stored.copy_(codes)
+    scale.copy_(scales)
 
 
 def _adamw_chunk_(

@@ -11,23 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_slide.errors import SlideError
-from ds_slide.model.layout import UnitLayout
+from ds_slide.plan.placement import HostPlacement, Needs, UnitSize, place_on_host
+from ds_slide.store.planes import optimizer_bytes
 
-MASTER_BYTES = {"bf16": 2, "fp32": 0, "fp16": 4}
-"""Bytes a parameter of the remainder plane, by weight format."""
-MOMENT_BYTES = 8
 # 5 %: on a 141 GB card that covers the vocabulary matrix of a 3 B model and some blocks, on a 24 GB card a block or
 # two; activations, which DS-Slide does not place yet, need the rest.
 AUTO_GPU_STATE_SHARE = 0.05
-
-
-@dataclass(frozen=True)
-class UnitSize:
-    """What the plan knows of a unit. `is_edge` units are always on the GPU with their weights."""
-
-    name: str
-    layout: UnitLayout
-    is_edge: bool
 
 
 @dataclass(frozen=True)
@@ -43,37 +32,24 @@ class Budgets:
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Storage settings that set the bytes. Item sizes in bytes; `weight_format` as in MASTER_BYTES."""
-
-    weight_format: str
-    weight_bytes: int
-    gradient_bytes: int
-    held_bytes: int
-    """Bytes a parameter of a held host gradient; 0 when gradients are not held."""
-    window: int
-    stagings: int
-    ring: int
-    world_size: int = 1
-
-
-@dataclass(frozen=True)
 class Plan:
-    """`on_gpu`: indices of the units whose states live on the GPU. Byte totals of what DS-Slide places."""
+    """`on_gpu`: indices of the units whose states live on the GPU. `host`: the rest, in host memory or on SSD. Byte
+    totals of what DS-Slide places."""
 
     on_gpu: frozenset[int]
     gpu_bytes: int
     gpu_state_bytes: int
-    host_bytes: int
+    host: HostPlacement
 
-
-def _state_bytes(layout: UnitLayout, needs: Needs) -> int:
-    return layout.trainable_numel * (MASTER_BYTES[needs.weight_format] + MOMENT_BYTES)
+    @property
+    def host_bytes(self) -> int:
+        return self.host.host_bytes
 
 
 def gpu_cost(unit: UnitSize, needs: Needs) -> int:
     """Bytes more on the GPU when the unit's states (and its held gradient) move there."""
-    cost = _state_bytes(unit.layout, needs) + unit.layout.trainable_numel * max(needs.gradient_bytes, needs.held_bytes)
+    trainable = unit.layout.trainable_numel
+    cost = optimizer_bytes(needs.specs, trainable) + trainable * max(needs.gradient_bytes, needs.held_bytes)
     if not unit.is_edge:
         cost += unit.layout.slot_numel * needs.weight_bytes
     return cost
@@ -97,7 +73,8 @@ def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan
         elif not units[index].is_edge:
             break  # blocks in order: a gap would be fetched anyway
     placed = frozenset(on_gpu)
-    plan = Plan(placed, _gpu_bytes(units, needs, placed), allowance - left, _host_bytes(units, needs, placed))
+    host = place_on_host(units, needs, placed, budgets.host_free, budgets.host_memory)
+    plan = Plan(placed, _gpu_bytes(units, needs, placed), allowance - left, host)
     _check(plan, budgets, needs)
     return plan
 
@@ -120,20 +97,6 @@ def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) 
     return total + sum(gpu_cost(units[index], needs) for index in on_gpu)
 
 
-def _host_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
-    total = 0
-    on_host = [unit for index, unit in enumerate(units) if index not in on_gpu]
-    for unit in on_host:
-        layout = unit.layout
-        total += layout.local_numel * needs.weight_bytes + _state_bytes(layout, needs)
-        total += layout.trainable_numel * needs.held_bytes
-    if needs.ring:
-        blocks = max((unit.layout.trainable_numel for unit in on_host if not unit.is_edge), default=0)
-        edges = max((unit.layout.trainable_numel for unit in on_host if unit.is_edge), default=0)
-        total += (needs.ring * blocks + edges) * needs.gradient_bytes
-    return total
-
-
 def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
     gpu_limit = budgets.gpu_free if budgets.gpu_memory is None else min(budgets.gpu_free, budgets.gpu_memory)
     if plan.gpu_bytes > gpu_limit:
@@ -143,12 +106,27 @@ def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
             f"lower ds_slide.window (now {needs.window}) or ds_slide.gpu_states (now {plan.gpu_state_bytes:,} bytes), "
             "or allow more"
         )
-    host_limit = budgets.host_free if budgets.host_memory is None else min(budgets.host_free, budgets.host_memory)
-    if plan.host_bytes > host_limit:
-        source = "ds_slide.host_memory" if host_limit == budgets.host_memory else "free host memory"
-        held = " or ds_slide.hold_gradients (false, without clipping and accumulation)" if needs.held_bytes else ""
+    _check_host(plan, budgets, needs)
+
+
+def _check_host(plan: Plan, budgets: Budgets, needs: Needs) -> None:
+    host = plan.host
+    budget = budgets.host_memory
+    if budget is not None and needs.ssd is None and host.state_bytes > budget:
         raise SlideError(
-            f"host tier: the states need {plan.host_bytes:,} bytes, but {source} is {host_limit:,}; "
-            f"change ds_slide.gpu_states (now {plan.gpu_state_bytes:,} bytes, more moves states to the GPU){held}, "
-            "or use more ranks or a machine with more memory"
+            f"host tier: the states need {host.state_bytes:,} bytes, but ds_slide.host_memory is {budget:,}; allow "
+            'more, or let the rest go to SSD with zero_optimization.offload_optimizer.device "nvme" and its nvme_path'
+        )
+    if host.host_bytes > budgets.host_free:
+        held = " or ds_slide.hold_gradients (false, without clipping and accumulation)" if needs.held_bytes else ""
+        if needs.ssd is None:
+            way_out = 'zero_optimization.offload_optimizer.device (to "nvme", with its nvme_path)'
+        elif not needs.ssd.weights:
+            way_out = 'zero_optimization.offload_param.device (to "nvme": the weights, too, may then go to SSD)'
+        else:
+            way_out = "ds_slide.host_memory (lower), ds_slide.weight_buffers or ds_slide.ssd_buffers"
+        raise SlideError(
+            f"host tier: states, gradients and buffers need {host.host_bytes:,} bytes, but {budgets.host_free:,} are "
+            f"free; change {way_out}, ds_slide.gpu_states (now {plan.gpu_state_bytes:,} bytes, more moves states to "
+            f"the GPU){held}, or use more ranks or a machine with more memory"
         )

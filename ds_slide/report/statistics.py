@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ds_slide.runtime.device import Device, Marker
 
 LANES = ("compute", "h2d", "d2h", "update")
+SSD = "ssd"
+"""Of runs with an SSD tier; reads and writes share the disk, so they are one lane."""
+SECONDS_A_DAY = 86_400
 
 
 class LaneMeter:
@@ -56,6 +60,9 @@ class StepStatistics:
     bound_s: float
     bound_lane: str
     lanes: dict[str, dict[str, float | int]]
+    ssd: dict[str, Any]
+    """Bytes read and written in this step, terabytes written a day at this rate, and the store's settings; empty
+    without an SSD tier."""
 
     @property
     def efficiency(self) -> float:
@@ -74,22 +81,42 @@ class StepRecorder:
         self.meters = {lane: LaneMeter() for lane in LANES[1:]}
         self.stall = LaneMeter()
         self._last_end: float | None = None
+        self._ssd: Callable[[], dict[str, Any]] | None = None
+        self._ssd_before: dict[str, Any] = {}
         self.latest: StepStatistics | None = None
+
+    def watch_ssd(self, statistics: Callable[[], dict[str, Any]]) -> None:
+        """`statistics`: totals of the store since its start (read_bytes, written_bytes, busy_s, and settings)."""
+        self._ssd = statistics
+        self._ssd_before = statistics()
+
+    def _ssd_step(self, wall: float) -> dict[str, Any]:
+        if self._ssd is None:
+            return {}
+        before, now = self._ssd_before, self._ssd()
+        self._ssd_before = now
+        step = {**now, **{key: now[key] - before[key] for key in ("read_bytes", "written_bytes", "busy_s")}}
+        step["written_total_bytes"] = now["written_bytes"]
+        step["written_tb_per_day"] = step["written_bytes"] / wall * SECONDS_A_DAY / 1e12 if wall > 0 else 0.0
+        return step
 
     def end_step(self, step: int) -> StepStatistics | None:
         now = time.perf_counter()
         previous, self._last_end = self._last_end, now
         taken = {lane: meter.take() for lane, meter in self.meters.items()}
         stalled, _ = self.stall.take()
+        wall = 0.0 if previous is None else now - previous
+        ssd = self._ssd_step(wall)
         if previous is None:
             return None
-        wall = now - previous
         lanes: dict[str, dict[str, float | int]] = {"compute": {"busy_s": max(0.0, wall - stalled), "bytes": 0}}
         for lane, (seconds, moved) in taken.items():
             lanes[lane] = {"busy_s": seconds, "bytes": moved}
-        bound_lane = max(LANES, key=lambda lane: lanes[lane]["busy_s"])
+        if ssd:
+            lanes[SSD] = {"busy_s": ssd["busy_s"], "bytes": ssd["read_bytes"] + ssd["written_bytes"]}
+        bound_lane = max(lanes, key=lambda lane: lanes[lane]["busy_s"])
         bound = min(wall, float(lanes[bound_lane]["busy_s"]))
-        self.latest = StepStatistics(step, wall, bound, bound_lane, lanes)
+        self.latest = StepStatistics(step, wall, bound, bound_lane, lanes, ssd)
         return self.latest
 
     def as_dict(self, memory: dict[str, int]) -> dict[str, Any]:
@@ -104,5 +131,6 @@ class StepRecorder:
             "bound_lane": stats.bound_lane,
             "efficiency": stats.efficiency,
             "lanes": stats.lanes,
+            "ssd": dict(stats.ssd),
             "memory": dict(memory),
         }

@@ -14,44 +14,54 @@ from ds_slide.optim.hyper import AdamWHyper
 from ds_slide.optim.reference import adamw_reference_
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.unit import Unit
-from ds_slide.store.state import UnitState
+from ds_slide.store.planes import Planes
 
-HostUpdate = Callable[[Unit, slice, torch.Tensor, Sequence[AdamWHyper], float], int]
-"""(unit, span, gradient [>= trainable_numel], hyper-parameters by group, factor on the gradient) -> bytes moved."""
+HostUpdate = Callable[[Unit, slice, Planes, torch.Tensor, Sequence[AdamWHyper], float], int]
+"""(unit, span, planes of the span, gradient of the span, hyper-parameters by group, factor on the gradient) -> bytes
+moved."""
 DeviceUpdate = Callable[[Unit, torch.Tensor, Sequence[AdamWHyper], float], None]
 
 # The reference works in fp64 temporaries, about 100 bytes an element: 4 Mi elements keep them at 400 MB.
 REFERENCE_CHUNK = 1 << 22
 
-Planes = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
 
-
-def _segments(unit: Unit, within: slice, gradient: torch.Tensor) -> Iterator[tuple[Planes, torch.Tensor, int]]:
-    state: UnitState = unit.state
+def _segments(
+    unit: Unit, within: slice, planes: Planes, gradient: torch.Tensor
+) -> Iterator[tuple[Planes, torch.Tensor, int, int]]:
+    """(planes, gradient, parameter group, first element in the unit's planes) of every group's part of `within`."""
     for segment in unit.layout.segments:
-        span = slice(max(segment.start, within.start), min(segment.stop, within.stop))
-        if span.start >= span.stop:
-            continue
-        remainder = None if state.remainder is None else state.remainder[span]
-        yield (
-            (state.weight[span], remainder, state.exp_avg[span], state.exp_avg_sq[span]),
-            gradient[span],
-            segment.group,
-        )
+        start, stop = max(segment.start, within.start), min(segment.stop, within.stop)
+        if start < stop:
+            part = slice(start - within.start, stop - within.start)
+            yield planes.part(part, unit.state.specs), gradient[part], segment.group, start
 
 
 def host_update(updater: CpuUpdater) -> HostUpdate:
-    """Update of host-tier units; called by the update lane only."""
+    """Update of units in host memory or on SSD; called by the update lane only."""
 
     def update(
-        unit: Unit, within: slice, gradient: torch.Tensor, hypers: Sequence[AdamWHyper], grad_scale: float
+        unit: Unit,
+        within: slice,
+        planes: Planes,
+        gradient: torch.Tensor,
+        hypers: Sequence[AdamWHyper],
+        grad_scale: float,
     ) -> int:
-        moved = 0
-        for planes, span, group in _segments(unit, within, gradient):
-            updater.adamw_(*planes, span, hypers[group], grad_scale)
-            touched = sum(plane.numel() * plane.element_size() for plane in planes if plane is not None)
-            moved += 2 * touched + span.numel() * span.element_size()
-        return moved
+        for part, span, group, first in _segments(unit, within, planes, gradient):
+            updater.adamw_(
+                part.weight,
+                part.remainder,
+                part.exp_avg,
+                part.exp_avg_sq,
+                span,
+                hypers[group],
+                grad_scale,
+                exp_avg_scale=part.exp_avg_scale,
+                exp_avg_sq_scale=part.exp_avg_sq_scale,
+                seed=unit.order,
+                first=first,
+            )
+        return 2 * planes.nbytes() + gradient.numel() * gradient.element_size()
 
     return update
 
@@ -62,17 +72,17 @@ def device_update(ranks: Ranks, scratch: torch.Tensor | None) -> DeviceUpdate:
 
     def update(unit: Unit, gradient: torch.Tensor, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
         whole = slice(0, unit.layout.trainable_numel)
-        for planes, span, group in _segments(unit, whole, gradient):
+        for planes, span, group, _ in _segments(unit, whole, unit.state.planes(whole), gradient):
             _update_on_device(planes, span, hypers[group], grad_scale)
         if ranks.world_size > 1:
-            assert scratch is not None and unit.resident is not None
+            assert scratch is not None and unit.resident is not None and unit.state.weight is not None
             ranks.gather_weights(unit, unit.state.weight, scratch, unit.resident, ranks.gradients)
 
     return update
 
 
 def _update_on_device(planes: Planes, gradient: torch.Tensor, hyper: AdamWHyper, grad_scale: float) -> None:
-    weight, remainder, exp_avg, exp_avg_sq = planes
+    weight, remainder, exp_avg, exp_avg_sq = planes.weight, planes.remainder, planes.exp_avg, planes.exp_avg_sq
     if weight.is_cuda and weight.dtype == torch.bfloat16:
         from ds_slide.kernels.adamw_planar import adamw_planar_
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from ds_slide.model.layout import Entry, UnitLayout
-from ds_slide.model.structure import UnitSpec
+from ds_slide.model.layout import Entry
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.plan.memory import Plan
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime.apply import device_update, host_update
+from ds_slide.runtime.build_ssd import announcer, make_ssd_states, open_store
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import Lanes, Parts, SlideRuntime
 from ds_slide.runtime.gradients import GradientRoute, Gradients
@@ -23,40 +23,19 @@ from ds_slide.runtime.lane import Delay, Lane
 from ds_slide.runtime.norm import square_sum
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.ring import HostRing
+from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.sources import Staging
+from ds_slide.runtime.ssd import SsdStates
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates import UpdateLane
+from ds_slide.runtime.updating import Updating
 from ds_slide.runtime.window import Fill, Window
-from ds_slide.store.state import HostMemory, gpu_state, host_state
+from ds_slide.store.ssd import SsdStore
+from ds_slide.store.ssd_unit import SsdUnit, page_buffer
+from ds_slide.store.state import HostMemory, gpu_state, memory_state
 
 STAGINGS = 2
 """GPU staging buffers for gradients: one that is packed while the other is copied down."""
-
-
-@dataclass(frozen=True)
-class RuntimeSettings:
-    """`dtype`: of weights and gradients. `held_dtype`: of held gradients (None: not held)."""
-
-    dtype: torch.dtype
-    held_dtype: torch.dtype | None
-    accumulates: bool
-    """More than one micro-batch a step."""
-    window: int
-    gradient_buffers: int
-    cpu_threads: int
-    cpu_cores: Sequence[int]
-    huge_pages: bool
-    delay_ms: float
-    seed: int
-
-
-@dataclass(frozen=True)
-class UnitPlan:
-    """A unit before it has states. `parameters` in the order of `layout.entries`."""
-
-    spec: UnitSpec
-    layout: UnitLayout
-    parameters: Sequence[nn.Parameter]
 
 
 TakeWeights = Callable[[nn.Parameter, Entry], torch.Tensor]
@@ -81,12 +60,24 @@ def build_runtime(
     recorder = StepRecorder(device)
     memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.huge_pages)
     empty = Empty.on(device.torch, settings.dtype)
+    store, on_ssd = open_store(unit_plans, plan, settings, ranks, failures)
     units: list[Unit] = []
-    for order, unit_plan in enumerate(tqdm(unit_plans, desc="ds_slide: placing states", disable=None, leave=False)):
-        units.append(_make_unit(unit_plan, order, order in plan.on_gpu, settings, ranks, device, memory, failures))
-        _load_weights(units[-1], ranks, take_weights)
-        adopt(units[-1])
-    runtime = _wire(module, units, settings, ranks, device, memory, empty, failures, recorder, availability)
+    try:
+        progress = tqdm(unit_plans, desc="ds_slide: placing states", disable=None, leave=False)
+        for order, unit_plan in enumerate(progress):
+            ssd = on_ssd.get(order)
+            units.append(
+                _make_unit(unit_plan, order, order in plan.on_gpu, ssd, settings, ranks, device, memory, failures)
+            )
+            _load_weights(units[-1], ranks, take_weights)
+            adopt(units[-1])
+        runtime = _wire(
+            module, units, plan, settings, store, ranks, device, memory, empty, failures, recorder, availability
+        )
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
     # The buffers were zeroed on this thread's stream; the lanes' streams know nothing of it.
     device.synchronize()
     runtime.start()
@@ -97,6 +88,7 @@ def _make_unit(
     unit_plan: UnitPlan,
     order: int,
     on_gpu: bool,
+    ssd: SsdUnit | None,
     settings: RuntimeSettings,
     ranks: Ranks,
     device: Device,
@@ -105,9 +97,10 @@ def _make_unit(
 ) -> Unit:
     layout, is_edge = unit_plan.layout, unit_plan.spec.kind == "edge"
     if on_gpu:
-        state = gpu_state(device.torch, layout, settings.dtype, settings.held_dtype or settings.dtype)
+        gradient_dtype = settings.held_dtype or settings.dtype
+        state = gpu_state(device.torch, layout, settings.specs, settings.dtype, gradient_dtype)
     else:
-        state = host_state(memory, layout, settings.dtype, settings.held_dtype)
+        state = memory_state(memory, layout, settings.specs, settings.dtype, settings.held_dtype, ssd)
     unit = Unit(unit_plan.spec, layout, unit_plan.parameters, state, order, Ticket.kept(failures))
     if on_gpu and ranks.world_size == 1:
         unit.resident = state.weight
@@ -117,12 +110,22 @@ def _make_unit(
 
 
 def _load_weights(unit: Unit, ranks: Ranks, take_weights: TakeWeights) -> None:
-    weight, remainder = unit.state.weight, unit.state.remainder
+    """Fill the weight plane, and the fp16 format's master. Planes that start at zero are zero already: new memory, and
+    the unwritten parts of a preallocated file."""
+    state, ssd = unit.state, unit.state.ssd
+    weight = state.weight
+    if weight is None:
+        assert ssd is not None
+        plane = page_buffer(ssd.places.weight_bytes)
+        weight = plane[: ssd.places.weight_bytes].view(ssd.weight_dtype)
     for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True):
         own = take_weights(parameter, entry).detach().reshape(-1)
         weight[entry.offset : entry.offset + own.numel()].copy_(own)
-    if remainder is not None and remainder.is_floating_point():  # fp16: the remainder plane is the fp32 master
-        remainder.copy_(weight[: remainder.numel()])
+    if state.weight is None:
+        assert ssd is not None
+        ssd.write("weight", slice(0, weight.numel()), weight)
+    if any(spec.name == "remainder" and spec.dtype.is_floating_point for spec in state.specs):
+        state.write("remainder", slice(0, unit.layout.trainable_numel), weight[: unit.layout.trainable_numel].float())
     if unit.resident is not None and ranks.world_size == 1:
         unit.resident.copy_(weight)
 
@@ -130,7 +133,9 @@ def _load_weights(unit: Unit, ranks: Ranks, take_weights: TakeWeights) -> None:
 def _wire(
     module: nn.Module,
     units: list[Unit],
+    plan: Plan,
     settings: RuntimeSettings,
+    store: SsdStore | None,
     ranks: Ranks,
     device: Device,
     memory: HostMemory,
@@ -142,6 +147,7 @@ def _wire(
     meters = recorder.meters
     delays = [Delay(settings.delay_ms, settings.seed + number) for number in range(4)]
     updater = CpuUpdater(settings.cpu_threads, settings.cpu_cores)
+    ssd = None if store is None else make_ssd_states(units, plan, settings, store, memory, failures)
     h2d = Lane("h2d", device, failures, meters["h2d"], delays[0])
     lanes = Lanes(
         h2d=h2d,
@@ -150,12 +156,12 @@ def _wire(
         d2h=Lane("d2h", device, failures, meters["d2h"], delays[1]),
         update=UpdateLane(device, failures, meters["update"], delays[2]),
     )
-    fill = _fill(ranks, _gather_scratch(units, settings, ranks, device))
+    fill = _fill(ranks, _gather_scratch(units, settings, ranks, device), device, ssd)
     for unit in units:
         if ranks.world_size > 1 and unit.resident is not None:
             fill(unit, unit.resident)
     streamed = [unit for unit in units if unit.is_streamed]
-    apply_on_host = host_update(updater)
+    updating = Updating(lanes.update, host_update(updater), ssd)
     window = None
     if streamed:
         slot_numel = max(unit.layout.slot_numel for unit in streamed)
@@ -163,7 +169,7 @@ def _wire(
             torch.zeros(slot_numel, dtype=settings.dtype, device=device.torch)
             for _ in range(min(settings.window, len(streamed)))
         ]
-        window = Window(device, lanes.h2d, failures, streamed, buffers, fill)
+        window = Window(device, lanes.h2d, failures, streamed, buffers, fill, **announcer(ssd, settings))
     gradients = Gradients(
         device=device,
         ranks=ranks,
@@ -179,8 +185,10 @@ def _wire(
         ring=_rings(units, settings, memory, failures),
         num_units=len(units),
         square_sum=square_sum,
-        update=apply_on_host,
+        updating=updating,
     )
+    if ssd is not None:
+        recorder.watch_ssd(ssd.statistics)
     parts = Parts(
         device=device,
         ranks=ranks,
@@ -194,11 +202,12 @@ def _wire(
         held=settings.held_dtype is not None,
         gradients=gradients,
         fill=fill,
-        host_update=apply_on_host,
+        updating=updating,
         device_update=device_update(
             ranks, _gather_scratch([u for u in units if u.state.tier == "gpu"], settings, ranks, device)
         ),
-        memory_report=_memory_report(units, window, memory),
+        ssd=ssd,
+        memory_report=_memory_report(units, plan, window, memory),
     )
     return SlideRuntime(module, parts, availability)
 
@@ -213,19 +222,32 @@ def _gather_scratch(
     return torch.empty((ranks.world_size + 1) * largest, dtype=settings.dtype, device=device.torch)
 
 
-def _fill(ranks: Ranks, scratch: torch.Tensor | None) -> Fill:
+def _fill(ranks: Ranks, scratch: torch.Tensor | None, device: Device, ssd: SsdStates | None) -> Fill:
     """Host weights into a GPU buffer in slot layout: one contiguous copy; with several ranks, an all-gather."""
+
+    @contextmanager
+    def weight_of(unit: Unit) -> Iterator[torch.Tensor]:
+        if unit.state.weight is not None:
+            yield unit.state.weight
+            return
+        assert ssd is not None
+        with ssd.weight(unit) as weight:
+            yield weight
+            # The buffer goes back to the pool, so this lane waits until the copy has read it.
+            device.mark(host_waits=True).synchronize()
 
     def alone(unit: Unit, buffer: torch.Tensor) -> int:
         numel = unit.layout.local_numel
-        buffer[:numel].copy_(unit.state.weight, non_blocking=True)
+        with weight_of(unit) as weight:
+            buffer[:numel].copy_(weight, non_blocking=True)
         return numel * buffer.element_size()
 
     def shared(unit: Unit, buffer: torch.Tensor) -> int:
         assert scratch is not None
         numel = unit.layout.local_numel
         own, gathered = scratch[:numel], scratch[numel : (ranks.world_size + 1) * numel]
-        own.copy_(unit.state.weight, non_blocking=True)
+        with weight_of(unit) as weight:
+            own.copy_(weight, non_blocking=True)
         ranks.gather_weights(unit, own, gathered, buffer, ranks.weights)
         return numel * buffer.element_size()
 
@@ -238,7 +260,7 @@ def _stagings(
     if ranks.world_size > 1:
         passing = list(units)
     else:
-        passing = [unit for unit in units if unit.state.tier == "host" and unit.spec.kind == "block"]
+        passing = [unit for unit in units if unit.state.tier != "gpu" and unit.spec.kind == "block"]
     numel = max((unit.layout.trainable_numel for unit in passing), default=0)
 
     def staging() -> Staging:
@@ -253,12 +275,12 @@ def _rings(
     units: Sequence[Unit], settings: RuntimeSettings, memory: HostMemory, failures: Failures
 ) -> Callable[[Unit], HostRing]:
     """Blocks share a ring. Edges, a few and each larger than many blocks, have one buffer between them."""
-    host = [unit for unit in units if unit.state.tier == "host" and unit.layout.trainable_numel]
+    host = [unit for unit in units if unit.state.tier != "gpu" and unit.layout.trainable_numel]
     needed = settings.held_dtype is None or settings.accumulates or settings.held_dtype is not settings.dtype
 
     def ring(count: int, numel: int) -> HostRing:
         def buffer() -> torch.Tensor:
-            return memory.tensor(numel, settings.dtype, transfers=True)[0]
+            return memory.tensor(numel, settings.dtype, transfers=True)
 
         return HostRing([buffer() for _ in range(count)], failures, spare=buffer)
 
@@ -272,7 +294,7 @@ def _rings(
     return lambda unit: rings[unit.spec.kind]
 
 
-def _memory_report(units: Sequence[Unit], window: Window | None, memory: HostMemory) -> dict[str, int]:
+def _memory_report(units: Sequence[Unit], plan: Plan, window: Window | None, memory: HostMemory) -> dict[str, int]:
     on_gpu = [unit for unit in units if unit.state.tier == "gpu"]
     slots = 0 if window is None else sum(slot.buffer.numel() * slot.buffer.element_size() for slot in window.slots)
     resident = sum(
@@ -285,6 +307,9 @@ def _memory_report(units: Sequence[Unit], window: Window | None, memory: HostMem
         "gpu_state_bytes": sum(unit.state.nbytes() for unit in on_gpu),
         "window_bytes": slots,
         "host_bytes": memory.total_bytes,
+        "host_state_bytes": plan.host.state_bytes,
+        "ssd_bytes": plan.host.ssd_bytes,
+        "ssd_units": len(plan.host.weights_on_ssd | plan.host.records_on_ssd),
         "pinned_bytes": memory.pinned_bytes,
         "parameters": sum(entry.numel for unit in units for entry in unit.layout.entries),
         "gpu_units": len(on_gpu),

@@ -23,15 +23,17 @@ from torch import nn
 from ds_slide.errors import SlideError
 from ds_slide.optim.hyper import AdamWHyper
 from ds_slide.report.statistics import StepRecorder
-from ds_slide.runtime.apply import DeviceUpdate, HostUpdate
+from ds_slide.runtime.apply import DeviceUpdate
 from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.gradients import Gradients
 from ds_slide.runtime.handoff import Failures, Ticket
 from ds_slide.runtime.hooks import BlockHooks, EdgeHooks, RootHooks, RootState, SavedWeights
 from ds_slide.runtime.lane import Lane
 from ds_slide.runtime.ranks import Ranks
+from ds_slide.runtime.ssd import SsdStates
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates import UpdateLane
+from ds_slide.runtime.updating import Updating
 from ds_slide.runtime.window import Fill, Slot, Window
 from ds_slide.store.state import HostMemory
 
@@ -50,11 +52,22 @@ class Lanes:
     d2h: Lane
     update: UpdateLane
 
-    def close(self) -> None:
-        self.d2h.close()
-        self.update.close()
+    def close(self, ssd: SsdStates | None, failures: Failures) -> None:
+        if ssd is None:
+            self.d2h.close()
+            self.update.close()
+        else:
+            with ssd.weights.hurry():
+                self.d2h.close()
+            # Its files end with the run: updates that have not begun would be for nothing. The h2d lanes may be waiting
+            # for them.
+            ssd.abandon()
+            self.update.close()
+            failures.record("runtime", SlideError("the engine was destroyed"))
         self.h2d.close()
         self.edges.close()
+        if ssd is not None:
+            ssd.close()
 
 
 @dataclass
@@ -73,8 +86,9 @@ class Parts:
     held: bool
     gradients: Gradients
     fill: Fill
-    host_update: HostUpdate
+    updating: Updating
     device_update: DeviceUpdate
+    ssd: SsdStates | None = None
     memory_report: dict[str, int] = field(default_factory=dict)
 
 
@@ -115,6 +129,8 @@ class SlideRuntime:
 
     def start(self) -> None:
         """Fetch the first blocks. Called when everything that was put on the device so far has arrived there."""
+        if self.parts.ssd is not None:
+            self.parts.ssd.start()
         if self._window is not None:
             self._window.prefetch(None, "forward")
 
@@ -327,15 +343,9 @@ class SlideRuntime:
     def _queue_update(self, unit: Unit, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
         gradient = unit.state.gradient
         assert gradient is not None
-        ready = unit.arrived.wait()
-        for span, updated in zip(unit.spans, unit.open_update(self.parts.failures), strict=True):
-
-            def run(span: slice = span, updated: Ticket = updated) -> int:
-                moved = self.parts.host_update(unit, span, gradient, hypers, grad_scale)
-                updated.keep()
-                return moved
-
-            self.parts.lanes.update.submit(unit.order, ready, run)
+        ready, update = unit.arrived.wait(), unit.open_update(self.parts.failures)
+        for index, span in enumerate(unit.spans):
+            self.parts.updating.start(unit, index, update, ready, gradient[span], hypers, grad_scale)
 
     def _fetch_edges(self) -> None:
         """Bring the updated weights of host-tier edges to their GPU buffers, behind what compute has submitted.
@@ -353,6 +363,8 @@ class SlideRuntime:
     def _fetch(self, unit: Unit, resident: torch.Tensor, h2d: Lane, free: Marker) -> Ticket:
         ticket = Ticket(self.parts.failures)
         parts = list(zip(unit.spans, unit.span_updated, strict=True))
+        if self.parts.ranks.world_size > 1:
+            parts = [(slice(0, unit.layout.trainable_numel), unit.updated)]  # gathered as a whole
 
         def job() -> None:
             self.device.wait(free, h2d.stream)
@@ -370,6 +382,7 @@ class SlideRuntime:
     def _fill_span(self, unit: Unit, span: slice, resident: torch.Tensor) -> int:
         if self.parts.ranks.world_size > 1:
             return self.parts.fill(unit, resident)
+        assert unit.state.weight is not None  # an edge's always are in memory
         resident[span].copy_(unit.state.weight[span], non_blocking=True)
         return (span.stop - span.start) * resident.element_size()
 
@@ -387,6 +400,8 @@ class SlideRuntime:
     def settle(self, unit: Unit) -> None:
         """Wait until the unit's planes belong to the caller: its pending update and transfers have run."""
         unit.arrived.synchronize()
+        if self.parts.ssd is not None and unit.state.ssd is not None:
+            self.parts.ssd.settle(unit)
         unit.updated.synchronize()
         if (ticket := self._fetched.get(unit.order)) is not None:
             ticket.synchronize()
@@ -403,6 +418,8 @@ class SlideRuntime:
     def weights_changed(self, unit: Unit) -> None:
         """The caller has written the unit's planes (after `settle`): refresh what the GPU holds of them."""
         unit.version += 1
+        if self.parts.ssd is not None and unit.state.ssd is not None:
+            self.parts.ssd.forget(unit)
         if unit.resident is not None and unit.resident is not unit.state.weight:
             self.parts.lanes.h2d.drain()  # with several ranks both would use one process group
             self._fetched.pop(unit.order, None)
@@ -414,5 +431,5 @@ class SlideRuntime:
         for hooks in self._hooks:
             hooks.remove()
         self._hooks.clear()
-        self.parts.lanes.close()
+        self.parts.lanes.close(self.parts.ssd, self.parts.failures)
         self.device.synchronize()

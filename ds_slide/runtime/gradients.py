@@ -17,15 +17,15 @@ import torch
 from ds_slide.model.layout import piece
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.hyper import AdamWHyper
-from ds_slide.runtime.apply import HostUpdate
 from ds_slide.runtime.device import PASSED, Device, Marker
 from ds_slide.runtime.handoff import Failures, Ticket
 from ds_slide.runtime.lane import Lane
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.ring import HostRing
 from ds_slide.runtime.sources import Packed, Scattered, Source, Staging
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.unit import Unit, Update
 from ds_slide.runtime.updates import UpdateLane
+from ds_slide.runtime.updating import Updating
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Gradients:
         ring: Callable[[Unit], HostRing],
         num_units: int,
         square_sum: Callable[[torch.Tensor], torch.Tensor],
-        update: HostUpdate,
+        updating: Updating,
     ) -> None:
         self._device = device
         self._ranks = ranks
@@ -67,7 +67,7 @@ class Gradients:
         self._turn = 0
         self._ring = ring
         self._square_sum = square_sum
-        self._update = update
+        self._updating = updating
         self.hypers: Sequence[AdamWHyper] = ()
         """Hyper-parameters, by parameter group, of updates that start as soon as a gradient arrives."""
         self.square_sums = torch.zeros(num_units, dtype=torch.float64, device=device.torch)
@@ -125,8 +125,9 @@ class Gradients:
         before, unit.arrived = (unit.arrived, unit.updated), Ticket(self._failures)
         arrived, first = unit.arrived, not unit.gradient_ready
         if not self._route.held:
-            tickets, hypers = unit.open_update(self._failures), self.hypers
-            self._d2h.submit(lambda: self._update_on_arrival(unit, source, packed, tickets, hypers, arrived))
+            update, hypers = unit.open_update(self._failures), self.hypers
+            self._updating.reserve(unit)
+            self._d2h.submit(lambda: self._update_on_arrival(unit, source, packed, update, hypers, arrived))
         elif accumulate:
             self._d2h.submit(lambda: self._add_on_arrival(unit, source, packed, before, arrived, first, final))
         else:
@@ -175,24 +176,25 @@ class Gradients:
         unit: Unit,
         source: Source,
         packed: Marker,
-        tickets: Sequence[Ticket],
+        update: Update,
         hypers: Sequence[AdamWHyper],
         arrived: Ticket,
     ) -> None:
         ring = self._ring(unit)
         buffer = ring.lease()
+        left = len(unit.spans)
+
+        def span_is_done() -> None:  # on the update lane, one thread
+            nonlocal left
+            left -= 1
+            if not left:
+                ring.give_back(buffer)
+
         marker = PASSED
-        for span, updated in zip(unit.spans, tickets, strict=True):
+        for index, span in enumerate(unit.spans):
             marker = self._copy(source, span, buffer, packed)
-
-            def run(span: slice = span, updated: Ticket = updated) -> int:
-                moved = self._update(unit, span, buffer, hypers, 1.0)
-                if updated is tickets[-1]:
-                    ring.give_back(buffer)
-                updated.keep()
-                return moved
-
-            self._updates.submit(unit.order, marker, run)
+            gradient = buffer[span]
+            self._updating.start(unit, index, update, marker, gradient, hypers, 1.0, span_is_done, reserved=True)
         source.release(marker)
         arrived.keep(marker)
 

@@ -7,6 +7,9 @@ import threading
 from ds_slide.errors import SlideError
 from ds_slide.runtime.device import PASSED, Marker
 
+# How soon a waiting thread notices that a lane has failed or the engine has been destroyed.
+POLL_S = 0.5
+
 
 class Failures:
     """The first exception of any lane. A lane that fails can no longer serve the tickets that it
@@ -56,7 +59,7 @@ class Ticket:
 
     def wait(self) -> Marker:
         """Block this host thread until the work has been issued; raises when a lane has failed."""
-        while not self._kept.wait(timeout=1.0):
+        while not self._kept.wait(timeout=POLL_S):
             self._failures.raise_first()
         return self._marker
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ds_slide.runtime.handoff import Failures
+from ds_slide.runtime.handoff import POLL_S, Failures
 
 
 class HostRing:
@@ -33,7 +33,7 @@ class HostRing:
                 make, self._spare = self._spare, None
                 return make()
             while not self._free:
-                self._changed.wait(timeout=1.0)
+                self._changed.wait(timeout=POLL_S)
                 self._failures.raise_first()
             return self._free.pop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +18,25 @@ from ds_slide.store.state import UnitState
 Availability = Callable[[Sequence[nn.Parameter], bool], None]
 
 
+class Update:
+    """Tickets of one update of a unit: one for each span, and `done`, which is kept with the last of them."""
+
+    def __init__(self, num_spans: int, failures: Failures) -> None:
+        self.spans = [Ticket(failures) for _ in range(num_spans)]
+        self.done = Ticket(failures)
+        self._left = num_spans
+        self._lock = threading.Lock()
+
+    def finish(self, index: int) -> None:
+        """Span `index` has its new weights."""
+        self.spans[index].keep()
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            self.done.keep()
+
+
 class Unit:
     """Ownership, in the order of a step:
 
@@ -25,7 +45,8 @@ class Unit:
     * `state.gradient` belongs to the d2h lane from `finalize` until `arrived` is kept, to the update lane
       until `updated` is kept, and to the compute thread otherwise;
     * the other planes of `state` belong to the update lane from the moment `updated` is replaced by an
-      open ticket until that ticket is kept. Whoever else wants to read or write them waits for it first.
+      open ticket until that ticket is kept. Whoever else wants to read or write them waits for it first, and for
+      planes on SSD also until they are written (`SlideRuntime.settle`).
     """
 
     def __init__(
@@ -61,6 +82,8 @@ class Unit:
         self.host_square_sum = 0.0
         self.spans = _spans(layout.trainable_numel, spec.kind, layout.world_size)
         """Parts of the trainable planes that go down, through the update and up again one behind the other."""
+        if state.ssd is not None and state.ssd.has_records:
+            self.spans = [chunk.span for chunk in state.ssd.places.chunks]
         self.span_updated = [updated] * len(self.spans)
         self.trainable = [
             (parameter, entry)
@@ -80,12 +103,12 @@ class Unit:
     def awaits_backward(self) -> bool:
         return self.uses > self.uses_done
 
-    def open_update(self, failures: Failures) -> list[Ticket]:
-        """The weights are about to change: new tickets, one for each span; `updated` is the last, and is kept last."""
+    def open_update(self, failures: Failures) -> Update:
+        """The weights are about to change: new tickets."""
         self.version += 1
-        self.span_updated = [Ticket(failures) for _ in self.spans]
-        self.updated = self.span_updated[-1]
-        return self.span_updated
+        update = Update(len(self.spans), failures)
+        self.span_updated, self.updated = update.spans, update.done
+        return update
 
     def slot_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """One view per parameter, in its own shape, of a buffer in slot layout ([slot_numel])."""

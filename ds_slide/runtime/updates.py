@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import Device, Marker
-from ds_slide.runtime.handoff import Failures
+from ds_slide.runtime.handoff import POLL_S, Failures
 from ds_slide.runtime.lane import Delay
 
 
@@ -58,7 +58,7 @@ class UpdateLane:
         """Block until every task submitted so far has run."""
         with self._changed:
             while self._unfinished:
-                self._changed.wait(timeout=1.0)
+                self._changed.wait(timeout=POLL_S)
                 self._failures.raise_first()
 
     def close(self) -> None:

@@ -48,6 +48,8 @@ class Slot:
 
 Fill = Callable[[Unit, torch.Tensor], int]
 """Copies a unit's weights into a GPU buffer on the current stream; returns the bytes moved."""
+Announce = Callable[[Sequence[Unit], Sequence[Unit]], None]
+"""(blocks whose fetch is to come or under way, in order; blocks in slots whose backward is to come or under way)"""
 
 
 class Window:
@@ -65,7 +67,12 @@ class Window:
         order: Sequence[Unit],
         buffers: Sequence[torch.Tensor],
         fill: Fill,
+        announce: Announce | None = None,
+        horizon: int = 0,
     ) -> None:
+        """`announce` is told what comes after the slots, at most `horizon` blocks, each time that this changes."""
+        self._announce = announce
+        self._horizon = horizon
         self._device = device
         self._h2d = h2d
         self._failures = failures
@@ -114,7 +121,21 @@ class Window:
                     wanted.append(unit)
             for unit in wanted:
                 if self._slot_of(unit) is None and self._request(unit, keep=wanted) is None:
-                    return
+                    break
+            if self._announce is not None:
+                self._tell(self._announce, current, direction)
+
+    def _tell(self, announce: Announce, current: Unit | None, direction: Direction) -> None:
+        coming: list[Unit] = []
+        for unit in self._upcoming(current, direction):
+            if len(coming) >= self._horizon:
+                break
+            slot = self._slot_of(unit)
+            fetched = slot is not None and slot.ready is not None and slot.ready.is_kept
+            if unit not in coming and not fetched:
+                coming.append(unit)
+        in_backward = direction == "backward"
+        announce(coming, [slot.unit for slot in self.slots if in_backward and slot.unit is not None])
 
     def invalidate(self) -> None:
         """Forget the contents of every slot that is not bound (the weights were changed from outside)."""

@@ -1,45 +1,126 @@
 """The states of one unit and where they live.
 
-Host tier: every plane is its own exact-size, page-aligned slab; the weight plane and a held gradient are
-page-locked, because the GPU copies from and to them. GPU tier: plain device tensors, updated on the GPU.
+Host tier: every plane is its own exact-size, page-aligned slab; the weight plane and a held gradient are page-locked,
+because the GPU copies from and to them. GPU tier: plain device tensors, updated on the GPU. SSD tier: the optimizer
+planes, and for blocks the weights too if they are to, lie in the state file and pass through pooled host buffers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import UnitLayout
+from ds_slide.optim.low_precision import from_fp32, to_fp32
+from ds_slide.store.planes import Planes, PlaneSpec
+from ds_slide.store.ssd_unit import SsdUnit
 
-Tier = Literal["host", "gpu"]
+Tier = Literal["host", "gpu", "ssd"]
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
 class UnitState:
     """This rank's planes of one unit, each flat, in the unit's local layout.
 
-    weight: [local_numel] in the model's dtype (bf16: the upper half of the fp32 master, rounded).
-    remainder: [trainable_numel] int16 for bf16, fp32 master for fp16, None for fp32.
-    exp_avg, exp_avg_sq: [trainable_numel] fp32. gradient: [trainable_numel], or None when not held.
+    weight: [local_numel] in the model's dtype (bf16: the upper half of the fp32 master, rounded); None while it is on
+    SSD. optimizer: the planes of `specs` by name, [items of trainable_numel]; empty in the SSD tier. gradient:
+    [trainable_numel], or None when not held. ssd: the unit's places on SSD, None when it has none.
     """
 
     tier: Tier
-    weight: torch.Tensor
-    remainder: torch.Tensor | None
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    """Where the optimizer planes live."""
+    specs: Sequence[PlaneSpec]
+    weight: torch.Tensor | None
+    optimizer: dict[str, torch.Tensor]
     gradient: torch.Tensor | None
-    slabs: list[Any] = field(default_factory=list)
+    ssd: SsdUnit | None = None
 
     def nbytes(self) -> int:
-        planes = (self.weight, self.remainder, self.exp_avg, self.exp_avg_sq, self.gradient)
+        """In memory."""
+        planes = (self.weight, self.gradient, *self.optimizer.values())
         return sum(plane.numel() * plane.element_size() for plane in planes if plane is not None)
 
+    def planes(self, span: slice) -> Planes:
+        """Views of the parameters `span`, of a unit whose states are all in memory."""
+        assert self.weight is not None
+        views = {spec.name: self.optimizer[spec.name][spec.cut(span)] for spec in self.specs}
+        return Planes(self.weight[span], views.pop("remainder", None), **views)
 
-REMAINDER_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
+    def has(self, name: str) -> bool:
+        return name == "weight" or any(spec.name == name for spec in self.specs)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Of a plane as it is stored."""
+        if name != "weight":
+            return self._spec(name).dtype
+        if self.weight is not None:
+            return self.weight.dtype
+        assert self.ssd is not None
+        return self.ssd.weight_dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the optimizer planes are updated."""
+        return self.weight.device if self.tier == "gpu" and self.weight is not None else torch.device("cpu")
+
+    # Readers and writers have waited for the unit (`SlideRuntime.settle`): nobody else touches its planes.
+
+    def read(self, name: str, span: slice) -> torch.Tensor:
+        """The parameters `span` of a plane (weight, remainder, exp_avg, exp_avg_sq): a view or a copy; moments fp32."""
+        if name not in MOMENTS or not self.has(f"{name}_scale"):
+            raw = self._raw(name, span)
+            return raw.float() if name in MOMENTS else raw
+        scale = self._spec(f"{name}_scale")
+        whole = _groups(span, scale.elements_per_item, self._items(name))
+        values = to_fp32(self._raw(name, whole), self._raw(scale.name, scale.cut(whole)), signed=name == "exp_avg")
+        return values[span.start - whole.start : span.stop - whole.start]
+
+    def write(self, name: str, span: slice, values: torch.Tensor) -> None:
+        """Set the parameters `span` of a plane; moments from fp32, rounded to nearest where they are stored shorter."""
+        if name not in MOMENTS or not self.has(f"{name}_scale"):
+            self._set_raw(name, span, values)
+            return
+        scale = self._spec(f"{name}_scale")
+        whole = _groups(span, scale.elements_per_item, self._items(name))
+        wide = self.read(name, whole)
+        wide[span.start - whole.start : span.stop - whole.start].copy_(values)
+        codes, scales = from_fp32(wide, self.dtype_of(name), signed=name == "exp_avg")
+        assert scales is not None
+        self._set_raw(name, whole, codes)
+        self._set_raw(scale.name, scale.cut(whole), scales)
+
+    def _spec(self, name: str) -> PlaneSpec:
+        return next(spec for spec in self.specs if spec.name == name)
+
+    def _items(self, name: str) -> int:
+        if self.ssd is not None and self.ssd.has_records:
+            return self.ssd.places.chunks[-1].span.stop
+        return self.optimizer[name].numel()
+
+    def _raw(self, name: str, items: slice) -> torch.Tensor:
+        plane = self.weight if name == "weight" else self.optimizer.get(name)
+        if plane is not None:
+            return plane[items]
+        assert self.ssd is not None
+        return self.ssd.read(name, items)
+
+    def _set_raw(self, name: str, items: slice, values: torch.Tensor) -> None:
+        plane = self.weight if name == "weight" else self.optimizer.get(name)
+        if plane is not None:
+            plane[items].copy_(values)
+        else:
+            assert self.ssd is not None
+            self.ssd.write(name, items, values)
+
+
+def _groups(span: slice, group: int, numel: int) -> slice:
+    """`span` extended to whole groups, within [0, numel)."""
+    return slice(span.start // group * group, min(-(-span.stop // group) * group, numel))
 
 
 class HostMemory:
@@ -51,63 +132,88 @@ class HostMemory:
         self.total_bytes = 0
         self.pinned_bytes = 0
 
-    def tensor(self, numel: int, dtype: torch.dtype, *, transfers: bool) -> tuple[torch.Tensor, Any]:
-        """A zeroed flat tensor and its slab. `transfers`: the GPU copies from or to it, so it is page-locked."""
+    def tensor(self, numel: int, dtype: torch.dtype, *, transfers: bool) -> torch.Tensor:
+        """A zeroed flat tensor. `transfers`: the GPU copies from or to it, so it is page-locked."""
         from ds_slide import _native
 
         if numel == 0:
-            return torch.empty(0, dtype=dtype), None
+            return torch.empty(0, dtype=dtype)
         size = numel * dtype.itemsize
         pin = self._page_lock and transfers
         try:
             slab = _native.Slab(size, pin, self._huge_pages)
         except (RuntimeError, MemoryError) as error:
-            raise SlideError(
-                f"host tier: {size:,} bytes{' page-locked' if pin else ''} could not be had after "
-                f"{self.total_bytes:,} bytes ({error}); lower ds_slide.host_memory, raise ds_slide.gpu_states, "
-                "or use a machine with more memory"
-            ) from error
-        self.total_bytes += slab.nbytes
-        self.pinned_bytes += slab.nbytes if pin else 0
-        return torch.frombuffer(slab, dtype=torch.uint8, count=size).view(dtype), slab
+            raise self._refusal(size, pin, error) from error
+        self._count(size, pin)
+        return torch.frombuffer(slab, dtype=torch.uint8, count=size).view(dtype)
+
+    def pool(self, nbytes: int, count: int, *, transfers: bool) -> Any:
+        """A `_native.Pool` of `count` page-aligned buffers. `transfers`: as in `tensor`."""
+        from ds_slide import _native
+
+        pin = self._page_lock and transfers
+        try:
+            pool = _native.Pool(nbytes, count, pin, self._huge_pages)
+        except (RuntimeError, MemoryError) as error:
+            raise self._refusal(nbytes * count, pin, error) from error
+        self._count(nbytes * count, pin)
+        return pool
+
+    def _count(self, nbytes: int, pin: bool) -> None:
+        self.total_bytes += nbytes
+        self.pinned_bytes += nbytes if pin else 0
+
+    def _refusal(self, nbytes: int, pin: bool, error: BaseException) -> SlideError:
+        return SlideError(
+            f"host tier: {nbytes:,} bytes{' page-locked' if pin else ''} could not be had after "
+            f"{self.total_bytes:,} bytes ({error}); lower ds_slide.host_memory, raise ds_slide.gpu_states, "
+            "or use a machine with more memory"
+        )
 
 
-def host_state(
-    memory: HostMemory, layout: UnitLayout, dtype: torch.dtype, gradient_dtype: torch.dtype | None
+def memory_state(
+    memory: HostMemory,
+    layout: UnitLayout,
+    specs: Sequence[PlaneSpec],
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype | None,
+    ssd: SsdUnit | None,
 ) -> UnitState:
-    """Zeroed host planes for `layout`; with `gradient_dtype` also a page-locked plane for held gradients."""
-    slabs: list[Any] = []
-
-    def plane(numel: int, plane_dtype: torch.dtype, transfers: bool = False) -> torch.Tensor:
-        tensor, slab = memory.tensor(numel, plane_dtype, transfers=transfers)
-        if slab is not None:
-            slabs.append(slab)
-        return tensor
-
-    remainder_dtype = REMAINDER_DTYPE[dtype]
+    """Zeroed host planes for what `ssd` does not hold; with `gradient_dtype` also a plane for held gradients."""
+    records = layout.trainable_numel if ssd is None or not ssd.has_records else 0
+    has_weight = ssd is None or not ssd.has_weight
+    on_ssd = ssd is not None and ssd.has_records
+    gradient = None
+    if gradient_dtype is not None:
+        gradient = memory.tensor(layout.trainable_numel, gradient_dtype, transfers=True)
     return UnitState(
-        tier="host",
-        weight=plane(layout.local_numel, dtype, transfers=True),
-        remainder=None if remainder_dtype is None else plane(layout.trainable_numel, remainder_dtype),
-        exp_avg=plane(layout.trainable_numel, torch.float32),
-        exp_avg_sq=plane(layout.trainable_numel, torch.float32),
-        gradient=None if gradient_dtype is None else plane(layout.trainable_numel, gradient_dtype, transfers=True),
-        slabs=slabs,
+        tier="ssd" if on_ssd else "host",
+        specs=specs,
+        weight=memory.tensor(layout.local_numel, dtype, transfers=True) if has_weight else None,
+        optimizer={}
+        if on_ssd
+        else {spec.name: memory.tensor(spec.items(records), spec.dtype, transfers=False) for spec in specs},
+        gradient=gradient,
+        ssd=ssd,
     )
 
 
-def gpu_state(device: torch.device, layout: UnitLayout, dtype: torch.dtype, gradient_dtype: torch.dtype) -> UnitState:
+def gpu_state(
+    device: torch.device,
+    layout: UnitLayout,
+    specs: Sequence[PlaneSpec],
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+) -> UnitState:
     """Zeroed device planes for a unit that is updated on the GPU; its gradient is always held there."""
 
     def plane(numel: int, plane_dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=plane_dtype, device=device)
 
-    remainder_dtype = REMAINDER_DTYPE[dtype]
     return UnitState(
         tier="gpu",
+        specs=specs,
         weight=plane(layout.local_numel, dtype),
-        remainder=None if remainder_dtype is None else plane(layout.trainable_numel, remainder_dtype),
-        exp_avg=plane(layout.trainable_numel, torch.float32),
-        exp_avg_sq=plane(layout.trainable_numel, torch.float32),
+        optimizer={spec.name: plane(spec.items(layout.trainable_numel), spec.dtype) for spec in specs},
         gradient=plane(layout.trainable_numel, gradient_dtype),
     )

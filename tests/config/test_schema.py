@@ -32,6 +32,11 @@ def test_defaults():
     assert config.gpu_states == "auto"
     assert config.hold_gradients == "auto"
     assert config.gradient_buffers == 4
+    assert config.nvme_path is None
+    assert config.state_dtype == "fp32"
+    assert config.ssd_buffers == "auto"
+    assert config.weight_buffers == "auto"
+    assert config.io_backend == "auto"
     assert config.cpu_threads == "auto"
     assert config.cpu_cores == "auto"
     assert config.blocks == "auto"
@@ -48,6 +53,11 @@ def test_every_setting_is_read():
             "gpu_memory": "24GiB",
             "host_memory": 64e9,
             "gpu_states": "6GiB",
+            "nvme_path": ["/disk1", "/disk2"],
+            "state_dtype": "8bit",
+            "ssd_buffers": 5,
+            "weight_buffers": 6,
+            "io_backend": "libaio",
             "hold_gradients": True,
             "gradient_buffers": 2,
             "cpu_threads": 3,
@@ -63,6 +73,11 @@ def test_every_setting_is_read():
         "gpu_memory": 24 * 2**30,
         "host_memory": 64 * 10**9,
         "gpu_states": 6 * 2**30,
+        "nvme_path": ("/disk1", "/disk2"),
+        "state_dtype": "8bit",
+        "ssd_buffers": 5,
+        "weight_buffers": 6,
+        "io_backend": "libaio",
         "hold_gradients": True,
         "gradient_buffers": 2,
         "cpu_threads": 3,

@@ -15,6 +15,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "delays": {"window": 3, "gpu_states": 0, "debug": {"lane_delay_ms": 3.0, "seed": 1}},
     "other delays": {"window": 2, "gpu_states": 0, "debug": {"lane_delay_ms": 3.0, "seed": 2}},
     "states on the GPU": {"window": 2, "gpu_states": "auto"},
+    "all on SSD": {"window": 3, "gpu_states": 0, "host_memory": 0},
+    "all on SSD, delays, few buffers": {
+        "window": 2,
+        "gpu_states": 0,
+        "host_memory": 0,
+        "ssd_buffers": 2,
+        "weight_buffers": 3,
+        "debug": {"lane_delay_ms": 3.0, "seed": 5},
+    },
+    "half on SSD": {"window": 2, "gpu_states": 0, "host_memory": "40MB", "io_backend": "libaio"},
 }
 CLIPS = (0.0, 1.0)
 
@@ -24,7 +34,7 @@ def recorded(run_scenarios: Callable[..., Any]) -> Any:
     common = {"steps": STEPS, "exact": True, "record": ["states"]}
     return run_scenarios(
         [
-            {**common, "name": f"{name}, clip {clip:g}", "clip": clip, "slide": slide}
+            {**common, "name": f"{name}, clip {clip:g}", "clip": clip, "slide": slide, "ssd": "SSD" in name}
             for clip in CLIPS
             for name, slide in {"reference": REFERENCE, **VARIANTS}.items()
         ]

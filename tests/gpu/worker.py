@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,8 @@ class Scenario:
     """Deterministic kernels only, so that bits can be compared between engines."""
     overflow_at: int | None = None
     """Step whose loss is multiplied by 1e30, so that its fp16 gradients overflow."""
+    ssd: bool = False
+    """Whether states may go to SSD: into a folder that is gone afterwards."""
     slide: dict[str, Any] = field(default_factory=dict)
     """Additions to the "ds_slide" block."""
     record: tuple[str, ...] = ()
@@ -91,7 +94,9 @@ def build_model(scenario: Scenario) -> Any:
 
 
 def engine_config(scenario: Scenario) -> dict[str, Any]:
-    offload = {"device": "cpu", "pin_memory": True}
+    offload: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+    if scenario.ssd:
+        offload = {"device": "nvme", "nvme_path": tempfile.mkdtemp(dir=os.environ.get("SSD_DIR")), "pin_memory": True}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": scenario.grad_accum,

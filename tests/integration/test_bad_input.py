@@ -28,6 +28,7 @@ from ds_slide.integration.refused import REFUSED_ENGINE_SETTINGS, REFUSED_ZERO_S
 
 SLIDE = {"enabled": True}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
 
 
 def ds_config(zero=None, slide=None, **others):
@@ -75,12 +76,19 @@ CONFIGS = [
     (ds_config({"stage": 2}), "zero_optimization.stage is 2, but DS-Slide is an engine for stage 3; set it to 3 or"),
     (ds_config(zero_optimization=None), "zero_optimization.stage is 0, but"),
     (
-        ds_config({"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}),
-        'zero_optimization.offload_optimizer.device is "nvme", but the SSD tier is not in this version; set',
+        ds_config({"offload_optimizer": {"device": "nvme"}}),
+        'zero_optimization.offload_optimizer.device is "nvme", but no directory is named; set',
     ),
     (
-        ds_config({"offload_param": {"device": "nvme", "nvme_path": "/tmp"}}),
-        'zero_optimization.offload_param.device is "nvme", but the SSD tier is not in this version; set',
+        ds_config({"offload_param": {"device": "nvme"}}),
+        'zero_optimization.offload_param.device is "nvme", but no directory is named; set',
+    ),
+    (ds_config(slide={"nvme_path": "/tmp"}), 'ds_slide.nvme_path is set, but no offload device is "nvme"; set'),
+    (ds_config(NVME, aio={"block_size": 1000}), "aio.block_size is 1000, but"),
+    (ds_config(NVME, aio={"queue_depth": 0}), "aio.queue_depth is 0; expected"),
+    (
+        ds_config(slide={"state_dtype": "8bit", "gpu_states": "1GiB"}),
+        'ds_slide.state_dtype is "8bit", which is updated on the CPU, but',
     ),
     (
         ds_config({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
@@ -343,7 +351,7 @@ END_TO_END = {
     "no optimizer": (ds_config(optimizer=None), None, "no optimizer is given, but"),
     "SGD": (ds_config(optimizer=None), "SGD", "the optimizer is torch.optim.sgd.SGD, but"),
     "nvme": (
-        ds_config({"offload_param": {"device": "nvme", "nvme_path": "/tmp"}}),
+        ds_config({"offload_param": {"device": "nvme"}}),
         None,
         'zero_optimization.offload_param.device is "nvme", but',
     ),

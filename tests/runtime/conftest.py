@@ -10,12 +10,14 @@ from torch import nn
 
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.structure import UnitSpec
+from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.handoff import Failures, Ticket
 from ds_slide.runtime.lane import Delay, Lane
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.updates import UpdateLane
+from ds_slide.store.planes import optimizer_planes
 from ds_slide.store.state import UnitState
 
 NUMEL = 64
@@ -60,7 +62,8 @@ def make_unit(order: int, failures: Failures) -> Unit:
     parameter = nn.Parameter(torch.empty(0))
     spec = UnitSpec(f"blocks.{order}", "block", order, None, (("weight", parameter),), NUMEL)
     weight = torch.full((NUMEL,), 100.0 * order)
-    state = UnitState("host", weight, None, torch.zeros(NUMEL), torch.zeros(NUMEL), None)
+    specs = optimizer_planes(torch.float32, STATE_FORMATS["fp32"])
+    state = UnitState("host", specs, weight, {spec.name: torch.zeros(NUMEL) for spec in specs}, None)
     return Unit(spec, layout, [parameter], state, order, Ticket.kept(failures))
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, build_layout
-from ds_slide.plan.memory import Budgets, Needs, Plan, UnitSize, gpu_cost, make_plan
+from ds_slide.optim.low_precision import STATE_FORMATS
+from ds_slide.plan.memory import Budgets, Plan, gpu_cost, make_plan
+from ds_slide.plan.placement import Needs, UnitSize
+from ds_slide.store.planes import optimizer_planes
 
 EDGE, BLOCK = 64_000, 6_400
 PLENTY = 1 << 40
@@ -22,7 +26,7 @@ def unit(name: str, numel: int, frozen: int = 0) -> UnitSize:
 
 UNITS = [unit("edge", EDGE), *(unit(f"blocks.{index}", BLOCK) for index in range(4))]
 # bf16, gradients held.
-NEEDS = Needs("bf16", 2, 2, held_bytes=2, window=2, stagings=2, ring=0)
+NEEDS = Needs(optimizer_planes(torch.bfloat16, STATE_FORMATS["fp32"]), 2, 2, held_bytes=2, window=2, stagings=2, ring=0)
 BUDGETS = Budgets(PLENTY, PLENTY, PLENTY, gpu_states=0, gpu_memory=None, host_memory=None)
 EDGE_COST = EDGE * (2 + 8 + 2)
 BLOCK_COST = BLOCK * (2 + 2 + 8 + 2)
@@ -88,13 +92,19 @@ def test_gpu_states_that_do_not_fit_are_refused() -> None:
     assert plan(gpu_states=EDGE_COST, gpu_memory=WINDOW_BYTES + EDGE_COST).on_gpu == {0}
 
 
-@pytest.mark.parametrize("source", ["host_memory", "host_free"])
-def test_host_budget_is_hard(source: str) -> None:
-    assert plan(**{source: HOST_BYTES}).host_bytes == HOST_BYTES
-    name = "ds_slide.host_memory" if source == "host_memory" else "free host memory"
-    sentence = rf"host tier: the states need {HOST_BYTES:,} bytes, but {name} is {HOST_BYTES - 1:,}; .*hold_gradients"
+def test_free_host_memory_is_a_hard_limit() -> None:
+    assert plan(host_free=HOST_BYTES).host_bytes == HOST_BYTES
+    sentence = rf"host tier: .* need {HOST_BYTES:,} bytes, but {HOST_BYTES - 1:,} are free; .*\"nvme\".*hold_gradients"
     with pytest.raises(SlideError, match=sentence):
-        plan(**{source: HOST_BYTES - 1})
+        plan(host_free=HOST_BYTES - 1)
+
+
+def test_without_an_ssd_tier_the_budget_of_the_states_is_hard() -> None:
+    states = (EDGE + 4 * BLOCK) * 12  # held gradients and buffers come on top of ds_slide.host_memory
+    assert plan(host_memory=states).host_bytes == HOST_BYTES
+    sentence = rf"host tier: the states need {states:,} bytes, but ds_slide.host_memory is {states - 1:,}; .*SSD"
+    with pytest.raises(SlideError, match=sentence):
+        plan(host_memory=states - 1)
 
 
 def test_automatic_states_never_break_a_budget_that_fits_without_them() -> None:

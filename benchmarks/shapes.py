@@ -1,0 +1,55 @@
+"""Shapes that only benchmarks train, added to the presets of examples/finetune_models.py; models in host memory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# The presets have one home, beside the example script.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import finetune_models
+
+# 12.06 G parameters: 145 GB of fp32 states, more than most hosts have, with blocks of 317 M that fit a small card.
+finetune_models.PRESETS["llama-12b"] = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 37,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 40,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+def build_on_accelerator(name: str, device: torch.device, seed: int) -> Any:
+    """The model in bf16 with its weights on `device`."""
+    return finetune_models.build_model(name, dtype=torch.bfloat16, device=device, seed=seed)
+
+
+def build_in_host_memory(name: str, device: torch.device, seed: int) -> Any:
+    """The model in bf16 with its weights in host memory, made one module at a time on `device`.
+
+    Never more than the bf16 weights exist, and never more than one module's on the device: random numbers for 12 G
+    parameters take minutes on a processor, and a card that is too small for the weights cannot make them at once.
+    """
+    model: Any = finetune_models.build_model(name, dtype=torch.bfloat16, device="meta", seed=seed)
+    torch.manual_seed(seed)
+    for module in model.modules():
+        if not any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            continue
+        module.to_empty(device=device, recurse=False)
+        model._init_weights(module)
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if isinstance(tensor, torch.nn.Parameter):
+                    tensor.data = tensor.data.to("cpu")
+                elif tensor is not None and tensor.numel():
+                    # Tables such as the rotary one are read where the model computes, and are small.
+                    tensors[key] = tensor.to(device)
+    model.tie_weights()
+    return model

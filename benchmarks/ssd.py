@@ -1,0 +1,191 @@
+"""A file on the disk under test, the load that `ds_slide._native.IoEngine` puts on it, and the disk's own ceiling.
+
+    python3 benchmarks/ssd.py --path DIR [--seconds 3] [--size 4GiB]
+
+Prints one JSON line: the mixed bandwidth with several requests in flight, the page cache kept out. `step.py` asks for
+the same figure right before and after the engine: disks of one kind differ threefold, and one disk changes with time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ds_slide import _native
+
+PATTERNS = ("read", "write", "mixed", "bursts")
+BURST_BYTES = 64 << 20
+FILL_BYTES = 4 << 20
+# A disk that answers nothing for so long is broken, or the engine lost a request.
+LONGEST_WAIT_S = 60.0
+# What the ceiling is measured with; larger requests and more of them gave no more on any disk tried.
+CEILING_REQUEST_BYTES = 2 << 20
+CEILING_DEPTH = 32
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `4GiB`, `256KiB`, `1MiB` or a plain number."""
+    for suffix, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)):
+        if text.endswith(suffix):
+            return round(float(text.removesuffix(suffix)) * factor)
+    return int(text)
+
+
+def size_text(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
+@dataclass
+class Sample:
+    """One timed load: bytes, seconds, and the latency of every request in seconds (or only two percentiles of them)."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    seconds: float = 0.0
+    latencies_s: list[float] = field(default_factory=list)
+    p50_s: float | None = None
+    p99_s: float | None = None
+
+    @property
+    def gb_s(self) -> float:
+        return (self.read_bytes + self.written_bytes) / self.seconds / 1e9
+
+
+@contextmanager
+def full_file(folder: Path, nbytes: int, progress: bool = True) -> Iterator[Path]:
+    """A file of `nbytes` random bytes (multiple of 4 MiB), all of it on the disk, removed at the end.
+
+    Extents that were only reserved read as zeros without the disk, and zeros may be compressed on the way: so every
+    byte is written, and none repeats within 4 MiB.
+    """
+    path = folder / f"ds_slide-benchmark-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        with engine("auto", 8, FILL_BYTES) as io:
+            file = io.open(str(path), nbytes)
+            memory = buffers(FILL_BYTES, 1)
+            for offset in tqdm(range(0, nbytes, FILL_BYTES), "filling the file", disable=not progress, leave=False):
+                io.submit(offset, True, [(file, offset, memory.data_ptr(), FILL_BYTES)], False)
+                if offset >= 8 * FILL_BYTES:
+                    next_done(io)
+            for _ in range(min(nbytes // FILL_BYTES, 8)):
+                next_done(io)
+            io.sync(file)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def engine(backend: str, depth: int, request_bytes: int) -> Iterator[Any]:
+    io = _native.IoEngine(backend, depth, request_bytes)
+    try:
+        yield io
+    finally:
+        io.close()
+
+
+def buffers(nbytes: int, count: int) -> torch.Tensor:
+    """Random bytes [count, nbytes] in page-aligned memory."""
+    memory = torch.frombuffer(_native.Slab(nbytes * count, False, False), dtype=torch.uint8)
+    return memory.random_(256).view(count, nbytes)
+
+
+def next_done(io: Any) -> int:
+    """Token of the next finished transfer; an error of the disk ends the benchmark."""
+    done = io.next(LONGEST_WAIT_S)
+    if done is None:
+        raise RuntimeError(f"no transfer finished within {LONGEST_WAIT_S:g} s")
+    token, error, _ = done
+    if error is not None:
+        raise RuntimeError(error)
+    return int(token)
+
+
+def run_engine(
+    path: Path, pattern: str, backend: str, depth: int, request_bytes: int, seconds: float
+) -> tuple[Sample, dict[str, Any]]:
+    """The load `pattern` for `seconds`: its sample and `{"direct": ..., **engine.stats()}`.
+
+    One transfer is one request, except in `bursts`, where it is 64 MiB. In `mixed` every second one is a write. A few
+    more transfers than `depth` are handed over, so that the disk never waits for this thread; their short wait in
+    the engine's queue is part of the latency.
+    """
+    burst = pattern == "bursts"
+    nbytes = BURST_BYTES if burst else request_bytes
+    ahead = 1 if burst else depth + max(2, depth // 4)
+    memory = buffers(nbytes, ahead)
+    file_bytes = path.stat().st_size
+    sample = Sample()
+    with engine(backend, depth, request_bytes) as io:
+        file = io.open(str(path), 0)
+        io.register_memory(memory.data_ptr(), memory.numel())
+        started = [0.0] * ahead
+        number = 0
+
+        def submit(place: int) -> None:
+            nonlocal number
+            # Read and written halves apart: a request must not wait for another one on the same bytes.
+            write = pattern == "write" or (pattern in ("mixed", "bursts") and number % 2 == 1)
+            half = file_bytes // 2 // nbytes * nbytes
+            turn = number // 2 if pattern in ("mixed", "bursts") else number
+            room, first = (half, half if write else 0) if pattern in ("mixed", "bursts") else (file_bytes, 0)
+            offset = first + turn * nbytes % (room // nbytes * nbytes)
+            started[place] = time.perf_counter()
+            io.submit(2 * place + write, write, [(file, offset, memory[place].data_ptr(), nbytes)], False)
+            number += 1
+
+        begin = time.perf_counter()
+        for place in range(ahead):
+            submit(place)
+        waiting = ahead
+        while waiting:
+            place, write = divmod(next_done(io), 2)
+            now = time.perf_counter()
+            sample.latencies_s.append(now - started[place])
+            sample.written_bytes += nbytes if write else 0
+            sample.read_bytes += 0 if write else nbytes
+            if now - begin < seconds:
+                submit(place)
+            else:
+                waiting -= 1
+        sample.seconds = time.perf_counter() - begin
+        ordered = sorted(sample.latencies_s)
+        sample.p50_s, sample.p99_s = (ordered[int(share * len(ordered))] for share in (0.5, 0.99))
+        return sample, {"direct": io.is_direct(file), **io.stats()}
+
+
+def mixed_ceiling(path: Path, seconds: float) -> dict[str, Any]:
+    """The disk's mixed bandwidth in GB/s on an existing full file, reads and writes together."""
+    sample, stats = run_engine(path, "mixed", "auto", CEILING_DEPTH, CEILING_REQUEST_BYTES, seconds)
+    return {
+        "gb_s": sample.gb_s,
+        "read_gb_s": sample.read_bytes / sample.seconds / 1e9,
+        "write_gb_s": sample.written_bytes / sample.seconds / 1e9,
+        "backend": stats["backend"],
+        "direct": stats["direct"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", type=Path, required=True, help="folder on the disk to measure")
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--size", type=parse_size, default=4 << 30, help="bytes of the file, for instance 4GiB")
+    arguments = parser.parse_args()
+    with full_file(arguments.path, arguments.size) as path:
+        print(json.dumps(mixed_ceiling(path, arguments.seconds)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+namespace ds_slide {
+
+/// Unit of every offset, address and length: no block device asks for more.
+constexpr std::int64_t kBlock = 4096;
+
+/// A system call on a file failed. what() is a sentence with the path.
+struct FileError : std::runtime_error {
+  FileError(int error_number, std::string path_, std::string const& sentence)
+      : std::runtime_error(sentence), error(error_number), path(std::move(path_)) {}
+  int error;
+  std::string path;
+};
+
+/// An open file, with O_DIRECT where its filesystem takes it. Immutable but for `slot`; closed by the
+/// destructor.
+class File {
+ public:
+  /// Makes a new file of `nbytes` bytes (mode 0600) with all its space allocated, or with nbytes = 0 opens an
+  /// existing one. Throws FileError, leaving no file behind that it made.
+  File(std::string path, std::int64_t nbytes);
+  ~File();
+  File(File const&) = delete;
+  File& operator=(File const&) = delete;
+
+  [[nodiscard]] int fd() const noexcept { return _fd; }
+  [[nodiscard]] bool direct() const noexcept { return _direct; }
+  [[nodiscard]] std::string const& path() const noexcept { return _path; }
+
+  /// Length in bytes now. Throws FileError.
+  [[nodiscard]] std::int64_t size() const;
+  /// Waits until what was written is on the device. Throws FileError.
+  void sync() const;
+
+  /// Number under which the backend has registered the file, -1 if it has not. Set before the first request.
+  int slot = -1;
+
+ private:
+  void allocate(std::int64_t nbytes) const;
+  [[nodiscard]] bool try_direct(bool is_new) const;
+  [[noreturn]] void fail(int error, std::string const& sentence) const;
+
+  std::string _path;
+  int _fd = -1;
+  bool _direct = false;
+};
+
+}  // namespace ds_slide

@@ -1,0 +1,119 @@
+// The arithmetic of one AdamW step on one vector, and how each weight format is read and written: what the
+// kernels of every state format share.
+#pragma once
+
+#include "update/portable.hpp"
+#include "update/types.hpp"
+
+// The arrays of one call do not overlap, which the optimiser cannot know and needs to vectorise the portable
+// loops.
+#if defined(__clang__)
+#define DS_SLIDE_NO_ALIAS _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define DS_SLIDE_NO_ALIAS _Pragma("GCC ivdep")
+#endif
+
+namespace ds_slide {
+namespace {
+
+template <class V, Dtype dtype>
+inline typename V::Float load(void const* data, std::size_t index) {
+  if constexpr (dtype == Dtype::bf16) return V::load_bf16(static_cast<std::uint16_t const*>(data) + index);
+  if constexpr (dtype == Dtype::fp16) return V::load_fp16(static_cast<std::uint16_t const*>(data) + index);
+  if constexpr (dtype == Dtype::fp32) return V::load_fp32(static_cast<float const*>(data) + index);
+}
+
+template <class V, Dtype dtype>
+inline void store(void* data, std::size_t index, typename V::Float value) {
+  if constexpr (dtype == Dtype::bf16) V::store_bf16(static_cast<std::uint16_t*>(data) + index, value);
+  if constexpr (dtype == Dtype::fp16) V::store_fp16(static_cast<std::uint16_t*>(data) + index, value);
+  if constexpr (dtype == Dtype::fp32) V::store_fp32(static_cast<float*>(data) + index, value);
+}
+
+template <class V, WeightFormat format>
+inline typename V::Float load_weight(AdamwArrays const& arrays, std::size_t index) {
+  if constexpr (format == WeightFormat::bf16_planar) {
+    return V::load_planar(static_cast<std::uint16_t const*>(arrays.weight) + index,
+                          static_cast<std::uint16_t const*>(arrays.remainder) + index);
+  }
+  if constexpr (format == WeightFormat::fp32) return load<V, Dtype::fp32>(arrays.weight, index);
+  if constexpr (format == WeightFormat::fp16_master) return load<V, Dtype::fp32>(arrays.remainder, index);
+}
+
+template <class V, WeightFormat format>
+inline void store_weight(AdamwArrays const& arrays, std::size_t index, typename V::Float value) {
+  if constexpr (format == WeightFormat::bf16_planar) {
+    V::store_planar(static_cast<std::uint16_t*>(arrays.weight) + index,
+                    static_cast<std::uint16_t*>(arrays.remainder) + index, value);
+  }
+  if constexpr (format == WeightFormat::fp32) store<V, Dtype::fp32>(arrays.weight, index, value);
+  if constexpr (format == WeightFormat::fp16_master) {
+    store<V, Dtype::fp32>(arrays.remainder, index, value);
+    store<V, Dtype::fp16>(arrays.weight, index, value);
+  }
+}
+
+/// Fetches element `ahead` of every array, and so the cache line around it. Reaching past the end is
+/// harmless.
+template <class V, WeightFormat format, Dtype grad_dtype, std::size_t state_bytes>
+inline void prefetch(AdamwArrays const& arrays, std::size_t ahead) {
+  if constexpr (V::prefetch_distance > 0) {
+    constexpr std::size_t weight_bytes = format == WeightFormat::fp32 ? 4 : 2;
+    constexpr std::size_t remainder_bytes = format == WeightFormat::fp16_master ? 4 : 2;
+    constexpr std::size_t grad_bytes = grad_dtype == Dtype::fp32 ? 4 : 2;
+    __builtin_prefetch(static_cast<char const*>(arrays.weight) + ahead * weight_bytes);
+    if constexpr (format != WeightFormat::fp32) {
+      __builtin_prefetch(static_cast<char const*>(arrays.remainder) + ahead * remainder_bytes);
+    }
+    __builtin_prefetch(static_cast<char const*>(arrays.exp_avg) + ahead * state_bytes);
+    __builtin_prefetch(static_cast<char const*>(arrays.exp_avg_sq) + ahead * state_bytes);
+    __builtin_prefetch(static_cast<char const*>(arrays.grad) + ahead * grad_bytes);
+  }
+}
+
+/// Elements of [begin, end) that fill whole vectors, counted from begin.
+template <class V>
+inline std::size_t whole_vectors_end(std::size_t begin, std::size_t end) {
+  return begin + (end - begin) / V::width * V::width;
+}
+
+/// The numbers of a step, one in every lane.
+template <class V>
+struct StepNumbers {
+  typename V::Float decay, weight_decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bc2_sqrt,
+      step_size, eps, grad_scale;
+  explicit StepNumbers(AdamwConstants const& constants)
+      : decay(V::set(constants.decay)),
+        weight_decay(V::set(constants.weight_decay)),
+        beta1(V::set(constants.beta1)),
+        one_minus_beta1(V::set(constants.one_minus_beta1)),
+        beta2(V::set(constants.beta2)),
+        one_minus_beta2(V::set(constants.one_minus_beta2)),
+        inv_bc2_sqrt(V::set(constants.inv_bc2_sqrt)),
+        step_size(V::set(constants.step_size)),
+        eps(V::set(constants.eps)),
+        grad_scale(V::set(constants.grad_scale)) {}
+};
+
+/// One step of the elements from `i`: the weight in memory, the moments `m` and `v` in fp32 in place. Every
+/// operation is rounded separately, and subnormal operands and results count as zero: by the processor's mode
+/// where V::ArithmeticMode sets it, by V's operations otherwise.
+template <class V, WeightFormat format, Dtype grad_dtype, bool adam_w_mode>
+inline __attribute__((always_inline)) void step_vector(AdamwArrays const& arrays,
+                                                       StepNumbers<V> const& numbers, std::size_t i,
+                                                       typename V::Float& m, typename V::Float& v) {
+  auto g = V::mul(V::operand(load<V, grad_dtype>(arrays.grad, i)), numbers.grad_scale);
+  auto w = V::operand(load_weight<V, format>(arrays, i));
+  if constexpr (adam_w_mode) {
+    w = V::mul(w, numbers.decay);
+  } else {
+    g = V::add(g, V::mul(w, numbers.weight_decay));
+  }
+  m = V::add(V::mul(V::operand(m), numbers.beta1), V::mul(g, numbers.one_minus_beta1));
+  v = V::add(V::mul(V::operand(v), numbers.beta2), V::mul(V::mul(g, g), numbers.one_minus_beta2));
+  auto const denominator = V::add(V::mul(V::sqrt(v), numbers.inv_bc2_sqrt), numbers.eps);
+  store_weight<V, format>(arrays, i, V::sub(w, V::mul(V::div(m, denominator), numbers.step_size)));
+}
+
+}  // namespace
+}  // namespace ds_slide

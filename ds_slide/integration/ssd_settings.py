@@ -1,0 +1,82 @@
+"""Where the SSD tier is and what may go there: DeepSpeed's own keys, and the ones of "ds_slide" before them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_slide.config import SlideConfig
+from ds_slide.runtime.settings import SsdSettings
+from ds_slide.store.ssd_places import CHUNK_NUMEL, PAGE
+
+SECTIONS = ("offload_optimizer", "offload_param")
+
+
+def offload_device(ds_config: Mapping[str, Any], section: str) -> str:
+    """ "none", "cpu" or "nvme" of `zero_optimization.<section>`."""
+    settings = ds_config.get("zero_optimization", {}).get(section) or {}
+    return str(getattr(settings.get("device", "none"), "value", settings.get("device", "none")))
+
+
+def wants_ssd(ds_config: Mapping[str, Any]) -> bool:
+    return any(offload_device(ds_config, section) == "nvme" for section in SECTIONS)
+
+
+def ssd_parents(config: SlideConfig, ds_config: Mapping[str, Any]) -> list[tuple[str, Path]]:
+    """(JSON path, directory) of every disk; empty where none is named."""
+    if config.nvme_path is not None:
+        many = len(config.nvme_path) > 1
+        return [
+            (f"ds_slide.nvme_path[{number}]" if many else "ds_slide.nvme_path", Path(path))
+            for number, path in enumerate(config.nvme_path)
+        ]
+    for section in SECTIONS:
+        path = (ds_config.get("zero_optimization", {}).get(section) or {}).get("nvme_path")
+        if offload_device(ds_config, section) == "nvme" and path:
+            return [(f"zero_optimization.{section}.nvme_path", Path(path))]
+    return []
+
+
+def ssd_settings(config: SlideConfig, ds_config: Mapping[str, Any]) -> SsdSettings | None:
+    """None where DeepSpeed's keys name no nvme device. The config has passed `ssd_problems`."""
+    if not wants_ssd(ds_config):
+        return None
+    aio = ds_config.get("aio") or {}
+    return SsdSettings(
+        parents=ssd_parents(config, ds_config),
+        weights=offload_device(ds_config, "offload_param") == "nvme",
+        records=offload_device(ds_config, "offload_optimizer") == "nvme",
+        backend=config.io_backend,
+        queue_depth=aio.get("queue_depth"),
+        request_bytes=aio.get("block_size"),
+        record_buffers=None if config.ssd_buffers == "auto" else config.ssd_buffers,
+        weight_buffers=None if config.weight_buffers == "auto" else config.weight_buffers,
+        chunk_numel=CHUNK_NUMEL,
+    )
+
+
+def ssd_problems(config: SlideConfig, ds_config: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the settings of the SSD tier, one sentence each."""
+    if not wants_ssd(ds_config):
+        if config.nvme_path is not None:
+            yield (
+                'ds_slide.nvme_path is set, but no offload device is "nvme"; set '
+                'zero_optimization.offload_optimizer.device to "nvme" or remove it'
+            )
+        return
+    if not ssd_parents(config, ds_config):
+        section = next(section for section in SECTIONS if offload_device(ds_config, section) == "nvme")
+        yield (
+            f'zero_optimization.{section}.device is "nvme", but no directory is named; set '
+            f"zero_optimization.{section}.nvme_path or ds_slide.nvme_path"
+        )
+    aio = ds_config.get("aio") or {}
+    if aio.get("use_gds"):
+        yield "aio.use_gds is true, but DS-Slide moves states through host memory, where they are updated; remove it"
+    block = aio.get("block_size")
+    if block is not None and (not isinstance(block, int) or block <= 0 or block % PAGE):
+        yield f"aio.block_size is {block}, but the SSD tier reads and writes whole pages; use a multiple of {PAGE}"
+    depth = aio.get("queue_depth")
+    if depth is not None and (not isinstance(depth, int) or depth <= 0):
+        yield f"aio.queue_depth is {depth}; expected an integer above 0"

@@ -1,0 +1,62 @@
+"""`deepspeed.zero.Init` with parameters on NVMe: under DS-Slide they wait in host memory until the plan places them.
+
+Stock would compile and start its own swapper at the first `zero.Init`, write every parameter to a file of its own and
+leave that behind; DS-Slide would only read them back. Without the key "ds_slide" nothing changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def install_zero_init(init_class: Any, slide_config: Callable[[Any], Any]) -> None:
+    """Wrap the constructor of `deepspeed.runtime.zero.partition_parameters.Init`. `slide_config`: None means off."""
+    original = init_class.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            given = signature.bind(self, *args, **kwargs)
+        except TypeError:
+            original(self, *args, **kwargs)  # reports it
+            return
+        for name in ("config_dict_or_path", "config"):
+            raw = _raw(given.arguments.get(name))
+            if raw is not None and slide_config(raw) is not None:
+                given.arguments[name] = in_host_memory(raw)
+                if given.arguments.get("remote_device") == "nvme":
+                    given.arguments["remote_device"] = "cpu"
+        original(*given.args, **given.kwargs)
+
+    init_class.__init__ = __init__
+
+
+def in_host_memory(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`config` with `offload_param.device` "cpu" where it is "nvme"; the object given is not changed."""
+    section = (config.get("zero_optimization") or {}).get("offload_param") or {}
+    if section.get("device") != "nvme":
+        return config
+    changed = copy.deepcopy(dict(config))
+    changed["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": section.get("pin_memory", False)}
+    return changed
+
+
+def _raw(config: Any) -> Mapping[str, Any] | None:
+    """The config as a dictionary; None for what DeepSpeed has to judge (absent, base64, unreadable)."""
+    if isinstance(config, Mapping):
+        return config
+    if isinstance(config, str | Path) and os.path.isfile(config):  # a long base64 text is no file, and no error
+        try:
+            loaded = json.loads(Path(config).read_text())
+        except ValueError:
+            return None
+        return loaded if isinstance(loaded, Mapping) else None
+    return None

@@ -1,0 +1,81 @@
+"""Stochastic rounding of moments in plain torch, on any device: the statement that the kernels match bit by bit.
+
+The random bits are a hash of (seed, step, element number within the unit). So they do not depend on threads, chunks,
+instruction set or where the state lives, and a repeated step gives the same bits. csrc/update/rounding.hpp is the same.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ds_slide.errors import SlideError
+from ds_slide.optim.low_precision import (
+    GROUP,
+    STEP_BITS,
+    finish_codes,
+    group_scales,
+    least_level,
+    levels,
+    zero_code,
+)
+
+_MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+
+
+def random_bits(seed: int, step: int, first: int, numel: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """32 random bits, int64 [numel], for elements ``first`` to ``first + numel`` of a unit with ``seed``.
+
+    The upper 16 round ``exp_avg``, the lower 16 ``exp_avg_sq``.
+    """
+    key = _mix64(_mix64((seed + 0x9E3779B97F4A7C15) & _MASK64) + step & _MASK64)
+    parts = []
+    for high in range(first >> 32, (first + max(numel, 1) - 1 >> 32) + 1):
+        start, stop = max(first, high << 32), min(first + numel, high + 1 << 32)
+        mixed = _mix64(key + high & _MASK64)
+        # int64 wraps around as unsigned numbers do, and only the lower 32 bits of a product are used.
+        x = torch.arange(start & _MASK32, (start & _MASK32) + stop - start, dtype=torch.int64, device=device)
+        x = (x + (mixed & _MASK32)) & _MASK32
+        x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK32
+        x = ((x ^ (x >> 15)) + (mixed >> 32)) & _MASK32
+        x = (x * 0x846CA68B) & _MASK32
+        parts.append(x ^ (x >> 16))
+    return torch.cat(parts)
+
+
+def round_bf16(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """bf16 [n] of fp32 ``values`` [n]: up or down with the probabilities that make the mean the value.
+
+    ``random`` holds numbers below 2^16. NaN stays NaN; what bf16 can hold stays as it is.
+    """
+    bits = values.contiguous().view(torch.int32).long() & _MASK32
+    rounded = torch.where(values.isnan(), (bits >> 16) | 0x0040, (bits + random) >> 16)
+    return torch.where(rounded >= 1 << 15, rounded - (1 << 16), rounded).to(torch.int16).view(torch.bfloat16)
+
+
+def round_8bit(values: torch.Tensor, random: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(codes, scale)``, uint8 [n] and fp32 [ceil(n / 64)], of fp32 ``values`` [n] that are zero or normal.
+
+    Each value goes to one of its two neighbours so that the mean is the value, to within 2^-17 of their distance.
+    ``random`` holds numbers below 2^16. A value below the least level goes to the level or zero if ``signed``, and
+    to the level otherwise: see low_precision.from_fp32.
+    """
+    scale = group_scales(values, signed=signed)
+    level = levels(values, scale, signed=signed)
+    # The random numbers are the upper 16 of 20 bits and the rest is a half: no rounding of `level` ever decides.
+    fraction = (random.int() << 4) + 8
+    code = (level.view(torch.int32) + fraction - zero_code(signed)) >> STEP_BITS
+    kept = fraction.double() * 2.0**-STEP_BITS * least_level(signed) < level if signed else values > 0
+    return finish_codes(code, kept, values, scale, signed=signed), scale
+
+
+def _mix64(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def check_first(first: int) -> None:
+    """SlideError unless ``first`` can be the number of a chunk's first element."""
+    if first < 0 or first % GROUP != 0:
+        raise SlideError(f"first is {first}, but chunks of a unit begin at multiples of {GROUP} elements.")

@@ -1,0 +1,178 @@
+"""Which states stay in host memory and which go to SSD: unit by unit, as far as the memory reaches.
+
+Memory goes first to what saves most SSD traffic per byte: a block's weights (2 bytes a parameter save 6 a step: two
+reads and a write), then the edges' optimizer states (their update is the one that nothing hides), then those of the
+blocks (10 bytes save 20). What stays is spread evenly over the blocks, so that the disk has work all through the step
+instead of a burst at one end of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ds_slide.model.layout import UnitLayout
+from ds_slide.store.planes import PlaneSpec, optimizer_bytes
+from ds_slide.store.ssd_places import record_bytes
+
+# Of the free memory: Python's objects, the data loader and the page cache go on growing after the plan is made.
+USABLE_SHARE = 0.95
+MOST_RECORD_BUFFERS = 16
+EXTRA_WEIGHT_BUFFERS = 4
+"""Beside one for each slot: read ahead, under update, being written."""
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """What the plan knows of a unit. `is_edge` units are always on the GPU with their weights, and these in host memory
+    as well."""
+
+    name: str
+    layout: UnitLayout
+    is_edge: bool
+
+
+@dataclass(frozen=True)
+class SsdNeeds:
+    """`weights`, `records`: what may go to SSD. Numbers of buffers: None is automatic."""
+
+    weights: bool
+    records: bool
+    chunk_numel: int
+    record_buffers: int | None = None
+    weight_buffers: int | None = None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Storage settings that set the bytes. `specs`: the optimizer planes. Item sizes in bytes."""
+
+    specs: Sequence[PlaneSpec]
+    weight_bytes: int
+    gradient_bytes: int
+    held_bytes: int
+    """Bytes a parameter of a held host gradient; 0 when gradients are not held."""
+    window: int
+    stagings: int
+    ring: int
+    world_size: int = 1
+    ssd: SsdNeeds | None = None
+    """None: there is no SSD tier."""
+
+
+@dataclass(frozen=True)
+class HostPlacement:
+    """Indices of the units with weights or optimizer states (records) on SSD; sizes of the pools in front of it."""
+
+    weights_on_ssd: frozenset[int]
+    records_on_ssd: frozenset[int]
+    record_buffers: int
+    weight_buffers: int
+    state_bytes: int
+    """States in host memory."""
+    ssd_bytes: int
+    """States on SSD."""
+    host_bytes: int
+    """States, held gradients and buffers in host memory."""
+
+
+def place_on_host(
+    units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int], host_free: int, host_memory: int | None
+) -> HostPlacement:
+    """Place what is not on the GPU. `host_memory`: budget in bytes of the states, None for what `host_free` leaves."""
+    on_host = [index for index in range(len(units)) if index not in on_gpu]
+    around = _gradient_bytes(units, needs, on_host)
+    everything = sum(_weights(units[i], needs) + _records(units[i], needs) for i in on_host)
+    usable = int(host_free * USABLE_SHARE) - around
+    if needs.ssd is None or everything <= (usable if host_memory is None else min(usable, host_memory)):
+        return HostPlacement(frozenset(), frozenset(), 0, 0, everything, 0, everything + around)
+
+    ssd = needs.ssd
+    may_move_weights = [i for i in on_host if ssd.weights and not units[i].is_edge]
+    may_move_records = [i for i in on_host if ssd.records and units[i].layout.trainable_numel]
+    pools = _pool_bytes(units, needs, ssd, may_move_weights, may_move_records)
+    budget = max(0, usable - sum(pools)) if host_memory is None else min(host_memory, max(0, usable - sum(pools)))
+    left = budget - everything
+    left += sum(_weights(units[i], needs) for i in may_move_weights)
+    left += sum(_records(units[i], needs) for i in may_move_records)
+
+    def stay(candidates: Sequence[int], size: Callable[[UnitSize, Needs], int]) -> set[int]:
+        nonlocal left
+        kept = _spread([(i, size(units[i], needs)) for i in candidates], left)
+        left -= sum(size(units[i], needs) for i in kept)
+        return kept
+
+    weights_stay = stay(may_move_weights, _weights)
+    records_stay = stay([i for i in may_move_records if units[i].is_edge], _records)
+    records_stay |= stay([i for i in may_move_records if not units[i].is_edge], _records)
+    weights = frozenset(may_move_weights) - weights_stay
+    records = frozenset(may_move_records) - records_stay
+    moved = sum(_weights(units[i], needs) for i in weights) + sum(_records(units[i], needs) for i in records)
+    buffers = _pool_bytes(units, needs, ssd, weights, records)
+    return HostPlacement(
+        weights,
+        records,
+        _record_buffers(units, ssd, records),
+        _weight_buffers(needs, ssd, weights),
+        everything - moved,
+        moved,
+        everything - moved + around + sum(buffers),
+    )
+
+
+def _weights(unit: UnitSize, needs: Needs) -> int:
+    return unit.layout.local_numel * needs.weight_bytes
+
+
+def _records(unit: UnitSize, needs: Needs) -> int:
+    return optimizer_bytes(needs.specs, unit.layout.trainable_numel)
+
+
+def _spread(sizes: Sequence[tuple[int, int]], budget: int) -> set[int]:
+    """Indices that together take at most `budget` bytes, at even distances."""
+    total = sum(size for _, size in sizes)
+    if total <= budget:
+        return {index for index, _ in sizes}
+    kept: set[int] = set()
+    used = passed = 0
+    for index, size in sizes:
+        passed += size
+        # Exact integers: a share in floating point would depend on the order of the sum.
+        if (used + size) * total <= passed * max(budget, 0):
+            kept.add(index)
+            used += size
+    return kept
+
+
+def _gradient_bytes(units: Sequence[UnitSize], needs: Needs, on_host: Sequence[int]) -> int:
+    held = sum(units[i].layout.trainable_numel for i in on_host) * needs.held_bytes
+    if not needs.ring:
+        return held
+    blocks = max((units[i].layout.trainable_numel for i in on_host if not units[i].is_edge), default=0)
+    edges = max((units[i].layout.trainable_numel for i in on_host if units[i].is_edge), default=0)
+    return held + (needs.ring * blocks + edges) * needs.gradient_bytes
+
+
+def _pool_bytes(
+    units: Sequence[UnitSize],
+    needs: Needs,
+    ssd: SsdNeeds,
+    weights: Sequence[int] | frozenset[int],
+    records: Sequence[int] | frozenset[int],
+) -> tuple[int, int]:
+    plane = max((_weights(units[i], needs) for i in weights), default=0)
+    chunk = max((min(ssd.chunk_numel, units[i].layout.trainable_numel) for i in records), default=0)
+    return (
+        _weight_buffers(needs, ssd, weights) * plane,
+        _record_buffers(units, ssd, records) * record_bytes(needs.specs, chunk),
+    )
+
+
+def _weight_buffers(needs: Needs, ssd: SsdNeeds, weights: Sequence[int] | frozenset[int]) -> int:
+    wanted = needs.window + EXTRA_WEIGHT_BUFFERS if ssd.weight_buffers is None else ssd.weight_buffers
+    return min(wanted, len(weights))
+
+
+def _record_buffers(units: Sequence[UnitSize], ssd: SsdNeeds, records: Sequence[int] | frozenset[int]) -> int:
+    wanted = MOST_RECORD_BUFFERS if ssd.record_buffers is None else ssd.record_buffers
+    return min(wanted, sum(-(-units[i].layout.trainable_numel // ssd.chunk_numel) for i in records))

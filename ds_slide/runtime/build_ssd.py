@@ -1,0 +1,99 @@
+"""Puts the SSD tier of a runtime together: the state files, every unit's place in them, the pools in front of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ds_slide.plan.memory import Plan
+from ds_slide.runtime.handoff import Failures
+from ds_slide.runtime.lane import Delay
+from ds_slide.runtime.ranks import Ranks
+from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
+from ds_slide.runtime.ssd import SsdStates
+from ds_slide.runtime.unit import Unit
+from ds_slide.store.ssd import SsdStore
+from ds_slide.store.ssd_places import place_unit, record_bytes
+from ds_slide.store.ssd_unit import SsdUnit
+from ds_slide.store.state import HostMemory
+
+
+def open_store(
+    unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettings, ranks: Ranks, failures: Failures
+) -> tuple[SsdStore | None, dict[int, SsdUnit]]:
+    """The state files, and the places of the units that have states there, by their order."""
+    host = plan.host
+    places, end = {}, 0
+    for order, unit_plan in enumerate(unit_plans):
+        if order in host.weights_on_ssd or order in host.records_on_ssd:
+            assert settings.ssd is not None
+            layout = unit_plan.layout
+            places[order] = place_unit(
+                end,
+                settings.specs,
+                weight_bytes=layout.local_numel * settings.dtype.itemsize if order in host.weights_on_ssd else 0,
+                records_of=layout.trainable_numel if order in host.records_on_ssd else 0,
+                chunk_numel=settings.ssd.chunk_numel,
+            )
+            end = places[order].end
+    if not places or settings.ssd is None:
+        return None, {}
+    store = SsdStore(
+        settings.ssd.parents,
+        end,
+        rank=ranks.rank,
+        fail=lambda error: failures.record("ssd", error),
+        backend=settings.ssd.backend,
+        queue_depth=settings.ssd.queue_depth,
+        request_bytes=settings.ssd.request_bytes,
+        delay=Delay(settings.delay_ms, settings.seed + 4),
+    )
+    return store, {order: SsdUnit(store, place, settings.specs, settings.dtype) for order, place in places.items()}
+
+
+def make_ssd_states(
+    units: Sequence[Unit],
+    plan: Plan,
+    settings: RuntimeSettings,
+    store: SsdStore,
+    memory: HostMemory,
+    failures: Failures,
+) -> SsdStates:
+    """The pools in front of the disk. Weights are page-locked, because the GPU copies from them."""
+    records = [unit.state.ssd for unit in units if unit.state.ssd is not None]
+    chunks = [chunk for ssd in records for chunk in ssd.places.chunks]
+    largest = max((chunk.span.stop - chunk.span.start for chunk in chunks), default=0)
+
+    def buffers(nbytes: int, count: int, *, transfers: bool) -> list[torch.Tensor]:
+        if not count:
+            return []
+        pool = memory.pool(nbytes, count, transfers=transfers)
+        leases = [pool.lease(0.0) for _ in range(count)]
+        tensors = [torch.frombuffer(lease, dtype=torch.uint8) for lease in leases]
+        for tensor in tensors:
+            store.register(tensor.data_ptr(), tensor.numel())
+        return tensors
+
+    return SsdStates(
+        units,
+        store,
+        buffers(record_bytes(settings.specs, largest), plan.host.record_buffers, transfers=False),
+        buffers(max((ssd.places.weight_pages for ssd in records), default=0), plan.host.weight_buffers, transfers=True),
+        failures,
+        updates_under_backward=settings.held_dtype is None,
+    )
+
+
+def announcer(ssd: SsdStates | None, settings: RuntimeSettings) -> dict[str, Any]:
+    """How the window tells the SSD tier which blocks come next."""
+    if ssd is None or not ssd.ahead:
+        return {}
+    under_backward = settings.held_dtype is None
+
+    def announce(coming: Sequence[Unit], in_backward: Sequence[Unit]) -> None:
+        # Updated under backward, a block needs its weights once more soon after the GPU has had them.
+        ssd.expect_weights(coming, in_backward if under_backward else ())
+
+    return {"announce": announce, "horizon": ssd.ahead}

@@ -1,0 +1,65 @@
+"""What the runtime is built from: settings that are decided once, and units before they have states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ds_slide.model.layout import UnitLayout
+from ds_slide.model.structure import UnitSpec
+from ds_slide.optim.low_precision import StateFormat
+from ds_slide.store.planes import PlaneSpec, optimizer_planes
+
+
+@dataclass(frozen=True)
+class SsdSettings:
+    """`parents`: (JSON path for messages, directory) of every disk. None is automatic."""
+
+    parents: Sequence[tuple[str, Path]]
+    weights: bool
+    records: bool
+    """What may go there."""
+    backend: str
+    queue_depth: int | None
+    request_bytes: int | None
+    record_buffers: int | None
+    weight_buffers: int | None
+    chunk_numel: int
+
+
+@dataclass(frozen=True)
+class RuntimeSettings:
+    """`dtype`: of weights and gradients. `held_dtype`: of held gradients (None: not held). `moments`: storage format of
+    the optimizer's moments. `ssd`: None without an SSD tier."""
+
+    dtype: torch.dtype
+    held_dtype: torch.dtype | None
+    moments: StateFormat
+    ssd: SsdSettings | None
+    accumulates: bool
+    """More than one micro-batch a step."""
+    window: int
+    gradient_buffers: int
+    cpu_threads: int
+    cpu_cores: Sequence[int]
+    huge_pages: bool
+    delay_ms: float
+    seed: int
+
+    @property
+    def specs(self) -> tuple[PlaneSpec, ...]:
+        """The optimizer planes."""
+        return optimizer_planes(self.dtype, self.moments)
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """A unit before it has states. `parameters` in the order of `layout.entries`."""
+
+    spec: UnitSpec
+    layout: UnitLayout
+    parameters: Sequence[nn.Parameter]

@@ -1,0 +1,345 @@
+"""The SSD tier: one preallocated state file per rank and mount, and asynchronous transfers between them and memory."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_slide import _native
+from ds_slide.errors import SlideError
+from ds_slide.store.bandwidth import mixed_bandwidth
+from ds_slide.store.run_directory import RunDirectory
+from ds_slide.store.striping import Striping
+
+PAGE = 4096
+STATE_FILE = "states"
+DEFAULT_REQUEST_BYTES = 2 << 20
+DEFAULT_DEPTH_PER_MOUNT = 32
+# The completion thread asks again so often; a wake-up costs it microseconds.
+IDLE_S = 10.0
+
+_log = logging.getLogger("ds_slide")
+
+
+@dataclass(frozen=True)
+class Part:
+    """`nbytes` at byte `offset` of the store and at `address` in memory; all multiples of 4096."""
+
+    offset: int
+    address: int
+    nbytes: int
+
+
+@dataclass
+class _Transfer:
+    """Under way. Either `then` follows it, or a thread waits for `told`, which is set in every case, after `error`."""
+
+    then: Callable[[], None] | None = None
+    told: threading.Event | None = None
+    error: SlideError | None = None
+
+
+class SsdStore:
+    """`nbytes` bytes of logical address space, striped over a file in each of `parents`.
+
+    parents: (JSON path for messages, directory). Each gets a RunDirectory and its part of the space, in proportion to
+    its bandwidth, which is measured when there are several.
+
+    fail: is given the first error of an asynchronous transfer, once, on the completion thread; from then on nothing
+    that was under way is followed by its `then`, and new transfers raise. Whoever waits for a `then` must also watch
+    for `fail`.
+
+    delay: called before every submit (on the caller's thread) and before every completion is delivered (on the
+    completion thread), for race tests.
+
+    SlideError where a directory cannot be used, has too little space, or the backend does not work.
+    """
+
+    def __init__(
+        self,
+        parents: Sequence[tuple[str, Path]],
+        nbytes: int,
+        *,
+        rank: int,
+        fail: Callable[[BaseException], None],
+        backend: str = "auto",
+        queue_depth: int | None = None,
+        request_bytes: int | None = None,
+        delay: Callable[[], None] = lambda: None,
+    ) -> None:
+        if not parents or nbytes <= 0 or nbytes % PAGE:
+            raise ValueError(f"an SSD store needs a directory and a positive multiple of {PAGE} bytes, not {nbytes}")
+        self.nbytes = nbytes
+        self._fail = fail
+        self._delay = delay
+        self._owner = os.getpid()
+        self._lock = threading.Lock()  # guards what follows
+        self._transfers: dict[int, _Transfer] = {}
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._tokens = itertools.count()
+        self._drained = threading.Event()
+        self._directories: list[RunDirectory] = []
+        self._watched: list[tuple[Path, int, int]] = []
+        """(path, descriptor, bytes) of the state files."""
+        self._engine: _native.IoEngine | None = None
+        try:
+            for json_path, parent in parents:
+                self._directories.append(RunDirectory(parent, rank, json_path=json_path))
+            names = [json_path for json_path, _ in parents]
+            self._striping = Striping(self._weigh(names, backend))
+            sizes = self._striping.file_sizes(nbytes)
+            _check_space(names, self._paths(), [size + PAGE if size else 0 for size in sizes])
+            depth = queue_depth if queue_depth is not None else DEFAULT_DEPTH_PER_MOUNT * len(parents)
+            self._io = self._engine = _engine(backend, depth, request_bytes or DEFAULT_REQUEST_BYTES)
+            self._files = [
+                self._open(name, path, size) for name, path, size in zip(names, self._paths(), sizes, strict=True)
+            ]
+        except BaseException:
+            self._discard()
+            raise
+        self._thread = threading.Thread(target=self._run, name="ds_slide-ssd", daemon=True)
+        self._thread.start()
+        # A thread that waits in C++ while the interpreter is taken down ends the process with an abort.
+        atexit.register(self.close)
+
+    def read(self, parts: Sequence[Part], then: Callable[[], None], *, urgent: bool = False) -> None:
+        """Fill memory from the store; `then` runs on the completion thread when all parts are there.
+
+        `then` must be short and must neither block nor raise. `urgent`: before all that is not. The memory belongs to
+        the transfer until then. SlideError once the store has failed or is closed.
+        """
+        self._submit(False, parts, _Transfer(then=then), urgent)
+
+    def write(self, parts: Sequence[Part], then: Callable[[], None], *, urgent: bool = False) -> None:
+        """As `read`, from memory to the store."""
+        self._submit(True, parts, _Transfer(then=then), urgent)
+
+    def read_now(self, parts: Sequence[Part]) -> None:
+        """Fill memory from the store and return when it is done; before all that is not urgent.
+
+        From any thread but the completion thread. SlideError when it fails; that error is the caller's alone.
+        """
+        self._wait(False, parts)
+
+    def write_now(self, parts: Sequence[Part]) -> None:
+        """As `read_now`, from memory to the store."""
+        self._wait(True, parts)
+
+    def register(self, address: int, nbytes: int) -> bool:
+        """Keep these pages, which must stay mapped until `close`, at hand for the kernel; False where it declines."""
+        return self._io.register_memory(address, nbytes)
+
+    def statistics(self) -> dict[str, Any]:
+        """Those of `_native.IoEngine.stats`, and by mount: paths, direct (O_DIRECT works), weights (sum 1)."""
+        return {
+            **self._io.stats(),
+            "nbytes": self.nbytes,
+            "paths": [str(path) for path in self._paths()],
+            "direct": list(self._direct),
+            "weights": self._striping.shares,
+        }
+
+    def close(self) -> None:
+        """Wait for the requests in flight, drop the others, remove the run directories. A second call does nothing.
+
+        No `then` runs after it; threads in `read_now` and `write_now` get an error.
+        """
+        if os.getpid() != self._owner:
+            return
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if not first:
+            return
+        atexit.unregister(self.close)
+        self._io.close()
+        self._drained.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._discard()
+
+    def _paths(self) -> list[Path]:
+        return [directory.path / STATE_FILE for directory in self._directories]
+
+    def _weigh(self, names: Sequence[str], backend: str) -> list[float]:
+        """Bandwidths of the mounts; only their ratios matter."""
+        if len(names) == 1:
+            return [1.0]
+        weights = []
+        for name, directory in zip(names, self._directories, strict=True):
+            try:
+                weights.append(mixed_bandwidth(directory.path, backend))
+            except (OSError, RuntimeError) as error:
+                raise _unusable(name, directory.path, error) from error
+        return weights
+
+    @property
+    def _direct(self) -> list[bool]:
+        return [number is not None and direct for number, direct in self._files]
+
+    def _open(self, name: str, path: Path, size: int) -> tuple[int | None, bool]:
+        """The file's number in the engine, None for one that gets nothing, and whether O_DIRECT works."""
+        if size == 0:
+            _log.warning("%s: %s is so much slower than the others that it is left out", name, path.parent.parent)
+            return None, False
+        try:
+            # One page more than is ever written: a file that was cut never gets its length back by later writes, whose
+            # holes would otherwise be read as zeros.
+            number = self._io.open(str(path), size + PAGE)
+            self._watched.append((path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), size + PAGE))
+        except OSError as error:
+            raise _unusable(name, path, error) from error
+        direct = self._io.is_direct(number)
+        if not direct:
+            _log.warning(
+                "%s: the filesystem of %s refuses O_DIRECT, so states pass through the page cache, which costs memory "
+                "and speed; name a directory on a local ext4 or xfs disk",
+                name,
+                path.parent.parent,
+            )
+        return number, direct
+
+    def _submit(self, write: bool, parts: Sequence[Part], transfer: _Transfer, urgent: bool) -> None:
+        pieces = self._pieces(parts)
+        self._delay()
+        token = next(self._tokens)
+        with self._lock:
+            if self._failure is not None:
+                raise SlideError(f"SSD tier: stopped by an earlier error: {self._failure}") from self._failure
+            if self._closed:
+                raise SlideError("SSD tier: the store is closed; initialize the engine again")
+            self._transfers[token] = transfer
+            try:
+                self._io.submit(token, write, pieces, urgent)
+            except BaseException:
+                del self._transfers[token]
+                raise
+
+    def _pieces(self, parts: Sequence[Part]) -> list[tuple[int, int, int, int]]:
+        """What the engine is to move. ValueError for a part outside the store, which would make a file grow."""
+        pieces = []
+        for part in parts:
+            if part.offset < 0 or part.nbytes <= 0 or part.offset + part.nbytes > self.nbytes:
+                raise ValueError(f"{part} is not within the {self.nbytes} bytes of this store")
+            for piece in self._striping.pieces(part.offset, part.nbytes):
+                number, _ = self._files[piece.file]
+                assert number is not None, "a file without a unit in the pattern has no pieces"
+                pieces.append((number, piece.file_offset, part.address + piece.start, piece.nbytes))
+        return pieces
+
+    def _wait(self, write: bool, parts: Sequence[Part]) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("the completion thread cannot wait for itself; use read or write with `then`")
+        transfer = _Transfer(told=threading.Event())
+        self._submit(write, parts, transfer, urgent=True)
+        assert transfer.told is not None
+        transfer.told.wait()  # every transfer is told, also when the store fails or is closed
+        if transfer.error is not None:
+            raise transfer.error
+
+    def _run(self) -> None:
+        """The completion thread: until the engine is closed and has told of every transfer."""
+        while True:
+            finished = self._io.next(IDLE_S)
+            if finished is not None:
+                self._deliver(*finished)
+            elif self._closed:
+                self._drained.wait()
+                while (finished := self._io.next(0.0)) is not None:
+                    self._deliver(*finished)
+                return
+
+    def _deliver(self, token: int, message: str | None, error: int) -> None:
+        with self._lock:
+            transfer = self._transfers.pop(token)
+        if message is None:
+            # After the transfer: what it has read was read from a whole file.
+            message, error = self._cut_file(), 0
+        if message is not None:
+            transfer.error = SlideError(f"SSD tier: {message}; {_advice(error)}")
+        try:
+            self._delay()
+            if transfer.told is None and transfer.error is not None:
+                self._record(transfer.error)
+            elif transfer.then is not None and self._failure is None and not self._closed:
+                transfer.then()
+        except BaseException as raised:
+            self._record(raised)
+        finally:
+            if transfer.told is not None:
+                transfer.told.set()
+
+    def _cut_file(self) -> str | None:
+        """Of a state file that is shorter than it was made."""
+        for path, descriptor, nbytes in self._watched:
+            found = os.fstat(descriptor).st_size
+            if found < nbytes:
+                return f"{path} has {found:,} of its {nbytes:,} bytes, because something else has cut it"
+        return None
+
+    def _record(self, error: BaseException) -> None:
+        """Tell `fail` of the first error; those of a store being closed are its own doing."""
+        with self._lock:
+            first = self._failure is None and not self._closed
+            if first:
+                self._failure = error
+        if first:
+            self._fail(error)
+
+    def _discard(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        while self._watched:
+            os.close(self._watched.pop()[1])
+        for directory in self._directories:
+            directory.close()
+
+
+def _engine(backend: str, queue_depth: int, request_bytes: int) -> _native.IoEngine:
+    try:
+        return _native.IoEngine(backend, queue_depth, request_bytes)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError) as error:
+        raise SlideError(f"SSD tier: the I/O backend {backend!r} cannot be used: {error}") from error
+
+
+def _check_space(names: Sequence[str], paths: Sequence[Path], sizes: Sequence[int]) -> None:
+    """Refuse what does not fit before any of it is allocated; mounts may share a filesystem."""
+    needs: dict[int, int] = {}
+    for name, path, size in zip(names, paths, sizes, strict=True):
+        device = path.parent.stat().st_dev
+        needs[device] = needs.get(device, 0) + size
+        space = os.statvfs(path.parent)
+        free = space.f_bavail * space.f_frsize
+        if needs[device] > free:
+            raise SlideError(_too_little(name, path, needs[device], free))
+
+
+def _too_little(name: str, path: Path, needed: int, free: int) -> str:
+    return (
+        f"{name}: {str(path.parent.parent)!r} has {free:,} bytes free and needs {needed:,} for states on SSD; free "
+        "space there, name a further directory on another disk, or raise ds_slide.host_memory"
+    )
+
+
+def _unusable(name: str, path: Path, error: Exception) -> SlideError:
+    advice = _advice(error.errno or 0) if isinstance(error, OSError) else "choose another backend"
+    reason = error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else str(error)
+    return SlideError(f"{name}: {str(path)!r} cannot be used for states on SSD ({reason}); {advice}")
+
+
+def _advice(error: int) -> str:
+    if error in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "free space there, name a further directory on another disk, or raise ds_slide.host_memory"
+    if error == errno.ECANCELED:
+        return "the store was closed meanwhile"
+    if error in (0, errno.ENODATA):  # a file that was cut, not a disk that fails
+        return "start again from the last checkpoint"
+    return "look for the disk in the kernel's log (dmesg) and start again from the last checkpoint"

@@ -1,0 +1,84 @@
+"""Checkpoints of two ranks over gloo: both succeed or both fail, and the file of either is checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import same_bits
+
+from ds_slide.integration.checkpoint_manifest import NAME as MANIFEST
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two_ranks")
+    worker = str(Path(__file__).with_name("checkpoint_worker.py"))
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+    }
+    logs = [folder / f"rank{rank}.log" for rank in range(2)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as output:
+            command = [sys.executable, worker, str(rank), str(folder)]
+            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0, 0], "\n".join(log.read_text()[-4000:] for log in logs)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+def test_the_manifest_has_the_files_of_both_ranks(folder):
+    files = json.loads((folder / "saves" / "whole" / MANIFEST).read_text())["files"]
+    names = [path.name for path in (folder / "saves" / "whole").iterdir() if path.name != MANIFEST]
+    assert sorted(files) == sorted(names) and len(names) == 4
+    assert {name: (folder / "saves" / "whole" / name).stat().st_size for name in names} == {
+        name: entry["bytes"] for name, entry in files.items()
+    }
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_save_that_fails_on_one_rank_fails_on_both(failing, seen):
+    for rank in range(2):
+        prefix = "" if rank == failing else f"rank {failing}: "
+        assert seen[rank][f"save, {failing} fails"] == f"{prefix}the disk of this rank is gone"
+    assert seen[0]["left"] == ["latest", "whole", "zero_to_fp32.py", "zero_to_torch.py"]
+
+
+def test_the_old_checkpoint_of_that_tag_loads(seen):
+    for rank in range(2):
+        for name, tensors in seen[rank]["states"].items():
+            assert all(same_bits(seen[rank]["loaded"][name][key], tensor) for key, tensor in tensors.items()), name
+
+
+def test_a_broken_file_of_one_rank_stops_both(seen):
+    for rank in range(2):
+        assert "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt has CRC-32" in seen[rank]["load"]
+        assert "newest whole tag there is 'whole'" in seen[rank]["load"]
+
+
+def test_weights_without_optimizer_states(seen):
+    for rank in range(2):
+        for name, tensors in seen[rank]["states"].items():
+            assert same_bits(seen[rank]["weights"][name]["weight"], tensors["weight"]), name

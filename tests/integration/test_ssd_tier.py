@@ -1,0 +1,181 @@
+"""States on SSD: the same bits as in host memory, the bytes that the design allows, and nothing left behind."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from harness import batches, differences, ds_config, engine_for, llama, states_of, train, trained
+
+from ds_slide.errors import SlideError
+
+# Of 4096 parameters each, so that a block of the small model has 11, as a real one has.
+CHUNK_NUMEL = 4096
+STEPS = 3
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_slide.integration.ssd_settings.CHUNK_NUMEL", CHUNK_NUMEL)
+
+
+@pytest.fixture
+def ssd_config(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """A config with both offload devices on SSD. `param`, `optimizer`: their devices."""
+
+    def make(slide: dict[str, Any], param: str = "nvme", optimizer: str = "nvme", **others: Any) -> dict[str, Any]:
+        config = ds_config(slide, **others)
+        for section, device in (("offload_param", param), ("offload_optimizer", optimizer)):
+            config["zero_optimization"][section] = {"device": device}
+            if device == "nvme":
+                config["zero_optimization"][section]["nvme_path"] = str(tmp_path)
+        return config
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def in_memory() -> Iterator[Callable[[float, int], Any]]:
+    """Results with everything in host memory, made once."""
+    results: dict[tuple[float, int], Any] = {}
+
+    def result(clip: float, accumulation: int) -> Any:
+        if (clip, accumulation) not in results:
+            config = ds_config({}, clip=clip, accumulation=accumulation)
+            results[clip, accumulation] = trained(llama(), config, batches(STEPS * accumulation))
+        return results[clip, accumulation]
+
+    yield result
+
+
+ALL = {"host_memory": 0}
+HALF = {"host_memory": 2_000_000}
+PLACES = {
+    "all, io_uring": ALL | {"io_backend": "io_uring"},
+    "all, libaio, delays": ALL | {"io_backend": "libaio", "debug": {"lane_delay_ms": 2.0, "seed": 3}},
+    "all, threads, fewest buffers": ALL | {"io_backend": "threads", "ssd_buffers": 2, "weight_buffers": 2},
+    "half, delays": HALF | {"debug": {"lane_delay_ms": 2.0, "seed": 7}},
+}
+
+
+@pytest.mark.parametrize(("clip", "accumulation"), list(itertools.product((1.0, 0.0), (1, 3))))
+@pytest.mark.parametrize("place", PLACES)
+def test_weights_and_moments_have_the_same_bits_as_in_memory(
+    ssd_config: Callable[..., dict[str, Any]],
+    in_memory: Callable[[float, int], Any],
+    place: str,
+    clip: float,
+    accumulation: int,
+    tmp_path: Path,
+) -> None:
+    config = ssd_config(PLACES[place], clip=clip, accumulation=accumulation)
+    result = trained(llama(), config, batches(STEPS * accumulation))
+    assert differences(result, in_memory(clip, accumulation)) == []
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("param", "optimizer"), [("cpu", "nvme"), ("nvme", "cpu")])
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_only_the_device_that_says_nvme_moves(
+    ssd_config: Callable[..., dict[str, Any]],
+    in_memory: Callable[[float, int], Any],
+    param: str,
+    optimizer: str,
+    clip: float,
+) -> None:
+    config = ssd_config(ALL, param, optimizer, clip=clip)
+    with engine_for(llama(), config) as engine:
+        result = train(engine, batches(STEPS))
+        result.states = states_of(engine.module)
+        units = engine.optimizer.runtime.units
+        assert any(unit.state.weight is None for unit in units) == (param == "nvme")
+        assert any(unit.state.tier == "ssd" for unit in units) == (optimizer == "nvme")
+    assert differences(result, in_memory(clip, 1)) == []
+
+
+@pytest.mark.parametrize(
+    ("clip", "accumulation", "param", "most"),
+    [
+        (1.0, 1, "nvme", 26),
+        (0.0, 1, "nvme", 26),
+        (1.0, 1, "cpu", 24),
+        (1.0, 3, "nvme", 26 + 2 * 4),
+        (1.0, 3, "cpu", 24),
+    ],
+)
+def test_bytes_of_a_step(
+    ssd_config: Callable[..., dict[str, Any]], clip: float, accumulation: int, param: str, most: int
+) -> None:
+    """14 read and 12 written a parameter; each more micro-batch reads the weights twice; whole pages add a little."""
+    # Few buffers: what stays in them from step to step would not have to be read.
+    slide = ALL | {"ssd_buffers": 2, "weight_buffers": 4}
+    with engine_for(llama(), ssd_config(slide, param, clip=clip, accumulation=accumulation)) as engine:
+        moved = []
+        for step in range(4):
+            train(engine, batches(accumulation, seed=step))
+            moved.append(engine.optimizer.slide_stats().get("ssd"))
+        parameters = sum(e.numel for unit in engine.optimizer.runtime.units for e in unit.layout.entries)
+    # A step's last writes fall into the next one: the mean over the warm steps counts each once.
+    per_parameter = sum(step["read_bytes"] + step["written_bytes"] for step in moved[2:]) / 2 / parameters
+    assert 0.7 * most < per_parameter <= most * 1.05
+    assert all(step["written_tb_per_day"] > 0 for step in moved[2:])
+
+
+def test_states_can_be_read_and_written_between_steps(ssd_config: Callable[..., dict[str, Any]]) -> None:
+    """The same calls on an engine in memory and on one on SSD leave the same bits."""
+
+    def run(config: dict[str, Any]) -> Any:
+        with engine_for(llama(), config) as engine:
+            train(engine, batches(1))
+            for parameter in engine.module.parameters():
+                master = safe_get_full_fp32_param(parameter)
+                safe_set_full_fp32_param(parameter, master * 1.25)
+                # Not to the bit: a master that lies half way between two bf16 numbers is moved by one unit.
+                assert torch.allclose(safe_get_full_fp32_param(parameter), master * 1.25, rtol=1e-6, atol=0)
+                assert safe_get_full_optimizer_state(parameter, "exp_avg").shape == parameter.ds_shape
+            with torch.no_grad():
+                engine.eval()
+                engine(**batches(1)[0])
+                engine.train()
+            result = train(engine, batches(2, seed=5))
+            result.states = states_of(engine.module)
+            return result
+
+    assert differences(run(ssd_config(ALL)), run(ds_config({}))) == []
+
+
+def test_several_directories_are_striped(
+    ssd_config: Callable[..., dict[str, Any]], in_memory: Callable[[float, int], Any], tmp_path: Path
+) -> None:
+    disks = [tmp_path / "one", tmp_path / "two", tmp_path / "three"]
+    config = ssd_config(ALL | {"nvme_path": [str(disk) for disk in disks]})
+    with engine_for(llama(), config) as engine:
+        assert all(len(list(disk.iterdir())) == 1 for disk in disks)
+        result = train(engine, batches(STEPS))
+        result.states = states_of(engine.module)
+    assert differences(result, in_memory(1.0, 1)) == []
+    assert not any(list(disk.iterdir()) for disk in disks)
+
+
+def test_an_engine_that_ends_with_updates_under_way_leaves_nothing(
+    ssd_config: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    for clip in (1.0, 0.0):
+        with engine_for(llama(), ssd_config(ALL | {"debug": {"lane_delay_ms": 5.0}}, clip=clip)) as engine:
+            train(engine, batches(1))
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_refused_before_training(ssd_config: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    config = ssd_config(ALL)
+    config["ds_slide"]["nvme_path"] = "/proc/no/such/place"
+    with pytest.raises(SlideError, match=r"ds_slide\.nvme_path"), engine_for(llama(), config):
+        pass
+    assert not list(tmp_path.iterdir())

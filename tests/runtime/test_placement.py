@@ -1,0 +1,116 @@
+"""What stays in host memory and what goes to SSD."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_slide.model.layout import ParameterInfo, build_layout
+from ds_slide.optim.low_precision import STATE_FORMATS
+from ds_slide.plan.placement import HostPlacement, Needs, SsdNeeds, UnitSize, place_on_host
+from ds_slide.store.planes import optimizer_bytes, optimizer_planes
+from ds_slide.store.ssd_places import record_bytes
+
+SPECS = optimizer_planes(torch.bfloat16, STATE_FORMATS["fp32"])
+CHUNK = 2048
+BOTH = SsdNeeds(weights=True, records=True, chunk_numel=CHUNK)
+NEEDS = Needs(SPECS, 2, 2, held_bytes=2, window=2, stagings=2, ring=0, ssd=BOTH)
+EDGE, BLOCK, BLOCKS = 64_000, 6_400, 12
+PLENTY = 1 << 40
+
+
+def unit(name: str, numel: int, frozen: int = 0) -> UnitSize:
+    infos = [ParameterInfo("weight", (numel,), numel, 0)] if numel else []
+    infos += [ParameterInfo("frozen", (frozen,), frozen, None)] if frozen else []
+    return UnitSize(name, build_layout(infos, 1), name.startswith("edge"))
+
+
+UNITS = [unit("edge", EDGE), *(unit(f"blocks.{index}", BLOCK) for index in range(BLOCKS))]
+STATES = (EDGE + BLOCKS * BLOCK) * 12
+BLOCK_WEIGHTS = BLOCKS * BLOCK * 2
+
+
+def place(host_memory: int | None, needs: Needs = NEEDS, free: int = PLENTY) -> HostPlacement:
+    return place_on_host(UNITS, needs, frozenset(), free, host_memory)
+
+
+@pytest.mark.parametrize("budget", [None, STATES, STATES + 1])
+def test_what_fits_stays(budget: int | None) -> None:
+    placed = place(budget)
+    assert not placed.weights_on_ssd and not placed.records_on_ssd
+    assert placed.ssd_bytes == placed.record_buffers == placed.weight_buffers == 0
+    assert placed.host_bytes == STATES + (EDGE + BLOCKS * BLOCK) * 2
+
+
+def test_nothing_allowed_moves_all_that_may() -> None:
+    placed = place(0)
+    blocks = frozenset(range(1, BLOCKS + 1))
+    assert placed.weights_on_ssd == blocks and placed.records_on_ssd == blocks | {0}
+    assert placed.state_bytes == EDGE * 2  # an edge's weights are read by nobody but its own update
+    assert placed.state_bytes + placed.ssd_bytes == STATES
+
+
+def test_weights_stay_first_then_the_edges_records_then_the_blocks() -> None:
+    edge_weight = EDGE * 2
+    assert not place(edge_weight + BLOCK_WEIGHTS).weights_on_ssd
+    assert place(edge_weight + BLOCK_WEIGHTS - 1).weights_on_ssd
+    assert 0 not in place(edge_weight + BLOCK_WEIGHTS + EDGE * 10).records_on_ssd
+    assert 0 in place(edge_weight + BLOCK_WEIGHTS + EDGE * 10 - 1).records_on_ssd
+
+
+def test_half_of_the_blocks_are_spread_over_the_model() -> None:
+    budget = EDGE * 12 + BLOCK_WEIGHTS + BLOCKS * BLOCK * 10 // 2
+    on_ssd = sorted(place(budget).records_on_ssd)
+    assert len(on_ssd) == BLOCKS // 2
+    assert {later - earlier for earlier, later in itertools.pairwise(on_ssd)} == {2}
+
+
+@pytest.mark.parametrize(("weights", "records"), [(True, False), (False, True)])
+def test_only_what_the_devices_name_moves(weights: bool, records: bool) -> None:
+    placed = place(0, replace(NEEDS, ssd=replace(BOTH, weights=weights, records=records)))
+    assert bool(placed.weights_on_ssd) == weights
+    assert bool(placed.records_on_ssd) == records
+
+
+def test_frozen_parameters_have_weights_only_on_ssd() -> None:
+    frozen = [unit("edge", EDGE), unit("blocks.0", 0, frozen=BLOCK), unit("blocks.1", BLOCK, frozen=BLOCK)]
+    placed = place_on_host(frozen, NEEDS, frozenset(), PLENTY, 0)
+    assert placed.weights_on_ssd == {1, 2} and placed.records_on_ssd == {0, 2}
+    assert placed.ssd_bytes == 3 * BLOCK * 2 + BLOCK * 10 + EDGE * 10
+
+
+@given(
+    st.integers(0, STATES + 1000),
+    st.sampled_from([0, 2]),
+    st.booleans(),
+    st.frozensets(st.integers(0, BLOCKS), max_size=4),
+    st.sampled_from(sorted(STATE_FORMATS)),
+)
+def test_the_budget_is_kept_and_every_byte_is_counted(
+    budget: int, held: int, movable_weights: bool, on_gpu: frozenset[int], moments: str
+) -> None:
+    specs = optimizer_planes(torch.bfloat16, STATE_FORMATS[moments])
+    needs = replace(NEEDS, specs=specs, held_bytes=held, ssd=replace(BOTH, weights=movable_weights))
+    placed = place_on_host(UNITS, needs, on_gpu, PLENTY, budget)
+    on_host = [index for index in range(len(UNITS)) if index not in on_gpu]
+    numel = {index: UNITS[index].layout.trainable_numel for index in on_host}
+    everything = sum(2 * n + optimizer_bytes(specs, n) for n in numel.values())
+    immovable = sum(2 * n for i, n in numel.items() if UNITS[i].is_edge or not movable_weights)
+    assert placed.state_bytes <= max(budget, immovable)
+    assert placed.state_bytes + placed.ssd_bytes == everything
+    assert not on_gpu & (placed.weights_on_ssd | placed.records_on_ssd)
+    pools = placed.record_buffers * (record_bytes(specs, CHUNK) if placed.records_on_ssd else 0)
+    pools += placed.weight_buffers * BLOCK * 2
+    assert placed.host_bytes == placed.state_bytes + sum(numel.values()) * held + pools
+
+
+def test_free_memory_sets_the_default_budget() -> None:
+    free = STATES // 2
+    placed = place(None, free=free)
+    assert placed.ssd_bytes > 0
+    assert placed.host_bytes <= free
