@@ -81,8 +81,9 @@ class Pool:
 class IoEngine:
     """Asynchronous transfers between memory and files with several requests in flight; for several threads at once.
 
-    Transfers start in the order of ``submit``, urgent ones first, but overlap and end in any order: who reads what a
-    transfer writes waits for its completion. The memory of a transfer must stay valid until ``next`` returns its token.
+    Transfers start in the order of ``submit``, urgent ones first, reads and writes in turns of 256 MiB while both wait,
+    but overlap and end in any order: who reads what a transfer writes waits for its completion. The memory of a
+    transfer must stay valid until ``next`` returns its token.
     RuntimeError for every call but ``close``, ``next`` and ``stats`` once closed, and for every call in a forked child.
     """
 

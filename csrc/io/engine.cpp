@@ -29,6 +29,10 @@ namespace {
 constexpr std::int64_t kMaxDepth = 4096;
 constexpr std::int64_t kMaxRequest = std::int64_t{1} << 30;
 constexpr std::int64_t kMaxOffset = std::numeric_limits<std::int64_t>::max();
+// A virtual disk of 4.1 GB/s with both kinds in flight at once gave 4.5 GB/s in bursts of 320 MiB, and the
+// same for 80 MiB (in transfers of 20 MiB); physical disks hardly mind. Urgent transfers do not wait for the
+// end of a burst.
+constexpr std::int64_t kBurstBytes = std::int64_t{256} << 20;
 constexpr double kMaxWait_s = 1e9;  // clocks count nanoseconds in 63 bits
 constexpr char const* kClosed = "this IoEngine is closed; make a new one";
 
@@ -77,7 +81,8 @@ struct IoEngine::State {
   std::vector<Request*> idle;
   std::deque<Request*> repeat;  // to be sent again before anything new
   std::int64_t in_flight = 0;   // requests that are not in `idle`
-  std::int64_t writes_in_flight = 0;
+  bool writing = false;         // the kind of which a burst is under way
+  std::int64_t burst = 0;       // its bytes so far
   bool asleep =
       false;  // the engine thread is in, or about to enter, a wait that only wake() or a completion ends
   bool closing = false;
@@ -138,7 +143,7 @@ void IoEngine::State::collect() {
     idle.pop_back();
     queue.cut(request, request_bytes);
     ++in_flight;
-    writes_in_flight += request.write;
+    if (&queue != &urgent) burst += request.total;
     auto const now = BusyTime::Clock::now();
     any_busy.started(now);
     (request.write ? write_busy : read_busy).started(now);
@@ -146,13 +151,15 @@ void IoEngine::State::collect() {
   }
 }
 
-/// Reads and writes share the device evenly while both wait: transfers are large, and first in, first out
-/// would make bursts of one kind, of which a disk that does both at once only uses half of itself.
+/// While both wait, reads and writes take turns in bursts of kBurstBytes.
 TransferQueue& IoEngine::State::next_queue() {
   if (!urgent.empty()) return urgent;
-  if (reads.empty()) return writes;
-  if (writes.empty()) return reads;
-  return 2 * writes_in_flight > in_flight ? reads : writes;
+  TransferQueue& current = writing ? writes : reads;
+  TransferQueue& other = writing ? reads : writes;
+  if (other.empty() || (burst < kBurstBytes && !current.empty())) return current;
+  writing = !writing;
+  burst = 0;
+  return other;
 }
 
 void IoEngine::State::settle(Completion const& completion) {
@@ -173,7 +180,6 @@ void IoEngine::State::settle(Completion const& completion) {
     transfer.fail(verdict.error, std::move(verdict.message));
   }
   --in_flight;
-  writes_in_flight -= request.write;
   auto const now = BusyTime::Clock::now();
   any_busy.stopped(now);
   (request.write ? write_busy : read_busy).stopped(now);

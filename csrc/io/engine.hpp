@@ -11,8 +11,9 @@ namespace ds_slide {
 /// Asynchronous transfers between memory and files, several requests in flight, for use from several threads.
 ///
 /// A transfer is a list of pieces; it is cut into requests, and completes once, when all of them have ended.
-/// Transfers start in the order of submit(), urgent ones before all others, but overlap and may end in any
-/// order: a caller that wants to read what a transfer writes waits for its completion first.
+/// Transfers start in the order of submit(), urgent ones before all others, reads and writes in turns while
+/// both wait, but overlap and may end in any order: a caller that wants to read what a transfer writes waits
+/// for its completion first.
 ///
 /// The memory of a transfer belongs to the engine from submit() until next() returns its token. After a fork
 /// the engine is the parent's: in the child every call throws std::runtime_error and the destructor does

@@ -180,7 +180,18 @@ def test_urgent_transfers_overtake_and_the_others_keep_their_order(make: Make, t
         engine.submit(token, token == 2, [(file, 0, memory.ptr, BLOCK)], False)
     engine.submit(4, False, [(file, 0, memory.ptr, BLOCK)], True)
     engine.submit(5, False, [(file, 0, memory.ptr, BLOCK)], True)
-    assert [finish(engine)[0] for _ in range(6)] == [4, 5, 0, 1, 2, 3]
+    assert [finish(engine)[0] for _ in range(6)] == [4, 5, 0, 1, 3, 2]  # reads and writes are two queues
+
+
+def test_reads_and_writes_take_turns_in_bursts(make: Make, tmp_path: Path) -> None:
+    engine = make(1, MIB)
+    file = engine.open(str(tmp_path / "file"), MIB)
+    memory = Memory(MIB)
+    for token in (0, 1):
+        engine.submit(token, False, [(file, 0, memory.ptr, MIB)] * 300, False)
+    engine.submit(2, True, [(file, 0, memory.ptr, BLOCK)], False)
+    # 256 MiB of reads, then it is the write's turn, in the middle of a transfer.
+    assert [finish(engine)[0] for _ in range(3)] == [2, 0, 1]
 
 
 def test_a_transfer_without_pieces_is_finished_at_once(make: Make) -> None:
