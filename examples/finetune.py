@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 import time
 import warnings
@@ -35,10 +34,8 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distribu
 def start_distributed(local_rank: int) -> tuple[torch.device, int, int]:
     """Join the process group. Returns device, rank and world size. Without a launcher this is a group of one."""
     if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        # Port 0: any free one. Nobody else needs to know it.
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     accelerator = get_accelerator()
     accelerator.set_device(local_rank)
     deepspeed.init_distributed()

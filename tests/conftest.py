@@ -5,8 +5,13 @@ DeepSpeed may import it long before.
 """
 
 import os
+import sys
+from pathlib import Path
 
 import torch
+
+# Test files import `ports` by this name.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

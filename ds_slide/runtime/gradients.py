@@ -155,6 +155,9 @@ class Gradients:
         first: bool,
         final: bool,
     ) -> None:
+        # Here, not on the update lane: the last step's update may not have come to that lane yet, from the SSD.
+        for ticket in before if first else ():
+            ticket.wait()
         ring = self._ring(unit)
         buffer = ring.lease()
         marker = PASSED

@@ -97,7 +97,7 @@ class SsdStore:
             names = [json_path for json_path, _ in parents]
             self._striping = Striping(self._weigh(names, backend))
             sizes = self._striping.file_sizes(nbytes)
-            _check_space(names, self._paths(), [size + PAGE if size else 0 for size in sizes])
+            _check_space(names, self._paths(), sizes)
             depth = queue_depth if queue_depth is not None else DEFAULT_DEPTH_PER_MOUNT * len(parents)
             self._io = self._engine = _engine(backend, depth, request_bytes or DEFAULT_REQUEST_BYTES)
             self._files = [

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -67,7 +68,9 @@ class Finetune:
         self._log.unlink(missing_ok=True)
         starter = [sys.executable]
         if ranks is not None:
-            starter = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(ranks)]
+            # The launcher's default port is one and the same for all runs, and names their shared memory as well.
+            options = ["--num_accelerators", str(ranks), "--master_port", str(free_port())]
+            starter = [str(Path(sys.executable).with_name("deepspeed")), *options]
         settings = ["--deepspeed_config", str(ROOT / "configs" / config), "--log", str(self._log), *SMALL]
         environment = {
             name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -10,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENTRY_POINT = ("ds_slide", "ds_slide._autoload:install_hook")
@@ -106,12 +106,6 @@ def config_file(folder, slide, stage=3):
     path = folder / "ds.json"
     path.write_text(json.dumps(config))
     return path
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def run(command, pythonpath, **variables):

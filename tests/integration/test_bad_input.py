@@ -12,6 +12,7 @@ import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
+from ports import free_port
 from torch import nn
 
 from ds_slide.config import SlideConfig
@@ -395,13 +396,8 @@ def outcomes(tmp_path_factory):
 
 
 def environment():
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return {"DS_ACCELERATOR": "cpu", **one_rank}
+    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    return {"DS_ACCELERATOR": "cpu", **one_rank, "MASTER_PORT": str(free_port())}
 
 
 @pytest.mark.parametrize("case", END_TO_END)

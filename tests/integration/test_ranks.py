@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Result, batches, differences, ds_config, llama, trained
+from ports import free_port
 
 HERE = Path(__file__).resolve().parent
 STEPS = 4
@@ -28,11 +28,8 @@ RankResults = Callable[[str], list[Result]]
 def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> RankResults:
     """Results of a run of `ranks_worker.RUNS` by rank; all of them are done by one pair of processes."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": path}
+    common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": path}
     common |= {"LOCAL_WORLD_SIZE": str(RANKS), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     logs = [folder / f"rank{rank}.txt" for rank in range(RANKS)]
     processes = []

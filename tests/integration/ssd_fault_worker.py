@@ -1,0 +1,249 @@
+"""Training processes for test_ssd_faults.py that may be killed: everything is imported once, then each run is a fork.
+
+python ssd_fault_worker.py        reads {"log": path, "actions": [...]} or {"reap": pid}, one a line, from stdin
+
+A run performs its actions (methods of `Run`) one after the other and then ends as a script does, through the
+interpreter's exit; an exception ends it with a traceback in the log. The fork happens before there is any thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import hashlib
+import importlib
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cpuinfo
+import deepspeed
+import torch
+from harness import batches, ds_config, llama, states_of
+
+import ds_slide  # noqa: F401 - switches the "ds_slide" key on where the package is not installed
+from ds_slide.errors import SlideError
+from ds_slide.integration import ssd_settings
+from ds_slide.store import ssd_unit
+
+# Of 4096 parameters each, so that a block of the small model has 11, as a real one has.
+CHUNK_NUMEL = 4096
+
+
+def attribute(name: str) -> tuple[Any, str]:
+    """Owner and last name of "module:Class.method"."""
+    module, _, path = name.partition(":")
+    *owners, last = path.split(".")
+    return functools.reduce(getattr, owners, importlib.import_module(module)), last
+
+
+class Run:
+    """`actions`: (name of a method, arguments...). What the run has seen is in `result`, and in the file `out`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.engine: Any = None
+        self.result: dict[str, Any] = {"losses": {}, "digests": {}, "errors": []}
+
+    def act(self, actions: list[list[Any]]) -> None:
+        for name, *arguments in actions:
+            getattr(self, name)(*arguments)
+
+    def note(self, key: str, value: Any) -> None:
+        """Written at once: the run may be killed at any time."""
+        self.result[key] = value
+        (self.folder / "result.json").write_text(json.dumps(self.result))
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def start(self, disk: str, slide: dict[str, Any], options: dict[str, Any]) -> None:
+        """Make the engine: both devices on SSD in `disk`, nothing in host memory. `options`: of `ds_config`."""
+        config = ds_config({"host_memory": 0, **slide}, **options)
+        for section in ("offload_param", "offload_optimizer"):
+            config["zero_optimization"][section] = {"device": "nvme", "nvme_path": disk}
+        model = llama()
+        self.engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
+        self.disk = Path(disk)
+        self.note("directories", sorted(path.name for path in self.disk.iterdir()))
+
+    def train(self, steps: int) -> None:
+        """Each step has its own batch, so that a run that resumes sees what an uninterrupted one sees."""
+        for _ in range(steps):
+            number = self.engine.global_steps
+            for batch in batches(self.engine.gradient_accumulation_steps(), seed=number):
+                loss = self.engine(**batch).loss
+                self.engine.backward(loss)
+                self.engine.step()
+            self.result["losses"][number] = loss.item()
+
+    def train_to(self, step: int) -> None:
+        self.train(step - self.engine.global_steps)
+
+    def digest(self, name: str) -> None:
+        """Every bit of weights, masters and moments."""
+        sha = hashlib.sha256()
+        for parameter, tensors in sorted(states_of(self.engine.module).items()):
+            for key, tensor in sorted(tensors.items()):
+                sha.update(f"{parameter} {key}".encode())
+                sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        self.note("digests", {**self.result["digests"], name: sha.hexdigest()})
+
+    def save(self, folder: str, tag: str) -> None:
+        self.engine.save_checkpoint(folder, tag)
+
+    def load(self, folder: str) -> None:
+        assert self.engine.load_checkpoint(folder)[0] is not None
+        self.note("loaded_step", self.engine.global_steps)
+
+    def destroy(self) -> None:
+        self.engine.destroy()
+
+    def failing(self, *actions: list[Any]) -> None:
+        """These actions must end with a SlideError, which the script catches."""
+        try:
+            self.act(list(actions))
+        except SlideError as error:
+            self.note("errors", [*self.result["errors"], str(error)])
+        else:
+            raise AssertionError(f"{actions} did not fail")
+
+    # ---- faults --------------------------------------------------------------------------------------------------
+
+    def faults(self, every: int, keep: int, error: int) -> None:
+        """By fault_shim.c: every n-th I/O moves `keep` bytes only, or fails with `error`; 0: none."""
+        shim = ctypes.CDLL(None)
+        shim.fault_set.argtypes = (ctypes.c_int, ctypes.c_long, ctypes.c_long, ctypes.c_int)
+        self.note("fault_at", time.monotonic())
+        shim.fault_set(every, keep, 0, error)
+
+    def repeated(self) -> None:
+        """How many requests the I/O engine had to send again."""
+        self.note("repeated", self.engine.optimizer.runtime.parts.ssd.statistics()["repeated_requests"])
+
+    def at(self, name: str, count: int, *action: Any) -> None:
+        """Before the `count`-th call of the function "module:Class.method" from now on, on its thread: an action."""
+        owner, last = attribute(name)
+        original: Callable[..., Any] = getattr(owner, last)
+        lock, calls = threading.Lock(), 0
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            with lock:
+                calls += 1
+                due = calls == count
+            if due:
+                self.note("interrupted", name)
+                self.act([list(action)])
+            return original(*args, **kwargs)
+
+        setattr(owner, last, call)
+
+    def at_record(self, which: int | str, *action: Any) -> None:
+        """Before the record number `which` of the coming update is written, or the "last" one, which ends the file."""
+        ssd = [unit.state.ssd for unit in self.engine.optimizer.runtime.units if unit.state.ssd is not None]
+        last = max(chunk.offset for unit in ssd for chunk in unit.places.chunks)
+        owner = ssd_unit.SsdUnit
+        original, calls, done = owner.store_record, itertools.count(1), False
+
+        def store_record(unit: Any, index: int, *arguments: Any) -> None:
+            nonlocal done
+            due = unit.places.chunks[index].offset == last if which == "last" else next(calls) == which
+            if due and not done:
+                done = True
+                self.act([list(action)])
+            original(unit, index, *arguments)
+
+        setattr(owner, "store_record", store_record)  # noqa: B010
+
+    def kill(self, number: int) -> None:
+        """This process, by signal `number`."""
+        os.kill(os.getpid(), number)
+
+    def tell(self, fifo: str) -> None:
+        """Somebody waits for this instant."""
+        self.note("told", time.monotonic())
+        Path(fifo).write_text("x")
+
+    def hear(self, fifo: str) -> None:
+        """Wait for somebody."""
+        Path(fifo).read_text()
+
+    def state_file(self, what: str, nbytes: int = 0) -> None:
+        """ "truncate" the state file to `nbytes`, "unlink" it, or remove the "directory" with all in it."""
+        (path,) = self.disk.glob("ds_slide-*/states")
+        self.note("fault_at", time.monotonic())
+        if what == "truncate":
+            os.truncate(path, nbytes)
+            return
+        for file in path.parent.iterdir() if what == "directory" else [path]:
+            file.unlink()
+        if what == "directory":
+            path.parent.rmdir()
+
+    def fill_disk(self) -> None:
+        """Take all that is left on the disk."""
+        with (self.disk / "other").open("wb", buffering=0) as stream:
+            try:
+                while True:
+                    stream.write(b"\1" * 65536)
+            except OSError as error:
+                self.note("filled", error.errno)
+
+
+def run(folder: Path, actions: list[list[Any]]) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    store = torch.distributed.FileStore(str(folder / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    deepspeed.init_distributed("gloo")
+    Run(folder).act(actions)
+
+
+def main() -> None:
+    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1")
+    torch.set_num_threads(1)
+    ssd_settings.CHUNK_NUMEL = CHUNK_NUMEL
+    # What takes seconds in every run is done once: a process that asks the CPU, and imports within functions.
+    known = cpuinfo.get_cpu_info()
+    cpuinfo.get_cpu_info = lambda: known
+    llama()
+    for name in ("deepspeed.runtime.zero.muon.muon_optimizer", "ds_slide.integration.optimizer", "setuptools"):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a run would touch, and so copy, all that was made here
+    assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    print("ready", file=answers)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "reap" in request:
+            _, status = os.waitpid(request["reap"], 0)
+            print(os.waitstatus_to_exitcode(status), file=answers)
+        elif pid := os.fork():
+            print(pid, file=answers)
+        else:
+            answers.close()
+            try:
+                run(Path(request["folder"]), request["actions"])
+            except Exception:
+                traceback.print_exc()
+                sys.exit(1)
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,374 @@
+"""The SSD tier when the disk fails, fills up or is taken away, and when the process is killed: whole training runs.
+
+Every run is a process of its own (ssd_fault_worker.py) that ends through the interpreter's exit or by a signal.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ssd_fault_runs import Launcher, Run, compile_shim
+
+BACKENDS = ("io_uring", "libaio", "threads")
+PAGE = 4096
+STEPS, SAVED = 4, 2
+SECONDS = 30.0  # from a fault to the end of the run, which takes less than one on an idle machine
+NAME = r"ds_slide-.+-\d+-0-[0-9a-f]{12}"
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    folder = tmp_path_factory.mktemp("runs")
+    launcher = Launcher(folder, compile_shim(folder))
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    path = tmp_path / "disk"
+    path.mkdir()
+    return path
+
+
+def start(disk: Path, slide: dict[str, Any] | None = None, **options: Any) -> list[Any]:
+    return ["start", str(disk), slide or {}, options]
+
+
+@pytest.fixture(scope="module")
+def whole(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], tuple[Path, dict]]:
+    """For a clipping value: a folder with a checkpoint of step SAVED, and what the run gave that went on to STEPS."""
+    made: dict[float, tuple[Path, dict]] = {}
+
+    def run(clip: float = 1.0) -> tuple[Path, dict]:
+        if clip not in made:
+            folder = tmp_path_factory.mktemp("whole")
+            actions = [["train", SAVED], ["save", str(folder / "saves"), "base"], ["digest", "saved"]]
+            (folder / "disk").mkdir()
+            result = launcher.run(
+                start(folder / "disk", clip=clip), *actions, ["train", STEPS - SAVED], ["digest", "end"], ["destroy"]
+            )
+            made[clip] = folder / "saves", result
+        return made[clip]
+
+    return run
+
+
+def check_bits(result: dict[str, Any], whole: dict[str, Any]) -> None:
+    assert result["digests"].items() <= whole["digests"].items()
+    assert result["losses"].items() <= whole["losses"].items()
+
+
+def check_failure(run: Run, disk: Path, *parts: str) -> None:
+    """The run ends within seconds with one SlideError that has these parts, and leaves nothing."""
+    code = run.end()
+    if "fault_at" in run.result:
+        assert time.monotonic() - run.result["fault_at"] < SECONDS
+    assert code == 1, run.log[-3000:]
+    last = run.log.strip().splitlines()[-1]
+    assert last.startswith("ds_slide.errors.Slide"), run.log[-3000:]
+    for part in parts:
+        assert re.search(part, last), last
+    assert not disk.exists() or not disk.is_dir() or not list(disk.iterdir())
+
+
+# ---- the disk fails ------------------------------------------------------------------------------------------------
+
+
+def needs_shim(launcher: Launcher) -> None:
+    if launcher.shim is None:
+        pytest.skip("needs a C compiler for the shim")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_short_and_interrupted_transfers_are_invisible(
+    launcher: Launcher, whole: Any, disk: Path, backend: str
+) -> None:
+    needs_shim(launcher)
+    faults = [(5, 3 * PAGE, 0), (5, -1, errno.EINTR), (7, -1, errno.EAGAIN), (0, -1, 0)]
+    actions = [action for fault in faults for action in (["faults", *fault], ["train", 1])]
+    result = launcher.run(start(disk, {"io_backend": backend}), *actions, ["repeated"], ["digest", "end"])
+    check_bits(result, whole()[1])
+    assert result["repeated"] > 30
+    assert not list(disk.iterdir())
+
+
+FAST = {("io_uring", "EIO", 1.0), ("libaio", "ENOSPC", 0.0), ("threads", "EIO", 0.0)}
+
+
+@pytest.mark.parametrize(
+    ("backend", "error", "clip"),
+    [
+        pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
+        for case in itertools.product(BACKENDS, ("EIO", "ENOSPC"), (1.0, 0.0))
+    ],
+)
+def test_a_failing_disk_ends_training_with_one_sentence(
+    launcher: Launcher, disk: Path, backend: str, error: str, clip: float
+) -> None:
+    needs_shim(launcher)
+    code = getattr(errno, error)
+    slide = {"io_backend": backend}
+    run = launcher.begin(start(disk, slide, clip=clip), ["train", 2], ["faults", 23, -1, code], ["train", 3])
+    named = rf"(read|write) of \d+ bytes at offset \d+ of {disk}/{NAME}/states failed: .*\(errno {code}\)"
+    check_failure(run, disk, named, os.strerror(code), "resume from the last checkpoint")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.slow
+def test_a_disk_that_fails_outside_of_training(launcher: Launcher, whole: Any, disk: Path, backend: str) -> None:
+    """While a checkpoint is loaded or saved and while states are read: a sentence, and nothing else is lost."""
+    needs_shim(launcher)
+    saves = shutil.copytree(whole()[0], disk.parent / "saves")
+    fault, mended = ["faults", 5, -1, errno.EIO], ["faults", 0, -1, 0]
+    for action in (["load", str(saves)], ["digest", "end"], ["save", str(saves), "base"]):
+        run = launcher.begin(start(disk, {"io_backend": backend}), ["train", 1], fault, action)
+        check_failure(run, disk, r"of \d+ bytes at offset \d+ of ", "Input/output error")
+    result = launcher.run(
+        start(disk), mended, ["load", str(saves)], ["digest", "saved"], ["train", STEPS - SAVED], ["digest", "end"]
+    )
+    check_bits(result, whole()[1])
+
+
+def test_a_script_may_catch_the_error_and_begin_anew(launcher: Launcher, whole: Any, disk: Path) -> None:
+    needs_shim(launcher)
+    saves, expected = whole()
+    fault, mended = ["faults", 23, -1, errno.EIO], ["faults", 0, -1, 0]
+    result = launcher.run(
+        *(start(disk), ["train", 1], fault, ["failing", ["train", 3]], ["failing", ["train", 1]], ["destroy"]),
+        *(mended, start(disk), ["load", str(saves)], ["train", STEPS - SAVED], ["digest", "end"]),
+    )
+    assert result["digests"]["end"] == expected["digests"]["end"]
+    assert all(f"errno {errno.EIO}" in sentence for sentence in result["errors"]) and len(result["errors"]) == 2
+    assert len(result["directories"]) == 1
+    assert not list(disk.iterdir())
+
+
+def test_a_disk_that_fails_at_start(launcher: Launcher, disk: Path) -> None:
+    needs_shim(launcher)
+    run = launcher.begin(["faults", 5, -1, errno.EIO], start(disk, {"io_backend": "threads"}))
+    check_failure(run, disk, "states", "Input/output error", "kernel's log")
+
+
+# ---- the disk is full ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(disk: Path) -> Iterator[Callable[[str], Path]]:
+    def mount(options: str) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("mounting a small tmpfs needs root")
+        return disk
+
+    yield mount
+    subprocess.run(["umount", "-l", str(disk)], check=False)
+
+
+def test_a_disk_too_small_is_refused_before_training(launcher: Launcher, small_disk: Callable[[str], Path]) -> None:
+    disk = small_disk("size=2m")
+    run = launcher.begin(start(disk))
+    check_failure(run, disk, "zero_optimization.offload_optimizer.nvme_path: .* has 2,0[0-9,]+ bytes free and needs ")
+    needed = int(re.search(r"needs ([0-9,]+) for", run.log)[1].replace(",", ""))  # type: ignore[index]
+    assert 12 * 300_000 < needed < 16 * 400_000
+
+
+def test_others_that_fill_the_disk_meanwhile_do_no_harm(
+    launcher: Launcher, whole: Any, small_disk: Callable[[str], Path]
+) -> None:
+    disk = small_disk("size=16m")
+    result = launcher.run(start(disk), ["train", 1], ["fill_disk"], ["train", STEPS - 1], ["digest", "end"])
+    assert result["filled"] == errno.ENOSPC
+    check_bits(result, whole()[1])
+    assert [path.name for path in disk.iterdir()] == ["other"]
+
+
+# ---- the directory -------------------------------------------------------------------------------------------------
+
+
+def test_a_read_only_disk_is_refused(launcher: Launcher, small_disk: Callable[[str], Path]) -> None:
+    disk = small_disk("size=16m,ro")
+    check_failure(launcher.begin(start(disk)), disk, f"nvme_path: .*'{disk}' .Read-only file system.*may write to")
+
+
+def test_a_file_in_place_of_the_directory_is_refused(launcher: Launcher, disk: Path) -> None:
+    (disk / "file").write_text("mine")
+    run = launcher.begin(start(disk / "file"))
+    check_failure(run, disk / "file", "nvme_path: .*something that is not a directory is in the way")
+    assert (disk / "file").read_text() == "mine"
+
+
+def test_two_runs_in_one_missing_directory(launcher: Launcher, whole: Any, disk: Path) -> None:
+    """It is made, with its parents. They overlap for certain: each waits in the middle until the other is there."""
+    fifos = [disk / name for name in ("first", "second")]
+    disk = disk / "a" / "b"
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    first, second = map(str, fifos)
+    runs = [
+        launcher.begin(start(disk), ["train", 1], *meet, ["train", STEPS - 1], ["digest", "end"])
+        for meet in ([["tell", first], ["hear", second]], [["hear", first], ["tell", second]])
+    ]
+    assert [run.end() for run in runs] == [0, 0], [run.log[-2000:] for run in runs]
+    for run in runs:
+        check_bits(run.result, whole()[1])
+    assert not list(disk.iterdir())
+
+
+# ---- the state file ------------------------------------------------------------------------------------------------
+
+WRITE = "ds_slide.store.ssd_unit:SsdUnit.store_record"
+
+
+CUTS = list(itertools.product((1.0, 0.0), (0, 3_000_000), (5, "last")))
+FAST_CUTS = ((1.0, 3_000_000, 5), (0.0, 0, "last"))
+
+
+@pytest.mark.parametrize(
+    ("clip", "nbytes", "count"),
+    [pytest.param(*case, marks=() if case in FAST_CUTS else pytest.mark.slow) for case in CUTS],
+)
+def test_a_state_file_that_is_cut_is_an_error(
+    launcher: Launcher, disk: Path, clip: float, nbytes: int, count: int | str
+) -> None:
+    """Never zeros in place of states: also not when a write gives the file its length back, with a hole before it."""
+    cut = ["at_record", count, "state_file", "truncate", nbytes]
+    slide = {"ssd_buffers": 2, "weight_buffers": 2}
+    run = launcher.begin(start(disk, slide, clip=clip), ["train", 1], cut, ["train", STEPS])
+    check_failure(run, disk, f"{disk}/{NAME}/states", "the file ends at byte|because something else has cut it")
+
+
+@pytest.mark.parametrize("what", ["directory", pytest.param("unlink", marks=pytest.mark.slow)])
+def test_a_state_file_that_is_removed_does_no_harm(launcher: Launcher, whole: Any, disk: Path, what: str) -> None:
+    """The open file lives on; what is left of the directory goes with the run."""
+    run = launcher.begin(start(disk), ["train", 1], ["state_file", what], ["train", STEPS - 1], ["digest", "end"])
+    assert run.end() == 0, run.log[-3000:]
+    check_bits(run.result, whole()[1])
+    assert "could not be removed" not in run.log
+    assert not list(disk.iterdir())
+
+
+# ---- the process is killed -----------------------------------------------------------------------------------------
+
+PHASES = {
+    "forward": ["transformers.models.llama.modeling_llama:LlamaMLP.forward", 4],
+    "backward": ["ds_slide.runtime.engine:SlideRuntime.leave_backward", 3],
+    "step": ["ds_slide.runtime.engine:SlideRuntime._queue_update", 3],
+    "update": ["ds_slide.runtime.ssd:SsdStates.put_back", 30],
+    "write": [WRITE, 40],
+    "save": ["ds_slide.integration.checkpoint_save:reached", 2],
+    "publish": ["ds_slide.integration.checkpoint_place:reached", 2],
+}
+FAST_PHASES = ("update", "publish")
+
+
+def check_resume(launcher: Launcher, whole: Any, disk: Path, saves: Path, clip: float = 1.0) -> int:
+    """The next run removes what the dead one has left, and ends with the bits of a run that nobody killed.
+
+    Returns the step of the checkpoint. What a save that was killed has left goes with the next save.
+    """
+    dead = {path.name for path in disk.iterdir()}
+    actions = [["load", str(saves)], ["train_to", STEPS], ["digest", "end"], ["save", str(saves), "base"]]
+    result = launcher.run(start(disk, clip=clip), *actions)
+    check_bits(result, whole(clip)[1])
+    assert len(result["directories"]) == 1 and not dead.intersection(result["directories"])
+    assert not list(disk.iterdir())
+    assert sorted(path.name for path in saves.iterdir()) == ["base", "latest", "zero_to_fp32.py", "zero_to_torch.py"]
+    return int(result["loaded_step"])
+
+
+@pytest.mark.parametrize(
+    "phase", [pytest.param(phase, marks=() if phase in FAST_PHASES else pytest.mark.slow) for phase in PHASES]
+)
+def test_a_kill_loses_nothing_that_was_saved(launcher: Launcher, whole: Any, disk: Path, phase: str) -> None:
+    """The run that is killed has resumed from the checkpoint of SAVED steps, trains one more and replaces it."""
+    saves = shutil.copytree(whole()[0], disk.parent / "saves")
+    kill = ["at", *PHASES[phase], "kill", signal.SIGKILL]
+    actions = [["load", str(saves)], kill, ["train", 1], ["save", str(saves), "base"]]
+    run = launcher.begin(start(disk, {"debug": {"lane_delay_ms": 1.0}}), *actions)
+    assert run.end() == -signal.SIGKILL, run.log[-3000:]
+    assert len(list(disk.iterdir())) == 1
+    assert any(path.name.startswith(".ds_slide_saving") for path in saves.iterdir()) == (phase in ("save", "publish"))
+    assert check_resume(launcher, whole, disk, saves) == (SAVED + 1 if phase == "publish" else SAVED)
+
+
+@pytest.mark.parametrize("phase", ["load", pytest.param("start", marks=pytest.mark.slow)])
+def test_a_kill_before_training(launcher: Launcher, whole: Any, disk: Path, phase: str) -> None:
+    """While weights are placed, and while a checkpoint is written over them."""
+    saves = shutil.copytree(whole()[0], disk.parent / "saves")
+    kill = ["at", "ds_slide.store.ssd:SsdStore.write_now", 4, "kill", signal.SIGKILL]
+    load = ["load", str(saves)]
+    run = launcher.begin(*((kill, start(disk)) if phase == "start" else (start(disk), kill, load)))
+    assert run.end() == -signal.SIGKILL, run.log[-3000:]
+    assert len(list(disk.iterdir())) == 1
+    check_resume(launcher, whole, disk, saves)
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+@pytest.mark.slow
+def test_kills_at_random_instants(launcher: Launcher, whole: Any, disk: Path, clip: float) -> None:
+    """Twelve times: resume, train, save again and again, and die somewhere."""
+    rng = random.Random(int(clip))
+    saves = shutil.copytree(whole(clip)[0], disk.parent / "saves")
+    other = disk.parent / "other"
+    for number in range(12):
+        fifo = disk.parent / f"fifo{number}"
+        os.mkfifo(fifo)
+        again = [action for _ in range(20) for action in (["train", 1], ["save", str(other), "tag"])]
+        slide = {"io_backend": BACKENDS[number % 3], "debug": {"lane_delay_ms": 1.0, "seed": number}}
+        run = launcher.begin(start(disk, slide, clip=clip), ["tell", str(fifo)], ["load", str(saves)], *again)
+        fifo.read_text()
+        assert not run.has_ended(rng.uniform(0.0, 2.0)), run.log[-3000:]
+        run.kill()
+        assert run.end() == -signal.SIGKILL
+    check_resume(launcher, whole, disk, saves, clip)
+    if (other / "latest").exists():
+        launcher.run(start(disk, clip=clip), ["load", str(other)], ["train", 1])
+
+
+@pytest.mark.parametrize("phase", [*PHASES, "load"])
+@pytest.mark.slow
+def test_ctrl_c_leaves_nothing(launcher: Launcher, whole: Any, disk: Path, phase: str) -> None:
+    """At any instant; also the checkpoint that was being saved is whole or not there."""
+    saves = shutil.copytree(whole()[0], disk.parent / "saves")
+    where = PHASES.get(phase, ["ds_slide.store.ssd:SsdStore.write_now", 4])
+    stop, train = ["at", *where, "kill", signal.SIGINT], [["train", 1], ["save", str(saves), "base"]]
+    load = ["load", str(saves)]
+    run = launcher.begin(start(disk), *([stop, load] if phase == "load" else [load, stop]), *train)
+    assert run.end() == -signal.SIGINT, run.log[-3000:]
+    assert not list(disk.iterdir())
+    assert not any(path.name.startswith(".ds_slide_saving") for path in saves.iterdir())
+    check_resume(launcher, whole, disk, saves)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_ordinary_signal(launcher: Launcher, whole: Any, disk: Path, number: int) -> None:
+    """Ctrl-C is an exception, and leaves nothing. SIGTERM ends Python at once: the next start removes the directory."""
+    stop = ["at", PHASES["backward"][0], 3, "kill", number]
+    run = launcher.begin(start(disk), ["train", 1], stop, ["train", STEPS])
+    assert run.end() == -number, run.log[-3000:]
+    assert len(list(disk.iterdir())) == (0 if number == signal.SIGINT else 1)
+    check_resume(launcher, whole, disk, shutil.copytree(whole()[0], disk.parent / "saves"))
+
+
+def test_a_run_that_saves_and_loads_ends_cleanly(launcher: Launcher, whole: Any, disk: Path) -> None:
+    """Stock: FileExistsError at the second save into a tag, and an abort (-6) at exit after a save and a load."""
+    saves = str(disk.parent / "saves")
+    twice = [["save", saves, "tag"], ["save", saves, "tag"], ["load", saves]]
+    run = launcher.begin(start(disk), ["train", 1], *twice, ["train", STEPS - 1], ["digest", "end"])
+    assert run.end() == 0, run.log[-3000:]
+    check_bits(run.result, whole()[1])
+    assert "terminate" not in run.log and "Traceback" not in run.log and "Exception" not in run.log, run.log
+    assert not list(disk.iterdir())
