@@ -71,6 +71,8 @@ def place_unit(
     `weight_bytes`: of the whole weight plane, 0 to leave weights in memory. `records_of`: trainable parameters whose
     records go to SSD, 0 to leave them in memory.
     """
+    # A chunk's part of the weight plane is written by itself: 2 bytes a parameter at least.
+    assert chunk_numel * 2 % PAGE == 0, f"chunks of {chunk_numel} parameters do not begin at whole pages"
     offset = start + whole_pages(weight_bytes)
     chunks = []
     for span in chunk_spans(records_of, chunk_numel):

@@ -9,6 +9,7 @@ import torch
 from harness import batches, ds_config, llama, trained
 
 import ds_slide  # noqa: F401
+from ds_slide.integration import ssd_settings
 
 STEPS = 4
 RUNS = {
@@ -17,19 +18,26 @@ RUNS = {
     "accumulation": ({"window": 2}, {"clip": 1.0, "accumulation": 2}),
     "delays": ({"window": 3, "debug": {"lane_delay_ms": 3.0, "seed": 5}}, {"clip": 1.0}),
     "gpu-states": ({"window": 2, "gpu_states": 900_000}, {"clip": 1.0}),
+    "ssd": ({"window": 2, "host_memory": 0, "debug": {"lane_delay_ms": 2.0, "seed": 9}}, {"clip": 1.0}),
+    "ssd-immediate": ({"window": 2, "host_memory": 0, "ssd_buffers": 2, "weight_buffers": 3}, {"clip": 0.0}),
     "stock": (None, {"clip": 1.0}),
 }
 
 
 def main(folder: str) -> None:
     torch.set_num_threads(1)
+    ssd_settings.CHUNK_NUMEL = 4096  # several chunks a block
     deepspeed.init_distributed("gloo")
     rank = torch.distributed.get_rank()
     results = {}
     for name, (slide, settings) in RUNS.items():
         data = batches(2 * STEPS * settings.get("accumulation", 1))
         # Every rank draws other weights: rank 0's have to win.
-        result = trained(llama(seed=rank), ds_config(slide, **settings), data[rank::2])
+        config = ds_config(slide, **settings)
+        if name.startswith("ssd"):
+            for section in ("offload_optimizer", "offload_param"):
+                config["zero_optimization"][section] = {"device": "nvme", "nvme_path": f"{folder}/disk"}
+        result = trained(llama(seed=rank), config, data[rank::2])
         results[name] = {"losses": result.losses, "norms": result.norms, "states": result.states}
     torch.save(results, f"{folder}/rank{rank}.pt")
 

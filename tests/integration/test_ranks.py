@@ -19,7 +19,9 @@ STEPS = 4
 RANKS = 2
 # The average of two gradients in bf16 is not the gradient of the mean in bf16: 2^-9 each, and so for the norm.
 LOSS_TOLERANCE = 2.0**-8
-SLIDE_RUNS = ["clipping", "immediate", "accumulation", "delays", "gpu-states"]
+SLIDE_RUNS = ["clipping", "immediate", "accumulation", "delays", "gpu-states", "ssd", "ssd-immediate"]
+# Run, and the run in host memory whose bits it has.
+SAME_BITS = {"delays": "clipping", "gpu-states": "clipping", "ssd": "clipping", "ssd-immediate": "immediate"}
 
 RankResults = Callable[[str], list[Result]]
 
@@ -56,10 +58,10 @@ def test_all_ranks_have_the_same_weights(of_ranks: RankResults, name: str) -> No
     assert differences(Result(states=first.states), Result(states=second.states)) == []
 
 
-@pytest.mark.parametrize("name", ["delays", "gpu-states"])
-def test_placement_and_timing_change_no_bit(of_ranks: RankResults, name: str) -> None:
+@pytest.mark.parametrize(("name", "reference"), SAME_BITS.items())
+def test_placement_and_timing_change_no_bit(of_ranks: RankResults, name: str, reference: str) -> None:
     for rank in range(RANKS):
-        assert differences(of_ranks(name)[rank], of_ranks("clipping")[rank]) == []
+        assert differences(of_ranks(name)[rank], of_ranks(reference)[rank]) == []
 
 
 def test_against_stock(of_ranks: RankResults) -> None:

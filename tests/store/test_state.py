@@ -1,0 +1,69 @@
+"""States are read and written alike in memory and on SSD, whatever the span and the storage of the moments."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_slide.model.layout import ParameterInfo, build_layout
+from ds_slide.optim.low_precision import STATE_FORMATS
+from ds_slide.store.planes import optimizer_planes
+from ds_slide.store.ssd import SsdStore
+from ds_slide.store.ssd_places import place_unit
+from ds_slide.store.ssd_unit import SsdUnit
+from ds_slide.store.state import HostMemory, UnitState, memory_state
+
+NUMEL, CHUNK_NUMEL = 10_048, 4096
+LAYOUT = build_layout([ParameterInfo("weight", (NUMEL,), NUMEL, 0)], 1)
+
+Pair = tuple[UnitState, UnitState]
+
+
+@pytest.fixture(params=sorted(STATE_FORMATS))
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    """The same zeroed states in memory and on SSD."""
+    specs = optimizer_planes(torch.bfloat16, STATE_FORMATS[request.param])
+    places = place_unit(0, specs, weight_bytes=NUMEL * 2, records_of=NUMEL, chunk_numel=CHUNK_NUMEL)
+    failed: list[BaseException] = []
+    store = SsdStore([("ds_slide.nvme_path", tmp_path)], places.end, rank=0, fail=failed.append)
+    ssd = SsdUnit(store, places, specs, torch.bfloat16)
+    memory = HostMemory(page_lock=False, huge_pages=False)
+    yield (
+        memory_state(memory, LAYOUT, specs, torch.bfloat16, None, None),
+        memory_state(memory, LAYOUT, specs, torch.bfloat16, None, ssd),
+    )
+    store.close()
+    assert not failed
+
+
+def test_reads_after_writes_are_the_same(pair: Pair) -> None:
+    in_memory, on_ssd = pair
+    assert on_ssd.tier == "ssd" and on_ssd.nbytes() == 0
+    draw, generator = random.Random(0), torch.Generator().manual_seed(0)
+    for _ in range(60):
+        name = draw.choice(["weight", "remainder", "exp_avg", "exp_avg_sq"])
+        start = draw.randrange(NUMEL)
+        span = slice(start, draw.randrange(start + 1, NUMEL + 1))
+        values = torch.rand(span.stop - span.start, generator=generator)
+        values = (values * 1000).to(torch.int16) if name == "remainder" else values
+        for state in pair:
+            state.write(name, span, values)
+        for kind in ("weight", "remainder", "exp_avg", "exp_avg_sq"):
+            whole = slice(0, NUMEL)
+            assert torch.equal(in_memory.read(kind, whole), on_ssd.read(kind, whole)), (name, span, kind)
+
+
+def test_what_is_written_is_what_is_read(pair: Pair) -> None:
+    for state in pair:
+        span = slice(4000, 4200)  # over the end of a chunk
+        weight = torch.linspace(-1, 1, 200).bfloat16()
+        state.write("weight", span, weight)
+        assert torch.equal(state.read("weight", span), weight)
+        moment = torch.linspace(0.5, 1, 200)
+        state.write("exp_avg_sq", span, moment)
+        assert torch.allclose(state.read("exp_avg_sq", span), moment, rtol=0.05)
+        assert torch.equal(state.read("exp_avg_sq", slice(0, 4000)), torch.zeros(4000))
