@@ -121,12 +121,16 @@ class Report:
         words = [HIDDEN_FOLDER if word in hidden else word for word in sys.argv[1:]]
         self._command = "python3 benchmarks/compare.py " + shlex.join(words)
 
+    def file(self, suffix: str) -> Path:
+        """Not `with_suffix`: the names of plans have dots."""
+        return self.path.with_name(self.path.name + suffix)
+
     def write(self, ceilings: Record | None, records: list[Record]) -> None:
         text = page.markdown_page(self._title, self._facts, ceilings, self._command, records)
-        self.path.with_suffix(".md").write_text(text)
-        self.path.with_suffix(".csv").write_text(page.csv_text(records))
+        self.file(".md").write_text(text)
+        self.file(".csv").write_text(page.csv_text(records))
         header = {"facts": self._facts, "ceilings": ceilings}
-        self.path.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in [header, *records]))
+        self.file(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in [header, *records]))
 
 
 def chosen_settings(arguments: argparse.Namespace) -> list[Setting]:
@@ -187,7 +191,7 @@ def main() -> None:
     deadline = time.monotonic() + arguments.limit
     hidden = {str(arguments.out), str(arguments.nvme_path)}
     report, records = Report(arguments.out, arguments.plan, hidden), []
-    log = report.path.with_suffix(".log")
+    log = report.file(".log")
     ceilings = None if arguments.no_ceilings else measure_ceilings(log)
     for number, setting in enumerate(settings, 1):
         left = deadline - time.monotonic()

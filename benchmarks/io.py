@@ -5,9 +5,9 @@
 
 Sequential reads, writes, both mixed one to one, and alternating bursts of 64 MiB, at request sizes of 256 KiB to 4 MiB
 and depths of 1 to 64. Every system does the same to the same file with the same request size, depth and kernel
-interface; they take turns (A B C A B C), so that a disk that changes its speed does so for all. `fio` is found on the
-PATH; DeepSpeed compiles its operator at the first use (two minutes), for which it needs libaio's headers. What is
-absent is said.
+interface; they take turns in an order drawn anew for every round (seeded), so that a disk that changes its speed, or a
+host that remembers what the system before has read, does so for all. `fio` is found on the PATH; DeepSpeed compiles its
+operator at the first use (two minutes), for which it needs libaio's headers. What is absent is said.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import csv
 import datetime
 import json
+import random
 import shlex
 import signal
 import statistics
@@ -160,13 +161,14 @@ def compare(samples: dict[str, list[Sample]], rows: list[Row]) -> None:
 
 
 def measure(systems: Systems, chosen: list[Case], seconds: float, rounds: int) -> list[Row]:
+    random.seed(0)
     planned = [(case, systems.of(case, seconds)) for case in chosen]
     rows: list[Row] = []
     with tqdm(total=rounds * sum(len(runs) for _, runs in planned), unit="run") as bar:
         for case, runs in planned:
             samples: dict[str, list[Sample]] = {name: [] for name in runs}
             for _ in range(rounds):
-                for name, run in runs.items():
+                for name, run in random.sample(sorted(runs.items()), len(runs)):
                     bar.set_description(f"{case.pattern} {size_text(case.request_bytes)} depth {case.depth}: {name}")
                     samples[name].append(run())
                     bar.update()
@@ -208,7 +210,7 @@ def table(rows: list[Row]) -> list[list[str]]:
 
 LEGEND = """\
 * GB/s: bytes read and written, median over the rounds; the systems take turns within a round.
-* x fio, x DeepSpeed: median over the rounds of the ratio of two neighbouring runs. fio uses the same kernel interface,
+* x fio, x DeepSpeed: median over the rounds of the ratio of the round's two runs. fio uses the same kernel interface,
   request size and depth on the same file (`threads`: psync with as many jobs).
 * latency: the engine's from submit to completion with a few requests more than the depth handed over, so its wait for
   a free place is in it; fio's is that of the device (clat), in mixed the longer of reads and writes. In bursts a

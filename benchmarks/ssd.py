@@ -99,8 +99,8 @@ def engine(backend: str, depth: int, request_bytes: int) -> Iterator[Any]:
 
 
 def buffers(nbytes: int, count: int) -> torch.Tensor:
-    """Random bytes [count, nbytes] in page-aligned memory."""
-    memory = torch.frombuffer(_native.Slab(nbytes * count, False, False), dtype=torch.uint8)
+    """Random bytes [count, nbytes] in page-aligned memory, in huge pages as the engine's own buffers are."""
+    memory = torch.frombuffer(_native.Slab(nbytes * count, False, True), dtype=torch.uint8)
     return memory.random_(256).view(count, nbytes)
 
 

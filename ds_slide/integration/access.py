@@ -36,7 +36,8 @@ class StateAccess:
             return None
         planes.require_stepped(self._runtime, place[0], "reading a state")
         self._runtime.settle(place[0])
-        own = planes.read_master(*place) if key is None else planes.read_state(*place, self._known(key))
+        unit, entry = place
+        own = planes.read_values(unit, self._known(key), planes.local_span(entry))
         return own.to(self._runtime.device.torch, copy=True)
 
     def full_state(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor | None:
@@ -49,12 +50,10 @@ class StateAccess:
         unit, entry = place
         planes.require_stepped(self._runtime, unit, "writing a state")
         self._runtime.settle(unit)
-        own = value.reshape(-1)[: entry.partition_numel]
+        own = value.reshape(-1)[: entry.partition_numel].float()
+        planes.write_values(unit, self._known(key), slice(entry.offset, entry.offset + own.numel()), own)
         if key is None:
-            planes.write_master(unit, entry, own)
             self._runtime.weights_changed(unit)
-        else:
-            planes.write_state(unit, entry, self._known(key), own)
 
     def set_full_state(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None) -> None:
         place = self._trainable(parameter)
@@ -132,7 +131,9 @@ class StateAccess:
         return whole[: entry.numel].view(entry.shape)
 
     @staticmethod
-    def _known(key: str) -> str:
+    def _known(key: str | None) -> str:
+        if key is None:
+            return planes.MASTER
         if key not in planes.STATE_KEYS:
             raise SlideError(f"there is no optimizer state '{key}'; AdamW has {' and '.join(planes.STATE_KEYS)}")
         return key

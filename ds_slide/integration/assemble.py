@@ -18,7 +18,7 @@ from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.structure import UnitSpec, find_structure, parameter_numel, parameter_shape
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.memory import Budgets, Plan, make_plan
-from ds_slide.plan.placement import Needs, SsdNeeds, UnitSize
+from ds_slide.plan.placement import Needs, UnitSize
 from ds_slide.runtime.build import STAGINGS, build_runtime
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import SlideRuntime
@@ -130,17 +130,10 @@ def _plan(
         stagings=STAGINGS,
         ring=settings.gradient_buffers if rings else 0,
         world_size=unit_plans[0].layout.world_size,
-        ssd=_ssd_needs(settings),
+        ssd=None if settings.ssd is None else settings.ssd.needs,
     )
     sizes = [UnitSize(plan.spec.name, plan.layout, plan.spec.kind == "edge") for plan in unit_plans]
     return make_plan(sizes, needs, _budgets(module, config, device))
-
-
-def _ssd_needs(settings: RuntimeSettings) -> SsdNeeds | None:
-    ssd = settings.ssd
-    if ssd is None:
-        return None
-    return SsdNeeds(ssd.weights, ssd.records, ssd.chunk_numel, ssd.record_buffers, ssd.weight_buffers)
 
 
 def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:

@@ -14,9 +14,9 @@ from ds_slide.integration.checkpoint_files import Reading
 from ds_slide.integration.checkpoint_manifest import Manifest, newest_whole_tag
 from ds_slide.integration.checkpoint_pickle import PIECE
 from ds_slide.integration.checkpoint_place import checked_tag, recover
-from ds_slide.integration.checkpoint_planes import write_frozen
 from ds_slide.integration.checkpoint_ranks import together
 from ds_slide.integration.checkpoint_save import is_publisher
+from ds_slide.integration.planes import write_frozen
 
 Loaded = tuple[str | None, dict[str, Any] | None]
 

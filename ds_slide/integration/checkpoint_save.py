@@ -18,9 +18,9 @@ from ds_slide.integration.checkpoint_archive import Archive
 from ds_slide.integration.checkpoint_manifest import manifest_now
 from ds_slide.integration.checkpoint_pickle import Planned
 from ds_slide.integration.checkpoint_place import Staging, checked_tag, new_name, reached
-from ds_slide.integration.checkpoint_planes import read_weights
 from ds_slide.integration.checkpoint_ranks import together
 from ds_slide.integration.checkpoint_sums import Sum
+from ds_slide.integration.planes import read_weights
 
 logger = logging.getLogger(__name__)
 

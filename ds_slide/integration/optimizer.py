@@ -26,7 +26,7 @@ from ds_slide.integration import planes
 from ds_slide.integration.access import StateAccess
 from ds_slide.integration.assemble import assemble, runtime_settings
 from ds_slide.integration.checkpoint_mapped import MappedFiles
-from ds_slide.integration.checkpoint_pickle import materialized
+from ds_slide.integration.checkpoint_pickle import PIECE, materialized
 from ds_slide.integration.contract import check_supported
 from ds_slide.integration.norm_watch import NormWatch
 from ds_slide.integration.planes import require_stepped
@@ -311,7 +311,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         for unit in self.runtime.units:
             self.runtime.settle(unit)
             if unit.state.has("remainder"):
-                for span in planes.pieces(unit.layout.trainable_numel):
+                for span in planes.pieces(unit.layout.trainable_numel, PIECE):
                     weight = unit.state.read("weight", span)
                     exact = unit.state.dtype_of("remainder").is_floating_point
                     unit.state.write("remainder", span, weight.float() if exact else torch.zeros_like(weight))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_slide.config import SlideConfig
+from ds_slide.plan.placement import SsdNeeds
 from ds_slide.runtime.settings import SsdSettings
 from ds_slide.store.ssd_places import CHUNK_NUMEL, PAGE
 
@@ -45,14 +46,16 @@ def ssd_settings(config: SlideConfig, ds_config: Mapping[str, Any]) -> SsdSettin
     aio = ds_config.get("aio") or {}
     return SsdSettings(
         parents=ssd_parents(config, ds_config),
-        weights=offload_device(ds_config, "offload_param") == "nvme",
-        records=offload_device(ds_config, "offload_optimizer") == "nvme",
+        needs=SsdNeeds(
+            weights=offload_device(ds_config, "offload_param") == "nvme",
+            records=offload_device(ds_config, "offload_optimizer") == "nvme",
+            chunk_numel=CHUNK_NUMEL,
+            record_buffers=None if config.ssd_buffers == "auto" else config.ssd_buffers,
+            weight_buffers=None if config.weight_buffers == "auto" else config.weight_buffers,
+        ),
         backend=config.io_backend,
         queue_depth=aio.get("queue_depth"),
         request_bytes=aio.get("block_size"),
-        record_buffers=None if config.ssd_buffers == "auto" else config.ssd_buffers,
-        weight_buffers=None if config.weight_buffers == "auto" else config.weight_buffers,
-        chunk_numel=CHUNK_NUMEL,
     )
 
 

@@ -20,8 +20,7 @@ from torch import nn
 from ds_slide.errors import SlideError
 from ds_slide.integration.checkpoint_mapped import MappedFiles
 from ds_slide.integration.checkpoint_pickle import PIECE, Planned
-from ds_slide.integration.checkpoint_planes import MASTER, read_values, write_values
-from ds_slide.integration.planes import STATE_KEYS
+from ds_slide.integration.planes import MASTER, STATE_KEYS, pieces, read_values, write_values
 from ds_slide.model.layout import Entry
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.unit import Unit
@@ -105,8 +104,7 @@ class SubGroups:
             sources |= {parameter: (flat, start) for parameter, start in zip(group, starts, strict=False)}
         for unit in self.runtime.units:
             self.runtime.settle(unit)
-            for start in range(0, unit.layout.trainable_numel, PIECE):
-                span = slice(start, min(start + PIECE, unit.layout.trainable_numel))
+            for span in pieces(unit.layout.trainable_numel, PIECE):
                 values = _values(unit, span, sources, files)
                 write_values(unit, key, span, values.to(unit.parameters[0].dtype).float() if rounded else values)
 

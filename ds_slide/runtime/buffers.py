@@ -92,8 +92,6 @@ class BufferCache(Generic[Key]):
         self._kept: frozenset[Key] = frozenset()
         self._hurry = 0
         self._abandoned = False
-        self.loads = 0
-        """Entries read so far."""
 
     # ---- what comes next ---------------------------------------------------------------------------------------------
 
@@ -251,7 +249,6 @@ class BufferCache(Generic[Key]):
         if buffer is None:
             return False
         self._entries[key] = _Entry(buffer, waiting=self._demands.pop(key, []))
-        self.loads += 1
         actions.append(lambda: self._load(key, buffer, lambda: self._loaded(key)))
         return True
 

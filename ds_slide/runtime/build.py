@@ -117,7 +117,7 @@ def _load_weights(unit: Unit, ranks: Ranks, take_weights: TakeWeights) -> None:
     if weight is None:
         assert ssd is not None
         plane = page_buffer(ssd.places.weight_bytes)
-        weight = plane[: ssd.places.weight_bytes].view(ssd.weight_dtype)
+        weight = ssd.weight_view(plane)
     for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True):
         own = take_weights(parameter, entry).detach().reshape(-1)
         weight[entry.offset : entry.offset + own.numel()].copy_(own)
@@ -169,7 +169,7 @@ def _wire(
             torch.zeros(slot_numel, dtype=settings.dtype, device=device.torch)
             for _ in range(min(settings.window, len(streamed)))
         ]
-        window = Window(device, lanes.h2d, failures, streamed, buffers, fill, **announcer(ssd, settings))
+        window = Window(device, lanes.h2d, failures, streamed, buffers, fill, *announcer(ssd, settings))
     gradients = Gradients(
         device=device,
         ranks=ranks,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.ssd import SsdStates
 from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.window import Announce
 from ds_slide.store.ssd import SsdStore
 from ds_slide.store.ssd_places import place_unit, record_bytes
 from ds_slide.store.ssd_unit import SsdUnit
@@ -35,7 +35,7 @@ def open_store(
                 settings.specs,
                 weight_bytes=layout.local_numel * settings.dtype.itemsize if order in host.weights_on_ssd else 0,
                 records_of=layout.trainable_numel if order in host.records_on_ssd else 0,
-                chunk_numel=settings.ssd.chunk_numel,
+                chunk_numel=settings.ssd.needs.chunk_numel,
             )
             end = places[order].end
     if not places or settings.ssd is None:
@@ -86,14 +86,14 @@ def make_ssd_states(
     )
 
 
-def announcer(ssd: SsdStates | None, settings: RuntimeSettings) -> dict[str, Any]:
-    """How the window tells the SSD tier which blocks come next."""
+def announcer(ssd: SsdStates | None, settings: RuntimeSettings) -> tuple[Announce | None, int]:
+    """How the window tells the SSD tier which blocks come next, and how many of them."""
     if ssd is None or not ssd.ahead:
-        return {}
+        return None, 0
     under_backward = settings.held_dtype is None
 
     def announce(coming: Sequence[Unit], in_backward: Sequence[Unit]) -> None:
         # Updated under backward, a block needs its weights once more soon after the GPU has had them.
         ssd.expect_weights(coming, in_backward if under_backward else ())
 
-    return {"announce": announce, "horizon": ssd.ahead}
+    return announce, ssd.ahead

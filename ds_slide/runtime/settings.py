@@ -12,23 +12,19 @@ from torch import nn
 from ds_slide.model.layout import UnitLayout
 from ds_slide.model.structure import UnitSpec
 from ds_slide.optim.low_precision import StateFormat
+from ds_slide.plan.placement import SsdNeeds
 from ds_slide.store.planes import PlaneSpec, optimizer_planes
 
 
 @dataclass(frozen=True)
 class SsdSettings:
-    """`parents`: (JSON path for messages, directory) of every disk. None is automatic."""
+    """`parents`: (JSON path for messages, directory) of every disk. `needs`: what may go there. None is automatic."""
 
     parents: Sequence[tuple[str, Path]]
-    weights: bool
-    records: bool
-    """What may go there."""
+    needs: SsdNeeds
     backend: str
     queue_depth: int | None
     request_bytes: int | None
-    record_buffers: int | None
-    weight_buffers: int | None
-    chunk_numel: int
 
 
 @dataclass(frozen=True)

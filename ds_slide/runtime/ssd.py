@@ -70,8 +70,7 @@ class SsdStates:
 
         def with_weight(weight: torch.Tensor) -> None:
             if not ssd.has_records:
-                views = {spec.name: state.optimizer[spec.name][spec.cut(span)] for spec in state.specs}
-                use(Planes(weight[span], views.pop("remainder", None), **views))
+                use(state.planes(span, weight))
                 return
             key = (unit.order, index)
             self.records.take(
@@ -84,7 +83,7 @@ class SsdStates:
         else:
             self.weights.take(
                 unit.order,
-                lambda buffer: with_weight(self._weight_view(unit, buffer)),
+                lambda buffer: with_weight(ssd.weight_view(buffer)),
                 urgent=self._updates_are_urgent,
                 generation=update,
                 reserved=reserved,
@@ -116,8 +115,9 @@ class SsdStates:
     @contextmanager
     def weight(self, unit: Unit) -> Iterator[torch.Tensor]:
         """The weight plane in a host buffer, for the h2d lane; it stays there until the block ends."""
+        assert unit.state.ssd is not None
         with self.weights.held(unit.order) as buffer:
-            yield self._weight_view(unit, buffer)
+            yield unit.state.ssd.weight_view(buffer)
 
     # ---- from outside ------------------------------------------------------------------------------------------------
 
@@ -144,11 +144,6 @@ class SsdStates:
     def close(self) -> None:
         """After the lanes have ended. The files are removed."""
         self._store.close()
-
-    @staticmethod
-    def _weight_view(unit: Unit, buffer: torch.Tensor) -> torch.Tensor:
-        assert unit.state.ssd is not None
-        return buffer[: unit.state.ssd.places.weight_bytes].view(unit.state.ssd.weight_dtype)
 
     def _load_record(self, key: ChunkKey, buffer: torch.Tensor, then: Callable[[], None]) -> None:
         ssd = self._units[key[0]].state.ssd

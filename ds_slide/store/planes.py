@@ -59,10 +59,15 @@ class Planes:
     exp_avg_scale: torch.Tensor | None = None
     exp_avg_sq_scale: torch.Tensor | None = None
 
+    @classmethod
+    def of(cls, weight: torch.Tensor, views: dict[str, torch.Tensor]) -> Planes:
+        """`views`: of the optimizer planes by name; without "remainder" where the weight is its own master."""
+        rest = {name: view for name, view in views.items() if name != "remainder"}
+        return cls(weight, views.get("remainder"), **rest)
+
     def part(self, span: slice, specs: Sequence[PlaneSpec]) -> Planes:
         """The parameters `span` of this run."""
-        cuts = {spec.name: getattr(self, spec.name)[spec.cut(span)] for spec in specs}
-        return Planes(self.weight[span], cuts.pop("remainder", None), **cuts)
+        return Planes.of(self.weight[span], {spec.name: getattr(self, spec.name)[spec.cut(span)] for spec in specs})
 
     def nbytes(self) -> int:
         planes = (getattr(self, name) for name in self.__dataclass_fields__)

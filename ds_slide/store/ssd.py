@@ -17,9 +17,9 @@ from ds_slide import _native
 from ds_slide.errors import SlideError
 from ds_slide.store.bandwidth import mixed_bandwidth
 from ds_slide.store.run_directory import RunDirectory
+from ds_slide.store.ssd_places import PAGE
 from ds_slide.store.striping import Striping
 
-PAGE = 4096
 STATE_FILE = "states"
 DEFAULT_REQUEST_BYTES = 2 << 20
 DEFAULT_DEPTH_PER_MOUNT = 32

@@ -24,6 +24,13 @@ def page_buffer(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(_native.Slab(size, False, False), dtype=torch.uint8, count=size)
 
 
+def _bounce(offset: int, nbytes: int) -> tuple[Part, torch.Tensor, torch.Tensor]:
+    """(transfer of the whole pages around `nbytes` bytes at `offset`, its buffer, the view of these bytes in it)."""
+    first = offset // PAGE * PAGE
+    buffer = page_buffer(offset + nbytes - first)
+    return Part(first, buffer.data_ptr(), buffer.numel()), buffer, buffer[offset - first : offset - first + nbytes]
+
+
 @dataclass(frozen=True)
 class SsdUnit:
     """`specs`: the optimizer planes. `weight_dtype`: of the weight plane. Buffers are flat uint8 tensors in whole
@@ -69,7 +76,11 @@ class SsdUnit:
             spec.name: record[chunk.starts[spec.name] : chunk.starts[spec.name] + spec.nbytes(numel)].view(spec.dtype)
             for spec in self.specs
         }
-        return Planes(weight, views.pop("remainder", None), **views)
+        return Planes.of(weight, views)
+
+    def weight_view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The weight plane in a buffer that it was loaded into."""
+        return buffer[: self.places.weight_bytes].view(self.weight_dtype)
 
     def _weight_part(self, span: slice, buffer: torch.Tensor) -> Part:
         assert self.places.weight_offset is not None
@@ -84,10 +95,9 @@ class SsdUnit:
         out = torch.empty(items.stop - items.start, dtype=dtype)
         flat = out.view(torch.uint8)
         for at, offset, nbytes in self._runs(name, dtype, per_chunk, items):
-            first = offset // PAGE * PAGE
-            buffer = page_buffer(offset + nbytes - first)
-            self.store.read_now([Part(first, buffer.data_ptr(), buffer.numel())])
-            flat[at : at + nbytes].copy_(buffer[offset - first : offset - first + nbytes])
+            part, _, values = _bounce(offset, nbytes)
+            self.store.read_now([part])
+            flat[at : at + nbytes].copy_(values)
         return out
 
     def write(self, name: str, items: slice, values: torch.Tensor) -> None:
@@ -95,12 +105,10 @@ class SsdUnit:
         dtype, per_chunk = self._geometry(name)
         flat = values.detach().to(device="cpu", dtype=dtype).contiguous().view(-1).view(torch.uint8)
         for at, offset, nbytes in self._runs(name, dtype, per_chunk, items):
-            first = offset // PAGE * PAGE
-            buffer = page_buffer(offset + nbytes - first)
-            part = Part(first, buffer.data_ptr(), buffer.numel())
-            if offset != first or nbytes != buffer.numel():
+            part, buffer, inner = _bounce(offset, nbytes)
+            if inner.numel() != buffer.numel():
                 self.store.read_now([part])
-            buffer[offset - first : offset - first + nbytes].copy_(flat[at : at + nbytes])
+            inner.copy_(flat[at : at + nbytes])
             self.store.write_now([part])
 
     def _geometry(self, name: str) -> tuple[torch.dtype, int]:

@@ -5,13 +5,12 @@ python checkpoint_worker.py RANK FOLDER
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch
+import two_ranks
 from harness import ds_config, engine_for, states_of
 from world_two_worker import OddModel, freeze, tokens_of, train
 
@@ -38,15 +37,8 @@ def fail_on(own: int, rank: int) -> None:
 
 
 def main(rank: int, folder: Path) -> None:
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_SIZE="2")
-    import ds_slide  # noqa: F401 - switches the "ds_slide" key on where the package is not installed
-
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(str(folder / "store"), 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    deepspeed.init_distributed("gloo")
-    saves, seen = folder / "saves", {}
-    with engine_for(freeze(OddModel()), ds_config({"window": 2})) as engine:
+    saves = folder / "saves"
+    with two_ranks.as_rank(rank, folder) as seen, engine_for(freeze(OddModel()), ds_config({"window": 2})) as engine:
         train(engine, tokens_of(rank, 2))
         engine.save_checkpoint(saves, "whole")
         seen["states"] = states_of(engine.module)
@@ -69,8 +61,6 @@ def main(rank: int, folder: Path) -> None:
         seen["load"] = fault_of(engine.load_checkpoint, saves)
         engine.load_checkpoint(saves, "whole", True, False)
         seen["weights"] = states_of(engine.module)
-    torch.save(seen, folder / f"rank{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

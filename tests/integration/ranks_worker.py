@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-import deepspeed
-import torch
+import two_ranks
 from harness import batches, ds_config, llama, trained
 
-import ds_slide  # noqa: F401
 from ds_slide.integration import ssd_settings
 
 STEPS = 4
@@ -24,23 +23,19 @@ RUNS = {
 }
 
 
-def main(folder: str) -> None:
-    torch.set_num_threads(1)
+def main(rank: int, folder: Path) -> None:
     ssd_settings.CHUNK_NUMEL = 4096  # several chunks a block
-    deepspeed.init_distributed("gloo")
-    rank = torch.distributed.get_rank()
-    results = {}
-    for name, (slide, settings) in RUNS.items():
-        data = batches(2 * STEPS * settings.get("accumulation", 1))
-        # Every rank draws other weights: rank 0's have to win.
-        config = ds_config(slide, **settings)
-        if name.startswith("ssd"):
-            for section in ("offload_optimizer", "offload_param"):
-                config["zero_optimization"][section] = {"device": "nvme", "nvme_path": f"{folder}/disk"}
-        result = trained(llama(seed=rank), config, data[rank::2])
-        results[name] = {"losses": result.losses, "norms": result.norms, "states": result.states}
-    torch.save(results, f"{folder}/rank{rank}.pt")
+    with two_ranks.as_rank(rank, folder) as results:
+        for name, (slide, settings) in RUNS.items():
+            data = batches(2 * STEPS * settings.get("accumulation", 1))
+            # Every rank draws other weights: rank 0's have to win.
+            config = ds_config(slide, **settings)
+            if name.startswith("ssd"):
+                for section in ("offload_optimizer", "offload_param"):
+                    config["zero_optimization"][section] = {"device": "nvme", "nvme_path": f"{folder}/disk"}
+            result = trained(llama(seed=rank), config, data[rank::2])
+            results[name] = {"losses": result.losses, "norms": result.norms, "states": result.states}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(int(sys.argv[1]), Path(sys.argv[2]))

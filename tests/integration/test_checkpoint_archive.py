@@ -17,8 +17,8 @@ from ds_slide.integration import checkpoint_pickle
 from ds_slide.integration.checkpoint_archive import Archive
 from ds_slide.integration.checkpoint_mapped import MappedFiles
 from ds_slide.integration.checkpoint_pickle import Planned, materialized
-from ds_slide.integration.checkpoint_planes import joined
 from ds_slide.integration.checkpoint_sums import Sum, sum_of, sum_of_file, total
+from ds_slide.integration.planes import joined
 from ds_slide.optim.reference import decode_planar
 
 

@@ -3,50 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import two_ranks
 from harness import same_bits
 
 from ds_slide.integration.checkpoint_manifest import NAME as MANIFEST
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("two_ranks")
-    worker = str(Path(__file__).with_name("checkpoint_worker.py"))
-    environment = {
-        **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
-    }
-    logs = [folder / f"rank{rank}.log" for rank in range(2)]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as output:
-            command = [sys.executable, worker, str(rank), str(folder)]
-            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0, 0], "\n".join(log.read_text()[-4000:] for log in logs)
-    return folder
+    return two_ranks.run("checkpoint_worker.py", tmp_path_factory.mktemp("two_ranks"))
 
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> list[dict[str, Any]]:
     """What each rank saw."""
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+    return two_ranks.seen_by(folder)
 
 
 def test_the_manifest_has_the_files_of_both_ranks(folder):

@@ -24,7 +24,7 @@ from ds_slide.integration import checkpoint_archive, checkpoint_place, checkpoin
 from ds_slide.integration.checkpoint import attach
 from ds_slide.integration.checkpoint_manifest import NAME as MANIFEST
 from ds_slide.integration.checkpoint_pickle import Planned
-from ds_slide.integration.checkpoint_planes import read_weights
+from ds_slide.integration.planes import read_weights
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+import two_ranks
 from harness import Result, batches, differences, ds_config, llama, trained
-from ports import free_port
+from two_ranks import RANKS
 
-HERE = Path(__file__).resolve().parent
 STEPS = 4
-RANKS = 2
 # The average of two gradients in bf16 is not the gradient of the mean in bf16: 2^-9 each, and so for the norm.
 LOSS_TOLERANCE = 2.0**-8
 SLIDE_RUNS = ["clipping", "immediate", "accumulation", "delays", "gpu-states", "ssd", "ssd-immediate"]
@@ -29,24 +23,7 @@ RankResults = Callable[[str], list[Result]]
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> RankResults:
     """Results of a run of `ranks_worker.RUNS` by rank; all of them are done by one pair of processes."""
-    folder = tmp_path_factory.mktemp("ranks")
-    path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": path}
-    common |= {"LOCAL_WORLD_SIZE": str(RANKS), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    logs = [folder / f"rank{rank}.txt" for rank in range(RANKS)]
-    processes = []
-    for rank, log in enumerate(logs):
-        environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, str(HERE / "ranks_worker.py"), str(folder)]
-        with log.open("w") as file:
-            processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0] * RANKS, "\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
-    loaded: list[dict[str, Any]] = [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
+    loaded = two_ranks.seen_by(two_ranks.run("ranks_worker.py", tmp_path_factory.mktemp("ranks")))
     return lambda name: [Result(**results[name]) for results in loaded]
 
 

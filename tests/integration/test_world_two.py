@@ -3,53 +3,30 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import two_ranks
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import engine_for, same_bits
 from world_two_worker import STEPS, TRAININGS, config_of, tokens_of
 from world_two_worker import train as train_tokens
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 trainings = pytest.mark.parametrize("name", TRAININGS)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which two ranks have left checkpoints and reports."""
-    folder = tmp_path_factory.mktemp("two_ranks")
-    worker = str(Path(__file__).with_name("world_two_worker.py"))
-    environment = {
-        **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
-    }
-    logs = [folder / f"rank{rank}.log" for rank in range(2)]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as output:
-            command = [sys.executable, worker, str(rank), str(folder)]
-            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0, 0], "\n".join(log.read_text()[-4000:] for log in logs)
-    return folder
+    return two_ranks.run("world_two_worker.py", tmp_path_factory.mktemp("two_ranks"))
 
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> list[dict[str, Any]]:
     """What each rank saw."""
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+    return two_ranks.seen_by(folder)
 
 
 def unequal(left: Any, right: Any) -> list[str]:

@@ -7,7 +7,6 @@ Every parameter has an odd number of elements, so that the second rank's partiti
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import two_ranks
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -160,19 +160,11 @@ def access(rank: int, folder: Path, data: list[torch.Tensor]) -> Seen:
 
 
 def main(rank: int, folder: Path) -> None:
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_SIZE="2")
-    import ds_slide  # noqa: F401 - switches the "ds_slide" key on where the package is not installed
-
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(str(folder / "store"), 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    deepspeed.init_distributed("gloo")
-    data = tokens_of(rank, STEPS)
-    seen = {name: train_and_resume(name, folder, data) for name in TRAININGS}
-    seen["stock"] = load_on_stock(folder, data)
-    seen["access"] = access(rank, folder, data)
-    torch.save(seen, folder / f"rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+    with two_ranks.as_rank(rank, folder) as seen:
+        data = tokens_of(rank, STEPS)
+        seen.update({name: train_and_resume(name, folder, data) for name in TRAININGS})
+        seen["stock"] = load_on_stock(folder, data)
+        seen["access"] = access(rank, folder, data)
 
 
 if __name__ == "__main__":
