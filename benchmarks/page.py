@@ -29,10 +29,27 @@ def baseline(records: Iterable[Record], system: str, record: Record) -> Record |
         for other in records
         if other["status"] == "ok"
         and other["setting"]["system"] == system
+        and not other["setting"]["patch"]
         and all(other["setting"][key] == wanted[key] for key in _SHAPE)
         and (system == "gpu-only" or other["setting"]["gpu_fraction"] == wanted["gpu_fraction"])
     ]
     return min(candidates, key=distance, default=None)
+
+
+def without_kernels(records: Iterable[Record], record: Record) -> Record | None:
+    """The finished row of the same system with everything alike, but with Hugging Face's own modules."""
+
+    def alike(other: Record) -> bool:
+        here, there = record["setting"], other["setting"]
+        compared = ("system", "clip", "gpu_fraction", "lr", "distinct_batches", *_SHAPE)
+        return all(here[key] == there[key] for key in compared)
+
+    def plain(other: Record) -> bool:
+        setting = other["setting"]
+        return not setting["patch"] and (setting["system"] != "slide" or setting["slide"].get("kernels") == "off")
+
+    found = (other for other in records if other["status"] == "ok" and plain(other) and alike(other))
+    return next((other for other in found if other is not record), None) if not plain(record) else None
 
 
 def speed_ratio(record: Record, other: Record | None) -> float | None:
@@ -68,7 +85,8 @@ def _batch(record: Record) -> str:
 def _extras(record: Record) -> str:
     setting = record["setting"]
     named = [f"{key} {value}" for kind in ("slide", "aio", "zero") for key, value in setting[kind].items()]
-    return ", ".join(named if setting["offload"] == "cpu" else [setting["offload"], *named])
+    patch = [f"patch {setting['patch']}"] if setting["patch"] else []
+    return ", ".join([*([] if setting["offload"] == "cpu" else [setting["offload"]]), *patch, *named])
 
 
 def _ceiling(record: Record) -> str:
@@ -97,6 +115,7 @@ COLUMNS: dict[str, Cell] = {
     "tokens/s": lambda r, _: _number(r.get("tokens_per_s"), ",.0f"),
     "x stock": lambda r, rs: _number(speed_ratio(r, baseline(rs, "stock", r)), ".2f"),
     "x GPU-only": lambda r, rs: _number(speed_ratio(r, baseline(rs, "gpu-only", r)), ".3f"),
+    "x no kernels": lambda r, rs: _number(speed_ratio(r, without_kernels(rs, r)), ".3f"),
     "bound": lambda r, _: f"{r['bound_s']:.3f} {r['bound_lane']}" if "bound_s" in r else "",
     "SSD B/param": lambda r, _: _bytes(r, "ssd"),
     "by the OS": lambda r, _: _bytes(r, "os"),
@@ -111,6 +130,7 @@ COLUMNS: dict[str, Cell] = {
     "init s": lambda r, _: _number(r.get("init_s"), ".1f"),
     "loss": lambda r, _: f"{r['losses'][0]:.4f} -> {r['losses'][-1]:.4f}" if r.get("losses") else "",
     "loss vs stock": lambda r, rs: _number(loss_difference(r, baseline(rs, "stock", r)), ".1e"),
+    "loss vs no kernels": lambda r, rs: _number(loss_difference(r, without_kernels(rs, r)), ".1e"),
     "what went wrong": lambda r, _: "" if r["status"] == "ok" else f"{r['status']}: {r['error']}",
 }
 
@@ -126,7 +146,10 @@ LEGEND = """\
 * bound: the busiest lane as the engine itself reports it, median over the timed steps.
 * GPU peak: torch's allocated bytes while training; reserved: what its allocator held. host peak: VmHWM while training,
   the Python process and CUDA included; engine B/param: the same above the process as it was before the engine was made.
-* loss: first warm-up step to last timed step; loss vs stock: largest relative difference of any step, same clipping."""
+* loss: first warm-up step to last timed step; loss vs stock: largest relative difference of any step, same clipping.
+* patch: kernels put into the model before the system sees it (`ours`, `liger`); "kernels auto" or "off" under settings
+  is the engine's own key. x no kernels, loss vs no kernels: against the row of the same system with Hugging Face's own
+  modules."""
 
 
 def rows(records: list[Record]) -> list[list[str]]:

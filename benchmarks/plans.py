@@ -119,6 +119,44 @@ def quick() -> list[Setting]:
     ]
 
 
+KERNELS_OFF: dict[str, Any] = {**ALL_STATES_ON_HOST, "kernels": "off"}
+KERNELS_AUTO: dict[str, Any] = {**ALL_STATES_ON_HOST, "kernels": "auto"}
+
+
+def kernels() -> list[Setting]:
+    """Qwen2.5-3B, 8 x 2048 tokens: Hugging Face's modules, our kernels and Liger's, under the engine and without it.
+
+    Liger's fused loss reads the head's weight without running the head, so no engine knows that it is needed. Here it
+    is there, because this model's head is its embedding, which has run: with an untied head use `liger-plain-loss`.
+    """
+    return [
+        Setting("slide", slide=KERNELS_OFF),
+        Setting("slide", slide=KERNELS_AUTO),
+        Setting("slide", patch="liger", slide=KERNELS_OFF),
+        Setting("gpu-only"),
+        Setting("gpu-only", patch="ours"),
+        Setting("gpu-only", patch="liger"),
+        Setting("slide", gpu_fraction=small_gpu_share(), slide={**SMALL_GPU_SLIDE, "kernels": "auto"}),
+        Setting("slide", gpu_fraction=small_gpu_share(), slide={**SMALL_GPU_SLIDE, "kernels": "off"}),
+    ]
+
+
+def kernels_curves() -> list[Setting]:
+    """The same three under the engine for 200 steps of half as many tokens: do the losses stay together?"""
+    long: dict[str, Any] = {"batch": 4, "steps": 200, "distinct_batches": 16}
+    return [
+        Setting("slide", slide=KERNELS_OFF, **long),
+        Setting("slide", slide=KERNELS_AUTO, **long),
+        Setting("slide", patch="liger", slide=KERNELS_OFF, **long),
+    ]
+
+
+def tiny_kernels() -> list[Setting]:
+    """Two rows of plan `kernels` that run without a GPU, where auto means none."""
+    shape: dict[str, Any] = {"model": "tiny", "batch": 2, "seq": 32, "steps": 3, "warmup": 1, "lr": 1e-3}
+    return [Setting("slide", slide=KERNELS_OFF, **shape), Setting("slide", slide=KERNELS_AUTO, **shape)]
+
+
 def tiny() -> list[Setting]:
     """A model of 6 M parameters: the scripts themselves, on a machine without a GPU."""
     shape: dict[str, Any] = {"model": "tiny", "batch": 2, "seq": 128, "steps": 3, "warmup": 2, "lr": 1e-3}
@@ -149,6 +187,9 @@ PLANS: dict[str, Callable[[], list[Setting]]] = {
     "small-gpu": small_gpu,
     "quick": quick,
     "tiny": tiny,
+    "kernels": kernels,
+    "kernels-curves": kernels_curves,
+    "tiny-kernels": tiny_kernels,
     "ssd": lambda: [*ssd_of("qwen2.5-1.5b"), *ssd_of("qwen2.5-3b"), *ssd_ga()],
     "ssd-1.5b": lambda: ssd_of("qwen2.5-1.5b"),
     "ssd-3b": lambda: ssd_of("qwen2.5-3b"),

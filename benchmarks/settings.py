@@ -13,6 +13,7 @@ SYSTEMS = ("slide", "stock", "gpu-only")
 CHECKPOINTING = ("non-reentrant", "reentrant", "none")
 OFFLOADS = ("cpu", "nvme")
 BUILDS = ("accelerator", "host")
+PATCHES = ("", "ours", "liger", "liger-plain-loss")
 # What a page shows in place of a folder of the machine that it was made on.
 HIDDEN_FOLDER = "DIR"
 
@@ -47,6 +48,8 @@ class Setting:
     """Gradient checkpointing: non-reentrant, reentrant or none."""
     gpu_fraction: float = 1.0
     """Share of the GPU that torch may allocate, which imitates a smaller card."""
+    patch: str = ""
+    """Kernels put into the model before the system sees it: `ours`, `liger`, or Liger's without its fused loss."""
     item: bool = True
     """Read the loss on the host after every step, as a training loop that prints it does."""
     build: str = "accelerator"
@@ -105,6 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--distinct-batches", type=int, default=defaults.distinct_batches)
     parser.add_argument("--checkpointing", choices=CHECKPOINTING, default=defaults.checkpointing)
     parser.add_argument("--gpu-fraction", type=float, default=defaults.gpu_fraction, help="share of the GPU to use")
+    parser.add_argument("--patch", choices=PATCHES, default=defaults.patch, help="kernels to put into the model")
     parser.add_argument("--no-item", dest="item", action="store_false", help="do not read the loss after every step")
     parser.add_argument("--build", choices=BUILDS, default=defaults.build, help="where the weights are made and kept")
     parser.add_argument("--offload", choices=OFFLOADS, default=defaults.offload, help="where states and weights go")
@@ -115,7 +119,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def from_arguments(arguments: argparse.Namespace) -> Setting:
-    """Raises ValueError when --offload nvme has no folder to go to."""
+    """Raises ValueError when --offload nvme has no folder to go to, or the engine would patch what is patched."""
+    if arguments.patch and arguments.system == "slide" and arguments.slide.get("kernels") != "off":
+        raise ValueError('--patch with --system slide needs --slide \'{"kernels": "off"}\', or the engine patches too')
     if arguments.offload == "nvme" and not arguments.nvme_path:
         raise ValueError("--offload nvme needs --nvme-path DIR, a folder on the disk to use")
     return Setting(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Setting)})

@@ -27,7 +27,7 @@ import torch
 from clock import PhaseClock
 from settings import Setting
 from torch import Tensor
-from trainers import Trainer, make_trainer, without_folder
+from trainers import Trainer, apply_patch, make_trainer, without_folder
 
 _started = time.perf_counter()
 
@@ -130,6 +130,7 @@ def measure(setting: Setting, folder: str) -> dict[str, Any]:
 
     note(f"{parameters / 1e9:.3f} G parameters; starting {setting.system}")
     begin = time.perf_counter()
+    patched = apply_patch(model, setting.patch)
     trainer = make_trainer(model, setting, folder)
     synchronize(device)
     init_s = time.perf_counter() - begin
@@ -159,6 +160,7 @@ def measure(setting: Setting, folder: str) -> dict[str, Any]:
         **summarise_times(log.step_s[timed], clock.phases()[timed], total_s, setting.tokens_per_step),
         **summarise_memory(baseline, initialised, trained, parameters, pinned_in_rss),
         "host_peak_includes_init": not peak_restarted,
+        "patched": patched,
         "losses": [float(loss) for loss in log.losses],
         "grad_norms": [None if norm is None else float(norm) for norm in log.grad_norms],
         **without_folder(summarise_engine(log.engine[timed]), folder, settings.HIDDEN_FOLDER),

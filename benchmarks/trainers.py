@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any, Protocol
 
 import torch
@@ -214,8 +215,37 @@ def without_folder(config: Any, folder: str, shown: str) -> Any:
     return config.replace(folder, shown) if folder and isinstance(config, str) else config
 
 
+def apply_patch(model: nn.Module, patch: str) -> dict[str, Any]:
+    """Put kernels into the model (`Setting.patch`); what was done, for the record.
+
+    Liger's is applied to this object as its users do it; its rotary embedding and plain loss replace functions of
+    transformers and torch for the whole process. Raises RuntimeError when nothing was replaced.
+    """
+    if not patch:
+        return {}
+    if patch == "ours":
+        from ds_slide.patching.apply import apply_kernels
+
+        replaced = apply_kernels(model, "auto")
+        if not replaced.counts:
+            # A row under the wrong name would be worse than none.
+            raise RuntimeError(f"--patch ours replaced nothing: {replaced}")
+        return replaced.as_dict()
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    fused = patch == "liger"
+    before = [type(module).forward for module in model.modules()]
+    options = {"fused_linear_cross_entropy": fused, "cross_entropy": not fused}
+    _apply_liger_kernel_to_instance(model=model, **options)
+    modules = zip(model.modules(), before, strict=True)
+    changed = sum(getattr(module.forward, "__func__", None) is not forward for module, forward in modules)
+    if not changed:
+        raise RuntimeError(f"Liger-Kernel replaced nothing in {type(model).__name__}")
+    return {"liger_kernel": metadata.version("liger-kernel"), "replaced": changed, **options}
+
+
 def make_trainer(model: nn.Module, setting: Setting, folder: str = "") -> DeepSpeedTrainer | TorchTrainer:
-    """`folder`: an empty one that the trainer may fill, with `--offload nvme`."""
+    """`folder`: an empty one that the trainer may fill, with `--offload nvme`. Patch the model first."""
     if setting.system == "gpu-only":
         return TorchTrainer(model, setting)
     return DeepSpeedTrainer(model, setting, folder)

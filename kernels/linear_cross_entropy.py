@@ -491,10 +491,14 @@ def _save_gradients(ctx, inputs, output):
     hidden, weight, _, bias = inputs[:4]
     ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
     ctx.needed = inputs[-3:]
+    # The gradients among the outputs have none of their own: zeros for them would take as much memory again.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
 
 
 def _backward(ctx, grad_loss, *_):
+    if grad_loss is None:
+        return (None,) * 14
     *gradients, scales = ctx.saved_tensors
     scaled = [
         _scale_gradient(gradient, grad_loss, scales, dtype) if needed else None

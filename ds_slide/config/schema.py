@@ -48,6 +48,7 @@ CoreNumber = Annotated[StrictInt, Field(ge=0)]
 Path = Annotated[StrictStr, Field(min_length=1)]
 Paths = Annotated[Annotated[tuple[Path, ...], Field(min_length=1)] | None, BeforeValidator(_one_or_many)]
 ModulePath = Annotated[StrictStr, Field(min_length=1)]
+KernelKind = Literal["loss", "norm", "rope", "mlp"]
 
 
 class _Block(BaseModel):
@@ -146,6 +147,16 @@ class SlideConfig(_Block):
 
     huge_pages: StrictBool = Field(default=False, description="true or false")
     """Whether host slabs ask the kernel for transparent huge pages."""
+
+    kernels: Literal["auto", "off"] | Annotated[tuple[KernelKind, ...], Field(min_length=1)] = Field(
+        default="auto", description='"auto", "off" or a list out of "loss", "norm", "rope" and "mlp"'
+    )
+    """Which parts of the model are computed by Triton kernels: the loss from the head's input (the logits are then made
+    only if something reads them), norms, rotary embeddings, gated feed-forwards. Each module is replaced only where a
+    probe shows that the kernel computes the same; results differ by rounding.
+
+    "auto": all of them on a GPU with Triton, none elsewhere. A list needs a GPU.
+    """
 
     debug: DebugConfig = Field(default_factory=lambda: DebugConfig(), description="an object")
     """Switches for race tests."""

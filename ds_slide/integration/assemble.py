@@ -13,6 +13,7 @@ from torch import nn
 
 from ds_slide.config import SlideConfig
 from ds_slide.integration import parameters as protocol
+from ds_slide.integration.kernels import install_kernels, remove_kernels
 from ds_slide.integration.ssd_settings import ssd_settings
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.structure import UnitSpec, find_structure, parameter_numel, parameter_shape
@@ -43,17 +44,22 @@ def assemble(
     unit_plans = [_unit_plan(spec, group_of, ranks.world_size) for spec in _in_forward_order(module, structure.units)]
     device = Device(torch.device(get_accelerator().current_device_name()))
     plan = _plan(unit_plans, module, config, settings, device)
-    runtime = build_runtime(
-        module,
-        unit_plans,
-        plan,
-        settings,
-        ranks,
-        device,
-        take_weights=protocol.take_weights(ranks.rank),
-        adopt=protocol.adopt,
-        availability=protocol.set_availability,
-    )
+    install_kernels(module, config.kernels)
+    try:
+        runtime = build_runtime(
+            module,
+            unit_plans,
+            plan,
+            settings,
+            ranks,
+            device,
+            take_weights=protocol.take_weights(ranks.rank),
+            adopt=protocol.adopt,
+            availability=protocol.set_availability,
+        )
+    except BaseException:
+        remove_kernels(module)
+        raise
     _release_cached_host_memory()
     return runtime
 

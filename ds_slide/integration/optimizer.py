@@ -28,6 +28,7 @@ from ds_slide.integration.assemble import assemble, runtime_settings
 from ds_slide.integration.checkpoint_mapped import MappedFiles
 from ds_slide.integration.checkpoint_pickle import PIECE, materialized
 from ds_slide.integration.contract import check_supported
+from ds_slide.integration.kernels import kernel_report, remove_kernels
 from ds_slide.integration.norm_watch import NormWatch
 from ds_slide.integration.planes import require_stepped
 from ds_slide.integration.subgroups import SubGroups
@@ -208,7 +209,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def slide_stats(self) -> dict[str, Any]:
         """Statistics of the newest finished step (see `ds_slide.report.statistics`); empty before the first."""
-        return self.runtime.parts.recorder.as_dict(self.runtime.parts.memory_report)
+        statistics = self.runtime.parts.recorder.as_dict(self.runtime.parts.memory_report)
+        return statistics and {**statistics, "kernels": kernel_report(self.module)}
 
     # ---- states, for deepspeed.utils.safe_* ------------------------------------------------------------------
 
@@ -333,5 +335,6 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def destroy(self) -> None:
         """End the lanes and remove the hooks."""
         self.runtime.close()
+        remove_kernels(self.module)
         if self.module in FWD_MODULE_STACK:
             FWD_MODULE_STACK.remove(self.module)

@@ -1,6 +1,6 @@
 """The way of a gradient: from the parameters of a finished unit into its held plane or straight into its update.
 
-    compute stream   pack into a flat GPU staging buffer (average over the ranks), square sum
+    compute stream   pack into a flat GPU staging buffer with its square sum (average over the ranks, then the sum)
     d2h lane         one contiguous copy into page-locked host memory
     update lane      accumulate (later micro-batches), or AdamW at once (gradients not held)
 
@@ -22,7 +22,7 @@ from ds_slide.runtime.handoff import Failures, Ticket
 from ds_slide.runtime.lane import Lane
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.ring import HostRing
-from ds_slide.runtime.sources import Packed, Scattered, Source, Staging
+from ds_slide.runtime.sources import Packed, Scattered, Source, Staging, collect
 from ds_slide.runtime.unit import Unit, Update
 from ds_slide.runtime.updates import UpdateLane
 from ds_slide.runtime.updating import Updating
@@ -103,16 +103,16 @@ class Gradients:
 
     def _keep_on_gpu(self, unit: Unit) -> None:
         assert unit.state.gradient is not None
-        accumulate = unit.gradient_ready
+        accumulate, plane = unit.gradient_ready, unit.state.gradient
+        summed = None
         if self._ranks.world_size == 1:
-            self._collect(unit, unit.state.gradient, accumulate=accumulate)
+            summed = collect(unit, plane, accumulate=accumulate)
         else:
             staging = self._take_staging()
-            own = self._reduce(unit, staging)
-            plane = unit.state.gradient
+            own = self._reduce(unit, staging).own
             plane.add_(own) if accumulate else plane.copy_(own)
             staging.free.keep(self._device.mark())
-        self.square_sums[unit.order] = self._square_sum(unit.state.gradient)
+        self.square_sums[unit.order] = self._square_sum(plane) if summed is None else summed
         unit.square_sum_on = "device"
 
     def _send_to_host(self, unit: Unit, final: bool) -> None:
@@ -214,8 +214,7 @@ class Gradients:
         where autograd left them: packing a vocabulary matrix would take a staging buffer of its size."""
         if unit.spec.kind == "edge" and self._ranks.world_size == 1:
             return Scattered.of(unit, self._d2h)
-        staging = self._take_staging()
-        return Packed(staging, self._reduce(unit, staging))
+        return self._reduce(unit, self._take_staging())
 
     def _accumulate(
         self, unit: Unit, gradient: torch.Tensor, *, before: tuple[Ticket, Ticket], first: bool, final: bool
@@ -239,13 +238,12 @@ class Gradients:
         staging.free = Ticket(self._failures)
         return staging
 
-    def _reduce(self, unit: Unit, staging: Staging) -> torch.Tensor:
+    def _reduce(self, unit: Unit, staging: Staging) -> Packed:
         """This rank's share of the unit's gradient in the staging buffer, averaged over the ranks."""
         numel = unit.layout.trainable_numel
         if self._ranks.world_size == 1:
             own = staging.own[:numel]
-            self._collect(unit, own, accumulate=False)
-            return own
+            return Packed(staging, own, collect(unit, own, accumulate=False))
         packed, own = staging.packed[: self._ranks.world_size * numel], staging.own[:numel]
         packed.zero_()
         targets, sources = [], []
@@ -262,16 +260,4 @@ class Gradients:
         if targets:
             torch._foreach_copy_(targets, sources)
         self._ranks.reduce_gradients(packed, own)
-        return own
-
-    @staticmethod
-    def _collect(unit: Unit, plane: torch.Tensor, *, accumulate: bool) -> None:
-        """Copy or add the parameters' gradients into a flat plane of one rank ([>= trainable_numel])."""
-        with_gradient = [(p, e) for p, e in unit.trainable if p.grad is not None]
-        covered = sum(entry.numel for _, entry in with_gradient)
-        if not accumulate and covered != unit.layout.trainable_numel:
-            plane[: unit.layout.trainable_numel].zero_()  # alignment gaps and unused parameters
-        targets = [plane[entry.offset : entry.offset + entry.numel] for _, entry in with_gradient]
-        sources = [parameter.grad.reshape(-1) for parameter, _ in with_gradient if parameter.grad is not None]
-        if targets:
-            (torch._foreach_add_ if accumulate else torch._foreach_copy_)(targets, sources)
+        return Packed(staging, own, None)

@@ -16,6 +16,41 @@ from ds_slide.runtime.unit import Unit
 SquareSum = Callable[[torch.Tensor], torch.Tensor]
 
 
+def collect(unit: Unit, plane: torch.Tensor, *, accumulate: bool) -> torch.Tensor | None:
+    """Copy or add the parameters' gradients into a flat plane of one rank ([>= trainable_numel]).
+
+    The square sum of what the plane then holds, [] fp64, where the same pass gives it (on a GPU); else None.
+    """
+    plane = plane[: unit.layout.trainable_numel]
+    if plane.is_cuda:
+        return collect_in_one_pass(unit, plane, accumulate=accumulate)
+    collect_by_torch(unit, plane, accumulate=accumulate)
+    return None
+
+
+def collect_in_one_pass(unit: Unit, plane: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
+    """`collect` by the GPU kernel, which also writes the alignment gaps and the parts of unused parameters."""
+    from ds_slide.kernels.gradient_pack import pack_gradients
+
+    square_sum = torch.empty((), dtype=torch.float64, device=plane.device)
+    sources = [parameter.grad for parameter, _ in unit.trainable]
+    offsets = [entry.offset for _, entry in unit.trainable]
+    pack_gradients(sources, plane, offsets, square_sum, accumulate=accumulate)
+    return square_sum
+
+
+def collect_by_torch(unit: Unit, plane: torch.Tensor, *, accumulate: bool) -> None:
+    """`collect` without a GPU; the bits are the same."""
+    with_gradient = [(p, e) for p, e in unit.trainable if p.grad is not None]
+    covered = sum(entry.numel for _, entry in with_gradient)
+    if not accumulate and covered != plane.numel():
+        plane.zero_()  # alignment gaps and unused parameters
+    targets = [plane[entry.offset : entry.offset + entry.numel] for _, entry in with_gradient]
+    sources = [parameter.grad.reshape(-1) for parameter, _ in with_gradient if parameter.grad is not None]
+    if targets:
+        (torch._foreach_add_ if accumulate else torch._foreach_copy_)(targets, sources)
+
+
 class Source(Protocol):
     """`square_sum` is called by the compute thread, the rest by the d2h lane."""
 
@@ -43,9 +78,11 @@ class Packed:
     staging: Staging
     own: torch.Tensor
     """[trainable_numel], a view of the staging buffer."""
+    summed: torch.Tensor | None
+    """[] fp64, its square sum, where packing gave it."""
 
     def square_sum(self, of_flat: SquareSum) -> torch.Tensor:
-        return of_flat(self.own)
+        return of_flat(self.own) if self.summed is None else self.summed
 
     def copy(self, span: slice, target: torch.Tensor) -> None:
         target[span].copy_(self.own[span], non_blocking=True)

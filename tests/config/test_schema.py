@@ -41,6 +41,7 @@ def test_defaults():
     assert config.cpu_cores == "auto"
     assert config.blocks == "auto"
     assert config.huge_pages is False
+    assert config.kernels == "auto"
     assert config.debug.lane_delay_ms == 0
     assert config.debug.seed == 0
 
@@ -64,6 +65,7 @@ def test_every_setting_is_read():
             "cpu_cores": [0, 2, 4],
             "blocks": ["model.encoder.layers", "model.decoder.layers"],
             "huge_pages": True,
+            "kernels": ["loss", "norm"],
             "debug": {"lane_delay_ms": 2.5, "seed": 11},
         }
     )
@@ -84,6 +86,7 @@ def test_every_setting_is_read():
         "cpu_cores": (0, 2, 4),
         "blocks": ("model.encoder.layers", "model.decoder.layers"),
         "huge_pages": True,
+        "kernels": ("loss", "norm"),
         "debug": {"lane_delay_ms": 2.5, "seed": 11},
     }
 
@@ -123,6 +126,10 @@ WRONG = [
     ({"blocks": []}, "ds_slide.blocks is []; expected"),
     ({"blocks": [""]}, 'ds_slide.blocks is [""]; expected'),
     ({"huge_pages": "auto"}, 'ds_slide.huge_pages is "auto"; expected true or false'),
+    ({"kernels": True}, 'ds_slide.kernels is true; expected "auto", "off" or a list out of "loss"'),
+    ({"kernels": "on"}, 'ds_slide.kernels is "on"; expected'),
+    ({"kernels": []}, "ds_slide.kernels is []; expected"),
+    ({"kernels": ["loss", "head"]}, 'ds_slide.kernels is ["loss", "head"]; expected'),
     ({"debug": 3}, "ds_slide.debug is 3; expected an object"),
     ({"debug": {"lane_delay_ms": -1}}, "ds_slide.debug.lane_delay_ms is -1; expected a number of milliseconds"),
     ({"debug": {"seed": "x"}}, 'ds_slide.debug.seed is "x"; expected an integer'),

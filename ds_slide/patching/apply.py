@@ -1,0 +1,101 @@
+"""Put the kernels into a model: every module that a patcher recognises, on the object and not on its class."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Protocol
+
+from torch import nn
+
+from ds_slide.patching.gated_mlp import GatedMlpPatcher
+from ds_slide.patching.head import patch_loss
+from ds_slide.patching.instance import replaced_kind
+from ds_slide.patching.kinds import Which, resolve_kinds
+from ds_slide.patching.norms import NormPatcher
+from ds_slide.patching.rotary import RotaryPatcher
+
+
+class Patch(Protocol):
+    def undo(self) -> None: ...
+
+
+class Patcher(Protocol):
+    def patch(self, module: nn.Module) -> Patch | str | None: ...
+
+
+PATCHERS: dict[str, type[Patcher]] = {"norm": NormPatcher, "rope": RotaryPatcher, "mlp": GatedMlpPatcher}
+ABSENT = {
+    "norm": "the model has no norm",
+    "rope": "no forward in the model calls apply_rotary_pos_emb",
+    "mlp": "the model has no gated feed-forward",
+}
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What was put into a model."""
+
+    counts: Mapping[str, int]
+    """Replaced modules by kind, of the kinds that were asked for and found."""
+    reasons: Mapping[str, str]
+    """By kind, one reason why a module of it (or all) stayed as it was; no entry where all were replaced."""
+    patches: list[Patch] = field(default_factory=list, repr=False)
+
+    def undo(self) -> None:
+        """Give the modules back what they had. Harmless when called twice."""
+        while self.patches:
+            self.patches.pop().undo()
+
+    def as_dict(self) -> dict[str, dict[str, int] | dict[str, str]]:
+        """For statistics: {"replaced": counts, "not_replaced": reasons}."""
+        return {"replaced": dict(self.counts), "not_replaced": dict(self.reasons)}
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{kind} {count}" for kind, count in self.counts.items()) or "none"
+        reasons = "; ".join(f"{kind}: {reason}" for kind, reason in self.reasons.items())
+        return f"{counts}; not replaced: {reasons}" if reasons else counts
+
+
+def apply_kernels(model: nn.Module, which: Which = "auto", device_type: str | None = None) -> Replaced:
+    """Put the kernels of the kinds `which` into `model` and say what was replaced.
+
+    `which`: "auto" (all kinds on a GPU, none elsewhere), "off", or a list out of "loss", "norm", "rope", "mlp".
+    `device_type`: where the model will run, "cuda" or "cpu"; None: "cuda" if torch sees one.
+
+    A module is replaced when its class computes, on random numbers, what the kernel computes; the model's parameters
+    are neither read nor needed. Nothing outside of `model` changes. A second call replaces nothing. Raises
+    SlideConfigError as `resolve_kinds` does.
+    """
+    kinds = resolve_kinds(which, device_type)
+    counts: Counter[str] = Counter()
+    reasons: dict[str, str] = {}
+    patches: list[Patch] = []
+    modules = list(model.modules())
+    for kind in kinds:
+        if kind == "loss":
+            _note(kind, patch_loss(model), counts, reasons, patches)
+            continue
+        patcher = PATCHERS[kind]()
+        ours = False
+        for module in modules:
+            before = replaced_kind(module)
+            ours = ours or before == kind
+            if before is None:
+                _note(kind, patcher.patch(module), counts, reasons, patches)
+        if not counts[kind] and kind not in reasons:
+            reasons[kind] = "it was replaced before" if ours else ABSENT[kind]
+    counted: dict[str, int] = {kind: counts[kind] for kind in kinds if counts[kind]}
+    return Replaced(MappingProxyType(counted), MappingProxyType(reasons), patches)
+
+
+def _note(
+    kind: str, result: Patch | str | None, counts: Counter[str], reasons: dict[str, str], patches: list[Patch]
+) -> None:
+    if isinstance(result, str):
+        reasons.setdefault(kind, result)
+    elif result is not None:
+        counts[kind] += 1
+        patches.append(result)

@@ -1,0 +1,116 @@
+"""Gated feed-forward modules: down(act(gate(x)) * up(x)), with gate and up apart or in one projection.
+
+The replacement calls the projections as modules, so their hooks, and adapters that took their places, work as before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ds_slide.patching.instance import Forward, ForwardPatch, own_forward, plain_attributes, replace_forward
+from ds_slide.patching.kinds import runs_on
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+APART = ("gate_proj", "up_proj", "down_proj")
+PACKED = ("gate_up_proj", "down_proj")
+# Of the probe, whose projections are small ones of its own: the module's may be gigabytes, or not here.
+HIDDEN, INNER = 12, 40
+
+
+@dataclass(frozen=True)
+class GatedForm:
+    activation: Activation
+    packed: bool
+
+
+class GatedMlpPatcher:
+    """Patches gated feed-forward modules; remembers the probe of every class with the same settings."""
+
+    def __init__(self) -> None:
+        self._forms: dict[Any, GatedForm | str] = {}
+
+    def patch(self, module: nn.Module) -> ForwardPatch | str | None:
+        """The patch, a reason why a candidate stays as it is, or None where `module` is no gated feed-forward."""
+        names = next((names for names in (APART, PACKED) if all(name in module._modules for name in names)), None)
+        if names is None or any(module._modules[name] is None for name in names):
+            return None
+        if (forward := own_forward(module)) is None:
+            return f"the forward of a {type(module).__name__} was replaced before"
+        others = [child for name, child in module._modules.items() if name not in names and child is not None]
+        if any(child._forward_hooks or child._forward_pre_hooks or child._backward_hooks for child in others):
+            return f"the activation of a {type(module).__name__} has hooks"
+        settings = tuple((type(child), plain_attributes(child)) for child in others)
+        key = (type(module), forward, names, plain_attributes(module), settings)
+        if key not in self._forms:
+            self._forms[key] = find_gated_form(module, names)
+        form = self._forms[key]
+        if isinstance(form, str):
+            return form
+        return replace_forward(module, "mlp", lambda original: _gated_forward(original, form))
+
+
+def find_gated_form(module: nn.Module, names: tuple[str, ...]) -> GatedForm | str:
+    """The form that the forward of the module's class computes, tried on small projections, or why it is none."""
+    name = type(module).__name__
+    packed = names == PACKED
+    generator = torch.Generator().manual_seed(2)
+    probe = copy.copy(module)
+    probe._modules = dict(module._modules)
+    for child in names:
+        inside, outside = (INNER, HIDDEN) if child == "down_proj" else (HIDDEN, INNER * (2 if packed else 1))
+        probe._modules[child] = _random_linear(inside, outside, generator)
+    # Wide enough to tell a clipped activation from a plain one, and with values about 1, where the two gelus differ.
+    x = torch.randn(24, HIDDEN, generator=generator, dtype=torch.float64, device="cpu")
+    x *= torch.logspace(-1, 1, 24, dtype=torch.float64, device="cpu")[:, None]
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            found = type(module).forward(probe, x)
+            if packed:
+                gate, up = probe._modules["gate_up_proj"](x).chunk(2, dim=-1)  # type: ignore[misc]
+            else:
+                gate, up = probe._modules["gate_proj"](x), probe._modules["up_proj"](x)  # type: ignore[misc]
+            for activation, function in ACTIVATIONS.items():
+                expected = probe._modules["down_proj"](function(gate) * up)  # type: ignore[misc]
+                if isinstance(found, torch.Tensor) and torch.allclose(found, expected, rtol=1e-7, atol=1e-7):
+                    return GatedForm(activation, packed)
+    except Exception as error:  # whatever an unknown module raises means that it is not of this form
+        return f"{name} could not be tried: {type(error).__name__}"
+    return f"{name} computes something else than down(act(gate) * up) with silu or gelu"
+
+
+def _random_linear(inside: int, outside: int, generator: torch.Generator) -> nn.Linear:
+    linear = nn.Linear(inside, outside, device="meta")
+    for name, shape in (("weight", (outside, inside)), ("bias", (outside,))):
+        value = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        linear._parameters[name] = nn.Parameter(value, requires_grad=False)
+    return linear
+
+
+def _gated_forward(original: Forward, form: GatedForm) -> Forward:
+    from ds_slide.kernels.gated import gated, gated_packed
+
+    activation = form.activation
+
+    def apart(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and runs_on(args[0]):
+            return self.down_proj(gated(self.gate_proj(args[0]), self.up_proj(args[0]), activation))
+        return original(self, *args, **kwargs)
+
+    def packed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and runs_on(args[0]):
+            return self.down_proj(gated_packed(self.gate_up_proj(args[0]), activation))
+        return original(self, *args, **kwargs)
+
+    return packed if form.packed else apart

@@ -1,0 +1,83 @@
+"""Which kernels are wanted, and where they can run."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+
+from ds_slide.config.schema import KernelKind
+from ds_slide.errors import SlideConfigError
+
+logger = logging.getLogger(__name__)
+
+KINDS: tuple[KernelKind, ...] = get_args(KernelKind)
+Which = Literal["auto", "off"] | Sequence[KernelKind]
+
+# The kernels compute in fp32; a model in fp64 would lose precision by them.
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def interprets() -> bool:
+    """Whether Triton's interpreter runs the kernels, which then take CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def runs_on(tensor: torch.Tensor) -> bool:
+    """Whether the kernels take `tensor`: on a GPU (or interpreted) and in bf16, fp16 or fp32."""
+    return tensor.dtype in KERNEL_DTYPES and (tensor.is_cuda or interprets())
+
+
+def autocasts_to_fp32(tensor: torch.Tensor) -> bool:
+    """Whether autocast is on and would widen `tensor` for an operation of its fp32 list."""
+    return tensor.dtype != torch.float32 and torch.is_autocast_enabled(tensor.device.type)
+
+
+@functools.cache
+def say_unused(kind: str, why: str) -> None:
+    """Log, once for each reason, that a module which was replaced runs its original for the arguments of a call."""
+    logger.warning("the kernel of kind %s is not used: %s", kind, why)
+
+
+def resolve_kinds(which: Which, device_type: str | None = None) -> tuple[KernelKind, ...]:
+    """The kinds that `which` means on a device of `device_type`: "cuda" (AMD too) or "cpu"; None: what torch sees.
+
+    "auto" is every kind on a GPU with Triton and none elsewhere, which is logged. Raises SlideConfigError for an
+    unknown kind, and for a list of kinds where the kernels cannot run.
+    """
+    if which == "off":
+        return ()
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    obstacle = _obstacle(device_type)
+    if which == "auto":
+        # Under the interpreter the kernels would run, a thousand times slower: only for those who name them.
+        if obstacle is None and device_type != "cuda":
+            obstacle = "there is no GPU"
+        if obstacle is not None:
+            logger.info("ds_slide.kernels is auto and no kernel is used: %s", obstacle)
+            return ()
+        return KINDS
+    if isinstance(which, str):
+        raise SlideConfigError(f'kernels is "{which}"; expected "auto", "off" or a list out of {", ".join(KINDS)}')
+    for kind in which:
+        if kind not in KINDS:
+            raise SlideConfigError(f'kernels names "{kind}"; the kinds are {", ".join(KINDS)}')
+    if which and obstacle is not None:
+        raise SlideConfigError(
+            f'ds_slide.kernels asks for {", ".join(which)}, but {obstacle}; set ds_slide.kernels to "auto" or "off"'
+        )
+    return tuple(kind for kind in KINDS if kind in which)
+
+
+def _obstacle(device_type: str) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device_type != "cuda" and not interprets():
+        return "there is no GPU"
+    return None

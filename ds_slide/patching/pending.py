@@ -1,0 +1,219 @@
+"""Logits that are not computed: a tensor of their shape that remembers how to, until somebody needs the numbers.
+
+The loss kernel works from the head's input, so a training forward need not make the logits, its largest tensor. What
+the model does with them on the way to the loss (a cast, a soft cap) is noted; any other operation computes them first,
+through the head as a module, and runs on real numbers with a real graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ds_slide.errors import SlideError
+
+HINT = 'call model.eval() before, or leave "loss" out of ds_slide.kernels'
+_METADATA = {
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse")
+} | {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.ndimension,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.element_size,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.get_device,
+    torch.Tensor.__len__,
+    torch.is_tensor,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}
+_REQUIRES_GRAD, _GRAD_FN = (getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn"))
+_DIVIDE = {torch.Tensor.__truediv__, torch.Tensor.div, torch.Tensor.true_divide, torch.div, torch.true_divide}
+_TANH = {torch.Tensor.tanh, torch.tanh}
+_MULTIPLY = {torch.Tensor.__mul__, torch.Tensor.__rmul__, torch.Tensor.mul, torch.mul}
+_CASTS = {
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.bfloat16: torch.bfloat16,
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.double: torch.float64,
+}
+
+Step = tuple[str, Any]
+"""("/", number), ("tanh", None), ("*", number) or ("to", dtype)."""
+
+
+class Source:
+    """What the logits come from: the head and its input, shared by all tensors that were derived from one call."""
+
+    def __init__(self, head: nn.Module, hidden: torch.Tensor) -> None:
+        self.head = head
+        self.hidden: torch.Tensor | None = hidden
+        self.with_gradient = torch.is_grad_enabled()
+        self.graph = self.with_gradient and (
+            hidden.requires_grad or any(parameter.requires_grad for parameter in head.parameters())
+        )
+        self.was_read = False
+        """Somebody has seen the numbers, and may have written to them: the loss must be computed from them."""
+        self._weight_version = head.weight._version
+        device = hidden.device.type
+        self._autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        self._logits: torch.Tensor | None = None
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """Gradients and autocast as they were when the model called its head."""
+        device, dtype, enabled = self._autocast
+        with torch.set_grad_enabled(self.with_gradient), torch.autocast(device, dtype, enabled=enabled):
+            yield
+
+    def expire(self) -> None:
+        """From here on the weights may change: what was not computed cannot be computed any more."""
+        self.hidden = self._logits = None
+
+    def logits(self) -> torch.Tensor:
+        """The head's output, computed once, by a call of the module."""
+        self.was_read = True
+        if self._logits is not None:
+            return self._logits
+        if self.hidden is None:
+            raise SlideError(f"the logits of this forward are gone, its backward has begun: read them before, {HINT}")
+        if self.head.weight._version != self._weight_version:
+            raise SlideError(f"the logits are not kept and the head was updated: read them before the step, {HINT}")
+        with self.modes():
+            self._logits = nn.Module.__call__(self.head, self.hidden)
+        return self._logits
+
+
+class PendingLogits(torch.Tensor):
+    """The logits of `source` after `steps`. Shape, dtype and device are the true ones; there is no memory behind it.
+
+    `requires_grad` and `grad_fn` say what the true logits would say. Hooks are kept for them.
+    """
+
+    source: Source
+    steps: tuple[Step, ...]
+    hooks: list[Callable[[torch.Tensor], Any]]
+    made: torch.Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls: type[PendingLogits],
+        source: Source,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        steps: tuple[Step, ...] = (),
+    ) -> PendingLogits:
+        tensor: PendingLogits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        tensor.source, tensor.steps, tensor.hooks, tensor.made = source, steps, [], None
+        return tensor
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PendingLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, steps={self.steps})"
+
+    def materialise(self) -> torch.Tensor:
+        """The numbers, computed once. Raises SlideError when the weights that they need are not there any more."""
+        if self.made is not None:
+            return self.made
+        logits = self.source.logits()
+        with self.source.modes():
+            for name, value in self.steps:
+                if name == "to":
+                    logits = logits.to(value)
+                else:
+                    logits = logits / value if name == "/" else logits * value if name == "*" else torch.tanh(logits)
+        for hook in self.hooks if logits.requires_grad else ():
+            logits.register_hook(hook)
+        self.made = logits
+        return logits
+
+    def softcap(self) -> float | Literal[False] | None:
+        """The cap c of c * tanh(x / c); None without steps but casts; False for any other chain of steps."""
+        steps = [step for step in self.steps if step[0] != "to"]
+        if not steps:
+            return None
+        if [name for name, _ in steps] == ["/", "tanh", "*"] and steps[0][1] == steps[2][1] > 0:
+            return float(steps[0][1])
+        return False
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        if args and isinstance(args[0], PendingLogits) and args[0].made is None:
+            noted = args[0]._note(function, args[1:], kwargs)
+            if noted is not None:
+                return noted[0]
+        return function(*_numbers(args), **_numbers(kwargs))
+
+    def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
+        """What `function` gives without the numbers, in a tuple; None where it needs them."""
+        number = args[0] if len(args) == 1 and not kwargs and isinstance(args[0], int | float) else None
+        if function in _DIVIDE and number is not None:
+            return (self._after(("/", number)),)
+        if function in _MULTIPLY and number is not None:
+            return (self._after(("*", number)),)
+        if function in _TANH and not args and not kwargs:
+            return (self._after(("tanh", None)),)
+        if function in _CASTS and not args and not kwargs:
+            return (self._after(("to", _CASTS[function])),)
+        if function is torch.Tensor.to and len(args) == 1 and not kwargs and isinstance(args[0], torch.dtype):
+            return (self._after(("to", args[0])),)
+        if function == _REQUIRES_GRAD:  # descriptors make a new, equal, method for every read
+            return (self.source.graph,)
+        if function == _GRAD_FN:
+            hidden = self.source.hidden
+            if not self.source.graph or hidden is None:
+                return (None,)
+            # Its node does not exist yet; the one before it answers the question whether there is one.
+            return (hidden.grad_fn,) if hidden.grad_fn is not None else None
+        if function is torch.Tensor.register_hook and len(args) == 1 and not kwargs and self.made is None:
+            self.hooks.append(args[0])
+            return (_Handle(self.hooks, args[0]),)
+        return None
+
+    def _after(self, step: Step) -> PendingLogits:
+        dtype = step[1] if step[0] == "to" else self.dtype
+        return PendingLogits(self.source, tuple(self.shape), dtype, self.device, (*self.steps, step))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Here autograd has been passed already, with a tensor that has no graph.
+        if torch.is_grad_enabled():
+            raise SlideError(f"{function} reached logits that were never computed: detach them first, {HINT}")
+        return function(*_numbers(args), **_numbers(kwargs or {}))
+
+
+class _Handle:
+    def __init__(self, hooks: list[Any], hook: Any) -> None:
+        self._hooks, self._hook = hooks, hook
+
+    def remove(self) -> None:
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
+
+def _numbers(value: Any) -> Any:
+    """`value` with every pending tensor in it computed."""
+    if isinstance(value, PendingLogits):
+        return value.materialise()
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_numbers(item) for item in value)
+    return value

@@ -1,0 +1,98 @@
+"""Kernels in the model of a real engine: what it trains to, and that nothing is left when it is closed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("on the CPU accelerator, with Triton's interpreter", allow_module_level=True)
+
+from harness import batches, ds_config, engine_for, llama, to_bf16, train
+from models import ALL
+
+from ds_slide.errors import SlideConfigError, SlideError
+from ds_slide.patching.pending import PendingLogits
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+STEPS = 2
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "vocab_size": 256,
+}
+
+
+def run(kernels: Any, tied: bool, checkpointing: bool = False, clip: float = 1.0) -> tuple[list[float], list[float]]:
+    model = to_bf16(llama(**SIZES, tie_word_embeddings=tied))
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with engine_for(model, ds_config({"kernels": kernels}, clip=clip)) as engine:
+        result = train(engine, batches(STEPS, length=12))
+        report = engine.optimizer.slide_stats()["kernels"]
+    expected = {"loss": 1, "norm": 5, "rope": 2, "mlp": 2}
+    replaced = {} if kernels == "off" else {kind: expected[kind] for kind in kernels}
+    assert report == {"replaced": replaced, "not_replaced": {}}
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert type(model.lm_head) is torch.nn.Linear
+    return result.losses, result.norms
+
+
+@pytest.mark.parametrize(
+    ("kernels", "tied", "checkpointing", "clip"),
+    [(ALL, False, True, 1.0), (["loss", "mlp"], True, True, 1.0), (["loss"], False, False, 0.0)],
+    ids=["all", "tied", "not held"],
+)
+def test_losses_with_kernels_are_those_without(
+    kernels: list[str], tied: bool, checkpointing: bool, clip: float
+) -> None:
+    expected = run("off", tied, checkpointing, clip)
+    found = run(kernels, tied, checkpointing, clip)
+    assert len(found[0]) == STEPS
+    # bf16 weights and activations; the kernels round where the model does not.
+    torch.testing.assert_close(found[0], expected[0], rtol=5e-3, atol=0)
+    torch.testing.assert_close(found[1], expected[1], rtol=5e-2, atol=0)
+
+
+def test_logits_before_and_after_backward() -> None:
+    plain = to_bf16(llama(**SIZES))
+    expected = plain(**batches(1, length=12)[0]).logits
+    with engine_for(to_bf16(llama(**SIZES)), ds_config({"kernels": ["loss"]})) as engine:
+        output = engine(**batches(1, length=12)[0])
+        # The engine has put its hooks on the logits: without computing them.
+        assert isinstance(output.logits, PendingLogits) and output.logits.made is None
+        torch.testing.assert_close(output.logits, expected, rtol=2e-2, atol=2e-3)
+        output = engine(**batches(1, length=12)[0])
+        engine.backward(output.loss)
+        engine.step()
+        with pytest.raises(SlideError, match="its backward has begun"):
+            output.logits.sum()
+
+
+def test_a_loss_made_from_logits_trains_like_without_kernels() -> None:
+    def own_loss(engine: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return engine(**batch).logits.float().logsumexp(-1).mean()
+
+    results = []
+    for kernels in ("off", ["loss"]):
+        with engine_for(to_bf16(llama(**SIZES)), ds_config({"kernels": kernels})) as engine:
+            results.append(train(engine, batches(STEPS, length=12), own_loss))
+    assert results[0].losses == results[1].losses and results[0].norms == results[1].norms
+
+
+def test_a_list_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    model = llama(**SIZES)
+    with pytest.raises(SlideConfigError, match=r"ds_slide\.kernels asks for loss, norm, but there is no GPU"):
+        with engine_for(model, ds_config({"kernels": ["loss", "norm"]})):
+            pass
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_auto_without_a_gpu_is_off() -> None:
+    model = llama(**SIZES)
+    with engine_for(model, ds_config({})) as engine:
+        assert all("forward" not in module.__dict__ for module in engine.module.modules())
