@@ -64,7 +64,9 @@ class StateAccess:
         place = self._trainable(parameter)
         if place is None:
             return None
-        gradient = self._held(place[0], place[1])
+        unit, entry = place
+        self._settle_gradient(unit)
+        gradient = unit.state.read("gradient", planes.local_span(entry))
         return gradient.to(device=self._runtime.device.torch, dtype=torch.float32, copy=True)
 
     def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -76,11 +78,11 @@ class StateAccess:
             return
         unit, entry = place
         own = value.reshape(-1)[: entry.partition_numel]
-        held = self._held(unit, entry)
+        self._settle_gradient(unit)
         if not unit.gradient_ready:
-            assert unit.state.gradient is not None
-            unit.state.gradient.zero_()  # the others have none; what lies there is the last step's
-        held[: own.numel()].copy_(own)
+            # The others have none; what lies there is the last step's.
+            unit.state.zero_gradient(unit.layout.trainable_numel)
+        unit.state.write("gradient", slice(entry.offset, entry.offset + own.numel()), own)
         unit.square_sum_on = None
         unit.gradient_ready = True
 
@@ -107,12 +109,10 @@ class StateAccess:
         place = self._places[parameter]
         return place if place[1].trainable else None
 
-    def _held(self, unit: Unit, entry: Entry) -> torch.Tensor:
+    def _settle_gradient(self, unit: Unit) -> None:
         self._runtime.require_held("reading or writing a gradient")
         self._runtime.settle(unit)
         self._runtime.parts.lanes.update.drain()  # an accumulation may be under way
-        assert unit.state.gradient is not None
-        return unit.state.gradient[entry.offset : entry.offset + entry.partition_numel]
 
     def _own(self, value: torch.Tensor, entry: Entry) -> torch.Tensor:
         if value.numel() != entry.numel:

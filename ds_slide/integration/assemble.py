@@ -135,6 +135,7 @@ def _plan(
         window=settings.window,
         stagings=STAGINGS,
         ring=settings.gradient_buffers if rings else 0,
+        ring_to_ssd=settings.gradient_buffers,
         world_size=unit_plans[0].layout.world_size,
         ssd=None if settings.ssd is None else settings.ssd.needs,
     )

@@ -121,6 +121,8 @@ def _check_host(plan: Plan, budgets: Budgets, needs: Needs) -> None:
         held = " or ds_slide.hold_gradients (false, without clipping and accumulation)" if needs.held_bytes else ""
         if needs.ssd is None:
             way_out = 'zero_optimization.offload_optimizer.device (to "nvme", with its nvme_path)'
+        elif not needs.ssd.records:
+            way_out = 'zero_optimization.offload_optimizer.device (to "nvme": states and gradients may then go to SSD)'
         elif not needs.ssd.weights:
             way_out = 'zero_optimization.offload_param.device (to "nvme": the weights, too, may then go to SSD)'
         else:

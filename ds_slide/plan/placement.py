@@ -4,6 +4,8 @@ Memory goes first to what saves most SSD traffic per byte: a block's weights (2 
 reads and a write), then the edges' optimizer states (their update is the one that nothing hides), then those of the
 blocks (10 bytes save 20). What stays is spread evenly over the blocks, so that the disk has work all through the step
 instead of a burst at one end of the model.
+
+Held gradients are the last to leave, and only those of blocks: one of 2 bytes is written and read in every micro-batch.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 
 from ds_slide.model.layout import UnitLayout
 from ds_slide.store.planes import PlaneSpec, optimizer_bytes
-from ds_slide.store.ssd_places import record_bytes
+from ds_slide.store.ssd_places import record_bytes, whole_pages
 
 # Of the free memory: Python's objects, the data loader and the page cache go on growing after the plan is made.
 USABLE_SHARE = 0.95
@@ -34,7 +36,8 @@ class UnitSize:
 
 @dataclass(frozen=True)
 class SsdNeeds:
-    """`weights`, `records`: what may go to SSD. Numbers of buffers: None is automatic."""
+    """`weights`, `records`: what may go to SSD; where records may, held gradients may as well. Numbers of buffers: None
+    is automatic."""
 
     weights: bool
     records: bool
@@ -55,6 +58,9 @@ class Needs:
     window: int
     stagings: int
     ring: int
+    """Buffers through which the gradients of blocks pass, and one for edges; 0 when they need none in host memory."""
+    ring_to_ssd: int = 0
+    """Where `ring` is 0: buffers through which they pass when some of them are held on SSD."""
     world_size: int = 1
     ssd: SsdNeeds | None = None
     """None: there is no SSD tier."""
@@ -62,16 +68,18 @@ class Needs:
 
 @dataclass(frozen=True)
 class HostPlacement:
-    """Indices of the units with weights or optimizer states (records) on SSD; sizes of the pools in front of it."""
+    """Indices of the units with weights, optimizer states (records) or held gradients on SSD; sizes of the pools in
+    front of it."""
 
     weights_on_ssd: frozenset[int]
     records_on_ssd: frozenset[int]
+    gradients_on_ssd: frozenset[int]
     record_buffers: int
     weight_buffers: int
     state_bytes: int
     """States in host memory."""
     ssd_bytes: int
-    """States on SSD."""
+    """States and held gradients on SSD."""
     host_bytes: int
     """States, held gradients and buffers in host memory."""
 
@@ -81,20 +89,26 @@ def place_on_host(
 ) -> HostPlacement:
     """Place what is not on the GPU. `host_memory`: budget in bytes of the states, None for what `host_free` leaves."""
     on_host = [index for index in range(len(units)) if index not in on_gpu]
-    around = _gradient_bytes(units, needs, on_host)
+    around = _gradient_bytes(units, needs, on_host, frozenset())
     everything = sum(_weights(units[i], needs) + _records(units[i], needs) for i in on_host)
     usable = int(host_free * USABLE_SHARE) - around
     if needs.ssd is None or everything <= (usable if host_memory is None else min(usable, host_memory)):
-        return HostPlacement(frozenset(), frozenset(), 0, 0, everything, 0, everything + around)
+        return HostPlacement(frozenset(), frozenset(), frozenset(), 0, 0, everything, 0, everything + around)
 
     ssd = needs.ssd
     may_move_weights = [i for i in on_host if ssd.weights and not units[i].is_edge]
     may_move_records = [i for i in on_host if ssd.records and units[i].layout.trainable_numel]
     pools = _pool_bytes(units, needs, ssd, may_move_weights, may_move_records)
+    movable = sum(_weights(units[i], needs) for i in may_move_weights)
+    movable += sum(_records(units[i], needs) for i in may_move_records)
+    gradients: frozenset[int] = frozenset()
+    if ssd.records and everything - movable + sum(pools) > usable:
+        free = int(host_free * USABLE_SHARE) - (everything - movable) - sum(pools)
+        gradients = _gradients_that_leave(units, needs, on_host, free)
+        around = _gradient_bytes(units, needs, on_host, gradients)
+        usable = int(host_free * USABLE_SHARE) - around
     budget = max(0, usable - sum(pools)) if host_memory is None else min(host_memory, max(0, usable - sum(pools)))
-    left = budget - everything
-    left += sum(_weights(units[i], needs) for i in may_move_weights)
-    left += sum(_records(units[i], needs) for i in may_move_records)
+    left = budget - everything + movable
 
     def stay(candidates: Sequence[int], size: Callable[[UnitSize, Needs], int]) -> set[int]:
         nonlocal left
@@ -112,10 +126,11 @@ def place_on_host(
     return HostPlacement(
         weights,
         records,
+        gradients,
         _record_buffers(units, ssd, records),
         _weight_buffers(needs, ssd, weights),
         everything - moved,
-        moved,
+        moved + sum(_held(units[i], needs) for i in gradients),
         everything - moved + around + sum(buffers),
     )
 
@@ -126,6 +141,17 @@ def _weights(unit: UnitSize, needs: Needs) -> int:
 
 def _records(unit: UnitSize, needs: Needs) -> int:
     return optimizer_bytes(needs.specs, unit.layout.trainable_numel)
+
+
+def _held(unit: UnitSize, needs: Needs) -> int:
+    return unit.layout.trainable_numel * needs.held_bytes
+
+
+def _gradients_that_leave(units: Sequence[UnitSize], needs: Needs, on_host: Sequence[int], free: int) -> frozenset[int]:
+    """Blocks whose held gradients go to SSD so that the others', and what the way there takes, need `free` bytes."""
+    blocks = [i for i in on_host if not units[i].is_edge and _held(units[i], needs)]
+    free -= _gradient_bytes(units, needs, on_host, frozenset(blocks))
+    return frozenset(blocks) - _spread([(i, _held(units[i], needs)) for i in blocks], free)
 
 
 def _spread(sizes: Sequence[tuple[int, int]], budget: int) -> set[int]:
@@ -144,13 +170,16 @@ def _spread(sizes: Sequence[tuple[int, int]], budget: int) -> set[int]:
     return kept
 
 
-def _gradient_bytes(units: Sequence[UnitSize], needs: Needs, on_host: Sequence[int]) -> int:
-    held = sum(units[i].layout.trainable_numel for i in on_host) * needs.held_bytes
-    if not needs.ring:
-        return held
+def _gradient_bytes(units: Sequence[UnitSize], needs: Needs, on_host: Sequence[int], on_ssd: frozenset[int]) -> int:
+    """Held gradients and the buffers of all gradients in host memory, with the held ones of `on_ssd` on SSD."""
+    held = sum(_held(units[i], needs) for i in on_host if i not in on_ssd)
     blocks = max((units[i].layout.trainable_numel for i in on_host if not units[i].is_edge), default=0)
     edges = max((units[i].layout.trainable_numel for i in on_host if units[i].is_edge), default=0)
-    return held + (needs.ring * blocks + edges) * needs.gradient_bytes
+    ring, buffer = needs.ring, blocks * needs.gradient_bytes
+    if on_ssd:
+        ring, buffer = needs.ring or needs.ring_to_ssd, whole_pages(buffer)  # written from where they arrive
+        held += max(whole_pages(_held(units[i], needs)) for i in on_ssd)  # where they are added up and read back
+    return held + ring * buffer + (edges * needs.gradient_bytes if needs.ring else 0)
 
 
 def _pool_bytes(
@@ -160,7 +189,7 @@ def _pool_bytes(
     weights: Sequence[int] | frozenset[int],
     records: Sequence[int] | frozenset[int],
 ) -> tuple[int, int]:
-    plane = max((_weights(units[i], needs) for i in weights), default=0)
+    plane = max((whole_pages(_weights(units[i], needs)) for i in weights), default=0)
     chunk = max((min(ssd.chunk_numel, units[i].layout.trainable_numel) for i in records), default=0)
     return (
         _weight_buffers(needs, ssd, weights) * plane,

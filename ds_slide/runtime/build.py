@@ -14,7 +14,7 @@ from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.plan.memory import Plan
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime.apply import device_update, host_update
-from ds_slide.runtime.build_ssd import announcer, make_ssd_states, open_store
+from ds_slide.runtime.build_ssd import announcer, make_ssd_gradients, make_ssd_states, open_store
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import Lanes, Parts, SlideRuntime
 from ds_slide.runtime.gradients import GradientRoute, Gradients
@@ -31,6 +31,7 @@ from ds_slide.runtime.updates import UpdateLane
 from ds_slide.runtime.updating import Updating
 from ds_slide.runtime.window import Fill, Window
 from ds_slide.store.ssd import SsdStore
+from ds_slide.store.ssd_places import whole_pages
 from ds_slide.store.ssd_unit import SsdUnit, page_buffer
 from ds_slide.store.state import HostMemory, gpu_state, memory_state
 
@@ -186,6 +187,7 @@ def _wire(
         num_units=len(units),
         square_sum=square_sum,
         updating=updating,
+        on_ssd=None if store is None else make_ssd_gradients(units, settings, store, memory, meters["update"]),
     )
     if ssd is not None:
         recorder.watch_ssd(ssd.statistics)
@@ -277,6 +279,7 @@ def _rings(
     """Blocks share a ring. Edges, a few and each larger than many blocks, have one buffer between them."""
     host = [unit for unit in units if unit.state.tier != "gpu" and unit.layout.trainable_numel]
     needed = settings.held_dtype is None or settings.accumulates or settings.held_dtype is not settings.dtype
+    to_ssd = any(unit.state.gradient_on_ssd for unit in host)
 
     def ring(count: int, numel: int) -> HostRing:
         def buffer() -> torch.Tensor:
@@ -287,9 +290,12 @@ def _rings(
     def largest(kind: str) -> int:
         return max((unit.layout.trainable_numel for unit in host if unit.spec.kind == kind), default=0)
 
+    blocks, edges, size = largest("block"), largest("edge"), settings.dtype.itemsize
+    if to_ssd:
+        blocks = whole_pages(blocks * size) // size  # written from where they have arrived
     rings = {
-        kind: ring(count if needed and largest(kind) else 0, largest(kind))
-        for kind, count in (("block", settings.gradient_buffers), ("edge", 1))
+        "block": ring(settings.gradient_buffers if (needed or to_ssd) and blocks else 0, blocks),
+        "edge": ring(1 if needed and edges else 0, edges),
     }
     return lambda unit: rings[unit.spec.kind]
 
@@ -309,7 +315,8 @@ def _memory_report(units: Sequence[Unit], plan: Plan, window: Window | None, mem
         "host_bytes": memory.total_bytes,
         "host_state_bytes": plan.host.state_bytes,
         "ssd_bytes": plan.host.ssd_bytes,
-        "ssd_units": len(plan.host.weights_on_ssd | plan.host.records_on_ssd),
+        "ssd_units": len(plan.host.weights_on_ssd | plan.host.records_on_ssd | plan.host.gradients_on_ssd),
+        "ssd_gradient_units": len(plan.host.gradients_on_ssd),
         "pinned_bytes": memory.pinned_bytes,
         "parameters": sum(entry.numel for unit in units for entry in unit.layout.entries),
         "gpu_units": len(on_gpu),

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 import torch
 
 from ds_slide.plan.memory import Plan
+from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.handoff import Failures
 from ds_slide.runtime.lane import Delay
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.ssd import SsdStates
+from ds_slide.runtime.ssd_gradients import SsdGradients
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.window import Announce
 from ds_slide.store.ssd import SsdStore
-from ds_slide.store.ssd_places import place_unit, record_bytes
+from ds_slide.store.ssd_places import place_unit, record_bytes, whole_pages
 from ds_slide.store.ssd_unit import SsdUnit
 from ds_slide.store.state import HostMemory
 
@@ -27,15 +29,16 @@ def open_store(
     host = plan.host
     places, end = {}, 0
     for order, unit_plan in enumerate(unit_plans):
-        if order in host.weights_on_ssd or order in host.records_on_ssd:
+        if order in host.weights_on_ssd | host.records_on_ssd | host.gradients_on_ssd:
             assert settings.ssd is not None
-            layout = unit_plan.layout
+            layout, held = unit_plan.layout, settings.held_dtype
             places[order] = place_unit(
                 end,
                 settings.specs,
                 weight_bytes=layout.local_numel * settings.dtype.itemsize if order in host.weights_on_ssd else 0,
                 records_of=layout.trainable_numel if order in host.records_on_ssd else 0,
                 chunk_numel=settings.ssd.needs.chunk_numel,
+                gradient_bytes=layout.trainable_numel * held.itemsize if held and order in host.gradients_on_ssd else 0,
             )
             end = places[order].end
     if not places or settings.ssd is None:
@@ -50,7 +53,10 @@ def open_store(
         request_bytes=settings.ssd.request_bytes,
         delay=Delay(settings.delay_ms, settings.seed + 4),
     )
-    return store, {order: SsdUnit(store, place, settings.specs, settings.dtype) for order, place in places.items()}
+    return store, {
+        order: SsdUnit(store, place, settings.specs, settings.dtype, settings.held_dtype)
+        for order, place in places.items()
+    }
 
 
 def make_ssd_states(
@@ -67,14 +73,7 @@ def make_ssd_states(
     largest = max((chunk.span.stop - chunk.span.start for chunk in chunks), default=0)
 
     def buffers(nbytes: int, count: int, *, transfers: bool) -> list[torch.Tensor]:
-        if not count:
-            return []
-        pool = memory.pool(nbytes, count, transfers=transfers)
-        leases = [pool.lease(0.0) for _ in range(count)]
-        tensors = [torch.frombuffer(lease, dtype=torch.uint8) for lease in leases]
-        for tensor in tensors:
-            store.register(tensor.data_ptr(), tensor.numel())
-        return tensors
+        return _buffers(store, memory, nbytes, count, transfers=transfers)
 
     return SsdStates(
         units,
@@ -84,6 +83,28 @@ def make_ssd_states(
         failures,
         updates_under_backward=settings.held_dtype is None,
     )
+
+
+def make_ssd_gradients(
+    units: Sequence[Unit], settings: RuntimeSettings, store: SsdStore, memory: HostMemory, meter: LaneMeter
+) -> SsdGradients | None:
+    """What reads and writes held gradients on SSD; None where all are in memory. `meter`: of the update lane."""
+    numel = max((unit.layout.trainable_numel for unit in units if unit.state.gradient_on_ssd), default=0)
+    if not numel or settings.held_dtype is None:
+        return None
+    nbytes = whole_pages(numel * settings.held_dtype.itemsize)
+    return SsdGradients(_buffers(store, memory, nbytes, 1, transfers=False)[0], settings.held_dtype, meter)
+
+
+def _buffers(store: SsdStore, memory: HostMemory, nbytes: int, count: int, *, transfers: bool) -> list[torch.Tensor]:
+    if not count:
+        return []
+    pool = memory.pool(nbytes, count, transfers=transfers)
+    leases = [pool.lease(0.0) for _ in range(count)]
+    tensors = [torch.frombuffer(lease, dtype=torch.uint8) for lease in leases]
+    for tensor in tensors:
+        store.register(tensor.data_ptr(), tensor.numel())
+    return tensors
 
 
 def announcer(ssd: SsdStates | None, settings: RuntimeSettings) -> tuple[Announce | None, int]:

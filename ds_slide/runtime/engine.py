@@ -341,11 +341,10 @@ class SlideRuntime:
             unit.gradient_ready = False
 
     def _queue_update(self, unit: Unit, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
-        gradient = unit.state.gradient
-        assert gradient is not None
         ready, update = unit.arrived.wait(), unit.open_update(self.parts.failures)
         for index, span in enumerate(unit.spans):
-            self.parts.updating.start(unit, index, update, ready, gradient[span], hypers, grad_scale)
+            gradient = self.gradients.held(unit, span)
+            self.parts.updating.start(unit, index, update, ready, gradient, hypers, grad_scale)
 
     def _fetch_edges(self) -> None:
         """Bring the updated weights of host-tier edges to their GPU buffers, behind what compute has submitted.

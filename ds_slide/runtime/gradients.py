@@ -4,11 +4,13 @@
     d2h lane         one contiguous copy into page-locked host memory
     update lane      accumulate (later micro-batches), or AdamW at once (gradients not held)
 
-GPU-tier units skip the way down: their gradient stays in a flat device plane until the step.
+GPU-tier units skip the way down: their gradient stays in a flat device plane until the step. Held gradients that have
+no room in host memory go on to SSD (`ds_slide.runtime.ssd_gradients`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +25,7 @@ from ds_slide.runtime.lane import Lane
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.ring import HostRing
 from ds_slide.runtime.sources import Packed, Scattered, Source, Staging, collect
+from ds_slide.runtime.ssd_gradients import SsdGradients
 from ds_slide.runtime.unit import Unit, Update
 from ds_slide.runtime.updates import UpdateLane
 from ds_slide.runtime.updating import Updating
@@ -33,7 +36,8 @@ class GradientRoute:
     """What happens to a gradient that has arrived, fixed for the run."""
 
     held: bool
-    """Gradients wait in `UnitState.gradient` for the step; otherwise a unit is updated as soon as it arrives."""
+    """Gradients wait in `UnitState.gradient`, or on SSD, for the step; otherwise a unit is updated as soon as its own
+    has arrived."""
     first_accumulates: bool
     """The held plane has another dtype than the gradient, so even the first micro-batch is converted by the CPU."""
 
@@ -55,6 +59,7 @@ class Gradients:
         num_units: int,
         square_sum: Callable[[torch.Tensor], torch.Tensor],
         updating: Updating,
+        on_ssd: SsdGradients | None = None,
     ) -> None:
         self._device = device
         self._ranks = ranks
@@ -68,6 +73,7 @@ class Gradients:
         self._ring = ring
         self._square_sum = square_sum
         self._updating = updating
+        self._on_ssd = on_ssd
         self.hypers: Sequence[AdamWHyper] = ()
         """Hyper-parameters, by parameter group, of updates that start as soon as a gradient arrives."""
         self.square_sums = torch.zeros(num_units, dtype=torch.float64, device=device.torch)
@@ -95,11 +101,19 @@ class Gradients:
         if not unit.gradient_ready:
             return 0.0
         if unit.square_sum_on is None:
-            assert unit.state.gradient is not None
+            gradient = unit.state.read("gradient", slice(0, unit.layout.trainable_numel))
             if unit.state.tier == "gpu":
-                return float(self._square_sum(unit.state.gradient))
-            return self._updater.sum_of_squares(unit.state.gradient)
+                return float(self._square_sum(gradient))
+            return self._updater.sum_of_squares(gradient)
         return float(on_device[unit.order]) if unit.square_sum_on == "device" else unit.host_square_sum
+
+    def held(self, unit: Unit, span: slice) -> Callable[[], torch.Tensor]:
+        """What gives the update lane the elements `span` of a held gradient, from wherever it is."""
+        if not unit.state.gradient_on_ssd:
+            return lambda: unit.state.read("gradient", span)
+        on_ssd = self._on_ssd
+        assert on_ssd is not None
+        return lambda: on_ssd.load(unit, span)
 
     def _keep_on_gpu(self, unit: Unit) -> None:
         assert unit.state.gradient is not None
@@ -130,10 +144,12 @@ class Gradients:
             self._d2h.submit(lambda: self._update_on_arrival(unit, source, packed, update, hypers, arrived))
         elif accumulate:
             self._d2h.submit(lambda: self._add_on_arrival(unit, source, packed, before, arrived, first, final))
+        elif unit.state.gradient_on_ssd:
+            self._d2h.submit(lambda: self._hold_on_ssd(unit, source, packed, before, arrived))
         else:
             self._d2h.submit(lambda: self._hold(unit, source, packed, before, arrived))
 
-    # The three ways of a gradient down. Each runs on the d2h lane.
+    # The four ways of a gradient down. Each runs on the d2h lane.
 
     def _hold(self, unit: Unit, source: Source, packed: Marker, before: tuple[Ticket, Ticket], arrived: Ticket) -> None:
         for ticket in before:  # the plane may still be read by the last step's update
@@ -144,6 +160,20 @@ class Gradients:
             marker = self._copy(source, span, unit.state.gradient, packed)
         source.release(marker)
         arrived.keep(marker)
+
+    def _hold_on_ssd(
+        self, unit: Unit, source: Source, packed: Marker, before: tuple[Ticket, Ticket], arrived: Ticket
+    ) -> None:
+        for ticket in before:  # the last step's update reads the same place
+            ticket.wait()
+        on_ssd = self._on_ssd
+        assert on_ssd is not None
+
+        def store(buffer: torch.Tensor) -> int:
+            on_ssd.store(unit, buffer)
+            return 0
+
+        self._through_ring(unit, source, packed, arrived, store)
 
     def _add_on_arrival(
         self,
@@ -158,6 +188,17 @@ class Gradients:
         # Here, not on the update lane: the last step's update may not have come to that lane yet, from the SSD.
         for ticket in before if first else ():
             ticket.wait()
+        numel = unit.layout.trainable_numel
+
+        def add(buffer: torch.Tensor) -> int:
+            return self._accumulate(unit, buffer[:numel], before=before, first=first, final=final)
+
+        self._through_ring(unit, source, packed, arrived, add)
+
+    def _through_ring(
+        self, unit: Unit, source: Source, packed: Marker, arrived: Ticket, use: Callable[[torch.Tensor], int]
+    ) -> None:
+        """Copy the gradient to a ring buffer; `use` it on the update lane; then it has arrived."""
         ring = self._ring(unit)
         buffer = ring.lease()
         marker = PASSED
@@ -166,8 +207,7 @@ class Gradients:
         source.release(marker)
 
         def run() -> int:
-            gradient = buffer[: unit.layout.trainable_numel]
-            moved = self._accumulate(unit, gradient, before=before, first=first, final=final)
+            moved = use(buffer)
             ring.give_back(buffer)
             arrived.keep()
             return moved
@@ -196,7 +236,7 @@ class Gradients:
         marker = PASSED
         for index, span in enumerate(unit.spans):
             marker = self._copy(source, span, buffer, packed)
-            gradient = buffer[span]
+            gradient = functools.partial(buffer.__getitem__, span)
             self._updating.start(unit, index, update, marker, gradient, hypers, 1.0, span_is_done, reserved=True)
         source.release(marker)
         arrived.keep(marker)
@@ -219,13 +259,19 @@ class Gradients:
     def _accumulate(
         self, unit: Unit, gradient: torch.Tensor, *, before: tuple[Ticket, Ticket], first: bool, final: bool
     ) -> int:
-        plane = unit.state.gradient
-        assert plane is not None
         if first:
             for ticket in before:
                 ticket.synchronize()
-            plane.zero_()
+        on_ssd = self._on_ssd if unit.state.gradient_on_ssd else None
+        if on_ssd is not None:
+            plane = on_ssd.zeros(unit) if first else on_ssd.load(unit, slice(0, unit.layout.trainable_numel))
+        else:
+            plane = unit.state.read("gradient", slice(0, unit.layout.trainable_numel))
+            if first:
+                plane.zero_()
         self._updater.accumulate_(plane, gradient)
+        if on_ssd is not None:
+            on_ssd.store(unit)
         if final:
             unit.host_square_sum = self._updater.sum_of_squares(plane)
             unit.square_sum_on = "host"

@@ -42,8 +42,9 @@ class Unit:
 
     * the compute thread (forward: the caller's; backward: autograd's) owns the counters and the binding
       of the parameters to GPU memory;
-    * `state.gradient` belongs to the d2h lane from `finalize` until `arrived` is kept, to the update lane
-      until `updated` is kept, and to the compute thread otherwise;
+    * the held gradient, in `state.gradient` or on SSD, belongs to the d2h lane (and what that hands to the
+      update lane) from `finalize` until `arrived` is kept, to the update lane until `updated` is kept, and
+      to the compute thread otherwise;
     * the other planes of `state` belong to the update lane from the moment `updated` is replaced by an
       open ticket until that ticket is kept. Whoever else wants to read or write them waits for it first, and for
       planes on SSD also until they are written (`SlideRuntime.settle`).
@@ -74,7 +75,7 @@ class Unit:
         self.finalized = False
         """This backward's gradient has left the parameters."""
         self.gradient_ready = False
-        """`state.gradient` holds the sum of this accumulation window's gradients so far."""
+        """The held gradient is the sum of this accumulation window's gradients so far."""
         self.resident: torch.Tensor | None = None
         """GPU buffer of a unit that is always on the GPU (edges, GPU-tier blocks), in slot layout."""
         self.square_sum_on: Literal["device", "host"] | None = None

@@ -34,19 +34,19 @@ class Updating:
         index: int,
         update: Update,
         ready: Marker,
-        gradient: torch.Tensor,
+        gradient: Callable[[], torch.Tensor],
         hypers: Sequence[AdamWHyper],
         grad_scale: float,
         after: Callable[[], None] | None = None,
         *,
         reserved: bool = False,
     ) -> None:
-        """Update span `index` from `gradient` ([its elements]), which is in host memory when `ready` has passed; then
-        `after()`, on the update lane."""
+        """Update span `index` from `gradient()` ([its elements], in host memory) once `ready` has passed, then call
+        `after()`; all on the update lane."""
         span = unit.spans[index]
 
         def run(planes: Planes) -> int:
-            moved = self._apply(unit, span, planes, gradient, hypers, grad_scale)
+            moved = self._apply(unit, span, planes, gradient(), hypers, grad_scale)
             update.finish(index)
             if after is not None:
                 after()

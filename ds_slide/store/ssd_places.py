@@ -2,7 +2,8 @@
 
 The optimizer planes are cut into chunks of CHUNK_NUMEL parameters; the record of a chunk holds its part of every plane
 one behind the other, so that a chunk is one large transfer each way. The weight plane lies in one piece before the
-records, because it is also read alone. Everything starts and ends at a multiple of the 4 KiB that O_DIRECT wants.
+records, because it is also read alone; a held gradient, which is written as a whole, in one piece behind them.
+Everything starts and ends at a multiple of the 4 KiB that O_DIRECT wants.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class UnitPlaces:
-    """`weight_offset`: of the weight plane, None while weights are in memory. `chunks`: empty while records are."""
+    """`weight_offset`: of the weight plane, None while weights are in memory; `gradient_offset`: of the held gradient,
+    likewise. `chunks`: empty while records are."""
 
     weight_offset: int | None
     weight_bytes: int
     chunks: tuple[Chunk, ...]
+    gradient_offset: int | None
     end: int
 
     @property
@@ -65,13 +68,15 @@ def place_unit(
     weight_bytes: int,
     records_of: int,
     chunk_numel: int,
+    gradient_bytes: int = 0,
 ) -> UnitPlaces:
     """Places from byte `start` on, a multiple of a page.
 
     `weight_bytes`: of the whole weight plane, 0 to leave weights in memory. `records_of`: trainable parameters whose
-    records go to SSD, 0 to leave them in memory.
+    records go to SSD, 0 to leave them in memory. `gradient_bytes`: of the held gradient, 0 where it is not on SSD.
     """
-    # A chunk's part of the weight plane is written by itself: 2 bytes a parameter at least.
+    # A chunk's part of the weight plane is written, and that of a held gradient read, by itself: 2 bytes a parameter at
+    # least.
     assert chunk_numel * 2 % PAGE == 0, f"chunks of {chunk_numel} parameters do not begin at whole pages"
     offset = start + whole_pages(weight_bytes)
     chunks = []
@@ -82,4 +87,6 @@ def place_unit(
             nbytes += whole_pages(spec.nbytes(span.stop - span.start))
         chunks.append(Chunk(span, offset, nbytes, starts))
         offset += nbytes
-    return UnitPlaces(start if weight_bytes else None, weight_bytes, tuple(chunks), offset)
+    gradient = offset if gradient_bytes else None
+    end = offset + whole_pages(gradient_bytes)
+    return UnitPlaces(start if weight_bytes else None, weight_bytes, tuple(chunks), gradient, end)

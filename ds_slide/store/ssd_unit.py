@@ -33,13 +33,14 @@ def _bounce(offset: int, nbytes: int) -> tuple[Part, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class SsdUnit:
-    """`specs`: the optimizer planes. `weight_dtype`: of the weight plane. Buffers are flat uint8 tensors in whole
-    pages, owned by the transfer from the call until `then`."""
+    """`specs`: the optimizer planes. `weight_dtype`, `gradient_dtype`: of the weight plane and the held gradient.
+    Buffers are flat, in whole pages, and owned by the transfer from the call until `then`."""
 
     store: SsdStore
     places: UnitPlaces
     specs: Sequence[PlaneSpec]
     weight_dtype: torch.dtype
+    gradient_dtype: torch.dtype | None = None
 
     @property
     def has_weight(self) -> bool:
@@ -48,6 +49,10 @@ class SsdUnit:
     @property
     def has_records(self) -> bool:
         return bool(self.places.chunks)
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.places.gradient_offset is not None
 
     # ---- whole records and weight planes, asynchronously -----------------------------------------------------------
 
@@ -87,10 +92,27 @@ class SsdUnit:
         nbytes = whole_pages(span.stop - span.start)
         return Part(self.places.weight_offset + span.start, buffer.data_ptr() + span.start, nbytes)
 
+    # ---- parts of a held gradient, blocking --------------------------------------------------------------------------
+
+    def read_gradient_now(self, span: slice, buffer: torch.Tensor) -> None:
+        """The elements `span`, which starts at a whole page, to the beginning of `buffer`."""
+        self.store.read_now([self._gradient_part(span, buffer)])
+
+    def write_gradient_now(self, span: slice, buffer: torch.Tensor) -> None:
+        """As `read_gradient_now`, from `buffer`; the rest of the last page is written with what lies there."""
+        self.store.write_now([self._gradient_part(span, buffer)])
+
+    def _gradient_part(self, span: slice, buffer: torch.Tensor) -> Part:
+        assert self.places.gradient_offset is not None and self.gradient_dtype is not None
+        size = self.gradient_dtype.itemsize
+        nbytes = whole_pages((span.stop - span.start) * size)
+        assert nbytes <= buffer.numel() * buffer.element_size()
+        return Part(self.places.gradient_offset + span.start * size, buffer.data_ptr(), nbytes)
+
     # ---- one plane, blocking, for readers and checkpoints -----------------------------------------------------------
 
     def read(self, name: str, items: slice) -> torch.Tensor:
-        """A new tensor with the items `items` of a plane ("weight" or the name of a spec)."""
+        """A new tensor with the items `items` of a plane ("weight", "gradient" or the name of a spec)."""
         dtype, per_chunk = self._geometry(name)
         out = torch.empty(items.stop - items.start, dtype=dtype)
         flat = out.view(torch.uint8)
@@ -112,9 +134,12 @@ class SsdUnit:
             self.store.write_now([part])
 
     def _geometry(self, name: str) -> tuple[torch.dtype, int]:
-        """(dtype, items of a whole chunk; 0 for the weights, which are in one piece)."""
+        """(dtype, items of a whole chunk; 0 for weights and gradients, which are in one piece)."""
         if name == "weight":
             return self.weight_dtype, 0
+        if name == "gradient":
+            assert self.gradient_dtype is not None
+            return self.gradient_dtype, 0
         spec = next(spec for spec in self.specs if spec.name == name)
         span = self.places.chunks[0].span
         return spec.dtype, spec.items(span.stop - span.start)
@@ -122,6 +147,7 @@ class SsdUnit:
     def _runs(self, name: str, dtype: torch.dtype, per_chunk: int, items: slice) -> Iterator[tuple[int, int, int]]:
         """(byte in `items`, logical byte offset, bytes) of runs that lie in one piece, of BOUNCE_BYTES at most."""
         size, item = dtype.itemsize, items.start
+        piece = self.places.gradient_offset if name == "gradient" else self.places.weight_offset
         while item < items.stop:
             last = min(items.stop, item + BOUNCE_BYTES // size)
             if per_chunk:
@@ -129,7 +155,7 @@ class SsdUnit:
                 offset = chunk.offset + chunk.starts[name] + (item % per_chunk) * size
                 last = min(last, (item // per_chunk + 1) * per_chunk)
             else:
-                assert self.places.weight_offset is not None
-                offset = self.places.weight_offset + item * size
+                assert piece is not None
+                offset = piece + item * size
             yield (item - items.start) * size, offset, (last - item) * size
             item = last

@@ -2,7 +2,8 @@
 
 Host tier: every plane is its own exact-size, page-aligned slab; the weight plane and a held gradient are page-locked,
 because the GPU copies from and to them. GPU tier: plain device tensors, updated on the GPU. SSD tier: the optimizer
-planes, and for blocks the weights too if they are to, lie in the state file and pass through pooled host buffers.
+planes, and for blocks the weights too if they are to, lie in the state file and pass through pooled host buffers; so do
+held gradients of blocks that fit nowhere else.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class UnitState:
 
     weight: [local_numel] in the model's dtype (bf16: the upper half of the fp32 master, rounded); None while it is on
     SSD. optimizer: the planes of `specs` by name, [items of trainable_numel]; empty in the SSD tier. gradient:
-    [trainable_numel], or None when not held. ssd: the unit's places on SSD, None when it has none.
+    [trainable_numel], or None when not held or on SSD. ssd: the unit's places on SSD, None when it has none.
     """
 
     tier: Tier
@@ -55,6 +56,10 @@ class UnitState:
     def has(self, name: str) -> bool:
         return name == "weight" or any(spec.name == name for spec in self.specs)
 
+    @property
+    def gradient_on_ssd(self) -> bool:
+        return self.ssd is not None and self.ssd.has_gradient
+
     def dtype_of(self, name: str) -> torch.dtype:
         """Of a plane as it is stored."""
         if name != "weight":
@@ -72,7 +77,8 @@ class UnitState:
     # Readers and writers have waited for the unit (`SlideRuntime.settle`): nobody else touches its planes.
 
     def read(self, name: str, span: slice) -> torch.Tensor:
-        """The parameters `span` of a plane (weight, remainder, exp_avg, exp_avg_sq): a view or a copy; moments fp32."""
+        """The parameters `span` of a plane (weight, gradient, remainder, exp_avg, exp_avg_sq): a view or a copy, of the
+        moments in fp32."""
         scale = self._scale_of(name)
         if scale is None:
             raw = self._raw(name, span)
@@ -95,6 +101,14 @@ class UnitState:
         self._set_raw(name, whole, codes)
         self._set_raw(scale.name, scale.cut(whole), scales)
 
+    def zero_gradient(self, numel: int) -> None:
+        """Make the held gradient, of `numel` elements, zero."""
+        if self.gradient is not None:
+            self.gradient.zero_()
+            return
+        assert self.ssd is not None
+        self.ssd.write("gradient", slice(0, numel), torch.zeros(numel, dtype=self.ssd.gradient_dtype))
+
     def _spec(self, name: str) -> PlaneSpec:
         return next(spec for spec in self.specs if spec.name == name)
 
@@ -107,15 +121,20 @@ class UnitState:
             return self.ssd.places.chunks[-1].span.stop
         return self.optimizer[name].numel()
 
+    def _in_memory(self, name: str) -> torch.Tensor | None:
+        if name == "gradient":
+            return self.gradient
+        return self.weight if name == "weight" else self.optimizer.get(name)
+
     def _raw(self, name: str, items: slice) -> torch.Tensor:
-        plane = self.weight if name == "weight" else self.optimizer.get(name)
+        plane = self._in_memory(name)
         if plane is not None:
             return plane[items]
         assert self.ssd is not None
         return self.ssd.read(name, items)
 
     def _set_raw(self, name: str, items: slice, values: torch.Tensor) -> None:
-        plane = self.weight if name == "weight" else self.optimizer.get(name)
+        plane = self._in_memory(name)
         if plane is not None:
             plane[items].copy_(values)
         else:
@@ -194,7 +213,7 @@ def memory_state(
     has_weight = ssd is None or not ssd.has_weight
     on_ssd = ssd is not None and ssd.has_records
     gradient = None
-    if gradient_dtype is not None:
+    if gradient_dtype is not None and not (ssd is not None and ssd.has_gradient):
         gradient = memory.tensor(layout.trainable_numel, gradient_dtype, transfers=True)
     return UnitState(
         tier="ssd" if on_ssd else "host",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import two_ranks
 from harness import batches, ds_config, llama, trained
+from tight_memory import room_for_gradients_of
 
 from ds_slide.integration import ssd_settings
 
@@ -19,6 +20,7 @@ RUNS = {
     "gpu-states": ({"window": 2, "gpu_states": 900_000}, {"clip": 1.0}),
     "ssd": ({"window": 2, "host_memory": 0, "debug": {"lane_delay_ms": 2.0, "seed": 9}}, {"clip": 1.0}),
     "ssd-immediate": ({"window": 2, "host_memory": 0, "ssd_buffers": 2, "weight_buffers": 3}, {"clip": 0.0}),
+    "ssd-gradients": ({"window": 2, "gradient_buffers": 2, "debug": {"lane_delay_ms": 2.0, "seed": 11}}, {"clip": 1.0}),
     "stock": (None, {"clip": 1.0}),
 }
 
@@ -33,7 +35,9 @@ def main(rank: int, folder: Path) -> None:
             if name.startswith("ssd"):
                 for section in ("offload_optimizer", "offload_param"):
                     config["zero_optimization"][section] = {"device": "nvme", "nvme_path": f"{folder}/disk"}
-            result = trained(llama(seed=rank), config, data[rank::2])
+            with room_for_gradients_of(1 if name == "ssd-gradients" else None) as plan:
+                result = trained(llama(seed=rank), config, data[rank::2])
+            assert slide is None or bool(plan().host.gradients_on_ssd) == (name == "ssd-gradients")
             results[name] = {"losses": result.losses, "norms": result.norms, "states": result.states}
 
 

@@ -13,9 +13,15 @@ from two_ranks import RANKS
 STEPS = 4
 # The average of two gradients in bf16 is not the gradient of the mean in bf16: 2^-9 each, and so for the norm.
 LOSS_TOLERANCE = 2.0**-8
-SLIDE_RUNS = ["clipping", "immediate", "accumulation", "delays", "gpu-states", "ssd", "ssd-immediate"]
 # Run, and the run in host memory whose bits it has.
-SAME_BITS = {"delays": "clipping", "gpu-states": "clipping", "ssd": "clipping", "ssd-immediate": "immediate"}
+SAME_BITS = {
+    "delays": "clipping",
+    "gpu-states": "clipping",
+    "ssd": "clipping",
+    "ssd-immediate": "immediate",
+    "ssd-gradients": "clipping",
+}
+SLIDE_RUNS = ["clipping", "immediate", "accumulation", *SAME_BITS]
 
 RankResults = Callable[[str], list[Result]]
 

@@ -21,6 +21,7 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 from harness import VOCABULARY, Result, batches, differences, ds_config, engine_for, states_of
+from tight_memory import room_for_gradients_of
 from torch import nn
 
 from ds_slide.runtime.lane import Delay
@@ -100,6 +101,15 @@ class Case:
         }
         self.held = self.clip > 0 or self.accumulation > 1
         self.program = [operation for _ in range(5) for operation in self._step()]
+        self.room: int | None = None
+        """Of how many blocks host memory takes the held gradients; None: of all."""
+
+    def spilling(self) -> Case:
+        """The same, with held gradients on SSD as far as it has any."""
+        if self.held and self.devices[1] == "nvme":
+            self.room = 0
+            self.slide["gradient_buffers"] = 2  # with many, memory takes as many gradients
+        return self
 
     def _step(self) -> Iterator[Operation]:
         pick = self.random.choice
@@ -205,9 +215,10 @@ Compare = Callable[..., list[str]]
 
 @pytest.fixture
 def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
-    """Names of what differs between a case in memory and on SSD. `more`: of the config, in both."""
+    """Names of what differs between a case in memory and on SSD. `must_spill`: whether held gradients have to be there,
+    None if it does not matter. `more`: of the config, in both."""
 
-    def make(case: Case, **more: Any) -> list[str]:
+    def make(case: Case, must_spill: bool | None = False, **more: Any) -> list[str]:
         monkeypatch.setattr("ds_slide.integration.ssd_settings.CHUNK_NUMEL", case.chunk_numel)
         monkeypatch.setattr("ds_slide.runtime.build_ssd.Delay", lambda _, seed: Delay(case.disk_ms, seed))
         results = []
@@ -217,7 +228,9 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
             for section, device in zip(("offload_param", "offload_optimizer"), case.devices, strict=True):
                 if on_ssd:
                     config["zero_optimization"][section] = {"device": device, "nvme_path": str(tmp_path)}
-            results.append(run(case, config, tmp_path / f"checkpoint-{on_ssd}"))
+            with room_for_gradients_of(case.room) as plan:
+                results.append(run(case, config, tmp_path / f"checkpoint-{on_ssd}"))
+        assert must_spill is None or bool(plan().host.gradients_on_ssd) == must_spill
         return differences(*results)
 
     return make
@@ -228,16 +241,22 @@ def test_random_programs(compare: Compare, seed: int) -> None:
     assert compare(Case(seed)) == []
 
 
+@pytest.mark.parametrize("seed", [16, 152, 237])
+def test_random_programs_with_gradients_on_ssd(compare: Compare, seed: int) -> None:
+    assert compare(Case(seed).spilling(), must_spill=True) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 160))
 def test_many_random_programs(compare: Compare, seed: int) -> None:
-    assert compare(Case(seed)) == []
+    assert compare(Case(seed).spilling() if seed % 2 else Case(seed), must_spill=None) == []
 
 
 def case_of(program: list[Operation], **settings: Any) -> Case:
     """A plain case: six blocks, all states on SSD."""
     case = Case(0)
     plain = {"count": 6, "tied": False, "clip": 1.0, "accumulation": 1, "frozen": [], "devices": ("nvme", "nvme")}
+    plain |= {"held": True}
     slide = {"host_memory": 0, "ssd_buffers": 4, "weight_buffers": 3}
     for name, value in (plain | {"window": 2, "disk_ms": 0.0, "slide": slide} | settings).items():
         setattr(case, name, value)
@@ -270,8 +289,13 @@ def test_moments_that_are_written_are_not_read_ahead_before(compare: Compare, mo
     assert compare(case_of([train, change_one] * 3, disk_ms=1.0, chunk_numel=2048, slide=slide)) == []
 
 
-def test_a_block_that_is_unused_while_its_last_update_waits_for_the_disk(compare: Compare) -> None:
-    """Its zero gradient arrives, to be added up in fp32, before the disk has brought the states for the update."""
+@pytest.mark.parametrize(("accumulation", "spill"), [(2, False), (2, True), (1, True)])
+def test_a_block_that_is_unused_while_its_last_update_waits_for_the_disk(
+    compare: Compare, accumulation: int, spill: bool
+) -> None:
+    """Its zero gradient arrives, to be added up in fp32 or to be written to SSD, before the disk has brought the states
+    for the update."""
     full, little = ("train", list(range(6)), None), ("train", [0], None)
-    more = {"data_types": {"grad_accum_dtype": "fp32"}}
-    assert compare(case_of([full, full] + [little] * 6, accumulation=2, disk_ms=20.0), **more) == []
+    more = {"data_types": {"grad_accum_dtype": "fp32"}} if accumulation > 1 else {}
+    case = case_of([full, full] + [little] * 6, accumulation=accumulation, disk_ms=20.0)
+    assert compare(case.spilling() if spill else case, must_spill=spill, **more) == []

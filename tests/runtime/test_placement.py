@@ -10,11 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.optim.low_precision import STATE_FORMATS
-from ds_slide.plan.placement import HostPlacement, Needs, SsdNeeds, UnitSize, place_on_host
+from ds_slide.plan.memory import Budgets, make_plan
+from ds_slide.plan.placement import USABLE_SHARE, HostPlacement, Needs, SsdNeeds, UnitSize, place_on_host
 from ds_slide.store.planes import optimizer_bytes, optimizer_planes
-from ds_slide.store.ssd_places import record_bytes
+from ds_slide.store.ssd_places import record_bytes, whole_pages
 
 SPECS = optimizer_planes(torch.bfloat16, STATE_FORMATS["fp32"])
 CHUNK = 2048
@@ -105,8 +107,66 @@ def test_the_budget_is_kept_and_every_byte_is_counted(
     assert placed.state_bytes + placed.ssd_bytes == everything
     assert not on_gpu & (placed.weights_on_ssd | placed.records_on_ssd)
     pools = placed.record_buffers * (record_bytes(specs, CHUNK) if placed.records_on_ssd else 0)
-    pools += placed.weight_buffers * BLOCK * 2
+    pools += placed.weight_buffers * whole_pages(BLOCK * 2)
     assert placed.host_bytes == placed.state_bytes + sum(numel.values()) * held + pools
+
+
+# With all of weights and records on SSD that may.
+LEAST = place(0)
+
+
+def gradients(free: int, needs: Needs = NEEDS) -> HostPlacement:
+    return place(None, needs, int(free / USABLE_SHARE) + 2)
+
+
+def test_held_gradients_leave_last() -> None:
+    assert not gradients(LEAST.host_bytes).gradients_on_ssd
+    assert gradients(LEAST.host_bytes).ssd_bytes == LEAST.ssd_bytes
+    placed = gradients(LEAST.host_bytes - BLOCK)
+    assert placed.gradients_on_ssd
+    assert (placed.weights_on_ssd, placed.records_on_ssd) == (LEAST.weights_on_ssd, LEAST.records_on_ssd)
+
+
+@pytest.mark.parametrize(("ring", "ring_to_ssd", "gradient_bytes", "held"), [(0, 3, 2, 2), (3, 3, 2, 2), (3, 3, 2, 4)])
+def test_as_few_gradients_leave_as_needed_and_their_way_is_counted(
+    ring: int, ring_to_ssd: int, gradient_bytes: int, held: int
+) -> None:
+    needs = replace(NEEDS, ring=ring, ring_to_ssd=ring_to_ssd, gradient_bytes=gradient_bytes, held_bytes=held)
+    in_memory = place(0, needs)
+    gone = place(None, needs, free=0)
+    assert gone.gradients_on_ssd == frozenset(range(1, BLOCKS + 1))  # an edge's never leave
+    assert gone.ssd_bytes == in_memory.ssd_bytes + BLOCKS * BLOCK * held
+    way = whole_pages(BLOCK * held) + ring_to_ssd * whole_pages(BLOCK * gradient_bytes)
+    way -= ring * BLOCK * gradient_bytes
+    assert gone.host_bytes == in_memory.host_bytes - BLOCKS * BLOCK * held + way
+    for stay in range(BLOCKS):
+        for more in (0, BLOCK * held - 8):
+            usable = gone.host_bytes + stay * BLOCK * held + more
+            placed = gradients(usable, needs)
+            # The way takes memory too: with that of a few gradients, all may as well stay.
+            leaving = BLOCKS - stay if usable < in_memory.host_bytes else 0
+            assert len(placed.gradients_on_ssd) == leaving
+            assert placed.host_bytes <= usable
+            assert placed.ssd_bytes + placed.state_bytes == STATES + leaving * BLOCK * held
+    some = sorted(gradients(gone.host_bytes + BLOCKS // 3 * BLOCK * held, needs).gradients_on_ssd)
+    stay = [index for index in range(1, BLOCKS + 1) if index not in some]
+    assert {later - earlier for earlier, later in itertools.pairwise(stay)} == {3}
+
+
+def test_gradients_stay_where_optimizer_states_must() -> None:
+    needs = replace(NEEDS, ssd=replace(BOTH, records=False))
+    assert not place(None, needs, free=0).gradients_on_ssd
+    budgets = Budgets(PLENTY, PLENTY, 1, gpu_states=0, gpu_memory=None, host_memory=None)
+    with pytest.raises(SlideError, match=r"change zero_optimization.offload_optimizer.device \(to \"nvme\".*gradients"):
+        make_plan(UNITS, needs, budgets)
+    with pytest.raises(SlideError, match=r"change ds_slide.host_memory"):
+        make_plan(UNITS, NEEDS, budgets)
+
+
+def test_gradients_that_are_not_held_go_nowhere() -> None:
+    needs = replace(NEEDS, held_bytes=0, ring=4, ring_to_ssd=4)
+    assert place(None, needs, free=0).gradients_on_ssd == frozenset()
+    assert place(None, needs, free=0).host_bytes == place(0, needs).host_bytes
 
 
 def test_free_memory_sets_the_default_budget() -> None:

@@ -27,14 +27,16 @@ Pair = tuple[UnitState, UnitState]
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     """The same zeroed states in memory and on SSD."""
     specs = optimizer_planes(torch.bfloat16, STATE_FORMATS[request.param])
-    places = place_unit(0, specs, weight_bytes=NUMEL * 2, records_of=NUMEL, chunk_numel=CHUNK_NUMEL)
+    places = place_unit(
+        0, specs, weight_bytes=NUMEL * 2, records_of=NUMEL, chunk_numel=CHUNK_NUMEL, gradient_bytes=NUMEL * 4
+    )
     failed: list[BaseException] = []
     store = SsdStore([("ds_slide.nvme_path", tmp_path)], places.end, rank=0, fail=failed.append)
-    ssd = SsdUnit(store, places, specs, torch.bfloat16)
+    ssd = SsdUnit(store, places, specs, torch.bfloat16, torch.float32)
     memory = HostMemory(page_lock=False, huge_pages=False)
     yield (
-        memory_state(memory, LAYOUT, specs, torch.bfloat16, None, None),
-        memory_state(memory, LAYOUT, specs, torch.bfloat16, None, ssd),
+        memory_state(memory, LAYOUT, specs, torch.bfloat16, torch.float32, None),
+        memory_state(memory, LAYOUT, specs, torch.bfloat16, torch.float32, ssd),
     )
     store.close()
     assert not failed
@@ -45,16 +47,20 @@ def test_reads_after_writes_are_the_same(pair: Pair) -> None:
     assert on_ssd.tier == "ssd" and on_ssd.nbytes() == 0
     draw, generator = random.Random(0), torch.Generator().manual_seed(0)
     for _ in range(60):
-        name = draw.choice(["weight", "remainder", "exp_avg", "exp_avg_sq"])
+        name = draw.choice(["weight", "remainder", "exp_avg", "exp_avg_sq", "gradient"])
         start = draw.randrange(NUMEL)
         span = slice(start, draw.randrange(start + 1, NUMEL + 1))
         values = torch.rand(span.stop - span.start, generator=generator)
         values = (values * 1000).to(torch.int16) if name == "remainder" else values
         for state in pair:
             state.write(name, span, values)
-        for kind in ("weight", "remainder", "exp_avg", "exp_avg_sq"):
+        for kind in ("weight", "remainder", "exp_avg", "exp_avg_sq", "gradient"):
             whole = slice(0, NUMEL)
             assert torch.equal(in_memory.read(kind, whole), on_ssd.read(kind, whole)), (name, span, kind)
+    for state in pair:
+        assert state.read("gradient", whole).any()
+        state.zero_gradient(NUMEL)
+        assert not state.read("gradient", whole).any() and state.read("exp_avg", whole).any()
 
 
 def test_what_is_written_is_what_is_read(pair: Pair) -> None:
