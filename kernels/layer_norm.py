@@ -1,4 +1,4 @@
-"""LayerNorm, alone or of the sum with a residual, over the row kernels of RMSNorm.
+"""LayerNorm, alone or of the sum with a residual, over the row kernels that RMSNorm shares.
 
 Bytes an element are those of `rms_norm`; mean and scale of each row are saved in fp32, and with a bias the backward
 pass keeps two sums in registers.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_slide.kernels.rms_norm import (
+from ds_slide.kernels.norm_launch import (
     backward_rows,
     check_rows,
     empty_gradient,

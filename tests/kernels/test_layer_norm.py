@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from ds_slide.errors import SlideError
-from ds_slide.kernels import rms_norm as rows
+from ds_slide.kernels import norm_launch as rows
 from ds_slide.kernels.layer_norm import add_layer_norm, layer_norm
 from ds_slide.kernels.reference.layer_norm import add_layer_norm_reference, layer_norm_reference
 
@@ -20,6 +20,7 @@ EPS = 0.05
 # y is rounded once or twice, to 8, 11 or 24 bits; gradients lose a few more by the sums.
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 5e-6}
 HALF, FULL = torch.float16, torch.float32
+pytestmark = pytest.mark.usefixtures("nearest_bfloat16")
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +33,18 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs programs one by one: few for the sums over programs."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(rows, "SUM_ROWS", 4)
+        monkeypatch.setattr(rows, "SUM_COLUMNS", 2048)
+
+
 @pytest.fixture
 def long_walks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few programs, so that few rows suffice for walks of many tiles."""
-    monkeypatch.setattr(rows, "SUM_PROGRAMS", {4: 2, 8: 2, 16: 2})
+    monkeypatch.setattr(rows, "PROCESSORS", 1)
     monkeypatch.setattr(rows, "SHORT_PROGRAMS", 1)
     monkeypatch.setattr(rows, "TILE", 256)
 
@@ -125,8 +134,22 @@ def test_programs_that_walk_many_rows(shape: tuple[int, ...]) -> None:
         check(add_layer_norm, add_layer_norm_reference, inputs, FULL)
 
 
-def test_mean_far_from_zero() -> None:
+@pytest.mark.parametrize("kind", ["both", "none"])
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("columns", [70, 96])
+def test_rows_of_several_tiles(columns: int, ahead: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = (rows.Tiling(128, 4, 32, ahead, not ahead, 2),)
+    for name, value in (("TILE", 32), ("FORWARD", several), ("BACKWARD_CENTRED", several), ("PROCESSORS", 1)):
+        monkeypatch.setattr(rows, name, value)
+    inputs = [*terms((5, columns), HALF), *parameters(columns, HALF, kind)]
+    check(add_layer_norm, add_layer_norm_reference, inputs, HALF)
+
+
+@pytest.mark.parametrize("tile", [2048, 64])
+def test_mean_far_from_zero(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # The mean is good to an ulp of 1000, 6e-5; the squares' mean less the mean's square would lose 20 of 24 bits.
+    monkeypatch.setattr(rows, "TILE", tile)
+    monkeypatch.setattr(rows, "FORWARD", (rows.Tiling(2048, 4, 64, False, True, 1),))
     x = normal(4, 200) + 1000
     expected = layer_norm_reference(x.double(), None, None, 1e-5)
     torch.testing.assert_close(layer_norm(x, None, None, 1e-5).double(), expected, rtol=1e-4, atol=2e-4)
@@ -137,8 +160,8 @@ def test_mean_far_from_zero() -> None:
 def test_rows_too_long_for_registers(dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("LONGEST_ROW", 64), ("WIDE_BLOCK", 32), ("WIDE_SEGMENT", 4), ("TILE", 64)):
         monkeypatch.setattr(rows, name, value)
-    monkeypatch.setattr(rows, "_forward_kernel", None)
-    monkeypatch.setattr(rows, "_backward_kernel", None)
+    monkeypatch.setattr(rows, "forward_kernel", None)
+    monkeypatch.setattr(rows, "backward_kernel", None)
     weights = parameters(70, dtype, kind)
     x, residual = terms((5, 70), dtype)
     check(layer_norm, layer_norm_reference, [x, *weights], dtype)
@@ -147,8 +170,8 @@ def test_rows_too_long_for_registers(dtype: torch.dtype, kind: str, monkeypatch:
 
 def test_two_sums_halve_the_longest_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "LONGEST_ROW", 128)
-    monkeypatch.setattr(rows, "_wide_forward_kernel", None)
-    monkeypatch.setattr(rows, "_backward_kernel", None)
+    monkeypatch.setattr(rows, "wide_forward_kernel", None)
+    monkeypatch.setattr(rows, "backward_kernel", None)
     check(layer_norm, layer_norm_reference, [normal(7, 100), *parameters(100, FULL, "both")], FULL)
 
 
@@ -166,9 +189,9 @@ def test_gradient_of_one_input(asked: str) -> None:
 
 def test_only_what_is_asked_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     x, residual, weight, bias = leaf(normal(3, 64)), leaf(normal(3, 64, seed=1)), normal(64), normal(64)
-    monkeypatch.setattr(rows, "_sum_programs_kernel", None)  # a launch would raise
+    monkeypatch.setattr(rows, "sum_programs_kernel", None)  # a launch would raise
     layer_norm(x, weight, bias, EPS).sum().backward()
-    monkeypatch.setattr(rows, "_backward_kernel", None)
+    monkeypatch.setattr(rows, "backward_kernel", None)
     x.grad = None
     _, total = add_layer_norm(x, residual, leaf(weight), bias, EPS)
     (3 * total).sum().backward()
@@ -197,7 +220,7 @@ def test_second_derivative_is_refused() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0)])
 def test_nothing_is_launched_for_nothing(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    for kernel in ("_forward_kernel", "_backward_kernel", "_sum_programs_kernel"):
+    for kernel in ("forward_kernel", "backward_kernel", "sum_programs_kernel"):
         monkeypatch.setattr(rows, kernel, None)
     x, weight, bias = leaf(normal(*shape)), leaf(normal(shape[-1])), leaf(normal(shape[-1]))
     layer_norm(x, weight, bias, EPS).sum().backward()

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from ds_slide.errors import SlideError
-from ds_slide.kernels import rms_norm as module
+from ds_slide.kernels import norm_launch as module
 from ds_slide.kernels.reference.rms_norm import add_rms_norm_reference, rms_norm_reference
 from ds_slide.kernels.rms_norm import add_rms_norm, rms_norm
 
@@ -20,8 +20,8 @@ EPS = 0.05
 # y is rounded once or twice, to 8, 11 or 24 bits; gradients lose a few more by the sums.
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 5e-6}
 HALF, FULL = torch.float16, torch.float32
-# The interpreter cuts bf16 off where a GPU rounds it.
-ROUNDED = [torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+pytestmark = pytest.mark.usefixtures("nearest_bfloat16")
+ROUNDED = [torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +34,18 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs programs one by one: few for the sums over programs."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(module, "SUM_ROWS", 4)
+        monkeypatch.setattr(module, "SUM_COLUMNS", 2048)
+
+
 @pytest.fixture
 def long_walks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few programs, so that few rows suffice for walks of many tiles."""
-    monkeypatch.setattr(module, "SUM_PROGRAMS", {4: 2, 8: 2, 16: 2})
+    monkeypatch.setattr(module, "PROCESSORS", 1)
     monkeypatch.setattr(module, "SHORT_PROGRAMS", 1)
     monkeypatch.setattr(module, "TILE", 256)
 
@@ -153,12 +161,38 @@ def test_programs_that_walk_many_rows(shape: tuple[int, ...], weighted: bool) ->
     check(add_rms_norm, add_rms_norm_reference, inputs, FULL, round_before_weight=True)
 
 
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("columns", [70, 96])
+def test_rows_of_several_tiles(columns: int, ahead: bool, held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = (module.Tiling(64, 4, 64, ahead, held, 2), module.Tiling(128, 4, 32, ahead, held, 2))
+    for name, value in (("TILE", 32), ("FORWARD", several), ("BACKWARD", several), ("PROCESSORS", 1)):
+        monkeypatch.setattr(module, name, value)
+    x, residual = ((normal(5, columns, seed=seed) * 8).round().div(8).to(HALF) for seed in (0, 1))
+    inputs = [x, residual, normal(columns, dtype=HALF, seed=2)]
+    check(add_rms_norm, add_rms_norm_reference, inputs, HALF, round_before_weight=False, offset=1.0)
+    monkeypatch.setattr(module, "SHORT_PROGRAMS", 1)
+    check(rms_norm, rms_norm_reference, [normal(5, columns), None], FULL, round_before_weight=True)
+
+
+def test_tables_hold_every_row_that_is_not_too_long() -> None:
+    for table in (module.FORWARD, module.BACKWARD, module.BACKWARD_CENTRED):
+        assert [tiling.longest for tiling in table] == sorted({tiling.longest for tiling in table})
+        assert table[-1].longest == module.LONGEST_ROW
+        for tiling in (module.SHORT, *table):
+            assert tiling.width & (tiling.width - 1) == 0
+            assert tiling.warps <= 16  # a program on AMD has no more
+    for columns in range(1, module.LONGEST_ROW + 1, 61):
+        _, _, constants = module._tiling(columns, module.BACKWARD)
+        assert 0 <= constants["TILES"] * constants["WIDTH"] - columns < max(constants["WIDTH"], 1)
+
+
 @pytest.mark.parametrize("dtype", [FULL, HALF])
 def test_rows_too_long_for_registers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("LONGEST_ROW", 64), ("WIDE_BLOCK", 32), ("WIDE_SEGMENT", 4), ("TILE", 64)):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(module, "_forward_kernel", None)
-    monkeypatch.setattr(module, "_backward_kernel", None)
+    monkeypatch.setattr(module, "forward_kernel", None)
+    monkeypatch.setattr(module, "backward_kernel", None)
     x, residual = ((normal(5, 70, seed=seed) * 8).round().div(8).to(dtype) for seed in (0, 1))
     weight = normal(70, dtype=dtype, seed=2)
     check(rms_norm, rms_norm_reference, [x, weight], dtype, round_before_weight=False, offset=1.0)
@@ -166,9 +200,7 @@ def test_rows_too_long_for_registers(dtype: torch.dtype, monkeypatch: pytest.Mon
     check(rms_norm, rms_norm_reference, [x, None], dtype, view=lambda x: x[:, :66], round_before_weight=True)
 
 
-def test_the_shortest_row_too_long_for_registers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SUM_COLUMNS", 4096)  # 513 programs would take the interpreter seconds
-    monkeypatch.setattr(module, "SUM_ROWS", 1)
+def test_the_shortest_row_too_long_for_registers() -> None:
     inputs = [normal(1, module.LONGEST_ROW + 1), normal(module.LONGEST_ROW + 1, seed=1)]
     check(rms_norm, rms_norm_reference, inputs, FULL, round_before_weight=True)
 
@@ -229,9 +261,9 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_what_is_asked_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     x, residual, weight = leaf(normal(3, 64)), leaf(normal(3, 64, seed=1)), normal(64)
-    monkeypatch.setattr(module, "_sum_programs_kernel", None)  # a launch would raise
+    monkeypatch.setattr(module, "sum_programs_kernel", None)  # a launch would raise
     rms_norm(x, weight, EPS, round_before_weight=True).sum().backward()
-    monkeypatch.setattr(module, "_backward_kernel", None)
+    monkeypatch.setattr(module, "backward_kernel", None)
     x.grad = None
     _, total = add_rms_norm(x, residual, leaf(weight), EPS, round_before_weight=True)
     (3 * total).sum().backward()
@@ -266,7 +298,7 @@ def test_second_derivative_is_refused() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0), (2, 0, 8)])
 def test_nothing_is_launched_for_nothing(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    for kernel in ("_forward_kernel", "_backward_kernel", "_sum_programs_kernel"):
+    for kernel in ("forward_kernel", "backward_kernel", "sum_programs_kernel"):
         monkeypatch.setattr(module, kernel, None)
     x, weight = leaf(normal(*shape)), leaf(normal(shape[-1]))
     y, total = add_rms_norm(x, x, weight, EPS, round_before_weight=True)
