@@ -165,30 +165,41 @@ def test_a_disk_that_fails_at_start(launcher: Launcher, disk: Path) -> None:
 # ---- the disk is full ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_disk(disk: Path) -> Iterator[Callable[[str], Path]]:
-    def mount(options: str) -> Path:
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            pytest.skip("mounting a small tmpfs needs root")
+@pytest.fixture(params=["tmpfs", "ext4"])
+def small_disk(request: pytest.FixtureRequest, disk: Path, tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """A filesystem of so many MiB: tmpfs, without O_DIRECT, and ext4 on a loop device, with it."""
+
+    def mount(mebibytes: int) -> Path:
+        if request.param == "tmpfs":
+            commands = [["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(disk)]]
+        else:
+            image = tmp_path / "image"
+            with image.open("wb") as file:
+                file.truncate(mebibytes << 20)
+            make = ["mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal,^resize_inode", "-N", "64", str(image)]
+            commands = [make, ["mount", "-o", "loop", str(image), str(disk)]]
+        for command in commands:
+            if shutil.which(command[0]) is None or subprocess.run(command, capture_output=True, check=False).returncode:
+                pytest.skip(f"{command[0]} of a small {request.param} does not work here; it needs root")
+        shutil.rmtree(disk / "lost+found", ignore_errors=True)
         return disk
 
     yield mount
     subprocess.run(["umount", "-l", str(disk)], check=False)
 
 
-def test_a_disk_too_small_is_refused_before_training(launcher: Launcher, small_disk: Callable[[str], Path]) -> None:
-    disk = small_disk("size=2m")
+def test_a_disk_too_small_is_refused_before_training(launcher: Launcher, small_disk: Callable[[int], Path]) -> None:
+    disk = small_disk(2)
     run = launcher.begin(start(disk))
-    check_failure(run, disk, "zero_optimization.offload_optimizer.nvme_path: .* has 2,0[0-9,]+ bytes free and needs ")
+    check_failure(run, disk, "zero_optimization.offload_optimizer.nvme_path: .* has [12],[0-9,]+ bytes free and needs ")
     needed = int(re.search(r"needs ([0-9,]+) for", run.log)[1].replace(",", ""))  # type: ignore[index]
     assert 12 * 300_000 < needed < 16 * 400_000
 
 
 def test_others_that_fill_the_disk_meanwhile_do_no_harm(
-    launcher: Launcher, whole: Any, small_disk: Callable[[str], Path]
+    launcher: Launcher, whole: Any, small_disk: Callable[[int], Path]
 ) -> None:
-    disk = small_disk("size=16m")
+    disk = small_disk(16)
     result = launcher.run(start(disk), ["train", 1], ["fill_disk"], ["train", STEPS - 1], ["digest", "end"])
     assert result["filled"] == errno.ENOSPC
     check_bits(result, whole()[1])
