@@ -11,9 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ds_slide.errors import SlideError
 from ds_slide.optim.hyper import AdamWHyper
 
 BLOCK = 1024
+GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
 
@@ -78,7 +80,37 @@ def _adamw_planar_kernel(
     tl.store(exp_avg_sq + offsets, v, mask=mask)
 
 
-def adamw_planar_(
+def _check(
+    weight: torch.Tensor,
+    remainder: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    gradient: torch.Tensor,
+) -> None:
+    for name, plane, dtypes in (
+        ("weight", weight, (torch.bfloat16,)),
+        ("remainder", remainder, (torch.int16,)),
+        ("exp_avg", exp_avg, (torch.float32,)),
+        ("exp_avg_sq", exp_avg_sq, (torch.float32,)),
+        ("gradient", gradient, GRADIENT_DTYPES),
+    ):
+        if plane.dtype not in dtypes or plane.dim() != 1 or not plane.is_contiguous():
+            raise SlideError(
+                f"adamw_planar_: {name} must be flat, contiguous and {' or '.join(map(str, dtypes))}, but it is "
+                f"{plane.dtype} of shape {list(plane.shape)} and strides {list(plane.stride())}."
+            )
+        if plane.shape != weight.shape or plane.device != weight.device:
+            raise SlideError(
+                f"adamw_planar_: {name} has {plane.numel()} elements on {plane.device}, but the weight has "
+                f"{weight.numel()} on {weight.device}; pass the planes of one span."
+            )
+        if plane.requires_grad:
+            raise SlideError(
+                f"adamw_planar_: {name} requires grad, but no graph can go through an update; pass its `detach()`."
+            )
+
+
+def _launch(
     weight: torch.Tensor,
     remainder: torch.Tensor,
     exp_avg: torch.Tensor,
@@ -87,8 +119,7 @@ def adamw_planar_(
     hyper: AdamWHyper,
     grad_scale: float,
 ) -> None:
-    """Update in place. Flat contiguous tensors of one length: bf16 weight, int16 remainder, fp32 moments, any
-    floating gradient."""
+    _check(weight, remainder, exp_avg, exp_avg_sq, gradient)
     numel = weight.numel()
     if not numel:
         return
@@ -114,4 +145,86 @@ def adamw_planar_(
         BLOCK=BLOCK,
         num_warps=4,
         enable_fp_fusion=False,
+    )
+
+
+@torch.library.custom_op("ds_slide::adamw_planar_", mutates_args=("weight", "remainder", "exp_avg", "exp_avg_sq"))
+def _adamw_planar_(
+    weight: torch.Tensor,
+    remainder: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    gradient: torch.Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    bias_correction: bool,
+    adam_w_mode: bool,
+    grad_scale: float,
+) -> None:
+    hyper = AdamWHyper(lr, (beta1, beta2), eps, weight_decay, step, bias_correction, adam_w_mode)
+    _launch(weight, remainder, exp_avg, exp_avg_sq, gradient, hyper, grad_scale)
+
+
+@_adamw_planar_.register_fake
+def _(
+    weight: torch.Tensor,
+    remainder: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    gradient: torch.Tensor,
+    lr: float,  # noqa: ARG001 - these are prescribed
+    beta1: float,  # noqa: ARG001
+    beta2: float,  # noqa: ARG001
+    eps: float,  # noqa: ARG001
+    weight_decay: float,  # noqa: ARG001
+    step: int,  # noqa: ARG001
+    bias_correction: bool,  # noqa: ARG001
+    adam_w_mode: bool,  # noqa: ARG001
+    grad_scale: float,  # noqa: ARG001
+) -> None:
+    _check(weight, remainder, exp_avg, exp_avg_sq, gradient)
+
+
+def adamw_planar_(
+    weight: torch.Tensor,
+    remainder: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    gradient: torch.Tensor,
+    hyper: AdamWHyper,
+    grad_scale: float,
+) -> None:
+    """One AdamW (or Adam with L2) step in place, without waiting, with the bits of `ds_slide.optim.reference`.
+
+    All tensors are flat [n], contiguous and on one device; n may be 0.
+    weight: bf16, the upper plane of the fp32 master. remainder: int16, its low 16 bits. exp_avg, exp_avg_sq: fp32.
+    gradient: bf16, fp16 or fp32; only read.
+    hyper: numbers of this step. grad_scale: factor on the gradient (clip factor / loss scale), a Python number, for
+        reading one from the GPU would wait for it.
+
+    inf and nan in a gradient make its own element nan or inf and no other. Raises SlideError for another dtype, length,
+    device or strides, or a tensor that requires grad.
+    """
+    if not torch.compiler.is_compiling():
+        # The operator's dispatch costs the host more than the launch: see `pack_gradients`.
+        _launch(weight, remainder, exp_avg, exp_avg_sq, gradient, hyper, grad_scale)
+        return
+    _adamw_planar_(
+        weight,
+        remainder,
+        exp_avg,
+        exp_avg_sq,
+        gradient,
+        hyper.lr,
+        *hyper.betas,
+        hyper.eps,
+        hyper.weight_decay,
+        hyper.step,
+        hyper.bias_correction,
+        hyper.adam_w_mode,
+        grad_scale,
     )

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ds_slide.errors import SlideError
+from ds_slide.kernels.square_sum import COMBINE_BLOCK, combine_kernel
 
 # Elements of one program: 256 threads hold 32 each, four vector loads of 16 bytes in flight per thread. The partial
 # sums lie at fixed places of the layout, one for every BLOCK, so neither the device nor the launch changes the value.
@@ -28,7 +29,6 @@ CHUNK = 1024
 WIDTH = 16
 # Offsets that are multiples of this (ds_slide.model.layout.ALIGNMENT) keep vector loads and stores of the plane whole.
 ALIGNMENT = 64
-COMBINE_BLOCK = 4096
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -103,18 +103,6 @@ def _pack_kernel(
         present = tl.minimum(extent - local, BLOCK).to(tl.int32)
         total = _pack_rest(source, target, given, present, ACCUMULATE, BLOCK, CHUNK)
     tl.store(partial + program, total)
-
-
-@triton.jit
-def _combine_kernel(partial, square_sum, count, BLOCK: tl.constexpr):
-    # torch's sum would split the work by the number of multiprocessors, and its last bits with it.
-    total = tl.zeros((BLOCK,), dtype=tl.float64)
-    step = 0
-    while step < count:  # the interpreter cannot take a range of a run-time number
-        offsets = step + tl.arange(0, BLOCK)
-        total += tl.load(partial + offsets, mask=offsets < count, other=0.0)
-        step += BLOCK
-    tl.store(square_sum, tl.sum(total, axis=0))
 
 
 class _Launch(NamedTuple):
@@ -248,7 +236,7 @@ def _launch(
             CHUNK=CHUNK,
             num_warps=NUM_WARPS,
         )
-    _combine_kernel[(1,)](partial, square_sum, layout.programs, BLOCK=COMBINE_BLOCK, num_warps=8)
+    combine_kernel[(1,)](partial, square_sum, layout.programs, BLOCK=COMBINE_BLOCK, num_warps=8)
 
 
 @torch.library.custom_op("ds_slide::pack_gradients", mutates_args=("plane", "square_sum"))

@@ -1,4 +1,4 @@
-"""Square sum of a flat tensor in fp64, in one pass.
+"""Square sum of a flat tensor in fp64, in one pass, and the kernel that adds up partial sums in a fixed order.
 
 Bytes: one read of the input. torch would first write an fp64 copy (8 bytes an element for 2 read) because its
 reductions accumulate in the output type only for mixed pairs that exclude bf16 -> fp64.
@@ -10,10 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
+from ds_slide.errors import SlideError
+
 # One program reads SEGMENT elements in steps of BLOCK: 77 M elements (a block of a 3 B model) make 1,176 programs,
 # enough for 132 multiprocessors, and as many partial sums, few enough for one small reduction.
 SEGMENT = 65536
 BLOCK = 4096
+COMBINE_BLOCK = 4096
+NUM_WARPS = 8
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
@@ -23,19 +28,69 @@ def _square_sum_kernel(values, partial, numel, SEGMENT: tl.constexpr, BLOCK: tl.
     for step in range(0, SEGMENT, BLOCK):
         offsets = segment + step + tl.arange(0, BLOCK)
         value = tl.load(values + offsets, mask=offsets < numel, other=0.0).to(tl.float32)
-        # Exact: a bf16 or fp16 square fits the 24 bits of fp32; fp32 inputs are widened first.
+        # Exact: the square of a number of 24 bits or fewer fits the 53 of fp64.
         wide = value.to(tl.float64)
         total += wide * wide
     tl.store(partial + tl.program_id(0), tl.sum(total, axis=0))
 
 
-def square_sum(values: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of a contiguous flat tensor (bf16, fp16 or fp32) as a 0-d fp64 tensor on its device.
+@triton.jit
+def combine_kernel(partial, square_sum, count, BLOCK: tl.constexpr):
+    """square_sum [] fp64: the sum of partial [count] fp64, by one program.
 
-    inf and nan propagate. Partial sums are combined in a fixed order, so the value is reproducible.
+    torch's sum would split the work by the number of multiprocessors, and its last bits with it.
     """
-    segments = triton.cdiv(values.numel(), SEGMENT)
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
+    step = 0
+    while step < count:  # the interpreter cannot take a range of a run-time number
+        offsets = step + tl.arange(0, BLOCK)
+        total += tl.load(partial + offsets, mask=offsets < count, other=0.0)
+        step += BLOCK
+    tl.store(square_sum, tl.sum(total, axis=0))
+
+
+def _check(values: torch.Tensor) -> None:
+    if values.dim() != 1 or not values.is_contiguous() or values.dtype not in DTYPES:
+        raise SlideError(
+            f"square_sum: the tensor must be flat, contiguous and bfloat16, float16 or float32, but it is "
+            f"{values.dtype} of shape {list(values.shape)} and strides {list(values.stride())}."
+        )
+    if values.requires_grad and torch.is_grad_enabled():
+        raise SlideError("square_sum: the tensor requires grad, but no graph can go through it; pass its `detach()`.")
+
+
+def _launch(values: torch.Tensor) -> torch.Tensor:
+    _check(values)
+    numel = values.numel()
+    if not numel:
+        return torch.zeros((), dtype=torch.float64, device=values.device)
+    segments = triton.cdiv(numel, SEGMENT)
     partial = torch.empty(segments, dtype=torch.float64, device=values.device)
-    if segments:
-        _square_sum_kernel[(segments,)](values, partial, values.numel(), SEGMENT=SEGMENT, BLOCK=BLOCK, num_warps=8)
-    return partial.sum()
+    total = torch.empty((), dtype=torch.float64, device=values.device)
+    _square_sum_kernel[(segments,)](values, partial, numel, SEGMENT=SEGMENT, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    combine_kernel[(1,)](partial, total, segments, BLOCK=COMBINE_BLOCK, num_warps=NUM_WARPS)
+    return total
+
+
+@torch.library.custom_op("ds_slide::square_sum", mutates_args=())
+def _square_sum(values: torch.Tensor) -> torch.Tensor:
+    return _launch(values)
+
+
+@_square_sum.register_fake
+def _(values: torch.Tensor) -> torch.Tensor:
+    _check(values)
+    return values.new_empty((), dtype=torch.float64)
+
+
+def square_sum(values: torch.Tensor) -> torch.Tensor:
+    """Sum of the squares of `values`, in fp64, without waiting: [] fp64 on its device; 0 when it is empty.
+
+    values: flat [n], bf16, fp16 or fp32, contiguous.
+
+    inf and nan propagate, and nothing else makes the sum infinite. The order of the additions depends on n alone.
+    No autograd graph goes through it: outside of `torch.no_grad()` a tensor that requires grad is refused. Raises
+    SlideError for that, and for another shape, dtype or strides.
+    """
+    # The operator's dispatch costs the host more than the two launches: see `pack_gradients`.
+    return _square_sum(values) if torch.compiler.is_compiling() else _launch(values)

@@ -1,4 +1,5 @@
-"""Window, timing of the lanes and place of the states change no bit of weights and states on CUDA."""
+"""Window, timing of the lanes and place of the states change no bit of weights and states on CUDA,
+with the model's own modules and with the kernels in their place."""
 
 from __future__ import annotations
 
@@ -27,27 +28,46 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "half on SSD": {"window": 2, "gpu_states": 0, "host_memory": "40MB", "io_backend": "libaio"},
 }
 CLIPS = (0.0, 1.0)
+WITH_KERNELS = ("the same again", "window 4", "states on the GPU", "all on SSD")
+KERNELS_CLIP = 1.0
+# Of the worker's Llama: two norms a block and the last one.
+REPLACED = {"loss": 1, "norm": 17, "rope": 8, "mlp": 8}
+
+
+def scenario(name: str, clip: float, kernels: str) -> dict[str, Any]:
+    slide = {"kernels": kernels, **(REFERENCE if name == "reference" else VARIANTS[name])}
+    named = {"name": f"{name}, clip {clip:g}", "clip": clip, "slide": slide, "ssd": "SSD" in name}
+    return {"steps": STEPS, "exact": True, "record": ["states"], **named}
 
 
 @pytest.fixture(scope="module")
 def recorded(run_scenarios: Callable[..., Any]) -> Any:
-    common = {"steps": STEPS, "exact": True, "record": ["states"]}
-    return run_scenarios(
-        [
-            {**common, "name": f"{name}, clip {clip:g}", "clip": clip, "slide": slide, "ssd": "SSD" in name}
-            for clip in CLIPS
-            for name, slide in {"reference": REFERENCE, **VARIANTS}.items()
-        ]
-    )
+    return run_scenarios([scenario(name, clip, "off") for clip in CLIPS for name in ("reference", *VARIANTS)])
+
+
+@pytest.fixture(scope="module")
+def recorded_with_kernels(run_scenarios: Callable[..., Any]) -> Any:
+    return run_scenarios([scenario(name, KERNELS_CLIP, "auto") for name in ("reference", *WITH_KERNELS)])
+
+
+def assert_same_bits(variant: str, clip: float, recorded: Any, kernels: dict[str, int]) -> None:
+    # "the same again" is the control: if it fails, the model's own kernels are not deterministic here.
+    reference, other = recorded[f"reference, clip {clip:g}"], recorded[f"{variant}, clip {clip:g}"]
+    assert reference["kernels"] == other["kernels"] == kernels
+    assert other["losses"] == reference["losses"]
+    assert other["states"] == reference["states"]
 
 
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_same_bits(variant: str, clip: float, recorded: Any) -> None:
-    # "the same again" is the control: if it fails, the model's own kernels are not deterministic here.
-    reference, other = recorded[f"reference, clip {clip:g}"], recorded[f"{variant}, clip {clip:g}"]
-    assert other["losses"] == reference["losses"]
-    assert other["states"] == reference["states"]
+    assert_same_bits(variant, clip, recorded, kernels={})
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.parametrize("variant", WITH_KERNELS)
+def test_same_bits_with_kernels(variant: str, recorded_with_kernels: Any) -> None:
+    assert_same_bits(variant, KERNELS_CLIP, recorded_with_kernels, kernels=REPLACED)
 
 
 def test_clipping_changes_the_bits(recorded: Any) -> None:

@@ -52,9 +52,10 @@ class Scenario:
     ssd: bool = False
     """Whether states may go to SSD: into a folder that is gone afterwards."""
     slide: dict[str, Any] = field(default_factory=dict)
-    """Additions to the "ds_slide" block."""
+    """Additions to the "ds_slide" block. Without "kernels" the model's own modules are replaced on a GPU."""
     record: tuple[str, ...] = ()
-    """What to record besides losses: gradients, states, syncs, allocations, memory."""
+    """What to record besides losses, norms and the kernels in the model: gradients, states, syncs, allocations,
+    memory."""
 
 
 def device() -> torch.device:
@@ -193,6 +194,8 @@ class Recorder:
             self._finish()
 
     def _finish(self) -> None:
+        if self._scenario.system == "slide":
+            self.result["kernels"] = self._engine.optimizer.slide_stats()["kernels"]["replaced"]
         if self._allocations:
             self.result["allocations"] = self._allocations.stop()
         if self._syncs:
