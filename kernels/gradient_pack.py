@@ -33,12 +33,21 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
+def _widened(value, dtype: tl.constexpr):
+    """`value` in fp32, to be added and rounded to `dtype`."""
+    if value.dtype == tl.bfloat16 and dtype == tl.float16:
+        # By its bits: LLVM would narrow the addition to fp16 (8 bits of mantissa fit 11), whose exponents are too few.
+        return (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return value.to(tl.float32)
+
+
+@triton.jit
 def _pack_whole(source, plane, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK elements that all come from the source: no masks, which would break the vector loads. -> square sum."""
     lanes = tl.arange(0, BLOCK)
     value = tl.load(source + lanes)
     if ACCUMULATE:
-        value = tl.load(plane + lanes).to(tl.float32) + value.to(tl.float32)
+        value = tl.load(plane + lanes).to(tl.float32) + _widened(value, plane.dtype.element_ty)
     value = value.to(plane.dtype.element_ty)
     tl.store(plane + lanes, value)
     # Exact: the square of a number of 24 bits or fewer fits the 53 of fp64.
@@ -59,7 +68,7 @@ def _pack_rest(source, plane, numel, extent, ACCUMULATE: tl.constexpr, BLOCK: tl
         value = tl.load(source + lanes, mask=given, other=0.0)
         if ACCUMULATE:
             old = tl.load(plane + lanes, mask=lanes < extent, other=0.0)
-            total = old.to(tl.float32) + value.to(tl.float32)
+            total = old.to(tl.float32) + _widened(value, plane.dtype.element_ty)
             # Chosen, not added as zero: -0.0 + 0.0 would be 0.0.
             value = tl.where(given, total.to(plane.dtype.element_ty), old)
         else:

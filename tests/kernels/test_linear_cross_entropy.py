@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from ds_slide.errors import SlideConfigError, SlideError
+from ds_slide.kernels import cross_entropy_launch, weight_gradient
 from ds_slide.kernels import linear_cross_entropy as module
 from ds_slide.kernels.linear_cross_entropy import linear_cross_entropy
 from ds_slide.kernels.reference.linear_cross_entropy import linear_cross_entropy as reference
@@ -85,11 +86,11 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 4 rows (three for 11 rows, the last of 3), blocks of 32 columns, slices of the sum of 7 rows."""
+    """Chunks of 4 rows (three for 11 rows, the last of 3), segments of 32 columns, slices of the sum of 7 rows."""
     monkeypatch.setattr(module, "CHUNK_BYTES", 1)
     monkeypatch.setattr(module, "ROW_MULTIPLE", 4)
-    monkeypatch.setattr(module, "MAX_BLOCK", 32)
-    monkeypatch.setattr(module, "SLICE_BYTES", 7 * 4 * 24)
+    monkeypatch.setattr(cross_entropy_launch, "SEGMENT", 32)
+    monkeypatch.setattr(weight_gradient, "SLICE_BYTES", 7 * 4 * 24)
 
 
 OPTIONS = {
@@ -128,7 +129,7 @@ def test_chunks_and_blocks_are_put_together(options: dict[str, Any], dtype: torc
 def test_sums_without_an_accumulating_product(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "widen" and DEVICE == "cpu":
         pytest.skip("torch has no product of 16-bit matrices in fp32 on the CPU")
-    monkeypatch.setattr(module, "_product_kind", lambda _device, _dtype: kind)
+    monkeypatch.setattr(weight_gradient, "product_kind", lambda _device, _dtype: kind)
     compare(Case(dtype=torch.bfloat16))
     compare(Case(dtype=torch.float16))
 
@@ -138,6 +139,12 @@ def test_odd_shapes(shape: tuple[int, int, int]) -> None:
     rows, width, vocabulary = shape
     compare(Case(rows, width, vocabulary, ignored=False))
     compare(Case(rows, width, vocabulary, dtype=torch.bfloat16, ignored=False))
+
+
+@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"softcap": 3.0, "label_smoothing": 0.2}], ids=str)
+def test_a_capped_row_that_ends_within_a_segment(options: dict[str, Any]) -> None:
+    # 192 columns need no padding but do not fill 256: the cap makes -softcap of the -inf beyond them.
+    compare(Case(3, 8, 192, bias=True, options=options))
 
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"label_smoothing": 0.3}, {"ignore_index": 7}], ids=str)
@@ -187,7 +194,7 @@ def test_only_what_is_needed_is_computed(frozen: str, monkeypatch: pytest.Monkey
     hidden, weight, labels, _ = Case().inputs()
     expected = differentiate(linear_cross_entropy, Case(), False)
     made = []
-    monkeypatch.setattr(module._WeightGradient, "finish", lambda self: made.append(self) or self.result)
+    monkeypatch.setattr(weight_gradient.WeightGradient, "finish", lambda self: made.append(self) or self.result)
     hidden.requires_grad_(frozen == "weight")
     weight.requires_grad_(frozen == "hidden")
     loss = linear_cross_entropy(hidden, weight, labels)
@@ -309,6 +316,40 @@ def test_large_and_infinite_logits() -> None:
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
     found, want = torch.autograd.grad(loss, hidden)[0], torch.autograd.grad(expected, wide)[0]
     torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "skip"), [*((dtype, True) for dtype in TOLERANCE), (torch.float32, False)], ids=str)
+def test_the_largest_logit_may_be_anywhere(dtype: torch.dtype, skip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of +-1e4 with the maximum in each segment in turn, the last column too; beyond the vocabulary lies nan."""
+    monkeypatch.setattr(cross_entropy_launch, "SEGMENT", 32)
+    monkeypatch.setattr(cross_entropy_launch, "SKIP_IGNORED", skip)
+    generator = torch.Generator().manual_seed(zlib.crc32(repr((dtype, skip)).encode()))
+    top = torch.tensor([0, 31, 32, 70, 96, 100, 100, 100, 5])
+    rows, vocabulary, stride = len(top), 101, 128
+    wide = 9e3 * (2 * torch.rand(rows, vocabulary, generator=generator) - 1)
+    wide[torch.arange(rows), top] = 1e4
+    wide[6] = torch.randn(vocabulary, generator=generator)
+    wide[7, :3] = torch.tensor([9998.0, 9999.0, float("-inf")])
+    wide = wide.to(dtype)
+    wide[8, 50] = float("nan")
+    labels = torch.randint(vocabulary, (rows,), generator=generator)
+    labels[5], labels[7], labels[8] = 100, 0, -100
+    buffer = torch.full((rows, stride), float("nan"), dtype=dtype, device=DEVICE)
+    logits = buffer[:, :vocabulary]
+    logits.copy_(wide)
+    scales = torch.tensor([0.15, 1.2, 0.125], device=DEVICE)
+    launches = cross_entropy_launch.CrossEntropyRows(rows, vocabulary, stride, None, scales, -100, 0.0, 0.0, None)
+    losses = torch.empty(rows, device=DEVICE)
+    launches.losses_(logits, labels.to(DEVICE), losses)
+    launches.gradients_(logits, labels.to(DEVICE))
+
+    double = wide[:8].double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(double, labels[:8], reduction="none")
+    (gradient,) = torch.autograd.grad(1.2 * expected.sum(), double)
+    torch.testing.assert_close(losses[:8].cpu().double(), expected.detach(), rtol=1e-6, atol=1e-6)
+    # Two units in the last place of a gradient of 1.2: the interpreter cuts bf16 off.
+    assert (logits[:8].cpu().double() - gradient).abs().max() <= max(2 * torch.finfo(dtype).eps, 1e-6)
+    assert losses[8] == 0.0 and not logits[8].any()
 
 
 @pytest.mark.usefixtures("small_chunks")

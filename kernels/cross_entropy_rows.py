@@ -1,0 +1,186 @@
+"""Cross-entropy of rows of logits, and their gradient in place of the logits.
+
+Three kernels: `segment_kernel` takes a segment of a row to its maximum and its sum of exponentials, `row_kernel` the
+segments of a row to its loss, `gradient_kernel` a segment to its gradient. Segments and not rows are the programs:
+1,024 rows of 151,936 words in bf16 take an H200 237 us, and 87 us where only the loss is wanted, against 254 and 140
+with a program a row and one a multiprocessor, and against 223 and 74 for copying as many bytes. Segments also fill the
+device when rows are few.
+
+Bytes: the logits are read twice and written once. The segments are taken in opposite orders: the first read begins
+with what the matrix product has written last, and the second with what the first has read last.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _cap(value, softcap, CAP: tl.constexpr):
+    """softcap * tanh(value / softcap) and its derivative by value."""
+    derivative = 1.0
+    if CAP:
+        # tanh from the exponential of a number that is never positive: it cannot overflow.
+        decay = tl.exp(-2.0 * tl.abs(value) / softcap)
+        tangent = softcap * (1.0 - decay) / (1.0 + decay)
+        value = tl.where(value < 0.0, -tangent, tangent)
+        derivative = 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
+    return value, derivative
+
+
+@triton.jit
+def _load_logits(
+    logits, bias, columns, vocabulary, stride, softcap, HAS_BIAS: tl.constexpr, CAP: tl.constexpr, PADDED: tl.constexpr
+):
+    """Logits in fp32 and the derivative of the cap; -inf beyond the vocabulary."""
+    # The mask is the padded row, a multiple of 64: the vocabulary, if odd, would break the vector loads.
+    value = tl.load(logits + columns, mask=columns < stride, other=-float("inf")).to(tl.float32)
+    if HAS_BIAS:
+        value += tl.load(bias + columns, mask=columns < vocabulary, other=0.0).to(tl.float32)
+    value, derivative = _cap(value, softcap, CAP)
+    if PADDED or CAP:
+        value = tl.where(columns < vocabulary, value, -float("inf"))
+    return value, derivative
+
+
+@triton.jit
+def segment_kernel(
+    logits,
+    bias,
+    labels,
+    partials,
+    vocabulary,
+    stride,
+    ignore_index,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    SKIP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """partials [rows, 3, segments] = maximum, sum of exp(logit - maximum) and, with SMOOTH, sum of the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    segments = tl.num_programs(1)
+    segment = segments - 1 - tl.program_id(1)
+    counted = True
+    if SKIP:
+        counted = tl.load(labels + row) != ignore_index
+    if counted:
+        columns = segment * BLOCK + tl.arange(0, BLOCK)
+        value, _ = _load_logits(
+            logits + row * stride, bias, columns, vocabulary, stride, softcap, HAS_BIAS, CAP, PADDED
+        )
+        # A segment of -inf alone has the lowest number as its maximum: the difference stays -inf, and is not nan.
+        largest = tl.maximum(tl.max(value, axis=0), LOWEST)
+        part = partials + row * 3 * segments + segment
+        tl.store(part, largest)
+        tl.store(part + segments, tl.sum(tl.exp2((value - largest) * LOG2_E), axis=0))
+        if SMOOTH:
+            tl.store(part + 2 * segments, tl.sum(tl.where(columns < vocabulary, value, 0.0), axis=0))
+
+
+@triton.jit
+def row_kernel(
+    logits,
+    bias,
+    labels,
+    partials,
+    scales,
+    row_losses,
+    row_factors,
+    segments,
+    vocabulary,
+    stride,
+    ignore_index,
+    smoothing,
+    z_loss,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    """Loss of a row, and what its gradient needs: row_factors [rows, 2] = its maximum and the factor of exp(logit -
+    maximum), which holds the mantissa of 1 / count."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    if label == ignore_index:
+        tl.store(row_losses + row, 0.0)
+    else:
+        valid = (label >= 0) & (label < vocabulary)
+        at = tl.where(valid, label, 0)
+        target = tl.load(logits + row * stride + at).to(tl.float32)
+        if HAS_BIAS:
+            target += tl.load(bias + at).to(tl.float32)
+        target, _ = _cap(target, softcap, CAP)
+
+        lanes = tl.arange(0, SEGMENTS)
+        mask = lanes < segments
+        parts = partials + row * 3 * segments + lanes
+        largest = tl.load(parts, mask=mask, other=LOWEST)
+        top = tl.max(largest, axis=0)
+        sums = tl.load(parts + segments, mask=mask, other=0.0)
+        total = tl.sum(sums * tl.exp2((largest - top) * LOG2_E), axis=0)
+        log_total = tl.log2(total) * LN_2
+
+        # Differences of logits first: for logits of 10^4 their logarithm of a sum is rounded to 10^-3.
+        loss = (1.0 - smoothing) * (top - target + log_total)
+        log_sum = top + log_total
+        loss += z_loss * log_sum * log_sum
+        if SMOOTH:
+            plain = tl.sum(tl.load(parts + 2 * segments, mask=mask, other=0.0), axis=0)
+            loss += smoothing * (top - plain / vocabulary + log_total)
+        tl.store(row_losses + row, tl.where(valid, loss, float("nan")))
+        scale = tl.where(valid, tl.load(scales + 1), float("nan"))
+        tl.store(row_factors + 2 * row, top)
+        tl.store(row_factors + 2 * row + 1, (1.0 + 2.0 * z_loss * log_sum) * scale / total)
+
+
+@triton.jit
+def gradient_kernel(
+    logits,
+    bias,
+    labels,
+    scales,
+    row_factors,
+    vocabulary,
+    stride,
+    ignore_index,
+    smoothing,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A segment of logits becomes its gradient, times the mantissa of 1 / count."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    lanes = tl.arange(0, BLOCK)
+    columns = start + lanes
+    logits += row * stride
+    label = tl.load(labels + row)
+    if label == ignore_index:
+        tl.store(logits + columns, tl.zeros((BLOCK,), dtype=logits.dtype.element_ty), mask=columns < stride)
+    else:
+        top = tl.load(row_factors + 2 * row)
+        factor = tl.load(row_factors + 2 * row + 1)
+        scale = tl.load(scales + 1)
+        value, derivative = _load_logits(logits, bias, columns, vocabulary, stride, softcap, HAS_BIAS, CAP, PADDED)
+        gradient = tl.exp2((value - top) * LOG2_E) * factor
+        if SMOOTH:
+            gradient -= smoothing / vocabulary * scale
+        # Compared within the segment, as 32 bits: whole labels would take two comparisons for each element.
+        place = tl.where((label >= start) & (label < start + BLOCK), label - start, -1).to(tl.int32)
+        gradient = tl.where(lanes == place, gradient - (1.0 - smoothing) * scale, gradient)
+        if CAP:
+            gradient *= derivative
+        tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=columns < stride)
