@@ -1,7 +1,7 @@
 """Loss of the language model head without its logits: linear layer and cross-entropy in chunks of rows.
 
 For 16,384 tokens and 151,936 words the logits alone are 5 GB in bf16, and their gradient as much again. Here one
-buffer of at most CHUNK_BYTES holds the logits of a chunk and then, in place, their gradient, from which the gradients
+buffer of about CHUNK_BYTES holds the logits of a chunk and then, in place, their gradient, from which the gradients
 of `hidden` and `weight` are made at once: the backward pass only multiplies them by its incoming gradient.
 """
 
@@ -18,6 +18,9 @@ from ds_slide.kernels.weight_gradient import WeightGradient, result_dtype
 # Logits of one chunk: 1,024 rows of 151,936 words in bf16. Twice this reads and writes the fp32 weight gradient half
 # as often (2.5 GB a chunk for h = 2048), at 0.3 GB more memory.
 CHUNK_BYTES = 320 * 10**6
+# What that costs beside the products depends on the rows alone: with 512 of them (256,000 words) the loss ran at 0.61
+# of its products' speed, with 1,024 at 0.77. So larger vocabularies may take up to twice the bytes.
+ENOUGH_ROWS = 1024
 ROW_MULTIPLE = 128
 # Rows of the buffer start at multiples of this many elements: odd vocabularies (50,257) then still get vector loads,
 # and matrix products without cuBLAS's slow unaligned kernels.
@@ -26,8 +29,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _chunk_rows(rows: int, padded: int, itemsize: int) -> int:
-    """Rows of a chunk: chunks of about one size, multiples of ROW_MULTIPLE, within CHUNK_BYTES where that can be."""
-    limit = max(ROW_MULTIPLE, CHUNK_BYTES // (padded * itemsize) // ROW_MULTIPLE * ROW_MULTIPLE)
+    """Rows of a chunk: chunks of about one size, multiples of ROW_MULTIPLE, within CHUNK_BYTES or twice that."""
+    fitting = CHUNK_BYTES // (padded * itemsize)
+    fitting = max(fitting, min(2 * fitting, ENOUGH_ROWS))
+    limit = max(ROW_MULTIPLE, fitting // ROW_MULTIPLE * ROW_MULTIPLE)
     even = triton.cdiv(rows, triton.cdiv(rows, limit))
     return min(rows, triton.cdiv(even, ROW_MULTIPLE) * ROW_MULTIPLE)
 

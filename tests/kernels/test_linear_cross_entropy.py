@@ -362,6 +362,8 @@ def test_nan_in_one_row_shows() -> None:
 def test_chunks_are_even_and_within_the_limit() -> None:
     assert module._chunk_rows(16384, 151936, 2) == 1024
     assert module._chunk_rows(1100, 151936, 2) == 640
+    assert module._chunk_rows(8192, 256000, 2) == 1024  # 0.52 GB
+    assert module._chunk_rows(8192, 512000, 2) == 512
     assert module._chunk_rows(100, 151936, 2) == 100
     assert module._chunk_rows(16384, 10**9, 4) == 128
 
