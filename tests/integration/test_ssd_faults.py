@@ -209,8 +209,9 @@ def test_others_that_fill_the_disk_meanwhile_do_no_harm(
 # ---- the directory -------------------------------------------------------------------------------------------------
 
 
-def test_a_read_only_disk_is_refused(launcher: Launcher, small_disk: Callable[[str], Path]) -> None:
-    disk = small_disk("size=16m,ro")
+def test_a_read_only_disk_is_refused(launcher: Launcher, small_disk: Callable[[int], Path]) -> None:
+    disk = small_disk(16)
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     check_failure(launcher.begin(start(disk)), disk, f"nvme_path: .*'{disk}' .Read-only file system.*may write to")
 
 
