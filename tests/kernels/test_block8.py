@@ -12,6 +12,7 @@ from ds_slide.kernels.block8 import ROWS, block8_dequantise, block8_quantise
 from ds_slide.kernels.reference.block8 import block8_dequantise_reference, block8_quantise_reference
 from ds_slide.optim.low_precision import GROUP
 
+pytestmark = pytest.mark.usefixtures("nearest_bfloat16")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -29,25 +30,6 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return memory.fill_(torch.nan if memory.is_floating_point() else 0xFF)
 
     monkeypatch.setattr(torch, "empty", poisoned)
-
-
-@pytest.fixture(autouse=True)
-def nearest_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter (3.6) cuts fp32 off to bf16, where every GPU rounds to the nearest."""
-    if DEVICE == "cuda":
-        return
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    cast = interpreter.InterpreterBuilder.cast_impl
-
-    def rounding(builder, source, target):
-        if source.dtype.scalar != tl.float32 or target.scalar != tl.bfloat16:
-            return cast(builder, source, target)
-        bits = torch.from_numpy(source.data).to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
-        return interpreter.TensorHandle(bits, target.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", rounding)
 
 
 def spread(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from ds_slide.kernels.gradient_pack import BLOCK, CHUNK, WIDTH, pack_gradients
 from ds_slide.kernels.reference.gradient_pack import pack_gradients_reference
 from ds_slide.model.layout import align_up
 
+pytestmark = pytest.mark.usefixtures("nearest_bfloat16")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -68,25 +69,6 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return memory.fill_(torch.nan) if memory.is_floating_point() else memory
 
     monkeypatch.setattr(torch, "empty", poisoned)
-
-
-@pytest.fixture(autouse=True)
-def nearest_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter (3.6) cuts fp32 off to bf16, where every GPU rounds to the nearest."""
-    if DEVICE == "cuda":
-        return
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    cast = interpreter.InterpreterBuilder.cast_impl
-
-    def rounding(builder, source, target):
-        if source.dtype.scalar != tl.float32 or target.scalar != tl.bfloat16:
-            return cast(builder, source, target)
-        bits = torch.from_numpy(source.data).to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
-        return interpreter.TensorHandle(bits, target.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", rounding)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
