@@ -136,7 +136,7 @@ class Report:
 def chosen_settings(arguments: argparse.Namespace) -> list[Setting]:
     """The settings of the plan after the options that filter and change them."""
     changes: dict[str, Any] = {
-        name: getattr(arguments, name) for name in ("steps", "warmup") if getattr(arguments, name)
+        name: getattr(arguments, name) for name in ("steps", "warmup") if getattr(arguments, name) is not None
     }
     chosen = []
     for setting in PLANS[arguments.plan]():
