@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from ds_slide.errors import SlideError
+from ds_slide.kernels.dtypes import KERNEL_DTYPES
 from ds_slide.optim.hyper import AdamWHyper
 
 BLOCK = 1024
-GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
 
@@ -92,7 +92,7 @@ def _check(
         ("remainder", remainder, (torch.int16,)),
         ("exp_avg", exp_avg, (torch.float32,)),
         ("exp_avg_sq", exp_avg_sq, (torch.float32,)),
-        ("gradient", gradient, GRADIENT_DTYPES),
+        ("gradient", gradient, KERNEL_DTYPES),
     ):
         if plane.dtype not in dtypes or plane.dim() != 1 or not plane.is_contiguous():
             raise SlideError(

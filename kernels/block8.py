@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 
 from ds_slide.errors import SlideError
+from ds_slide.kernels.dtypes import KERNEL_DTYPES
 from ds_slide.optim.low_precision import GROUP, STEP_BITS, least_level, least_scale, zero_code
 
 ROWS = 64  # groups of one program: 4096 elements, 16 for each of 256 threads
 NUM_WARPS = 8
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SMALLEST_NORMAL_BITS = tl.constexpr(0x00800000)
 OVERFLOW_BITS = tl.constexpr(127 + 126 << 23)
 _GROUP = tl.constexpr(GROUP)
@@ -183,7 +183,7 @@ def _num_groups(numel: int) -> int:
 
 
 def _check(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, operation: str) -> None:
-    if values.dim() != 1 or values.dtype not in DTYPES:
+    if values.dim() != 1 or values.dtype not in KERNEL_DTYPES:
         raise SlideError(
             f"{operation}: values must be flat and bfloat16, float16 or float32, but they are {values.dtype} of shape "
             f"{list(values.shape)}."

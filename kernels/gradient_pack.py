@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ds_slide.errors import SlideError
+from ds_slide.kernels.dtypes import KERNEL_DTYPES
 from ds_slide.kernels.square_sum import COMBINE_BLOCK, combine_kernel
 
 # Elements of one program: 256 threads hold 32 each, four vector loads of 16 bytes in flight per thread. The partial
@@ -29,7 +30,6 @@ CHUNK = 1024
 WIDTH = 16
 # Offsets that are multiples of this (ds_slide.model.layout.ALIGNMENT) keep vector loads and stores of the plane whole.
 ALIGNMENT = 64
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
@@ -185,7 +185,7 @@ def _on_device(table: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def _check(sources: Sequence[torch.Tensor | None], plane: torch.Tensor, offsets: Sequence[int]) -> None:
-    if plane.dim() != 1 or not plane.is_contiguous() or plane.dtype not in DTYPES:
+    if plane.dim() != 1 or not plane.is_contiguous() or plane.dtype not in KERNEL_DTYPES:
         raise SlideError(
             f"pack_gradients: the plane must be flat, contiguous and bfloat16, float16 or float32, but it is "
             f"{plane.dtype} of shape {list(plane.shape)} and strides {list(plane.stride())}."
@@ -200,7 +200,7 @@ def _check(sources: Sequence[torch.Tensor | None], plane: torch.Tensor, offsets:
             "least one."
         )
     for index, source in enumerate(sources):
-        if source is not None and (source.dtype not in DTYPES or source.device != plane.device):
+        if source is not None and (source.dtype not in KERNEL_DTYPES or source.device != plane.device):
             raise SlideError(
                 f"pack_gradients: source {index} is {source.dtype} on {source.device}; it must be bfloat16, float16 "
                 f"or float32 on {plane.device}."

@@ -12,6 +12,7 @@ import triton
 
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.kernels.cross_entropy_launch import CrossEntropyRows
+from ds_slide.kernels.dtypes import KERNEL_DTYPES
 from ds_slide.kernels.loss_scales import DIVIDE, MEAN, SUM, apply_scale_, fill_scales_
 from ds_slide.kernels.weight_gradient import WeightGradient, result_dtype
 
@@ -25,7 +26,6 @@ ROW_MULTIPLE = 128
 # Rows of the buffer start at multiples of this many elements: odd vocabularies (50,257) then still get vector loads,
 # and matrix products without cuBLAS's slow unaligned kernels.
 COLUMN_MULTIPLE = 64
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _chunk_rows(rows: int, padded: int, itemsize: int) -> int:
@@ -171,7 +171,7 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bia
         raise SlideConfigError(
             f"linear_cross_entropy got hidden in {hidden.dtype} and weight in {weight.dtype}{shown}: cast to one dtype."
         )
-    if weight.dtype not in DTYPES:
+    if weight.dtype not in KERNEL_DTYPES:
         raise SlideConfigError(f"linear_cross_entropy cannot use {weight.dtype}: cast to bfloat16, float16 or float32.")
     if labels.shape != hidden.shape[:1] or labels.dtype != torch.int64:
         raise SlideConfigError(

@@ -9,11 +9,10 @@ import torch
 import triton
 
 from ds_slide.errors import SlideError
+from ds_slide.kernels.dtypes import KERNEL_DTYPES
 from ds_slide.kernels.norm_backward import backward_kernel, sum_programs_kernel
 from ds_slide.kernels.norm_rows import forward_kernel
 from ds_slide.kernels.norm_wide import wide_backward_kernel, wide_forward_kernel, wide_sums_kernel
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Tiling(NamedTuple):
@@ -274,7 +273,7 @@ def check_rows(name: str, x: torch.Tensor, residual: torch.Tensor | None, *weigh
     if math.prod(x.shape[:-1]) >= 2**30:
         raise SlideError(f"{name} takes fewer than 2^30 rows and x has {math.prod(x.shape[:-1])} rows: split x.")
     for given in (x, *weights):
-        if given is not None and given.dtype not in DTYPES:
+        if given is not None and given.dtype not in KERNEL_DTYPES:
             raise SlideError(f"{name} takes bfloat16, float16 and float32 and was given {given.dtype}: convert it.")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise SlideError(

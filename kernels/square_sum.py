@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ds_slide.errors import SlideError
+from ds_slide.kernels.dtypes import KERNEL_DTYPES
 
 # One program reads SEGMENT elements in steps of BLOCK: 77 M elements (a block of a 3 B model) make 1,176 programs,
 # enough for 132 multiprocessors, and as many partial sums, few enough for one small reduction.
@@ -18,7 +19,6 @@ SEGMENT = 65536
 BLOCK = 4096
 COMBINE_BLOCK = 4096
 NUM_WARPS = 8
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def combine_kernel(partial, square_sum, count, BLOCK: tl.constexpr):
 
 
 def _check(values: torch.Tensor) -> None:
-    if values.dim() != 1 or not values.is_contiguous() or values.dtype not in DTYPES:
+    if values.dim() != 1 or not values.is_contiguous() or values.dtype not in KERNEL_DTYPES:
         raise SlideError(
             f"square_sum: the tensor must be flat, contiguous and bfloat16, float16 or float32, but it is "
             f"{values.dtype} of shape {list(values.shape)} and strides {list(values.stride())}."

@@ -6,6 +6,7 @@ DeepSpeed may import it long before.
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,30 @@ def nearest_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(bits, target.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", rounding)
+
+
+@pytest.fixture(scope="session")
+def _process_group(tmp_path_factory: pytest.TempPathFactory) -> None:
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    import ds_slide  # noqa: F401 - switches the "ds_slide" key on where the package is not installed
+
+    if get_accelerator().device_name() != "cpu":
+        pytest.skip("these tests run on the CPU accelerator: set DS_ACCELERATOR=cpu")
+    if not torch.distributed.is_initialized():
+        # A store in a file needs no port, and nothing goes to the environment of the processes that other tests start.
+        store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("ranks") / "store"), 1)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    deepspeed.init_distributed("gloo")
+
+
+@pytest.fixture(scope="module")
+def one_rank(_process_group: None) -> Iterator[None]:
+    """A process group of one rank, and one torch thread: the models are too small for two, and bits must repeat."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "0")
+        yield
+    torch.set_num_threads(threads)

@@ -13,11 +13,12 @@ from torch import nn
 
 from ds_slide.config import SlideConfig
 from ds_slide.integration import parameters as protocol
-from ds_slide.integration.kernels import install_kernels, remove_kernels
+from ds_slide.integration.kernels import install_kernels
 from ds_slide.integration.ssd_settings import ssd_settings
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.structure import UnitSpec, find_structure, parameter_numel, parameter_shape
 from ds_slide.optim.low_precision import STATE_FORMATS
+from ds_slide.patching.apply import Replaced
 from ds_slide.plan.memory import Budgets, Plan, make_plan
 from ds_slide.plan.placement import Needs, UnitSize
 from ds_slide.runtime.build import STAGINGS, build_runtime
@@ -34,8 +35,9 @@ def assemble(
     config: SlideConfig,
     settings: RuntimeSettings,
     process_group: Any,
-) -> SlideRuntime:
-    """Build the runtime for `module`, whose parameters have ZeRO-3's attributes already.
+) -> tuple[SlideRuntime, Replaced]:
+    """Build the runtime for `module`, whose parameters have ZeRO-3's attributes already, and put kernels into it: who
+    closes the runtime undoes the second.
 
     `group_of`: optimizer group of every trainable parameter. Collective over the ranks.
     """
@@ -44,7 +46,7 @@ def assemble(
     unit_plans = [_unit_plan(spec, group_of, ranks.world_size) for spec in _in_forward_order(module, structure.units)]
     device = Device(torch.device(get_accelerator().current_device_name()))
     plan = _plan(unit_plans, module, config, settings, device)
-    install_kernels(module, config.kernels)
+    kernels = install_kernels(module, config.kernels)
     try:
         runtime = build_runtime(
             module,
@@ -58,10 +60,10 @@ def assemble(
             availability=protocol.set_availability,
         )
     except BaseException:
-        remove_kernels(module)
+        kernels.undo()
         raise
     _release_cached_host_memory()
-    return runtime
+    return runtime, kernels
 
 
 def runtime_settings(

@@ -28,7 +28,6 @@ from ds_slide.integration.assemble import assemble, runtime_settings
 from ds_slide.integration.checkpoint_mapped import MappedFiles
 from ds_slide.integration.checkpoint_pickle import PIECE, materialized
 from ds_slide.integration.contract import check_supported
-from ds_slide.integration.kernels import kernel_report, remove_kernels
 from ds_slide.integration.norm_watch import NormWatch
 from ds_slide.integration.planes import require_stepped
 from ds_slide.integration.subgroups import SubGroups
@@ -64,7 +63,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             for parameters, group_id in zip(self.fp16_groups, self._group_ids, strict=True)
             for parameter in parameters
         }
-        self.runtime = assemble(module, group_of, config, settings, self.dp_process_group)
+        self.runtime, self._kernels = assemble(module, group_of, config, settings, self.dp_process_group)
         self.protocol = protocol.ParameterProtocol(self.runtime, self.dp_process_group)
         self.access = StateAccess(self.runtime, self.protocol.places, self.dp_process_group)
         self.sub_groups = SubGroups(self.fp16_groups, self._group_ids, self.protocol.places, self.runtime)
@@ -210,7 +209,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def slide_stats(self) -> dict[str, Any]:
         """Statistics of the newest finished step (see `ds_slide.report.statistics`); empty before the first."""
         statistics = self.runtime.parts.recorder.as_dict(self.runtime.parts.memory_report)
-        return statistics and {**statistics, "kernels": kernel_report(self.module)}
+        return statistics and {**statistics, "kernels": self._kernels.as_dict()}
 
     # ---- states, for deepspeed.utils.safe_* ------------------------------------------------------------------
 
@@ -335,6 +334,6 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def destroy(self) -> None:
         """End the lanes and remove the hooks."""
         self.runtime.close()
-        remove_kernels(self.module)
+        self._kernels.undo()
         if self.module in FWD_MODULE_STACK:
             FWD_MODULE_STACK.remove(self.module)

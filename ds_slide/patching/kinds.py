@@ -13,14 +13,12 @@ import torch
 
 from ds_slide.config.schema import KernelKind
 from ds_slide.errors import SlideConfigError
+from ds_slide.kernels.dtypes import KERNEL_DTYPES
 
 logger = logging.getLogger(__name__)
 
 KINDS: tuple[KernelKind, ...] = get_args(KernelKind)
 Which = Literal["auto", "off"] | Sequence[KernelKind]
-
-# The kernels compute in fp32; a model in fp64 would lose precision by them.
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def interprets() -> bool:

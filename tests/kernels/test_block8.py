@@ -12,24 +12,12 @@ from ds_slide.kernels.block8 import ROWS, block8_dequantise, block8_quantise
 from ds_slide.kernels.reference.block8 import block8_dequantise_reference, block8_quantise_reference
 from ds_slide.optim.low_precision import GROUP
 
-pytestmark = pytest.mark.usefixtures("nearest_bfloat16")
+pytestmark = pytest.mark.usefixtures("nearest_bfloat16", "poisoned_memory")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 TILE = ROWS * GROUP
 NUMELS = [1, 63, 64, 65, 17 * 64, TILE, TILE + 1, 2 * TILE + 3 * GROUP + 17]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody writes is nan, or the code 0xFF."""
-    empty = torch.empty
-
-    def poisoned(*size, **options):
-        memory = empty(*size, **options)
-        return memory.fill_(torch.nan if memory.is_floating_point() else 0xFF)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def spread(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from ds_slide.kernels.gradient_pack import BLOCK, CHUNK, WIDTH, pack_gradients
 from ds_slide.kernels.reference.gradient_pack import pack_gradients_reference
 from ds_slide.model.layout import align_up
 
-pytestmark = pytest.mark.usefixtures("nearest_bfloat16")
+pytestmark = pytest.mark.usefixtures("nearest_bfloat16", "poisoned_memory")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -57,18 +57,6 @@ def check(sources: list[torch.Tensor | None], plane: torch.Tensor, offsets: list
     assert torch.equal(plane.view(BITS[plane.dtype]), expected.view(BITS[plane.dtype]))
     # Two fp64 sums of the same non-negative terms differ by at most numel * 2^-53, here 1e-11 at worst, far less seen.
     torch.testing.assert_close(square_sum, expected_sum, rtol=1e-13, atol=0.0)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partial sums that nobody writes become nan."""
-    empty = torch.empty
-
-    def poisoned(*size, **options):
-        memory = empty(*size, **options)
-        return memory.fill_(torch.nan) if memory.is_floating_point() else memory
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -14,6 +14,7 @@ from ds_slide.kernels import square_sum as module
 from ds_slide.kernels.reference.square_sum import square_sum_reference
 from ds_slide.kernels.square_sum import BLOCK, SEGMENT, square_sum
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -23,18 +24,6 @@ def spread(numel: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(numel)
     exponents = torch.randint(-6, 4, (numel,), generator=generator)
     return (torch.randn(numel, generator=generator) * 10.0**exponents).to(dtype).to(DEVICE)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partial sums that nobody writes become nan."""
-    empty = torch.empty
-
-    def poisoned(*size, **options):
-        memory = empty(*size, **options)
-        return memory.fill_(torch.nan) if memory.is_floating_point() else memory
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,54 @@
+"""What the tests of the kernels share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# The test files of this folder import `norm_checks` by this name.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.empty and new_empty return is full of nan, or of bytes 0xFF: what nobody writes shows."""
+
+    def poison(memory: torch.Tensor) -> torch.Tensor:
+        if memory.is_floating_point():
+            return memory.fill_(torch.nan)
+        return memory.fill_(0xFF) if memory.dtype == torch.uint8 else memory
+
+    empty, new_empty = torch.empty, torch.Tensor.new_empty
+
+    def poisoned(*size: Any, **options: Any) -> torch.Tensor:
+        return poison(empty(*size, **options))
+
+    def new_poisoned(*arguments: Any, **options: Any) -> torch.Tensor:
+        return poison(new_empty(*arguments, **options))
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_poisoned)
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs programs one by one: few for the sums over programs."""
+    from ds_slide.kernels import norm_launch
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(norm_launch, "SUM_ROWS", 4)
+        monkeypatch.setattr(norm_launch, "SUM_COLUMNS", 2048)
+
+
+@pytest.fixture
+def long_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few programs, so that few rows suffice for walks of many tiles."""
+    from ds_slide.kernels import norm_launch
+
+    monkeypatch.setattr(norm_launch, "PROCESSORS", 1)
+    monkeypatch.setattr(norm_launch, "SHORT_PROGRAMS", 1)
+    monkeypatch.setattr(norm_launch, "TILE", 256)
