@@ -93,8 +93,10 @@ def run_setting(setting: Setting, log: Path, seconds: float) -> Record:
         wall_s = time.monotonic() - begin
         record: Record = json.loads(out.read_text()) if out.exists() else {}
     if status is None:
-        record |= {"status": "killed", "error": f"over {seconds:.0f} s; last line: {last_words(output)}"}
-    elif status != 0 and record.get("status", "ok") == "ok":
+        # "timed": all steps were measured, and it was closing.
+        ended = "ok" if record.get("status") in ("ok", "timed") else "killed"
+        record |= {"status": ended, "error": f"killed after {seconds:.0f} s; last line: {last_words(output)}"}
+    elif status != 0 and record.get("status") != "failed":
         # Measured, yet ended badly, or died without a word (out of host memory): the row must not pass as a result.
         record |= {"status": "failed", "error": f"exit status {status}; last line: {last_words(output)}"}
     return {"setting": dataclasses.asdict(setting.shown()), "command": setting.command(), **record, "wall_s": wall_s}

@@ -73,8 +73,8 @@ def summarise(
 ) -> dict[str, Any]:
     """Flat figures of a record.
 
-    `ceilings`: before and after. `moved`: bytes of all timed steps by the operating system. `own`: what the engine
-    counted in every timed step (`slide_stats()["ssd"]`), empty for stock.
+    `ceilings`: before, and after where it is known. `moved`: bytes of all timed steps by the operating system. `own`:
+    what the engine counted in every timed step (`slide_stats()["ssd"]`), empty for stock.
     """
     per_step = {name: count / steps for name, count in moved.items()}
     if own:
@@ -86,7 +86,7 @@ def summarise(
     return {
         **{f"{name}_per_step": count for name, count in per_step.items()},
         **{f"{name}_per_parameter": count / parameters for name, count in per_step.items()},
-        "ssd_ceiling": dict(zip(("before", "after"), ceilings, strict=True)),
+        "ssd_ceiling": dict(zip(("before", "after"), ceilings, strict=False)),
         "ssd_gb_s": rate,
         "ssd_direct": all(found["direct"] for found in ceilings),
         "ssd_bound_s": bound,

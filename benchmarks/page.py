@@ -131,7 +131,7 @@ COLUMNS: dict[str, Cell] = {
     "loss": lambda r, _: f"{r['losses'][0]:.4f} -> {r['losses'][-1]:.4f}" if r.get("losses") else "",
     "loss vs stock": lambda r, rs: _number(loss_difference(r, baseline(rs, "stock", r)), ".1e"),
     "loss vs no kernels": lambda r, rs: _number(loss_difference(r, without_kernels(rs, r)), ".1e"),
-    "what went wrong": lambda r, _: "" if r["status"] == "ok" else f"{r['status']}: {r['error']}",
+    "what went wrong": lambda r, _: f"{r['status']}: {r['error']}" if "error" in r else "",
 }
 
 LEGEND = """\

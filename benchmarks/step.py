@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,11 @@ def run_steps(
         log.engine.append(trainer.stats())
 
 
-def measure(setting: Setting, folder: str) -> dict[str, Any]:
+def measure(setting: Setting, folder: str, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Build, warm up, time; the record as a flat dict, except for lists per step and the engine's own statistics.
 
-    `folder`: an empty one for the files of `--offload nvme`; empty afterwards.
+    `folder`: an empty one for the files of `--offload nvme`; empty afterwards. `keep` gets the record as it is after
+    the last step: closing a system with its states on disk, and measuring that disk again, can take half a minute.
     """
     device = accelerator_device()
     if device.type == "cuda":
@@ -166,13 +168,19 @@ def measure(setting: Setting, folder: str) -> dict[str, Any]:
         **without_folder(summarise_engine(log.engine[timed]), folder, settings.HIDDEN_FOLDER),
         "deepspeed_config": without_folder(trainer.config, folder, settings.HIDDEN_FOLDER),
     }
+
+    def with_disk() -> dict[str, Any]:
+        if not on_disk:
+            return record
+        own = [step["ssd"] for step in log.engine[timed] if step]
+        return record | disk.summarise(ceilings, moved, own, parameters, setting.steps, record["step_s"])
+
+    keep(with_disk())
     trainer.close()
     if on_disk:
         disk.empty(folder)
         ceilings.append(disk.ceiling(folder))
-        own = [step["ssd"] for step in log.engine[timed] if step]
-        record |= disk.summarise(ceilings, moved, own, parameters, setting.steps, record["step_s"])
-    return record
+    return with_disk()
 
 
 def summarise_times(step_s: list[float], phases: list[dict[str, float]], total_s: float, tokens: int) -> dict[str, Any]:
@@ -246,13 +254,24 @@ def main() -> None:
         setting = settings.from_arguments(arguments)
     except ValueError as error:
         parser.error(str(error))
-    record: dict[str, Any] = {"setting": vars(setting.shown()), "command": setting.command()}
+    begin = {"setting": vars(setting.shown()), "command": setting.command()}
+    out: Path | None = arguments.out
+    before = out.stat().st_size if out and out.exists() else 0
+
+    def write(record: dict[str, Any]) -> None:
+        """The line of this run at the end of the file, instead of what an earlier call wrote there."""
+        if out:
+            with out.open("a") as file:
+                file.truncate(before)
+                file.write(json.dumps(begin | record) + "\n")
+
+    record: dict[str, Any] = {}
     folder = tempfile.mkdtemp(prefix="ds_slide-benchmark-", dir=setting.nvme_path) if setting.offload == "nvme" else ""
     try:
-        record |= {"status": "ok", **measure(setting, folder)}
+        record = {"status": "ok"} | measure(setting, folder, lambda record: write({"status": "timed"} | record))
     except Exception as error:
         # The table must say why a system has no figures; the traceback goes to the log as usual.
-        record |= {
+        record = {
             "status": "failed",
             "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
         }
@@ -261,12 +280,9 @@ def main() -> None:
         if folder:
             # Stock leaves its files behind: 18 B a parameter.
             shutil.rmtree(folder, ignore_errors=True)
-        line = json.dumps(record)
-        if arguments.out:
-            with arguments.out.open("a") as file:
-                file.write(line + "\n")
-        else:
-            print(line)
+        write(record)
+        if not out:
+            print(json.dumps(begin | record))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from ds_slide.optim.low_precision import GROUP, STEP_BITS, least_level, least_sc
 
 ROWS = 64  # groups of one program: 4096 elements, 16 for each of 256 threads
 NUM_WARPS = 8
+SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 SMALLEST_NORMAL_BITS = tl.constexpr(0x00800000)
 OVERFLOW_BITS = tl.constexpr(127 + 126 << 23)
 _GROUP = tl.constexpr(GROUP)
@@ -52,13 +53,15 @@ def _quantise_tile(
     present = (lanes < last_numel) if SHORT else (groups < rows_left)[:, None]
     value = tl.load(values + lanes, mask=present, other=0.0).to(tl.float32)
 
+    # Whatever can be decided for a whole group is: some 12 instructions an element are left, and 16 were slower than
+    # memory.
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    magnitude = tl.where(magnitude < SMALLEST_NORMAL_BITS, 0, magnitude)  # counts as zero in the update as well
     largest = tl.max(magnitude, axis=1)  # of non-negative floats, bits and values have one order
     raised = tl.maximum(largest.to(tl.float32, bitcast=True), least_scale)
     is_nan = largest >= OVERFLOW_BITS
-    scale = tl.where(is_nan, float("nan"), tl.where(largest == 0, 0.0, raised))
+    # A subnormal counts as zero, as in the update.
+    scale = tl.where(is_nan, float("nan"), tl.where(largest < SMALLEST_NORMAL_BITS, 0.0, raised))
     tl.store(scales + groups, scale, mask=groups < rows_left)
 
     reciprocal = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.where(is_nan, 1.0, raised))
@@ -66,12 +69,15 @@ def _quantise_tile(
     code = (level.to(tl.int32, bitcast=True) + _HALF_STEP - ZERO_CODE) >> _STEP_BITS
     code = tl.maximum(code, 1)
     if SIGNED:
-        code = tl.where(bits < 0, code | 0x80, code)
-        kept = level >= half_least_level
+        code = code | ((bits >> 24) & 0x80)
+        # The second is the level of the smallest normal number. No subnormal has it too: where it is the larger of the
+        # two, levels of neighbours are at least 1.25 units in the last place apart.
+        least = tl.maximum(half_least_level, SMALLEST_NORMAL * reciprocal)
+        kept = level >= tl.where(is_nan, float("nan"), least)[:, None]
     else:
-        kept = bits >= SMALLEST_NORMAL_BITS  # as integers: neither negative nor subnormal
-    code = tl.where(kept, code, 0)
-    code = tl.where(is_nan[:, None], 0xFF, code)
+        # As integers: neither negative nor subnormal.
+        kept = bits > tl.where(is_nan, 0x7FFFFFFF, SMALLEST_NORMAL_BITS - 1)[:, None]
+    code = tl.where(kept, code, tl.where(is_nan, 0xFF, 0)[:, None])
     tl.store(codes + lanes, code.to(tl.uint8), mask=present)
 
 

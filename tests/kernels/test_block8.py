@@ -55,6 +55,17 @@ def check(values: torch.Tensor, signed: bool) -> None:
 
 
 @pytest.mark.parametrize("signed", [True, False])
+def test_groups_whose_levels_begin_at_the_smallest_normal_number(signed: bool) -> None:
+    """Maxima of 2^-112 to 2^-106: there a subnormal, which counts as zero, can lie above half of the least level."""
+    generator = torch.Generator().manual_seed(5)
+    groups = 240
+    maxima = (1 + torch.rand(groups, 1, generator=generator)) * 2.0 ** torch.arange(-112, -106).repeat(40)[:, None]
+    bits = torch.randint(0x00800000 - 40, 0x00800000 + 40, (groups, GROUP - 1), generator=generator, dtype=torch.int32)
+    signs = torch.randint(0, 2, bits.shape, generator=generator) * 2 - 1
+    check(torch.cat((maxima, bits.view(torch.float32) * signs), dim=1).flatten().to(DEVICE), signed)
+
+
+@pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", NUMELS)
 def test_bits(numel: int, dtype: torch.dtype, signed: bool) -> None:
