@@ -9,7 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ds_slide.kernels.norm_rows import load_rows, load_weight, load_weight_tile, normalise, present, with_offset
+from ds_slide.kernels.norm_rows import (
+    BACKWARD_EVICTION,
+    load_rows,
+    load_weight,
+    load_weight_tile,
+    normalise,
+    present,
+    with_offset,
+)
 
 
 @triton.jit
@@ -54,8 +62,8 @@ def backward_kernel(
     if mean is None:
         row_mean = None
     if AHEAD:
-        gradient = load_rows(dy, dy_strides, row, end, column, COLUMNS, TILES, WIDTH)
-        value = load_rows(x, x_strides, row, end, column, COLUMNS, TILES, WIDTH)
+        gradient = load_rows(dy, dy_strides, row, end, column, COLUMNS, TILES, WIDTH, BACKWARD_EVICTION)
+        value = load_rows(x, x_strides, row, end, column, COLUMNS, TILES, WIDTH, BACKWARD_EVICTION)
         row_rstd = tl.load(rstd + row, mask=row < end, other=0.0)
         if mean is not None:
             row_mean = tl.load(mean + row, mask=row < end, other=0.0)
@@ -70,19 +78,19 @@ def backward_kernel(
         row = start + lane
         if AHEAD:
             ahead = row + TILE_ROWS
-            gradient_ahead = load_rows(dy, dy_strides, ahead, end, column, COLUMNS, TILES, WIDTH)
-            value_ahead = load_rows(x, x_strides, ahead, end, column, COLUMNS, TILES, WIDTH)
+            gradient_ahead = load_rows(dy, dy_strides, ahead, end, column, COLUMNS, TILES, WIDTH, BACKWARD_EVICTION)
+            value_ahead = load_rows(x, x_strides, ahead, end, column, COLUMNS, TILES, WIDTH, BACKWARD_EVICTION)
             rstd_ahead = tl.load(rstd + ahead, mask=ahead < end, other=0.0)
             if mean is not None:
                 mean_ahead = tl.load(mean + ahead, mask=ahead < end, other=0.0)
         else:
-            gradient = load_rows(dy, dy_strides, row, end, column, COLUMNS, TILES, WIDTH)
-            value = load_rows(x, x_strides, row, end, column, COLUMNS, TILES, WIDTH)
+            gradient = load_rows(dy, dy_strides, row, end, column, COLUMNS, TILES, WIDTH, BACKWARD_EVICTION)
+            value = load_rows(x, x_strides, row, end, column, COLUMNS, TILES, WIDTH, BACKWARD_EVICTION)
             row_rstd = tl.load(rstd + row, mask=row < end, other=0.0)
             if mean is not None:
                 row_mean = tl.load(mean + row, mask=row < end, other=0.0)
         if dtotal is not None:
-            straight = load_rows(dtotal, dtotal_strides, row, end, column, COLUMNS, TILES, WIDTH)
+            straight = load_rows(dtotal, dtotal_strides, row, end, column, COLUMNS, TILES, WIDTH, BACKWARD_EVICTION)
         products = tl.zeros((TILE_ROWS, WIDTH), dtype=tl.float32)
         sums = tl.zeros((TILE_ROWS, WIDTH), dtype=tl.float32)
         weight_sum_next = ()

@@ -39,9 +39,13 @@ SHORT = Tiling(TILE, 4, TILE, ahead=True, held=True, resident=4)
 # (48 to 96 registers): 4 to 10 rows are on a multiprocessor at once, which hides one another's reductions.
 FORWARD = (
     Tiling(5120, 4, 1024, ahead=False, held=True, resident=5),
+    Tiling(6144, 8, 2048, ahead=False, held=True, resident=2),
+    Tiling(8192, 16, 4096, ahead=False, held=True, resident=1),
     Tiling(10240, 8, 2048, ahead=False, held=True, resident=2),
     Tiling(16384, 16, 4096, ahead=False, held=True, resident=1),
 )
+# LayerNorm reduces twice: with 16 warps 8192 took 194 us instead of 141, where RMSNorm took 134 instead of 141.
+FORWARD_CENTRED = (FORWARD[0], *FORWARD[3:])
 # Backward: two rows, the next two, the weight and one sum are held; 16 to 20 elements of each fit in 128 registers.
 BACKWARD = (
     Tiling(3072, 8, 1024, ahead=True, held=True, resident=3),
@@ -176,7 +180,7 @@ def forward_rows(
         constants = {"ROUND": round_before_weight, "COLUMNS": columns, "BLOCK": WIDE_BLOCK, "num_warps": 8}
         wide_forward_kernel[(rows,)](*tensors, eps, offset, **constants)
         return y, total, mean, rstd
-    tile_rows, tiling, constants = _tiling(columns, FORWARD)
+    tile_rows, tiling, constants = _tiling(columns, FORWARD_CENTRED if centred else FORWARD)
     walk = _short_walk(rows, tile_rows) if tiling.ahead else tile_rows
     tensors = (x, residual, weight, bias, y, total, mean, rstd)
     forward_kernel[(triton.cdiv(rows, walk),)](

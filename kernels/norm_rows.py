@@ -31,16 +31,31 @@ def normalise(value, mean, rstd, column, TILE: tl.constexpr, COLUMNS: tl.constex
     return result * rstd
 
 
+# Backward: first to leave the nearest cache, where the weights shall stay, as every program reads those again. Forward
+# that hint cost 4 % at 4096 and 8192 columns (73.1 instead of 70.3 us for 16,384 rows of 4096).
+FORWARD_EVICTION = tl.constexpr("")
+BACKWARD_EVICTION = tl.constexpr("evict_first")
+
+
 @triton.jit
-def load_rows(source, strides, row, end, column, COLUMNS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr):
+def load_rows(
+    source,
+    strides,
+    row,
+    end,
+    column,
+    COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVICTION: tl.constexpr,
+):
     """Tiles of `source` in its own dtype; row r starts at (r // s0) * s1 + (r % s0) * s2."""
     start = (row // strides[0]).to(tl.int64) * strides[1] + (row % strides[0]).to(tl.int64) * strides[2]
     tiles = ()
     for index in tl.static_range(TILES):
         mask = present(row < end, column, index, COLUMNS, WIDTH)
-        # First to leave the nearest cache, where the weights shall stay: every program reads those again.
         place = source + start + index * WIDTH + column
-        tiles += (tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first"),)
+        tiles += (tl.load(place, mask=mask, other=0.0, eviction_policy=EVICTION),)
     return tiles
 
 
@@ -150,10 +165,10 @@ def forward_kernel(
     column = tl.arange(0, WIDTH)[None, :]
     row = tl.program_id(0) * walk + tl.arange(0, TILE_ROWS)[:, None]
     end = tl.minimum(tl.program_id(0) * walk + walk, rows)
-    value = load_rows(x, x_strides, row, end, column, COLUMNS, TILES, WIDTH)
+    value = load_rows(x, x_strides, row, end, column, COLUMNS, TILES, WIDTH, FORWARD_EVICTION)
     other = None
     if residual is not None:
-        other = load_rows(residual, residual_strides, row, end, column, COLUMNS, TILES, WIDTH)
+        other = load_rows(residual, residual_strides, row, end, column, COLUMNS, TILES, WIDTH, FORWARD_EVICTION)
     scale = None
     if weight is not None:
         scale = load_weight(weight, column, COLUMNS, TILES, WIDTH)
@@ -166,9 +181,11 @@ def forward_kernel(
             row = start + tl.arange(0, TILE_ROWS)[:, None]
             # Asked for before this tile is reduced: the reduction's barriers would otherwise leave the memory idle.
             ahead = row + TILE_ROWS
-            value_ahead = load_rows(x, x_strides, ahead, end, column, COLUMNS, TILES, WIDTH)
+            value_ahead = load_rows(x, x_strides, ahead, end, column, COLUMNS, TILES, WIDTH, FORWARD_EVICTION)
             if residual is not None:
-                other_ahead = load_rows(residual, residual_strides, ahead, end, column, COLUMNS, TILES, WIDTH)
+                other_ahead = load_rows(
+                    residual, residual_strides, ahead, end, column, COLUMNS, TILES, WIDTH, FORWARD_EVICTION
+                )
             _norm_tiles(
                 value,
                 other,

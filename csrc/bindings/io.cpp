@@ -101,8 +101,9 @@ void register_io(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<IoEngine, std::unique_ptr<IoEngine, DeleteWithoutGil>>(
       module, "IoEngine", "Asynchronous transfers between memory and files; see _native.pyi.")
-      .def(py::init<std::string const&, std::int64_t, std::int64_t>(), py::arg("backend"),
-           py::arg("queue_depth"), py::arg("request_bytes"), Release())
+      .def(py::init<std::string const&, std::int64_t, std::int64_t, std::int64_t>(), py::arg("backend"),
+           py::arg("queue_depth"), py::arg("request_bytes"),
+           py::arg("burst_bytes") = IoEngine::kBurstBytes, Release())
       .def_property_readonly("backend", &IoEngine::backend)
       .def(
           "open",

@@ -142,7 +142,9 @@ def test_values_are_those_of_eager_torch(activation: str, dtype: torch.dtype) ->
     compared = gate > (-2 if activation != "silu" else -math.inf)
     differing = (found != eager)[compared].double().mean().item()
     assert differing < 1e-3, differing
-    torch.testing.assert_close(found, eager, rtol=2**-9, atol=2**-18 if dtype == torch.float16 else 2**-16)
+    # The activation and the product may each lie across a boundary: two units in the last place.
+    rtol, atol = (2**-9, 2**-18) if dtype == torch.float16 else (2**-6, 2**-16)
+    torch.testing.assert_close(found, eager, rtol=rtol, atol=atol)
 
 
 def test_inputs_are_unchanged_and_alone_are_saved() -> None:

@@ -65,7 +65,7 @@ def test_programs_that_walk_many_rows(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("columns", [70, 96])
 def test_rows_of_several_tiles(columns: int, ahead: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     several = (rows.Tiling(128, 4, 32, ahead, not ahead, 2),)
-    for name, value in (("TILE", 32), ("FORWARD", several), ("BACKWARD_CENTRED", several), ("PROCESSORS", 1)):
+    for name, value in (("TILE", 32), ("FORWARD_CENTRED", several), ("BACKWARD_CENTRED", several), ("PROCESSORS", 1)):
         monkeypatch.setattr(rows, name, value)
     inputs = [*terms((5, columns), HALF), *parameters(columns, HALF, kind)]
     check(add_layer_norm, add_layer_norm_reference, inputs, HALF)
@@ -75,7 +75,7 @@ def test_rows_of_several_tiles(columns: int, ahead: bool, kind: str, monkeypatch
 def test_mean_far_from_zero(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # The mean is good to an ulp of 1000, 6e-5; the squares' mean less the mean's square would lose 20 of 24 bits.
     monkeypatch.setattr(rows, "TILE", tile)
-    monkeypatch.setattr(rows, "FORWARD", (rows.Tiling(2048, 4, 64, False, True, 1),))
+    monkeypatch.setattr(rows, "FORWARD_CENTRED", (rows.Tiling(2048, 4, 64, False, True, 1),))
     x = normal(4, 200) + 1000
     expected = layer_norm_reference(x.double(), None, None, 1e-5)
     torch.testing.assert_close(layer_norm(x, None, None, 1e-5).double(), expected, rtol=1e-4, atol=2e-4)

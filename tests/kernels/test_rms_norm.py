@@ -99,7 +99,7 @@ def test_rows_of_several_tiles(columns: int, ahead: bool, held: bool, monkeypatc
 
 
 def test_tables_hold_every_row_that_is_not_too_long() -> None:
-    for table in (module.FORWARD, module.BACKWARD, module.BACKWARD_CENTRED):
+    for table in (module.FORWARD, module.FORWARD_CENTRED, module.BACKWARD, module.BACKWARD_CENTRED):
         assert [tiling.longest for tiling in table] == sorted({tiling.longest for tiling in table})
         assert table[-1].longest == module.LONGEST_ROW
         for tiling in (module.SHORT, *table):
