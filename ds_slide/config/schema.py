@@ -73,8 +73,14 @@ class SlideConfig(_Block):
     enabled: StrictBool = Field(default=False, description="true or false")
     """Whether DS-Slide replaces DeepSpeed's ZeRO-3 optimizer; false leaves stock DeepSpeed."""
 
-    window: StrictInt = Field(default=3, ge=2, description="an integer of at least 2")
-    """Number of GPU slots, one block each: one that computes and at least one that is filled meanwhile."""
+    window: Literal["auto"] | Annotated[StrictInt, Field(ge=2)] = Field(
+        default="auto", description='"auto" or an integer of at least 2'
+    )
+    """Number of GPU slots, one block each: one that computes and at least one that is filled meanwhile.
+
+    "auto" is 3, and as many more as fit into 10 % of the GPU: a block that is still in its slot is not fetched again,
+    neither in backward nor in the other micro-batches of a step.
+    """
 
     gpu_memory: Budget = Field(default=None, description=f"{SIZE_HELP}, above 0, or null for what is free")
     """Limit in bytes of everything that DS-Slide itself places on the GPU; None: what is free."""
@@ -107,7 +113,10 @@ class SlideConfig(_Block):
     weight_buffers: Literal["auto"] | Annotated[StrictInt, Field(ge=2)] = Field(
         default="auto", description='"auto" or an integer of at least 2'
     )
-    """Host buffers of one block's weights each, used where weights live on SSD; "auto": the window and 4 more."""
+    """Host buffers of one block's weights each, used where weights live on SSD.
+
+    "auto": 7, or 4 more than a `window` that is given.
+    """
 
     io_backend: Literal["auto", "io_uring", "libaio", "threads"] = Field(
         default="auto", description='"auto", "io_uring", "libaio" or "threads"'

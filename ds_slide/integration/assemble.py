@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +29,9 @@ from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.threads import update_cores
 
+LEAST_WINDOW = 3
+"""Slots of `window` "auto": one that computes, one that is filled meanwhile, one that evens out their times."""
+
 
 def assemble(
     module: nn.Module,
@@ -45,7 +49,8 @@ def assemble(
     structure = find_structure(module, config.blocks)
     unit_plans = [_unit_plan(spec, group_of, ranks.world_size) for spec in _in_forward_order(module, structure.units)]
     device = Device(torch.device(get_accelerator().current_device_name()))
-    plan = _plan(unit_plans, module, config, settings, device)
+    budgets = _agreed(_budgets(module, config, device), ranks, device)
+    plan = _plan(unit_plans, config, settings, budgets)
     kernels = install_kernels(module, config.kernels)
     try:
         runtime = build_runtime(
@@ -90,7 +95,6 @@ def runtime_settings(
         moments=STATE_FORMATS[config.state_dtype],
         ssd=ssd_settings(config, ds_config),
         accumulates=accumulation_steps > 1,
-        window=config.window,
         gradient_buffers=config.gradient_buffers,
         cpu_threads=threads,
         cpu_cores=cores,
@@ -124,9 +128,7 @@ def _unit_plan(spec: UnitSpec, group_of: dict[nn.Parameter, int], world_size: in
     return UnitPlan(spec, layout, [by_name[entry.name] for entry in layout.entries])
 
 
-def _plan(
-    unit_plans: Sequence[UnitPlan], module: nn.Module, config: SlideConfig, settings: RuntimeSettings, device: Device
-) -> Plan:
+def _plan(unit_plans: Sequence[UnitPlan], config: SlideConfig, settings: RuntimeSettings, budgets: Budgets) -> Plan:
     held = 0 if settings.held_dtype is None else settings.held_dtype.itemsize
     rings = settings.held_dtype is None or settings.accumulates
     needs = Needs(
@@ -134,7 +136,8 @@ def _plan(
         weight_bytes=settings.dtype.itemsize,
         gradient_bytes=settings.dtype.itemsize,
         held_bytes=held,
-        window=settings.window,
+        window=LEAST_WINDOW if config.window == "auto" else config.window,
+        window_grows=config.window == "auto" and budgets.gpu_is_own,
         stagings=STAGINGS,
         ring=settings.gradient_buffers if rings else 0,
         ring_to_ssd=settings.gradient_buffers,
@@ -142,7 +145,7 @@ def _plan(
         ssd=None if settings.ssd is None else settings.ssd.needs,
     )
     sizes = [UnitSize(plan.spec.name, plan.layout, plan.spec.kind == "edge") for plan in unit_plans]
-    return make_plan(sizes, needs, _budgets(module, config, device))
+    return make_plan(sizes, needs, budgets)
 
 
 def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
@@ -172,7 +175,17 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
         # The accelerator is the host: its part comes out of the same memory, so nothing is placed there unasked.
         free = total = available
         gpu_states = gpu_states or 0
-    return Budgets(total, free, available + on_host, gpu_states, config.gpu_memory, config.host_memory)
+    return Budgets(
+        total, free, available + on_host, gpu_states, config.gpu_memory, config.host_memory, gpu_is_own=device.is_cuda
+    )
+
+
+def _agreed(budgets: Budgets, ranks: Ranks, device: Device) -> Budgets:
+    """With the GPU memory that every rank has: slots and GPU states set the order in which weights are gathered, which
+    must be the same everywhere."""
+    least = torch.tensor([budgets.gpu_total, budgets.gpu_free], device=device.torch)
+    gpu_total, gpu_free = ranks.least_(least).tolist()
+    return dataclasses.replace(budgets, gpu_total=gpu_total, gpu_free=gpu_free)
 
 
 def _has_fraction() -> bool:

@@ -7,6 +7,7 @@ updates are due first.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,11 +18,14 @@ from ds_slide.store.planes import optimizer_bytes
 # 5 %: on a 141 GB card that covers the vocabulary matrix of a 3 B model and some blocks, on a 24 GB card a block or
 # two; activations, which DS-Slide does not place yet, need the rest.
 AUTO_GPU_STATE_SHARE = 0.05
+# For slots beyond those that hide a fetch: 14 GB on a 141 GB card hold all blocks of a 7 B model, 2.4 GB on a 24 GB
+# card 15 of the 36 blocks of a 3 B model.
+AUTO_WINDOW_SHARE = 0.10
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes. `gpu_states`: None means automatic."""
+    """Bytes. `gpu_states`: None means automatic. `gpu_is_own`: not a part of host memory."""
 
     gpu_total: int
     gpu_free: int
@@ -29,17 +33,19 @@ class Budgets:
     gpu_states: int | None
     gpu_memory: int | None
     host_memory: int | None
+    gpu_is_own: bool = True
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`on_gpu`: indices of the units whose states live on the GPU. `host`: the rest, in host memory or on SSD. Byte
-    totals of what DS-Slide places."""
+    """`on_gpu`: indices of the units whose states live on the GPU. `host`: the rest, in host memory or on SSD.
+    `window`: slots. Byte totals of what DS-Slide places."""
 
     on_gpu: frozenset[int]
     gpu_bytes: int
     gpu_state_bytes: int
     host: HostPlacement
+    window: int
 
     @property
     def host_bytes(self) -> int:
@@ -74,9 +80,22 @@ def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan
             break  # blocks in order: a gap would be fetched anyway
     placed = frozenset(on_gpu)
     host = place_on_host(units, needs, placed, budgets.host_free, budgets.host_memory)
-    plan = Plan(placed, _gpu_bytes(units, needs, placed), allowance - left, host)
+    window = _window(units, needs, placed, budgets)
+    gpu_bytes = _gpu_bytes(units, dataclasses.replace(needs, window=window), placed)
+    plan = Plan(placed, gpu_bytes, allowance - left, host, window)
     _check(plan, budgets, needs)
     return plan
+
+
+def _window(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int], budgets: Budgets) -> int:
+    """Slots: more than are needed where the GPU has room, one for each streamed block at most."""
+    streamed = [unit for index, unit in enumerate(units) if not unit.is_edge and index not in on_gpu]
+    slot = max((unit.layout.slot_numel for unit in streamed), default=0) * needs.weight_bytes
+    if not needs.window_grows or not slot:
+        return needs.window
+    limit = budgets.gpu_free if budgets.gpu_memory is None else min(budgets.gpu_free, budgets.gpu_memory)
+    room = min(int(budgets.gpu_total * AUTO_WINDOW_SHARE), limit - _gpu_bytes(units, needs, on_gpu))
+    return min(max(needs.window, needs.window + room // slot), max(needs.window, len(streamed)))
 
 
 def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
@@ -103,7 +122,7 @@ def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
         source = "ds_slide.gpu_memory" if gpu_limit == budgets.gpu_memory else "free GPU memory"
         raise SlideError(
             f"GPU tier: window, edges and GPU states need {plan.gpu_bytes:,} bytes, but {source} is {gpu_limit:,}; "
-            f"lower ds_slide.window (now {needs.window}) or ds_slide.gpu_states (now {plan.gpu_state_bytes:,} bytes), "
+            f"lower ds_slide.window (now {plan.window}) or ds_slide.gpu_states (now {plan.gpu_state_bytes:,} bytes), "
             "or allow more"
         )
     _check_host(plan, budgets, needs)

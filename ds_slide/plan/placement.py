@@ -56,6 +56,7 @@ class Needs:
     held_bytes: int
     """Bytes a parameter of a held host gradient; 0 when gradients are not held."""
     window: int
+    """Slots, at least."""
     stagings: int
     ring: int
     """Buffers through which the gradients of blocks pass, and one for edges; 0 when they need none in host memory."""
@@ -64,6 +65,8 @@ class Needs:
     world_size: int = 1
     ssd: SsdNeeds | None = None
     """None: there is no SSD tier."""
+    window_grows: bool = False
+    """Whether spare GPU memory becomes slots."""
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def _wire(
         slot_numel = max(unit.layout.slot_numel for unit in streamed)
         buffers = [
             torch.zeros(slot_numel, dtype=settings.dtype, device=device.torch)
-            for _ in range(min(settings.window, len(streamed)))
+            for _ in range(min(plan.window, len(streamed)))
         ]
         window = Window(device, lanes.h2d, failures, streamed, buffers, fill, *announcer(ssd, settings))
     gradients = Gradients(

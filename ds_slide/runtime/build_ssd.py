@@ -114,7 +114,12 @@ def announcer(ssd: SsdStates | None, settings: RuntimeSettings) -> tuple[Announc
     under_backward = settings.held_dtype is None
 
     def announce(coming: Sequence[Unit], in_backward: Sequence[Unit]) -> None:
-        # Updated under backward, a block needs its weights once more soon after the GPU has had them.
-        ssd.expect_weights(coming, in_backward if under_backward else ())
+        if not under_backward:
+            ssd.expect_weights(coming, ())
+            return
+        # Updated under backward, a block needs its weights in host memory soon after the GPU has used them, which may
+        # have had them since forward.
+        updated = [unit for unit in in_backward if unit.layout.trainable_numel]
+        ssd.expect_weights([*updated, *(unit for unit in coming if unit not in updated)], updated)
 
     return announce, ssd.ahead

@@ -69,6 +69,12 @@ class Ranks:
         packed.div_(self.world_size)
         dist.reduce_scatter_tensor(own, packed, group=self.gradients)
 
+    def least_(self, values: torch.Tensor) -> torch.Tensor:
+        """Smallest of `values` over the ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.gradients)
+        return values
+
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` over the ranks, in place."""
         if self.world_size > 1:

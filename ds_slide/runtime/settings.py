@@ -38,7 +38,6 @@ class RuntimeSettings:
     ssd: SsdSettings | None
     accumulates: bool
     """More than one micro-batch a step."""
-    window: int
     gradient_buffers: int
     cpu_threads: int
     cpu_cores: Sequence[int]

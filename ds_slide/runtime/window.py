@@ -3,12 +3,15 @@
 No trace is recorded. The order of the blocks is known from the model: forward goes through them once,
 backward comes back the same way, and the next forward starts again. A block used out of that order is
 fetched on demand: slower, never wrong.
+
+A block stays in its slot until another one needs that or its weights change. So slots beyond the few that hide a fetch
+are a cache: with one for each block nothing is fetched in backward, nor in the other micro-batches of a step.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -49,7 +52,8 @@ class Slot:
 Fill = Callable[[Unit, torch.Tensor], int]
 """Copies a unit's weights into a GPU buffer on the current stream; returns the bytes moved."""
 Announce = Callable[[Sequence[Unit], Sequence[Unit]], None]
-"""(blocks whose fetch is to come or under way, in order; blocks in slots whose backward is to come or under way)"""
+"""(blocks whose fetch is to come or under way; in backward also the blocks whose backward is to come or under way; both
+in the order of their use)"""
 
 
 class Window:
@@ -80,6 +84,8 @@ class Window:
         self._position = {unit.order: position for position, unit in enumerate(order)}
         self._fill = fill
         self._lock = threading.RLock()
+        self._slots_of: dict[int, Slot] = {}
+        """The last slot that was given to each unit; another one may have it by now."""
         self.slots = [Slot(index, buffer) for index, buffer in enumerate(buffers)]
         self.by_storage = {slot.buffer.untyped_storage().data_ptr(): slot for slot in self.slots}
         self.misses = 0
@@ -113,29 +119,30 @@ class Window:
             # A block that has ended its backward is not wanted any more: its weights are about to change, and the fetch
             # would hold up the h2d lane, with the blocks that backward needs behind it, until its update has run.
             ended = current is None or (direction == "backward" and not current.awaits_backward)
-            wanted: list[Unit] = [] if current is None or ended else [current]
+            wanted: dict[int, Unit] = {} if current is None or ended else {current.order: current}
             for unit in self._upcoming(current, direction):
                 if len(wanted) >= min(len(self.slots), len(self._order)):
                     break
-                if unit not in wanted:
-                    wanted.append(unit)
-            for unit in wanted:
+                wanted[unit.order] = unit
+            for unit in wanted.values():
                 if self._slot_of(unit) is None and self._request(unit, keep=wanted) is None:
                     break
             if self._announce is not None:
                 self._tell(self._announce, current, direction)
 
     def _tell(self, announce: Announce, current: Unit | None, direction: Direction) -> None:
-        coming: list[Unit] = []
+        coming: dict[int, Unit] = {}
         for unit in self._upcoming(current, direction):
             if len(coming) >= self._horizon:
                 break
             slot = self._slot_of(unit)
-            fetched = slot is not None and slot.ready is not None and slot.ready.is_kept
-            if unit not in coming and not fetched:
-                coming.append(unit)
-        in_backward = direction == "backward"
-        announce(coming, [slot.unit for slot in self.slots if in_backward and slot.unit is not None])
+            if slot is None or slot.ready is None or not slot.ready.is_kept:
+                coming[unit.order] = unit
+        awaited: list[Unit] = []
+        if direction == "backward" and current is not None:
+            before = self._order[: self._position[current.order] + 1]
+            awaited = [unit for unit in reversed(before) if unit.awaits_backward][: self._horizon]
+        announce(list(coming.values()), awaited)
 
     def invalidate(self) -> None:
         """Forget the contents of every slot that is not bound (the weights were changed from outside)."""
@@ -165,13 +172,16 @@ class Window:
                 yield unit
 
     def _slot_of(self, unit: Unit) -> Slot | None:
-        return next((slot for slot in self.slots if slot.holds(unit)), None)
+        slot = self._slots_of.get(unit.order)
+        return slot if slot is not None and slot.holds(unit) else None
 
-    def _request(self, unit: Unit, keep: Sequence[Unit]) -> Slot | None:
+    def _request(self, unit: Unit, keep: Container[int]) -> Slot | None:
+        """`keep`: orders of the blocks that must not make room."""
         slot = self._victim(keep)
         if slot is None:
             return None
         slot.unit, slot.version = unit, unit.version
+        self._slots_of[unit.order] = slot
         slot.ready = ready = Ticket(self._failures)
         updated, free = unit.updated, slot.free
 
@@ -187,8 +197,11 @@ class Window:
         self._h2d.submit(job)
         return slot
 
-    def _victim(self, keep: Sequence[Unit]) -> Slot | None:
-        free = [slot for slot in self.slots if not slot.bound and not any(slot.holds(unit) for unit in keep)]
+    def _victim(self, keep: Container[int]) -> Slot | None:
+        def kept(slot: Slot) -> bool:
+            return slot.unit is not None and slot.unit.order in keep and slot.holds(slot.unit)
+
+        free = [slot for slot in self.slots if not slot.bound and not kept(slot)]
         # Stale or empty slots first; then the one whose block lies farthest along the order.
         return max(free, key=self._staleness, default=None)
 

@@ -26,7 +26,7 @@ def test_disabled_is_not_even_checked():
 
 def test_defaults():
     config = read({"enabled": True})
-    assert config.window == 3
+    assert config.window == "auto"
     assert config.gpu_memory is None
     assert config.host_memory is None
     assert config.gpu_states == "auto"
@@ -104,11 +104,11 @@ def test_zero_gpu_states_is_a_value():
 WRONG = [
     ({"enabled": "auto"}, 'ds_slide.enabled is "auto"; expected true or false'),
     ({"enabled": 1}, "ds_slide.enabled is 1; expected true or false"),
-    ({"window": 1}, "ds_slide.window is 1; expected an integer of at least 2"),
-    ({"window": "auto"}, 'ds_slide.window is "auto"; expected an integer of at least 2'),
-    ({"window": 3.0}, "ds_slide.window is 3.0; expected an integer of at least 2"),
-    ({"window": True}, "ds_slide.window is true; expected an integer of at least 2"),
-    ({"window": None}, "ds_slide.window is null; expected an integer of at least 2"),
+    ({"window": 1}, 'ds_slide.window is 1; expected "auto" or an integer of at least 2'),
+    ({"window": "all"}, 'ds_slide.window is "all"; expected "auto" or an integer of at least 2'),
+    ({"window": 3.0}, 'ds_slide.window is 3.0; expected "auto" or an integer of at least 2'),
+    ({"window": True}, 'ds_slide.window is true; expected "auto" or an integer of at least 2'),
+    ({"window": None}, 'ds_slide.window is null; expected "auto" or an integer of at least 2'),
     ({"gpu_memory": 0}, "ds_slide.gpu_memory is 0; expected a size"),
     ({"gpu_memory": "24G"}, 'ds_slide.gpu_memory is "24G"; write 24GiB'),
     ({"host_memory": "lots"}, 'ds_slide.host_memory is "lots"; expected a size'),

@@ -107,6 +107,29 @@ def test_without_an_ssd_tier_the_budget_of_the_states_is_hard() -> None:
         plan(host_memory=states - 1)
 
 
+SLOT = BLOCK * 2
+
+
+@pytest.mark.parametrize(
+    ("budgets", "window"),
+    [
+        ({}, 4),  # one for each block
+        ({"gpu_total": 10 * SLOT}, 3),
+        ({"gpu_total": 10 * SLOT - 1}, 2),
+        ({"gpu_free": WINDOW_BYTES + 2 * SLOT - 1}, 3),
+        ({"gpu_memory": WINDOW_BYTES + SLOT}, 3),
+        ({"gpu_memory": WINDOW_BYTES}, 2),
+        # Of four blocks three are left to stream: their states stay away from the slots' room.
+        ({"gpu_states": EDGE_COST + BLOCK_COST}, 3),
+    ],
+)
+def test_spare_gpu_memory_becomes_slots(budgets: dict[str, int], window: int) -> None:
+    made = make_plan(UNITS, replace(NEEDS, window_grows=True), replace(BUDGETS, **budgets))  # type: ignore[arg-type]
+    assert made.window == window
+    assert made.gpu_bytes == plan(**budgets).gpu_bytes + (window - 2) * SLOT
+    assert plan(**budgets).window == 2
+
+
 def test_automatic_states_never_break_a_budget_that_fits_without_them() -> None:
     for limit in range(WINDOW_BYTES, WINDOW_BYTES + 2 * EDGE_COST, EDGE_COST // 7):
         made = plan(gpu_states=None, gpu_memory=limit)

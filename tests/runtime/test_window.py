@@ -105,6 +105,40 @@ def test_training_order_is_fetched_ahead_and_only_once(rig: Any, slots: int) -> 
             assert own.fills[: 12 - slots] == [*range(6), *range(5 - slots, -1, -1)]
 
 
+def test_a_slot_for_each_block_spares_backward_and_other_micro_batches_the_fetch(rig: Any) -> None:
+    own = rig(6, 6)
+    own.window.prefetch(None, "forward")
+    for step in range(1, 4):
+        for _ in range(3):
+            own.through(own.units, "forward")
+            own.through(own.units[::-1], "backward")
+        own.h2d.drain()
+        assert own.fills == [*range(6)] * step
+        for unit in own.units:
+            own.update(unit)
+            unit.uses = unit.uses_done = 0
+        own.window.prefetch(None, "forward")
+    assert own.window.misses == 0
+
+
+def test_what_comes_next_is_announced_once_and_in_order(rig: Any) -> None:
+    """Blocks still to be fetched; in backward also those whose backward is to come, wherever they are."""
+    own = rig(6, 3)
+    told: list[tuple[list[int], list[int]]] = []
+    own.window._announce = lambda coming, awaited: told.append(([u.order for u in coming], [u.order for u in awaited]))
+    own.window._horizon = 2
+    own.window.prefetch(None, "forward")
+    own.h2d.drain()
+    own.through(own.units[:2], "forward")
+    own.h2d.drain()
+    own.window.prefetch(own.units[1], "forward")
+    assert told[-1] == ([4, 5], [])
+    own.through(own.units[2:], "forward")
+    own.h2d.drain()
+    own.window.prefetch(own.units[5], "backward")
+    assert told[-1] == ([2, 1], [5, 4])
+
+
 def test_inference_starts_again_from_the_front(rig: Any) -> None:
     own = rig(5, 2)
     own.window.prefetch(None, "forward")
