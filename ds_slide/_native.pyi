@@ -78,21 +78,41 @@ class Pool:
         """buffers, free, leased_peak, waits (leases that found it empty), waited_s (seconds, of all threads together),
         bytes (still held), pinned."""
 
+class Turns:
+    """Whether reads or writes go to the device next (``csrc/io/turns.hpp``), by itself to be tested with any clock."""
+
+    def __init__(self, burst_bytes: int | None) -> None: ...
+    def writes_next(self, reads_wait: bool, writes_wait: bool) -> bool:
+        """True for a write."""
+    def started(self, nbytes: int) -> None:
+        """So many bytes of the kind chosen last went to the device."""
+    def finished(self, nbytes: int, now_s: float, both_wait: bool) -> None:
+        """So many bytes were moved by ``now_s``."""
+    @property
+    def burst_bytes(self) -> int:
+        """Length of the bursts now, 0 for one request."""
+
 class IoEngine:
     """Asynchronous transfers between memory and files with several requests in flight; for several threads at once.
 
-    Transfers start in the order of ``submit``, urgent ones first, reads and writes in turns of 256 MiB while both wait,
-    but overlap and end in any order: who reads what a transfer writes waits for its completion. The memory of a
+    Transfers start in the order of ``submit``, urgent ones first, reads and writes in turns while both wait, but
+    overlap and end in any order: who reads what a transfer writes waits for its completion. The memory of a
     transfer must stay valid until ``next`` returns its token.
     RuntimeError for every call but ``close``, ``next`` and ``stats`` once closed, and for every call in a forked child.
     """
 
     def __init__(
-        self, backend: Literal["auto", "io_uring", "libaio", "threads"], queue_depth: int, request_bytes: int
+        self,
+        backend: Literal["auto", "io_uring", "libaio", "threads"],
+        queue_depth: int,
+        request_bytes: int,
+        burst_bytes: int | None = None,
     ) -> None:
         """At most ``queue_depth`` requests (1 to 4096) of at most ``request_bytes`` (a multiple of 4096, up to 1 GiB).
 
-        "auto" takes the first backend that works. RuntimeError with the errno text when the one named does not.
+        ``burst_bytes``: of reads or writes until the others have their turn, 0 for one request, None for whichever of 0
+        and 256 MiB is measured to be faster. "auto" takes the first backend that works. RuntimeError with the errno
+        text when the one named does not.
         """
     @property
     def backend(self) -> Literal["io_uring", "libaio", "threads"]: ...

@@ -7,6 +7,7 @@
 #include "bindings/register.hpp"
 #include "io/engine.hpp"
 #include "io/file.hpp"
+#include "io/turns.hpp"
 
 namespace py = pybind11;
 
@@ -92,18 +93,32 @@ py::dict stats(IoEngine const& engine) {
   result["registered_files"] = values.registered_files;
   result["direct_files"] = values.direct_files;
   result["buffered_files"] = values.buffered_files;
+  result["burst_bytes"] = values.burst_bytes;
   return result;
 }
 
 }  // namespace
 
 void register_io(py::module_& module) {
+  py::class_<Turns>(module, "Turns", "The order of reads and writes; see _native.pyi.")
+      .def(py::init<std::optional<std::int64_t>>(), py::arg("burst_bytes"))
+      .def("writes_next", &Turns::writes_next, py::arg("reads_wait"), py::arg("writes_wait"))
+      .def("started", &Turns::started, py::arg("nbytes"))
+      .def(
+          "finished",
+          [](Turns& turns, std::int64_t nbytes, double now_s, bool both_wait) {
+            auto const since =
+                std::chrono::duration_cast<Turns::Clock::duration>(std::chrono::duration<double>(now_s));
+            turns.finished(nbytes, Turns::Clock::time_point(since), both_wait);
+          },
+          py::arg("nbytes"), py::arg("now_s"), py::arg("both_wait"))
+      .def_property_readonly("burst_bytes", &Turns::burst_bytes);
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<IoEngine, std::unique_ptr<IoEngine, DeleteWithoutGil>>(
       module, "IoEngine", "Asynchronous transfers between memory and files; see _native.pyi.")
-      .def(py::init<std::string const&, std::int64_t, std::int64_t, std::int64_t>(), py::arg("backend"),
-           py::arg("queue_depth"), py::arg("request_bytes"),
-           py::arg("burst_bytes") = IoEngine::kBurstBytes, Release())
+      .def(py::init<std::string const&, std::int64_t, std::int64_t, std::optional<std::int64_t>>(),
+           py::arg("backend"), py::arg("queue_depth"), py::arg("request_bytes"),
+           py::arg("burst_bytes") = py::none(), Release())
       .def_property_readonly("backend", &IoEngine::backend)
       .def(
           "open",

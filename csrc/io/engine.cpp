@@ -22,6 +22,7 @@
 #include "io/busy_time.hpp"
 #include "io/file.hpp"
 #include "io/transfer.hpp"
+#include "io/turns.hpp"
 
 namespace ds_slide {
 namespace {
@@ -66,7 +67,6 @@ struct IoEngine::State {
   pid_t const owner = getpid();
   unsigned depth = 0;
   std::uint32_t request_bytes = 0;
-  std::int64_t burst_bytes = 0;
   std::string backend_name;
 
   mutable std::mutex mutex;  // guards this group
@@ -78,8 +78,7 @@ struct IoEngine::State {
   std::vector<Request*> idle;
   std::deque<Request*> repeat;  // to be sent again before anything new
   std::int64_t in_flight = 0;   // requests that are not in `idle`
-  bool writing = false;         // the kind of which a burst is under way
-  std::int64_t burst = 0;       // its bytes so far
+  Turns turns{std::nullopt};
   bool asleep =
       false;  // the engine thread is in, or about to enter, a wait that only wake() or a completion ends
   bool closing = false;
@@ -140,7 +139,7 @@ void IoEngine::State::collect() {
     idle.pop_back();
     queue.cut(request, request_bytes);
     ++in_flight;
-    if (&queue != &urgent) burst += request.total;
+    if (&queue != &urgent) turns.started(request.total);
     auto const now = BusyTime::Clock::now();
     any_busy.started(now);
     (request.write ? write_busy : read_busy).started(now);
@@ -148,15 +147,9 @@ void IoEngine::State::collect() {
   }
 }
 
-/// While both wait, reads and writes take turns in bursts of burst_bytes.
 TransferQueue& IoEngine::State::next_queue() {
   if (!urgent.empty()) return urgent;
-  TransferQueue& current = writing ? writes : reads;
-  TransferQueue& other = writing ? reads : writes;
-  if (other.empty() || (burst < burst_bytes && !current.empty())) return current;
-  writing = !writing;
-  burst = 0;
-  return other;
+  return turns.writes_next(!reads.empty(), !writes.empty()) ? writes : reads;
 }
 
 void IoEngine::State::settle(Completion const& completion) {
@@ -180,6 +173,9 @@ void IoEngine::State::settle(Completion const& completion) {
   auto const now = BusyTime::Clock::now();
   any_busy.stopped(now);
   (request.write ? write_busy : read_busy).stopped(now);
+  if (verdict.outcome == Outcome::done) {
+    turns.finished(request.total, now, !reads.empty() && !writes.empty());
+  }
   idle.push_back(&request);
   --transfer.in_flight;
   if (transfer.in_flight == 0 && transfer.all_started()) ended(transfer);
@@ -202,7 +198,7 @@ std::shared_ptr<File> const& IoEngine::State::file(std::int64_t index) const {
 }
 
 IoEngine::IoEngine(std::string const& backend, std::int64_t queue_depth, std::int64_t request_bytes,
-                   std::int64_t burst_bytes)
+                   std::optional<std::int64_t> burst_bytes)
     : _state(std::make_unique<State>()) {
   if (queue_depth < 1 || queue_depth > kMaxDepth) {
     throw std::invalid_argument("queue_depth is " + number(queue_depth) + " but must be from 1 to " +
@@ -212,11 +208,11 @@ IoEngine::IoEngine(std::string const& backend, std::int64_t queue_depth, std::in
     throw std::invalid_argument("request_bytes is " + number(request_bytes) + " but must be a multiple of " +
                                 number(kBlock) + " up to " + number(kMaxRequest));
   }
-  if (burst_bytes < 0) {
-    throw std::invalid_argument("burst_bytes is " + number(burst_bytes) + " but must not be negative");
+  if (burst_bytes.value_or(0) < 0) {
+    throw std::invalid_argument("burst_bytes is " + number(*burst_bytes) + " but must not be negative");
   }
   State& state = *_state;
-  state.burst_bytes = burst_bytes;
+  state.turns = Turns(burst_bytes);
   state.depth = static_cast<unsigned>(queue_depth);
   state.request_bytes = static_cast<std::uint32_t>(request_bytes);
   state.requests.resize(state.depth);
@@ -380,6 +376,7 @@ IoEngine::Stats IoEngine::stats() const {
   result.read_busy_s = state.read_busy.seconds(now);
   result.write_busy_s = state.write_busy.seconds(now);
   result.in_flight = state.in_flight;
+  result.burst_bytes = state.turns.burst_bytes();
   result.unfinished = static_cast<std::int64_t>(state.transfers.size());
   return result;
 }

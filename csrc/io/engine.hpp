@@ -30,10 +30,6 @@ class IoEngine {
     int error;            // 0, or an errno
     std::string message;  // a sentence if error is not 0
   };
-  // A virtual disk of 4.1 GB/s with both kinds in flight at once gave 4.5 GB/s in bursts of 320 MiB, and the
-  // same for 80 MiB (in transfers of 20 MiB); physical disks hardly mind. Urgent transfers do not wait for the
-  // end of a burst.
-  static constexpr std::int64_t kBurstBytes = std::int64_t{256} << 20;
   struct Stats {
     std::int64_t read_bytes, written_bytes, read_requests,
         write_requests;              // of requests that moved all they should
@@ -42,14 +38,16 @@ class IoEngine {
     std::int64_t in_flight;                    // requests
     std::int64_t unfinished;                   // transfers
     std::int64_t registered_bytes, registered_files, direct_files, buffered_files;
+    std::int64_t burst_bytes;      // after which reads and writes take turns now
     std::string skipped_backends;  // which "auto" could not use and why
   };
 
   /// `backend`: auto, io_uring, libaio or threads. At most `queue_depth` requests of at most `request_bytes`
-  /// bytes are at the device. While reads and writes both wait they take turns after `burst_bytes`; 0 is after
-  /// each request. Throws std::invalid_argument, and std::runtime_error when the backend cannot be used.
+  /// bytes are at the device. While reads and writes both wait they take turns after `burst_bytes`, 0 is
+  /// after each request; nothing: what is measured to be faster. Urgent transfers do not wait for their turn.
+  /// Throws std::invalid_argument, and std::runtime_error when the backend cannot be used.
   IoEngine(std::string const& backend, std::int64_t queue_depth, std::int64_t request_bytes,
-           std::int64_t burst_bytes = kBurstBytes);
+           std::optional<std::int64_t> burst_bytes = std::nullopt);
   ~IoEngine();
   IoEngine(IoEngine const&) = delete;
   IoEngine& operator=(IoEngine const&) = delete;

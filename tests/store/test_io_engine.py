@@ -15,16 +15,16 @@ from ds_slide._native import IoEngine
 from .io_tools import BACKENDS, BLOCK, PATIENCE_S, Memory, finish, hammer, hammer_bytes, transfer
 
 MIB = 1 << 20
-Make = Callable[[int, int], IoEngine]
+Make = Callable[..., IoEngine]
 
 
 @pytest.fixture(params=BACKENDS)
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     made = []
 
-    def build(queue_depth: int = 8, request_bytes: int = 16 * BLOCK) -> IoEngine:
+    def build(queue_depth: int = 8, request_bytes: int = 16 * BLOCK, burst_bytes: int | None = None) -> IoEngine:
         try:
-            made.append(IoEngine(request.param, queue_depth, request_bytes))
+            made.append(IoEngine(request.param, queue_depth, request_bytes, burst_bytes))
         except RuntimeError as error:
             pytest.skip(str(error))
         assert made[-1].backend == request.param
@@ -171,7 +171,8 @@ def test_a_new_file_is_private_and_has_all_its_space(make: Make, tmp_path: Path)
 
 
 def test_urgent_transfers_overtake_and_the_others_keep_their_order(make: Make, tmp_path: Path) -> None:
-    engine = make(1, BLOCK)  # one request at a time: completions come in the order of the requests
+    # One request at a time: completions come in the order of the requests. One long burst: that of the reads.
+    engine = make(1, BLOCK, 256 * MIB)
     file = engine.open(str(tmp_path / "file"), MIB)
     memory = Memory(MIB)
     long = [(file, 0, memory.ptr, MIB)] * 8  # 2048 requests
@@ -184,14 +185,15 @@ def test_urgent_transfers_overtake_and_the_others_keep_their_order(make: Make, t
 
 
 def test_reads_and_writes_take_turns_in_bursts(make: Make, tmp_path: Path) -> None:
-    engine = make(1, MIB)
+    engine = make(1, MIB, 8 * MIB)
     file = engine.open(str(tmp_path / "file"), MIB)
     memory = Memory(MIB)
     for token in (0, 1):
-        engine.submit(token, False, [(file, 0, memory.ptr, MIB)] * 300, False)
+        engine.submit(token, False, [(file, 0, memory.ptr, MIB)] * 10, False)
     engine.submit(2, True, [(file, 0, memory.ptr, BLOCK)], False)
-    # 256 MiB of reads, then it is the write's turn, in the middle of a transfer.
+    # 8 MiB of reads, then it is the write's turn, in the middle of a transfer.
     assert [finish(engine)[0] for _ in range(3)] == [2, 0, 1]
+    assert engine.stats()["burst_bytes"] == 8 * MIB
 
 
 def test_a_transfer_without_pieces_is_finished_at_once(make: Make) -> None:
