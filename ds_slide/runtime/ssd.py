@@ -106,8 +106,8 @@ class SsdStates:
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def expect_weights(self, coming: Sequence[Unit], kept: Sequence[Unit]) -> None:
-        """Blocks whose weights are needed next in host memory, for the GPU or an update, in order; and those of them that
-        must not make room."""
+        """Blocks whose weights are needed next in host memory, for the GPU or an update, in order; and those of them
+        that must not make room."""
         self.weights.expect(
             [unit.order for unit in coming if _weight_on_ssd(unit)],
             [unit.order for unit in kept if _weight_on_ssd(unit)],

@@ -20,7 +20,6 @@ SOME_STATES = 1_800_000
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "window-2": {"window": 2},
-    "window-5": {"window": 5},
     "window-larger-than-model": {"window": 9},
     "4-threads": {"cpu_threads": 4},
     "delays-seed-0": {"debug": {"lane_delay_ms": 3.0, "seed": 0}},
