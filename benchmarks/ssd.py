@@ -91,7 +91,8 @@ def full_file(folder: Path, nbytes: int, progress: bool = True) -> Iterator[Path
 
 @contextmanager
 def engine(backend: str, depth: int, request_bytes: int) -> Iterator[Any]:
-    io = _native.IoEngine(backend, depth, request_bytes)
+    # The order of reads and writes is the pattern's, not the engine's to choose.
+    io = _native.IoEngine(backend, depth, request_bytes, burst_bytes=0)
     try:
         yield io
     finally:

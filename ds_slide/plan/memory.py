@@ -35,6 +35,11 @@ class Budgets:
     host_memory: int | None
     gpu_is_own: bool = True
 
+    @property
+    def gpu_limit(self) -> int:
+        """Of everything on the GPU."""
+        return self.gpu_free if self.gpu_memory is None else min(self.gpu_free, self.gpu_memory)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -66,8 +71,7 @@ def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan
     allowance = budgets.gpu_states
     if allowance is None:
         allowance = int(budgets.gpu_total * AUTO_GPU_STATE_SHARE)
-        limit = budgets.gpu_free if budgets.gpu_memory is None else min(budgets.gpu_free, budgets.gpu_memory)
-        allowance = max(0, min(allowance, limit - _gpu_bytes(units, needs, frozenset())))
+        allowance = max(0, min(allowance, budgets.gpu_limit - _gpu_bytes(units, needs, frozenset())))
     on_gpu: set[int] = set()
     left = allowance
     preference = sorted(range(len(units)), key=lambda index: (not units[index].is_edge, index))
@@ -93,9 +97,8 @@ def _window(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int], bud
     slot = max((unit.layout.slot_numel for unit in streamed), default=0) * needs.weight_bytes
     if not needs.window_grows or not slot:
         return needs.window
-    limit = budgets.gpu_free if budgets.gpu_memory is None else min(budgets.gpu_free, budgets.gpu_memory)
-    room = min(int(budgets.gpu_total * AUTO_WINDOW_SHARE), limit - _gpu_bytes(units, needs, on_gpu))
-    return min(max(needs.window, needs.window + room // slot), max(needs.window, len(streamed)))
+    room = min(int(budgets.gpu_total * AUTO_WINDOW_SHARE), budgets.gpu_limit - _gpu_bytes(units, needs, on_gpu))
+    return needs.window + max(0, min(room // slot, len(streamed) - needs.window))
 
 
 def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
@@ -117,7 +120,7 @@ def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) 
 
 
 def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
-    gpu_limit = budgets.gpu_free if budgets.gpu_memory is None else min(budgets.gpu_free, budgets.gpu_memory)
+    gpu_limit = budgets.gpu_limit
     if plan.gpu_bytes > gpu_limit:
         source = "ds_slide.gpu_memory" if gpu_limit == budgets.gpu_memory else "free GPU memory"
         raise SlideError(

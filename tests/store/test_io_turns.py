@@ -24,7 +24,7 @@ class Disk:
         self.turns = Turns(None)
         self.slower_bytes = 0
 
-    def move(self, nbytes: int, both_wait: bool = True) -> None:
+    def move(self, nbytes: int) -> None:
         for _ in range(nbytes // MIB):
             self.turns.writes_next(True, True)
             self.turns.started(MIB)
@@ -32,7 +32,7 @@ class Disk:
             self.slower_bytes += MIB * (rate < max(self.rates))
             self.now_s += MIB / 1e9 / rate * (1 + self.drift * self.moved)
             self.moved += MIB
-            self.turns.finished(MIB, self.now_s, both_wait)
+            self.turns.finished(MIB, self.now_s, True)
 
 
 @pytest.mark.parametrize(("rates", "burst"), [((4.1, 4.5), BURST), ((2.8, 2.3), 0)])
