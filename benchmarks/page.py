@@ -142,7 +142,8 @@ LEGEND = """\
 * SSD B/param: bytes read + written per parameter and step, by the engine's own count; by the OS: the same from
   /proc/self/io, the count that stock has too. SSD GB/s: the disk's mixed bandwidth, O_DIRECT, 32 requests of 2 MiB,
   right before the engine started / right after it ended. SSD bound: bytes (the engine's count, else the OS's) over the
-  mean of the two.
+  mean of the two; or over the second alone, where it was measured for 12 s on the engine's own state file (from 8 GiB
+  on): a disk that has rested, and a file that has just been filled, can be faster for a second.
 * bound: the busiest lane as the engine itself reports it, median over the timed steps.
 * GPU peak: torch's allocated bytes while training; reserved: what its allocator held. host peak: VmHWM while training,
   the Python process and CUDA included; engine B/param: the same above the process as it was before the engine was made.

@@ -108,6 +108,20 @@ def ssd_large() -> list[Setting]:
     ]
 
 
+def ssd_largest() -> list[Setting]:
+    """The largest shape for 126 GiB of memory and 64 of disk, with torch limited to 24 GiB of the GPU: 8-bit states."""
+    shape: dict[str, Any] = {
+        "model": "llama-22b",
+        "batch": 2,
+        "offload": "nvme",
+        "build": "host",
+        "gpu_fraction": small_gpu_share(),
+        "steps": 1,
+        "warmup": 1,
+    }
+    return [Setting("slide", slide={"gpu_states": 0, "host_memory": "79GB", "state_dtype": "8bit"}, **shape)]
+
+
 def quick() -> list[Setting]:
     """Qwen2.5-0.5B, 4 x 1024 tokens: does everything run, and in the right order of speed?"""
     shape: dict[str, Any] = {"model": "qwen2.5-0.5b", "batch": 4, "seq": 1024, "steps": 5}
@@ -195,5 +209,6 @@ PLANS: dict[str, Callable[[], list[Setting]]] = {
     "ssd-3b": lambda: ssd_of("qwen2.5-3b"),
     "ssd-ga": ssd_ga,
     "ssd-large": ssd_large,
+    "ssd-largest": ssd_largest,
     "tiny-ssd": tiny_ssd,
 }

@@ -24,6 +24,16 @@ finetune_models.PRESETS["llama-12b"] = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
+# 21.68 G parameters: what 8-bit moments, gradients included, leave room for in 126 GiB of memory and 55 GB of disk.
+finetune_models.PRESETS["llama-22b"] = {
+    **finetune_models.PRESETS["llama-12b"],
+    "hidden_size": 6144,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 48,
+}
+finetune_models.PRESETS["llama-20b"] = {**finetune_models.PRESETS["llama-22b"], "num_hidden_layers": 43}
 
 
 def build_on_accelerator(name: str, device: torch.device, seed: int) -> Any:

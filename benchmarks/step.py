@@ -176,10 +176,13 @@ def measure(setting: Setting, folder: str, keep: Callable[[dict[str, Any]], None
         return record | disk.summarise(ceilings, moved, own, parameters, setting.steps, record["step_s"])
 
     keep(with_disk())
-    trainer.close()
-    if on_disk:
+    if not on_disk:
+        trainer.close()
+        return record
+    with disk.states_kept(folder) as states:
+        trainer.close()
         disk.empty(folder)
-        ceilings.append(disk.ceiling(folder))
+        ceilings.append(disk.ceiling_of_states(states) if states else disk.ceiling(folder))
     return with_disk()
 
 

@@ -1,10 +1,11 @@
 """The switch: an engine whose config enables "ds_slide" gets SlideZeroOptimizer in place of the stage-3 optimizer.
 
-Three methods of DeepSpeedEngine are wrapped. The constructor checks first (DeepSpeed's names, then the config), so that
+Four methods of DeepSpeedEngine are wrapped. The constructor checks first (DeepSpeed's names, then the config), so that
 a run that cannot work ends before it has taken memory. `_configure_zero_optimizer` chooses its class by an import
 inside the function, so replacing the attribute of the module for the length of that call is enough; its ~45 keyword
 arguments remain DeepSpeed's business. `_configure_basic_optimizer` is spared the compilation of kernels that are never
-called. An engine without the key runs the originals.
+called, `_configure_distributed_model` the move of all weights to the accelerator. An engine without the key runs the
+originals.
 """
 
 import difflib
@@ -31,6 +32,8 @@ def install(engine_module: ModuleType) -> None:
         engine_class._configure_zero_optimizer = _choosing(engine_class._configure_zero_optimizer)
     if hasattr(engine_class, "_configure_basic_optimizer"):
         engine_class._configure_basic_optimizer = _sparing(engine_class._configure_basic_optimizer)
+    if hasattr(engine_class, "_configure_distributed_model"):
+        engine_class._configure_distributed_model = _keeping(engine_class._configure_distributed_model)
     from deepspeed.runtime.zero import partition_parameters
 
     from ds_slide.integration.zero_init import install_zero_init
@@ -135,3 +138,16 @@ def _sparing(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
 
     return _configure_basic_optimizer
+
+
+def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _configure_distributed_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if slide_config(self._config) is None:
+            return original(self, *args, **kwargs)
+        from ds_slide.integration.host_weights import weights_stay
+
+        with weights_stay(self):
+            return original(self, *args, **kwargs)
+
+    return _configure_distributed_model

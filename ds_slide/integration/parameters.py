@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import (
     Init,
     PartitionedParamStatus,
@@ -37,12 +38,20 @@ def convert(module: nn.Module, group: Any, dtype: torch.dtype) -> None:
     init = Init(module=None, data_parallel_group=group, remote_device="cpu", pin_memory=False, dtype=dtype)
     for parameter in ordinary:
         if dist.get_world_size(group) > 1:
-            # The ranks may have drawn different weights; rank 0's are everyone's, as under zero.Init.
-            source = 0 if group == dist.get_world_group() else dist.get_global_rank(group, 0)
-            dist.broadcast(parameter.data, source, group=group)
+            _take_first_ranks(parameter, group)
         init._convert_to_deepspeed_param(parameter)
         parameter.ds_tensor = _placeholder(parameter, group)
         parameter.ds_status = ZeroParamStatus.AVAILABLE
+
+
+def _take_first_ranks(parameter: Any, group: Any) -> None:
+    """The ranks may have drawn different weights; rank 0's are everyone's, as under zero.Init."""
+    source = 0 if group == dist.get_world_group() else dist.get_global_rank(group, 0)
+    own = parameter.data
+    there = own.to(get_accelerator().current_device_name())  # NCCL takes nothing from host memory
+    dist.broadcast(there, source, group=group)
+    if there is not own:
+        own.copy_(there)
 
 
 def _placeholder(parameter: Any, group: Any) -> torch.Tensor:
@@ -80,7 +89,8 @@ def adopt(unit: Unit) -> None:
         if unit.state.weight is not None:
             view = unit.state.weight[entry.offset : entry.offset + entry.partition_numel]
         parameter.ds_tensor = _as_partition(view, entry.partition_numel)
-        parameter.data = torch.empty(0, dtype=dtype, device=parameter.device)
+        # Not where the weights were: who asks a parameter for its device wants to know where the model computes.
+        parameter.data = torch.empty(0, dtype=dtype, device=get_accelerator().current_device_name())
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
         parameter.grad = None
 

@@ -49,10 +49,12 @@ SYMBOLS: tuple[Symbol, ...] = (
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.__init__",
         ("self", "args", "model", "optimizer"),
-        ("mpu", "config", "config_class"),
+        ("mpu", "config", "config_class", "dont_change_device"),
     ),
     Symbol("deepspeed.runtime.engine", "DeepSpeedEngine._configure_zero_optimizer", ("self", "optimizer")),
     Symbol("deepspeed.runtime.superoffload.superoffload_stage3", "SuperOffloadOptimizer_Stage3"),
+    # host_weights.py
+    *_methods("deepspeed.runtime.engine", "DeepSpeedEngine", _configure_distributed_model="model", _broadcast_model=""),
     # monitor.py
     Symbol("deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step", ("self", "lr_kwargs")),
     Symbol("deepspeed.runtime.engine", "DeepSpeedEngine.steps_per_print", ("self",)),

@@ -28,6 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "half on SSD": {"window": 2, "gpu_states": 0, "host_memory": "40MB", "io_backend": "libaio"},
 }
 CLIPS = (0.0, 1.0)
+ON_HOST = "weights from host memory"
 WITH_KERNELS = ("the same again", "window 4", "states on the GPU", "all on SSD")
 KERNELS_CLIP = 1.0
 # Of the worker's Llama: two norms a block and the last one.
@@ -42,7 +43,9 @@ def scenario(name: str, clip: float, kernels: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def recorded(run_scenarios: Callable[..., Any]) -> Any:
-    return run_scenarios([scenario(name, clip, "off") for clip in CLIPS for name in ("reference", *VARIANTS)])
+    named = [scenario(name, clip, "off") for clip in CLIPS for name in ("reference", *VARIANTS)]
+    on_host = {**scenario("reference", 0.0, "off"), "name": ON_HOST, "on_host": True, "record": ["states", "placement"]}
+    return run_scenarios([*named, on_host])
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,16 @@ def test_same_bits(variant: str, clip: float, recorded: Any) -> None:
 @pytest.mark.parametrize("variant", WITH_KERNELS)
 def test_same_bits_with_kernels(variant: str, recorded_with_kernels: Any) -> None:
     assert_same_bits(variant, KERNELS_CLIP, recorded_with_kernels, kernels=REPLACED)
+
+
+@pytest.mark.needs_cuda
+def test_weights_in_host_memory_start_from_there(recorded: Any) -> None:
+    reference, other = recorded["reference, clip 0"], recorded[ON_HOST]
+    assert other["states"] == reference["states"]
+    placement = other["placement"]
+    assert placement["devices"] == ["cuda"]
+    # Stock's way, all weights on the GPU before the plan takes what it needs, would be gpu_bytes and weight_bytes.
+    assert other["gpu_peak_of_start"] < placement["gpu_bytes"] + placement["weight_bytes"] // 4
 
 
 def test_clipping_changes_the_bits(recorded: Any) -> None:

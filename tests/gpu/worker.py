@@ -51,11 +51,13 @@ class Scenario:
     """Step whose loss is multiplied by 1e30, so that its fp16 gradients overflow."""
     ssd: bool = False
     """Whether states may go to SSD: into a folder that is gone afterwards."""
+    on_host: bool = False
+    """Whether the model is in host memory when the engine gets it."""
     slide: dict[str, Any] = field(default_factory=dict)
     """Additions to the "ds_slide" block. Without "kernels" the model's own modules are replaced on a GPU."""
     record: tuple[str, ...] = ()
     """What to record besides losses, norms and the kernels in the model: gradients, states, syncs, allocations,
-    memory."""
+    memory, placement."""
 
 
 def device() -> torch.device:
@@ -154,6 +156,17 @@ def gradient_digests(engine: Any) -> dict[str, str]:
     return {name: digest([safe_get_full_grad(parameter)]) for name, parameter in engine.module.named_parameters()}
 
 
+def placement(engine: Any) -> dict[str, Any]:
+    """Bytes of the weights, what the plan has on the GPU, and where the model's tensors say that they are."""
+    module = engine.module
+    tensors = [*module.parameters(), *module.buffers()]
+    return {
+        "weight_bytes": 2 * engine.optimizer.slide_stats()["memory"]["parameters"],
+        "gpu_bytes": engine.optimizer.slide_stats()["memory"]["gpu_bytes"],
+        "devices": sorted({tensor.device.type for tensor in tensors}),
+    }
+
+
 class Recorder:
     """Takes what a scenario asked for at the right moments of its steps."""
 
@@ -203,8 +216,19 @@ class Recorder:
             scalar = torch.ones((), device=device())
             self.result["sees_item"] = self._syncs.sees(scalar.item)
             self.result["sees_synchronize"] = self._syncs.sees(lambda: torch.cuda.synchronize())
+        if "placement" in self._scenario.record:
+            self.result["placement"] = placement(self._engine)
         if "states" in self._scenario.record:
             self.result["states"] = state_digests(self._engine)
+
+
+def gpu_bytes_in_use(*, restart: bool = False) -> int:
+    """The most of torch's allocator since the last restart; with `restart` what is in use now."""
+    if device().type != "cuda":
+        return 0
+    if restart:
+        torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.max_memory_allocated()
 
 
 def run(scenario: Scenario) -> dict[str, Any]:
@@ -213,9 +237,13 @@ def run(scenario: Scenario) -> dict[str, Any]:
     # Also fills fresh memory with NaN, so that whatever is read before it was written shows.
     torch.use_deterministic_algorithms(scenario.exact, warn_only=True)
     model = build_model(scenario)
+    if scenario.on_host:
+        model = model.to("cpu")
+    before = gpu_bytes_in_use(restart=True)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=engine_config(scenario))
     is_slide = hasattr(engine.optimizer, "slide_stats")
     assert is_slide == (scenario.system == "slide"), f"{scenario.system} runs {type(engine.optimizer).__name__}"
+    peak = gpu_bytes_in_use() - before
     data = batches()
     recorder = Recorder(scenario, engine)
     try:
@@ -234,7 +262,7 @@ def run(scenario: Scenario) -> dict[str, Any]:
             mean_loss = float(torch.stack(losses).mean())
             del loss, losses
             recorder.after_step(step, mean_loss)
-        return recorder.result
+        return {**recorder.result, "gpu_peak_of_start": peak}
     finally:
         engine.destroy()
 

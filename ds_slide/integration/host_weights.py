@@ -1,0 +1,42 @@
+"""Weights that the script made in host memory wait there for their planes.
+
+Stock moves a model that was not built under `deepspeed.zero.Init` to the accelerator as a whole before it partitions
+it, so that a model which offloading is for does not fit in the first place: 24 GB for 12 G parameters. Only buffers
+belong there; `parameters.adopt` takes each unit's weights from where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
+
+
+@contextmanager
+def weights_stay(engine: Any) -> Iterator[None]:
+    """For the length of `DeepSpeedEngine._configure_distributed_model`: parameters are neither moved nor broadcast.
+
+    `parameters.convert` broadcasts them, one at a time on the accelerator: stock would hand NCCL host memory here.
+    """
+    moves = not engine.dont_change_device
+    engine.dont_change_device = True
+    engine._broadcast_model = lambda: None
+    try:
+        yield
+    finally:
+        del engine._broadcast_model
+        engine.dont_change_device = not moves
+    # As in stock, where zero.Init has placed them with the parameters.
+    if moves and not any(is_zero_param(parameter) for parameter in engine.module.parameters()):
+        _move_buffers(engine.module, engine.device)
+
+
+def _move_buffers(module: torch.nn.Module, device: torch.device) -> None:
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # two modules may share one
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = moved.setdefault(buffer, buffer.to(device))
