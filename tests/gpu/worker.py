@@ -207,8 +207,9 @@ class Recorder:
             self._finish()
 
     def _finish(self) -> None:
-        if self._scenario.system == "slide":
-            self.result["kernels"] = self._engine.optimizer.slide_stats()["kernels"]["replaced"]
+        # Statistics of a step are there when the next one has begun: none after a single step.
+        if self._scenario.system == "slide" and (statistics := self._engine.optimizer.slide_stats()):
+            self.result["kernels"] = statistics["kernels"]["replaced"]
         if self._allocations:
             self.result["allocations"] = self._allocations.stop()
         if self._syncs:

@@ -1,11 +1,10 @@
 """One of two ranks (gloo, CPU) of test_checkpoint_ranks.py: leaves what it saw in FOLDER/rank<N>.pt.
 
-python checkpoint_worker.py RANK FOLDER
+python checkpoint_worker.py FOLDER
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,4 +63,4 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    two_ranks.fork_ranks(main)

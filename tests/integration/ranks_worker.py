@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import two_ranks
@@ -42,4 +41,5 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    llama()  # imports transformers, for both ranks
+    two_ranks.fork_ranks(main)

@@ -1,4 +1,8 @@
-"""Activation in real processes: the entry point, the import, the launcher, and their absence."""
+"""Activation in real processes: the entry point, the import, the launcher, and their absence.
+
+Every case needs a process that has imported neither torch nor DeepSpeed in any other way than its own. Those whose
+imports begin alike are forks of one process (activation_forks.py), which has made these imports and nothing else.
+"""
 
 import json
 import os
@@ -11,10 +15,12 @@ from pathlib import Path
 import pytest
 from ports import free_port
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
 ENTRY_POINT = ("ds_slide", "ds_slide._autoload:install_hook")
 
 # Prints what the engine's optimizer is. It does not name DS-Slide; neither does anything that it imports by name.
+# `--then`: the config of another engine.
 TRAIN = textwrap.dedent(
     """
     import argparse, json, sys
@@ -23,6 +29,7 @@ TRAIN = textwrap.dedent(
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int)
     parser.add_argument("--note")
+    parser.add_argument("--then")
     deepspeed.add_config_arguments(parser)
     arguments = parser.parse_args()
     model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
@@ -41,6 +48,8 @@ TRAIN = textwrap.dedent(
         "wrapped": hasattr(deepspeed.DeepSpeedEngine._configure_zero_optimizer, "__wrapped__"),
     }), flush=True)
     engine.destroy()
+    if arguments.then:
+        deepspeed.initialize(model=model, config=arguments.then, model_parameters=model.parameters())
     """
 )
 ENGINES = textwrap.dedent(
@@ -62,8 +71,20 @@ ENGINES = textwrap.dedent(
             print("ENGINE", type(error).__name__, str(error).partition(" DS-Slide")[0], flush=True)
     """
 )
+# No case asks about these: what every engine imports, and the CPU, which DeepSpeed asks for at every engine, in a
+# process of its own that takes a second.
+WARM = textwrap.dedent(
+    """
+    import cpuinfo, functools, torch._dynamo
+    import deepspeed.runtime.zero.muon.muon_optimizer
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
+    """
+)
 STOCK = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 SLIDE = "ds_slide.integration.optimizer.SlideZeroOptimizer"
+
+# ---- where the package is found ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -94,27 +115,38 @@ def script(tmp_path_factory):
     return path
 
 
-def config_file(folder, slide, stage=3):
+# ---- configs -------------------------------------------------------------------------------------------------------
+
+
+def config_of(slide, stage=3, **others):
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "zero_optimization": {"stage": stage},
+        **others,
     }
     if slide is not None:
         config["ds_slide"] = slide
-    path = folder / "ds.json"
-    path.write_text(json.dumps(config))
+    return config
+
+
+def config_file(folder, slide, stage=3, **others):
+    path = folder / f"stage{stage}.json"
+    path.write_text(json.dumps(config_of(slide, stage, **others)))
     return path
 
 
-def run(command, pythonpath, **variables):
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+
+def run(command, pythonpath, stdin="", **variables):
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("DS_SLIDE", "TORCH_DEVICE_"))
     }
     environment = inherited | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": pythonpath} | variables
     return subprocess.run(
-        list(map(str, command)), env=environment, capture_output=True, text=True, timeout=200, check=False
+        list(map(str, command)), env=environment, input=stdin, capture_output=True, text=True, timeout=200, check=False
     )
 
 
@@ -130,17 +162,159 @@ def launch(arguments, pythonpath, **variables):
     return run([launcher, *options, *arguments], pythonpath, **variables)
 
 
-def run_alone(arguments, pythonpath, **variables):
+def case(code, *arguments, **variables):
+    """A fork: what it runs, as a script of one rank, and changes of its environment."""
     one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    return run([sys.executable, *arguments], pythonpath, **one_rank, MASTER_PORT=str(free_port()), **variables)
+    variables = {**one_rank, "MASTER_PORT": str(free_port()), **variables}
+    return {"code": code, "arguments": list(map(str, arguments)), "variables": variables}
+
+
+def forks(folder, pythonpath, *stages, **variables):
+    """How each case ended. `stages`: (statements, {name: case}); the statements go on from those of the last stage."""
+    # A library's threads would not be there in the forks.
+    alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    numbered, files = [], {}
+    for statements, cases in stages:
+        files |= {name: len(files) + number for number, name in enumerate(cases)}
+        numbered.append((statements, {files[name]: of for name, of in cases.items()}))
+    command = [sys.executable, HERE / "activation_forks.py", folder]
+    whole = run(command, pythonpath, json.dumps(numbered), **alone, **variables)
+
+    def ended(name):
+        status, *streams = (folder / f"{files[name]}.{ending}" for ending in ("status", "out", "err"))
+        assert status.exists(), f"not started\n{whole.stdout}\n{whole.stderr}"
+        return subprocess.CompletedProcess(name, int(status.read_text()), *(stream.read_text() for stream in streams))
+
+    return ended
+
+
+# ---- the cases that share imports ----------------------------------------------------------------------------------
+
+# Imports, the fixture in whose process they go on, and what that has imported before the fork.
+ORDERS = [
+    ("import torch, deepspeed", "with_metadata", "import torch"),
+    ("import deepspeed", "with_deepspeed", "import deepspeed"),
+    ("import transformers.integrations.deepspeed, deepspeed", "with_metadata", ""),
+    ("import ds_slide, deepspeed", "without_metadata", ""),
+    ("import deepspeed, ds_slide", "without_metadata", "import torch"),
+    ("import torch, ds_slide, deepspeed", "without_metadata", "import torch"),
+    ("import deepspeed, ds_slide, importlib; importlib.reload(ds_slide)", "with_deepspeed", "import deepspeed"),
+]
+IS_WRAPPED = textwrap.dedent(
+    """
+    import inspect, sys
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    chosen = DeepSpeedEngine._configure_zero_optimizer
+    assert hasattr(chosen, "__wrapped__") and not hasattr(chosen.__wrapped__, "__wrapped__"), "not wrapped once"
+    assert hasattr(DeepSpeedEngine.__init__, "__wrapped__")
+    assert list(inspect.signature(DeepSpeedEngine.__init__).parameters)[:3] == ["self", "args", "model"]
+    assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("ds_slide")]
+    import deepspeed.runtime.engine as engine
+    assert type(engine.__loader__).__name__ == "SourceFileLoader" and inspect.getsource(engine)
+    """
+)
+TORCH_LOADS_LITTLE = textwrap.dedent(
+    """
+    import sys
+    import torch
+    ours = sorted(name for name in sys.modules if name.startswith("ds_slide"))
+    assert ours == ["ds_slide", "ds_slide._autoload"], ours
+    assert "pydantic" not in sys.modules and "deepspeed" not in sys.modules
+    assert type(sys.meta_path[0]).__module__ == "ds_slide._autoload"
+    """
+)
+LOADS_NO_TORCH = "import sys, ds_slide; assert 'torch' not in sys.modules and 'pydantic' not in sys.modules"
+WITHOUT_EXTENSION = "import sys; sys.modules['ds_slide._native'] = None"
+BROKEN_ACTIVATION = textwrap.dedent(
+    """
+    import sys, warnings
+    sys.modules["ds_slide.integration.activation"] = None  # its import raises ImportError
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        import deepspeed
+    assert not hasattr(deepspeed.DeepSpeedEngine._configure_zero_optimizer, "__wrapped__")
+    ours = [str(warning.message) for warning in caught if "DS-Slide" in str(warning.message)]
+    assert len(ours) == 1 and ours[0].startswith("DS-Slide is not active in this process: "), ours
+    """
+)
+PRINT_ENTRY_POINTS = "from importlib.metadata import entry_points; print(list(entry_points(group='torch.backends')))"
+OFF = {"no key": None, "not enabled": {"enabled": False, "window": "broken"}}
+# What does not fit, and how the error of the engine that wants it begins.
+DAMAGES = {
+    "DeepSpeed has changed": (
+        "from deepspeed.runtime.zero import stage3; del stage3.DeepSpeedZeroOptimizer_Stage3._update_scale",
+        "ENGINE SlideError",
+    ),
+    "extension not built": (WITHOUT_EXTENSION, "ENGINE SlideError the C++ extension"),
+}
+
+
+def orders_in(process, before):
+    """The orders of imports that go on from `before` there."""
+    return {imports: case(f"{imports}\n{IS_WRAPPED}") for imports, *place in ORDERS if place == [process, before]}
+
+
+@pytest.fixture(scope="module")
+def with_metadata(installed, tmp_path_factory):
+    """Cases of an environment in which the package is installed."""
+    folder = tmp_path_factory.mktemp("with_metadata")
+    config = config_file(folder, {"enabled": True})
+    from_nothing = {
+        **orders_in("with_metadata", ""),
+        "entry points": case(PRINT_ENTRY_POINTS),
+        "kept out": case(TRAIN, "--deepspeed_config", config, DS_SLIDE_DISABLE="1"),
+    }
+    from_torch = {
+        **orders_in("with_metadata", "import torch"),
+        "torch loads little": case(TORCH_LOADS_LITTLE),
+        "broken activation": case(BROKEN_ACTIVATION),
+        "no extension": case(f"{WITHOUT_EXTENSION}\nimport deepspeed\n{IS_WRAPPED}"),
+    }
+    return forks(folder, installed, ("", from_nothing), ("import torch", from_torch))
+
+
+@pytest.fixture(scope="module")
+def with_deepspeed(installed, tmp_path_factory):
+    """Cases that begin with DeepSpeed, where the package is installed."""
+    folder = tmp_path_factory.mktemp("with_deepspeed")
+    on, off = config_of({"enabled": True}), config_of(None)
+    four = json.dumps([(off, "AdamW"), (on, "SGD"), (on, "AdamW"), (off, "AdamW")])
+    misspelt = config_file(folder, None, **{"ds-slide": {"enabled": True}})
+    engines = {
+        "four engines": case(ENGINES, four),
+        "misspelt": case(TRAIN, "--deepspeed_config", misspelt),
+    }
+    for name, (damage, _) in DAMAGES.items():
+        engines[name] = case(f"{damage}\n{ENGINES}", json.dumps([(off, "AdamW"), (on, "AdamW")]))
+    for name, slide in OFF.items():
+        engines[name] = case(TRAIN, "--deepspeed_config", config_file(tmp_path_factory.mktemp("off"), slide))
+    orders = orders_in("with_deepspeed", "import deepspeed")
+    return forks(folder, installed, ("import deepspeed", orders), (WARM, engines))
+
+
+@pytest.fixture(scope="module")
+def without_metadata(tmp_path_factory):
+    """Cases of an environment without the entry point, wherever it may come from."""
+    folder = tmp_path_factory.mktemp("without_metadata")
+    from_nothing = {"package": case(LOADS_NO_TORCH), **orders_in("without_metadata", "")}
+    from_torch = orders_in("without_metadata", "import torch")
+    stages = [("", from_nothing), ("import torch", from_torch)]
+    return forks(folder, str(REPOSITORY), *stages, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+
+@pytest.fixture(scope="module")
+def launched(installed, script, tmp_path_factory):
+    """The stock launcher: an engine whose config has the key and nothing else, then one that is refused."""
+    folder = tmp_path_factory.mktemp("launched")
+    good, refused = (config_file(folder, {"enabled": True}, stage=stage) for stage in (3, 2))
+    return launch([script, "--deepspeed_config", good, "--then", refused], installed)
 
 
 class TestEngines:
     """Which optimizer an engine gets."""
 
-    def test_the_stock_launcher_with_the_key_and_nothing_else(self, installed, script, tmp_path):
-        config = config_file(tmp_path, {"enabled": True})
-        found = report(launch([script, "--deepspeed_config", config], installed))
+    def test_the_stock_launcher_with_the_key_and_nothing_else(self, launched):
+        found = report(launched)
         assert found["optimizer"] == SLIDE
         assert found["local_rank"] == 0
 
@@ -155,22 +329,17 @@ class TestEngines:
         assert found["argv0"] == found["main_file"] == str(script)
         assert found["path0"] == str(script.parent)
 
-    @pytest.mark.parametrize("slide", [None, {"enabled": False, "window": "broken"}])
-    def test_off_is_stock(self, installed, script, tmp_path, slide):
-        found = report(run_alone([script, "--deepspeed_config", config_file(tmp_path, slide)], installed))
+    @pytest.mark.parametrize("name", OFF)
+    def test_off_is_stock(self, with_deepspeed, name):
+        found = report(with_deepspeed(name))
         assert found["optimizer"] == STOCK
         assert found["is_stock"]
         engine_modules = ("ds_slide.integration.optimizer", "ds_slide.runtime", "ds_slide.integration.selfcheck")
         assert not [name for name in found["slide_modules"] if name.startswith(engine_modules)]
 
-    def test_the_swap_lasts_for_one_construction(self, installed, tmp_path):
+    def test_the_swap_lasts_for_one_construction(self, with_deepspeed):
         """One process, four engines: stock, DS-Slide that fails while it is built, DS-Slide, stock."""
-        script = tmp_path / "engines.py"
-        script.write_text(ENGINES)
-        on = json.loads(config_file(tmp_path, {"enabled": True}).read_text())
-        off = json.loads(config_file(tmp_path, None).read_text())
-        cases = json.dumps([(off, "AdamW"), (on, "SGD"), (on, "AdamW"), (off, "AdamW")])
-        result = run_alone([script, cases], installed)
+        result = with_deepspeed("four engines")
         assert [line for line in result.stdout.splitlines() if line.startswith("ENGINE ")] == [
             "ENGINE DeepSpeedZeroOptimizer_Stage3",
             # From the constructor of the optimizer: only there is it known what the script's callable makes.
@@ -179,44 +348,26 @@ class TestEngines:
             "ENGINE DeepSpeedZeroOptimizer_Stage3",
         ], result.stderr
 
-    @pytest.mark.parametrize(
-        ("damage", "refusal"),
-        [
-            (
-                "from deepspeed.runtime.zero import stage3; del stage3.DeepSpeedZeroOptimizer_Stage3._update_scale",
-                "ENGINE SlideError",
-            ),
-            ("import sys; sys.modules['ds_slide._native'] = None", "ENGINE SlideError the C++ extension"),
-        ],
-        ids=["DeepSpeed has changed", "extension not built"],
-    )
-    def test_what_does_not_fit_stops_only_engines_that_want_it(self, installed, tmp_path, damage, refusal):
-        script = tmp_path / "engines.py"
-        script.write_text(damage + "\n" + ENGINES)
-        on = json.loads(config_file(tmp_path, {"enabled": True}).read_text())
-        off = json.loads(config_file(tmp_path, None).read_text())
-        result = run_alone([script, json.dumps([(off, "AdamW"), (on, "AdamW")])], installed)
+    @pytest.mark.parametrize("damage", DAMAGES)
+    def test_what_does_not_fit_stops_only_engines_that_want_it(self, with_deepspeed, damage):
+        result = with_deepspeed(damage)
         first, second = [line for line in result.stdout.splitlines() if line.startswith("ENGINE ")]
         assert first == "ENGINE DeepSpeedZeroOptimizer_Stage3"
-        assert second.startswith(refusal)
+        assert second.startswith(DAMAGES[damage][1])
 
-    def test_the_environment_keeps_it_out_altogether(self, installed, script, tmp_path):
-        config = config_file(tmp_path, {"enabled": True})
-        found = report(run_alone([script, "--deepspeed_config", config], installed, DS_SLIDE_DISABLE="1"))
+    def test_the_environment_keeps_it_out_altogether(self, with_metadata):
+        found = report(with_metadata("kept out"))
         assert found["optimizer"] == STOCK
         assert not found["wrapped"]
         assert not [name for name in found["slide_modules"] if name.startswith("ds_slide.integration")]
 
-    def test_a_refusal_ends_the_run(self, installed, script, tmp_path):
-        config = config_file(tmp_path, {"enabled": True}, stage=2)
-        result = launch([script, "--deepspeed_config", config], installed)
-        assert result.returncode != 0
-        assert "SlideConfigError: zero_optimization.stage is 2, but DS-Slide is an engine for stage 3" in result.stderr
+    def test_a_refusal_ends_the_run(self, launched):
+        assert launched.returncode != 0
+        refusal = "SlideConfigError: zero_optimization.stage is 2, but DS-Slide is an engine for stage 3"
+        assert refusal in launched.stderr
 
-    def test_a_misspelt_key_is_pointed_out(self, installed, script, tmp_path):
-        config = config_file(tmp_path, None)
-        config.write_text(json.dumps({**json.loads(config.read_text()), "ds-slide": {"enabled": True}}))
-        result = run_alone([script, "--deepspeed_config", config], installed)
+    def test_a_misspelt_key_is_pointed_out(self, with_deepspeed):
+        result = with_deepspeed("misspelt")
         assert report(result)["is_stock"]
         assert "the config has the key 'ds-slide', which DeepSpeed ignores; was ds_slide meant?" in result.stderr
 
@@ -224,78 +375,30 @@ class TestEngines:
 class TestHook:
     """When the engine class is wrapped, by the order of imports; no engine is built."""
 
-    @pytest.mark.parametrize(
-        ("imports", "with_metadata"),
-        [
-            ("import torch, deepspeed", True),
-            ("import deepspeed", True),
-            ("import transformers.integrations.deepspeed, deepspeed", True),
-            ("import ds_slide, deepspeed", False),
-            ("import deepspeed, ds_slide", False),
-            ("import torch, ds_slide, deepspeed", False),
-            ("import deepspeed, ds_slide, importlib; importlib.reload(ds_slide)", True),
-        ],
-    )
-    def test_every_order_of_imports(self, installed, imports, with_metadata):
-        check = textwrap.dedent(
-            f"""
-            {imports}
-            import inspect, sys
-            from deepspeed.runtime.engine import DeepSpeedEngine
-            chosen = DeepSpeedEngine._configure_zero_optimizer
-            assert hasattr(chosen, "__wrapped__") and not hasattr(chosen.__wrapped__, "__wrapped__"), "not wrapped once"
-            assert hasattr(DeepSpeedEngine.__init__, "__wrapped__")
-            assert list(inspect.signature(DeepSpeedEngine.__init__).parameters)[:3] == ["self", "args", "model"]
-            assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("ds_slide")]
-            import deepspeed.runtime.engine as engine
-            assert type(engine.__loader__).__name__ == "SourceFileLoader" and inspect.getsource(engine)
-            """
-        )
-        autoload = {} if with_metadata else {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        path = installed if with_metadata else str(REPOSITORY)
-        result = run([sys.executable, "-c", check], path, **autoload)
+    @pytest.mark.parametrize(("imports", "process"), [(imports, process) for imports, process, _ in ORDERS])
+    def test_every_order_of_imports(self, request, imports, process):
+        result = request.getfixturevalue(process)(imports)
         assert result.returncode == 0, result.stderr
 
-    def test_import_torch_loads_next_to_nothing(self, installed):
-        check = textwrap.dedent(
-            """
-            import sys
-            import torch
-            ours = sorted(name for name in sys.modules if name.startswith("ds_slide"))
-            assert ours == ["ds_slide", "ds_slide._autoload"], ours
-            assert "pydantic" not in sys.modules and "deepspeed" not in sys.modules
-            assert type(sys.meta_path[0]).__module__ == "ds_slide._autoload"
-            """
-        )
-        result = run([sys.executable, "-c", check], installed)
+    def test_the_extension_is_not_needed_yet(self, with_metadata):
+        result = with_metadata("no extension")
         assert result.returncode == 0, result.stderr
 
-    def test_import_of_the_package_loads_no_torch(self):
-        check = "import sys, ds_slide; assert 'torch' not in sys.modules and 'pydantic' not in sys.modules"
-        result = run([sys.executable, "-c", check], str(REPOSITORY))
+    def test_import_torch_loads_next_to_nothing(self, with_metadata):
+        result = with_metadata("torch loads little")
         assert result.returncode == 0, result.stderr
 
-    def test_a_fault_of_ours_never_breaks_deepspeed(self, installed):
+    def test_import_of_the_package_loads_no_torch(self, without_metadata):
+        result = without_metadata("package")
+        assert result.returncode == 0, result.stderr
+
+    def test_a_fault_of_ours_never_breaks_deepspeed(self, with_metadata):
         """With activation.py broken, deepspeed imports, stock, and says that DS-Slide is not active."""
-        check = textwrap.dedent(
-            """
-            import sys, warnings
-            sys.modules["ds_slide.integration.activation"] = None  # its import raises ImportError
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                import deepspeed
-            assert not hasattr(deepspeed.DeepSpeedEngine._configure_zero_optimizer, "__wrapped__")
-            ours = [str(warning.message) for warning in caught if "DS-Slide" in str(warning.message)]
-            assert len(ours) == 1 and ours[0].startswith("DS-Slide is not active in this process: "), ours
-            """
-        )
-        result = run([sys.executable, "-c", check], installed)
+        result = with_metadata("broken activation")
         assert result.returncode == 0, result.stderr
 
-    def test_the_entry_point_is_in_the_metadata(self, installed):
-        check = "from importlib.metadata import entry_points; print(list(entry_points(group='torch.backends')))"
-        result = run([sys.executable, "-c", check], installed)
-        assert ENTRY_POINT[1] in result.stdout
+    def test_the_entry_point_is_in_the_metadata(self, with_metadata):
+        assert ENTRY_POINT[1] in with_metadata("entry points").stdout
 
 
 class TestRunModule:

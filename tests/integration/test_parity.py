@@ -19,7 +19,8 @@ from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-STEPS = 50
+# By micro-batches of a step: runs part over the updates, so the long ones are those of one micro-batch.
+STEPS = {1: 50, 4: 24}
 TOLERANCE = 2.0**-9
 # Of a few gradients a norm shows more of the flipped weights than the mean loss does; measured 1.8e-2.
 NORM_TOLERANCE = 5e-2
@@ -36,7 +37,8 @@ def model() -> nn.Module:
 
 def data(accumulation: int) -> list[Batch]:
     """Eight micro-batches again and again, so that the loss falls."""
-    return (batches(8) * (STEPS * accumulation // 8 + 1))[: STEPS * accumulation]
+    count = STEPS[accumulation] * accumulation
+    return (batches(8) * (count // 8 + 1))[:count]
 
 
 @functools.cache
@@ -48,7 +50,7 @@ def run(slide: bool, clip: float, accumulation: int) -> Result:
 @by_schedule
 def test_losses(clip: float, accumulation: int) -> None:
     stock, slide = run(False, clip, accumulation), run(True, clip, accumulation)
-    assert len(slide.losses) == STEPS * accumulation
+    assert len(slide.losses) == STEPS[accumulation] * accumulation
     assert stock.losses[0] - stock.losses[-1] > 0.4  # it learns
     assert slide.losses[: 2 * accumulation] == stock.losses[: 2 * accumulation]
     differences = [abs(left - right) for left, right in zip(slide.losses, stock.losses, strict=True)]

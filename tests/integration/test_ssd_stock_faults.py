@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import cpuinfo
 import deepspeed
 import pytest
 import torch
@@ -22,14 +21,6 @@ STEPS, HALF = 4, 2
 SMALL: dict[str, Any] = {"num_hidden_layers": 3}
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def known_cpu() -> Iterator[None]:
-    """DeepSpeed asks for it at every engine, in a process of its own that takes a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpuinfo, "get_cpu_info", cache(cpuinfo.get_cpu_info))
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -297,5 +297,5 @@ def test_a_block_that_is_unused_while_its_last_update_waits_for_the_disk(
     for the update."""
     full, little = ("train", list(range(6)), None), ("train", [0], None)
     more = {"data_types": {"grad_accum_dtype": "fp32"}} if accumulation > 1 else {}
-    case = case_of([full, full] + [little] * 6, accumulation=accumulation, disk_ms=20.0)
+    case = case_of([full, full] + [little] * 4, accumulation=accumulation, disk_ms=8.0)
     assert compare(case.spilling() if spill else case, must_spill=spill, **more) == []

@@ -1,15 +1,19 @@
-"""Two ranks of one test module over gloo: a pair of processes that runs a worker script once, and its side of it."""
+"""Two ranks of one test module over gloo: forks of a process that runs a worker script once, and its side of it."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cpuinfo
 import deepspeed
 import torch
 
@@ -20,25 +24,29 @@ TIMEOUT_S = 240
 
 
 def run(worker: str, folder: Path) -> Path:
-    """Runs `python WORKER RANK FOLDER` on both ranks; fails with the end of their logs. Returns `folder`."""
+    """Runs `python WORKER FOLDER`, which is to call `fork_ranks`; fails with the end of the logs. Returns `folder`."""
+    # A library's threads would not be there in the forks.
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     environment = {
         **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+        **one_thread,
         "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
     }
-    logs = [folder / f"rank{rank}.log" for rank in range(RANKS)]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as output:
-            command = [sys.executable, str(HERE / worker), str(rank), str(folder)]
-            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    logs = [folder / name for name in ("log", *(f"rank{rank}.log" for rank in range(RANKS)))]
+    with logs[0].open("w") as output:
+        command = [sys.executable, str(HERE / worker), str(folder)]
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    code = None
     try:
-        codes = [process.wait(timeout=TIMEOUT_S) for process in processes]
+        code = process.wait(timeout=TIMEOUT_S)
     finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0] * RANKS, "\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
+        if code != 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert code == 0, "\n".join(log.read_text(errors="replace")[-4000:] for log in logs if log.exists())
     return folder
 
 
@@ -47,7 +55,29 @@ def seen_by(folder: Path) -> list[Any]:
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
 
 
-@contextmanager
+def fork_ranks(main: Callable[[int, Path], None]) -> None:
+    """The worker's script: `main(rank, folder)` on each rank. What takes seconds is done once, before the forks."""
+    folder = Path(sys.argv[1])
+    for name in ("deepspeed.runtime.zero.muon.muon_optimizer", "ds_slide.integration.optimizer", "torch._dynamo"):
+        importlib.import_module(name)
+    # DeepSpeed asks at every engine, in a process of its own.
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
+    assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+    for rank in range(RANKS):
+        if os.fork():
+            continue
+        log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT, 0o600)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        main(rank, folder)
+        return
+    for _ in range(RANKS):
+        if os.wait()[1]:
+            sys.exit("a rank has failed")  # the other one may wait for it for ever
+
+
+@contextlib.contextmanager
 def as_rank(rank: int, folder: Path) -> Iterator[dict[str, Any]]:
     """The worker's side: a process group, and a dictionary that is saved for `seen_by` at the end."""
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_SIZE=str(RANKS))

@@ -1,13 +1,12 @@
 """One of two ranks (gloo, CPU): runs every scenario and leaves what it saw in FOLDER/rank<N>.pt for the tests.
 
-    python world_two_worker.py RANK FOLDER
+    python world_two_worker.py FOLDER
 
 Every parameter has an odd number of elements, so that the second rank's partitions end in padding.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,4 +167,4 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    two_ranks.fork_ranks(main)

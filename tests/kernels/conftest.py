@@ -13,6 +13,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick(quick_interpreter: None) -> None:
+    """For all tests of this folder."""
+
+
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch.empty and new_empty return is full of nan, or of bytes 0xFF: what nobody writes shows."""

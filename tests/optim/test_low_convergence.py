@@ -12,7 +12,7 @@ from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.hyper import AdamWHyper
 from ds_slide.optim.low_precision import STATE_FORMATS, from_fp32, to_fp32
 
-VOCABULARY, LENGTH, BATCH, WIDTH, STEPS = 24, 24, 24, 48, 400
+VOCABULARY, LENGTH, BATCH, WIDTH, STEPS = 24, 24, 24, 48, 240
 
 
 class Moments:
@@ -94,7 +94,7 @@ def train(state: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("state", ["bf16", "8bit"])
 def test_a_transformer_learns_as_with_fp32_moments(state):
-    """Over three seeds the losses differed by at most 0.1 %; fp32 alone differs by 0.3 % from seed to seed."""
+    """Over three seeds the losses were at most 0.1 % higher, and up to 0.4 % lower."""
     first, expected = train("fp32")
     assert expected < 0.6 * first, "the task can be learned and is"
     assert train(state)[1] <= 1.01 * expected

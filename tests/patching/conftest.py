@@ -13,3 +13,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "integration")]
 
 pytest.importorskip("triton")
 pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick(quick_interpreter: None) -> None:
+    """For all tests of this folder."""
