@@ -33,7 +33,6 @@ finetune_models.PRESETS["llama-22b"] = {
     "num_attention_heads": 48,
     "num_key_value_heads": 48,
 }
-finetune_models.PRESETS["llama-20b"] = {**finetune_models.PRESETS["llama-22b"], "num_hidden_layers": 43}
 
 
 def build_on_accelerator(name: str, device: torch.device, seed: int) -> Any:
