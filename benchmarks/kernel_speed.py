@@ -4,6 +4,9 @@
     python3 benchmarks/kernel_speed.py --out out/ --only 'loss|rope'  # a part: a regular expression of kernel names
     python3 benchmarks/kernel_speed.py --out out/ --quick            # two shapes each; without CUDA tiny ones
 
+torch.compile takes longer than everything else. For all shapes, first fill its cache with several processes at once,
+each with a part of the kernels: `--only 'loss' --compile-only --compile-shapes 99`, and so on.
+
 Times on the GPU's stream with the systems in turns, bandwidth and TFLOP/s beside the walls of the same run, memory,
 and errors against fp64 of every system, so that speed is not bought with precision. Without CUDA, `--quick` runs the
 kernels in Triton's interpreter (TRITON_INTERPRET=1) to try the script; its times mean nothing.
@@ -178,25 +181,50 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
+def chosen_problems(arguments: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, int, Problem]]:
+    """(kernel, position of the shape among those of its kernel, problem), a problem at a time: inputs take memory."""
+    for source in (kernel_cases, kernel_offload_cases):
+        for kernel, problems in source.makers(device, not ON_GPU):
+            if not re.search(arguments.only, kernel):
+                continue
+            for position, make in enumerate(problems[:QUICK_SHAPES] if arguments.quick else problems):
+                torch.manual_seed(position)
+                yield kernel, position, make()
+
+
 def measure(arguments: argparse.Namespace, clock: Clock, copy_gb_s: float | None) -> Iterator[list[Row]]:
     """Rows of one problem after the other."""
     budget = Budget(arguments.compile_seconds, arguments.compile_shapes)
-    tiny = not ON_GPU
-    for source in (kernel_cases, kernel_offload_cases):
-        for kernel, problems in source.makers(clock.device, tiny):
-            if not re.search(arguments.only, kernel):
+    for kernel, position, problem in chosen_problems(arguments, clock.device):
+        begin = time.perf_counter()
+        measurement = Measurement(problem, position, clock, copy_gb_s, budget)
+        del problem
+        measurement.try_all()
+        rows = measurement.time_all()
+        del measurement
+        free()
+        print(f"{kernel} {rows[0].shape}: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+        yield rows
+
+
+def fill_caches(arguments: argparse.Namespace, device: torch.device) -> None:
+    """First calls of what is compiled, Triton kernels and torch.compile, for a later run with the same options."""
+    budget = Budget(float("inf"), arguments.compile_shapes)
+    for kernel, position, problem in chosen_problems(arguments, device):
+        begin = time.perf_counter()
+        for name in (OURS, "compile"):
+            if name not in problem.systems or (name == "compile" and budget.refusal(position)):
                 continue
-            chosen = problems[:QUICK_SHAPES] if arguments.quick else problems
-            for position, make in enumerate(chosen):
-                begin = time.perf_counter()
-                torch.manual_seed(position)
-                measurement = Measurement(make(), position, clock, copy_gb_s, budget)
-                measurement.try_all()
-                rows = measurement.time_all()
-                del measurement
-                free()
-                print(f"{kernel} {rows[0].shape}: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
-                yield rows
+            try:
+                system = problem.systems[name]()
+                for mode in problem.modes:
+                    problem.run(system, mode)
+            except Exception as error:  # the timed run reports it
+                print(f"{name}: {reason(error)}", file=sys.stderr)
+            problem.restore()
+        print(f"{kernel} {problem.shape}: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+        del problem
+        free()
 
 
 def markdown(facts: dict[str, str], command: str, rows: list[Row]) -> str:
@@ -223,15 +251,24 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two shapes of each kernel; tiny ones without CUDA")
     parser.add_argument("--compile-shapes", type=int, default=3, help="shapes of each kernel to torch.compile for")
     parser.add_argument("--compile-seconds", type=float, default=100.0, help="for all compilations together")
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="fill the compilers' caches; parts may run at the same time",
+    )
     arguments = parser.parse_args()
     if not ON_GPU and not arguments.quick:
         parser.error("there is no CUDA device: only --quick runs without one, and its times mean nothing")
     if not ON_GPU:
         # Kernels are imported when their problem is set up, triton with them: it reads this then.
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    device = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+    if arguments.compile_only:
+        fill_caches(arguments, device)
+        return
     random.seed(0)
     begin = time.monotonic()
-    clock = Clock(torch.device("cuda", 0) if ON_GPU else torch.device("cpu"))
+    clock = Clock(device)
     copy_gb_s = clock.copy_gb_s()
     arguments.out.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now(datetime.timezone.utc)
