@@ -1,0 +1,120 @@
+"""Trains with Hugging Face's Trainer on stock ZeRO-3 and on DS-Slide, then DS-Slide resumed from its checkpoint.
+
+    python hf_trainer_worker.py FOLDER
+
+Each run is a fork, because accelerate keeps one configuration for a process. Leaves FOLDER/RUN.pt: what a run logged,
+and the weights that its Trainer saved. Not a test module.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import cpuinfo
+import deepspeed  # noqa: F401  (imported here for all forks)
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import ds_slide  # noqa: F401  (for a source tree on the path; an installed package is found by itself)
+
+STEPS, SAVED_AT = 8, 4
+RUNS = ("stock", "slide", "resumed")
+VOCABULARY, LENGTH = 256, 32
+
+
+def ds_config(run: str) -> dict[str, Any]:
+    """As users of the Trainer write it: "auto" wherever it has the value."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "total_num_steps": "auto",
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+            },
+        },
+    }
+    return config if run == "stock" else {**config, "ds_slide": {"enabled": True}}
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 172, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, num_hidden_layers=3, max_position_embeddings=LENGTH, use_cache=False, **sizes
+        )
+    )
+
+
+def train(run: str, folder: Path) -> dict[str, Any]:
+    out = folder / ("stock" if run == "stock" else "slide")
+    arguments = TrainingArguments(
+        str(out),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        save_steps=SAVED_AT,
+        learning_rate=1e-3,
+        warmup_steps=2,
+        bf16=True,
+        use_cpu=True,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        deepspeed=ds_config(run),
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        seed=1,
+    )
+    tokens = torch.randint(VOCABULARY, (40, LENGTH), generator=torch.Generator().manual_seed(3))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    trainer = Trainer(model=model(), args=arguments, train_dataset=data, eval_dataset=data[:4])
+    trainer.train(resume_from_checkpoint=str(out / f"checkpoint-{SAVED_AT}") if run == "resumed" else None)
+    evaluated = trainer.evaluate()["eval_loss"]
+    trainer.save_model(str(out / "final"))
+    return {
+        "optimizer": type(trainer.model_wrapped.optimizer).__name__,
+        "log": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "eval_loss": evaluated,
+        "weights": load_file(out / "final" / "model.safetensors"),
+    }
+
+
+def main(folder: Path) -> None:
+    # DeepSpeed asks at every engine, in a process of its own.
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
+    launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ.update(launcher)
+    for run in RUNS:
+        if child := os.fork():
+            if os.waitpid(child, 0)[1]:
+                sys.exit(f"the run {run} has failed")
+            continue
+        torch.save(train(run, folder), folder / f"{run}.pt")
+        return
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

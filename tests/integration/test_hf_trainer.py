@@ -1,0 +1,69 @@
+"""Hugging Face's Trainer with "auto" values, checkpoints, evaluation and save_model: the key is all that changes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_trainer_worker import RUNS, SAVED_AT, STEPS, model
+
+HERE = Path(__file__).resolve().parent
+PATIENCE_S = 240
+# Weights of bf16 differ by single roundings after the first update (see test_parity.py).
+TOLERANCE = 2.0**-9
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("trainer")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(HERE / "hf_trainer_worker.py"), str(folder)]
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return {run: torch.load(folder / f"{run}.pt") for run in RUNS}
+
+
+def test_the_key_chooses_the_engine(trained: dict[str, Any]) -> None:
+    found = {run: result["optimizer"] for run, result in trained.items()}
+    slide = "SlideZeroOptimizer"
+    assert found == {"stock": "DeepSpeedZeroOptimizer_Stage3", "slide": slide, "resumed": slide}
+
+
+def test_losses_norms_and_rates_follow_stock(trained: dict[str, Any]) -> None:
+    ours, theirs = trained["slide"]["log"], trained["stock"]["log"]
+    assert [entry["step"] for entry in ours] == list(range(1, STEPS + 1))
+    for our, their in zip(ours, theirs, strict=True):
+        assert our["loss"] == pytest.approx(their["loss"], abs=TOLERANCE)
+        assert our["grad_norm"] == pytest.approx(their["grad_norm"], rel=0.01)
+        assert our["learning_rate"] == their["learning_rate"]
+    assert trained["slide"]["eval_loss"] == pytest.approx(trained["stock"]["eval_loss"], abs=TOLERANCE)
+
+
+def test_a_resumed_run_goes_on_to_the_bit(trained: dict[str, Any]) -> None:
+    whole, resumed = trained["slide"], trained["resumed"]
+    for entry, again in zip(whole["log"][SAVED_AT:], resumed["log"][-(STEPS - SAVED_AT) :], strict=True):
+        assert (again["step"], again["loss"], again["grad_norm"]) == (entry["step"], entry["loss"], entry["grad_norm"])
+    assert resumed["eval_loss"] == whole["eval_loss"]
+    assert all(torch.equal(resumed["weights"][name], weight) for name, weight in whole["weights"].items())
+
+
+def test_the_saved_model_is_the_trained_one(trained: dict[str, Any]) -> None:
+    weights = trained["slide"]["weights"]
+    fresh = model().bfloat16()
+    assert weights.keys() == dict(fresh.named_parameters()).keys()
+    changed = [name for name, parameter in fresh.named_parameters() if not torch.equal(weights[name], parameter)]
+    # A norm's weights near 1 have steps of 2^-7 in bf16: eight updates of 1e-3 at most move none of them.
+    assert {name for name in weights if "norm" not in name} <= set(changed)
+    fresh.load_state_dict(weights)
+    tokens = torch.randint(256, (40, 32), generator=torch.Generator().manual_seed(3))[:4]
+    loss = fresh(input_ids=tokens, labels=tokens).loss.item()
+    assert loss == pytest.approx(trained["slide"]["eval_loss"], abs=TOLERANCE)
