@@ -79,9 +79,10 @@ class Pool:
         bytes (still held), pinned."""
 
 class Turns:
-    """Whether reads or writes go to the device next (``csrc/io/turns.hpp``), by itself to be tested with any clock."""
+    """Whether reads or writes go to the device next, and how many (``csrc/io/turns.hpp``), by itself to be tested with
+    any clock."""
 
-    def __init__(self, burst_bytes: int | None) -> None: ...
+    def __init__(self, burst_bytes: int | None, depth: int, low_depth: int | None = None) -> None: ...
     def writes_next(self, reads_wait: bool, writes_wait: bool) -> bool:
         """True for a write."""
     def started(self, nbytes: int) -> None:
@@ -91,6 +92,9 @@ class Turns:
     @property
     def burst_bytes(self) -> int:
         """Length of the bursts now, 0 for one request."""
+    @property
+    def depth(self) -> int:
+        """Requests that may be at the device now."""
 
 class IoEngine:
     """Asynchronous transfers between memory and files with several requests in flight; for several threads at once.
@@ -107,12 +111,14 @@ class IoEngine:
         queue_depth: int,
         request_bytes: int,
         burst_bytes: int | None = None,
+        low_depth: int | None = None,
     ) -> None:
         """At most ``queue_depth`` requests (1 to 4096) of at most ``request_bytes`` (a multiple of 4096, up to 1 GiB).
 
         ``burst_bytes``: of reads or writes until the others have their turn, 0 for one request, None for whichever of 0
-        and 256 MiB is measured to be faster. "auto" takes the first backend that works. RuntimeError with the errno
-        text when the one named does not.
+        and 256 MiB is measured to be faster. With ``low_depth`` only so many requests are at the device, unless
+        ``queue_depth`` of them are measured to be 5 % faster; urgent ones may always be more. "auto" takes the first
+        backend that works. RuntimeError with the errno text when the one named does not.
         """
     @property
     def backend(self) -> Literal["io_uring", "libaio", "threads"]: ...
@@ -147,7 +153,8 @@ class IoEngine:
     def stats(self) -> dict[str, int | float | str | bool]:
         """Totals since the start: ``read_bytes``, ``written_bytes``, ``read_requests``, ``write_requests`` of requests
         done; ``repeated_requests`` (interrupted or short, sent again); ``busy_s``, ``read_busy_s``, ``write_busy_s``,
-        the time with at least one in flight. Now: ``in_flight`` (requests), ``unfinished`` (transfers),
+        the time with at least one in flight; ``latency_s``, the mean of a request at the device. Now: ``burst_bytes``
+        and ``depth`` (what was measured to be best, or given), ``in_flight`` (requests), ``unfinished`` (transfers),
         ``registered_buffers``, ``registered_bytes``, ``registered_files``, ``direct_files``, ``buffered_files``,
         ``backend`` and ``skipped_backends`` (those that "auto" could not use, and why)."""
     def close(self) -> None:

@@ -94,6 +94,8 @@ py::dict stats(IoEngine const& engine) {
   result["direct_files"] = values.direct_files;
   result["buffered_files"] = values.buffered_files;
   result["burst_bytes"] = values.burst_bytes;
+  result["depth"] = values.depth;
+  result["latency_s"] = values.latency_s;
   return result;
 }
 
@@ -101,7 +103,8 @@ py::dict stats(IoEngine const& engine) {
 
 void register_io(py::module_& module) {
   py::class_<Turns>(module, "Turns", "The order of reads and writes; see _native.pyi.")
-      .def(py::init<std::optional<std::int64_t>>(), py::arg("burst_bytes"))
+      .def(py::init<std::optional<std::int64_t>, std::int64_t, std::optional<std::int64_t>>(),
+           py::arg("burst_bytes"), py::arg("depth"), py::arg("low_depth") = py::none())
       .def("writes_next", &Turns::writes_next, py::arg("reads_wait"), py::arg("writes_wait"))
       .def("started", &Turns::started, py::arg("nbytes"))
       .def(
@@ -112,13 +115,15 @@ void register_io(py::module_& module) {
             turns.finished(nbytes, Turns::Clock::time_point(since), both_wait);
           },
           py::arg("nbytes"), py::arg("now_s"), py::arg("both_wait"))
-      .def_property_readonly("burst_bytes", &Turns::burst_bytes);
+      .def_property_readonly("burst_bytes", &Turns::burst_bytes)
+      .def_property_readonly("depth", &Turns::depth);
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<IoEngine, std::unique_ptr<IoEngine, DeleteWithoutGil>>(
       module, "IoEngine", "Asynchronous transfers between memory and files; see _native.pyi.")
-      .def(py::init<std::string const&, std::int64_t, std::int64_t, std::optional<std::int64_t>>(),
+      .def(py::init<std::string const&, std::int64_t, std::int64_t, std::optional<std::int64_t>,
+                    std::optional<std::int64_t>>(),
            py::arg("backend"), py::arg("queue_depth"), py::arg("request_bytes"),
-           py::arg("burst_bytes") = py::none(), Release())
+           py::arg("burst_bytes") = py::none(), py::arg("low_depth") = py::none(), Release())
       .def_property_readonly("backend", &IoEngine::backend)
       .def(
           "open",

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -23,6 +24,7 @@ struct Request {
   std::uint32_t nbytes = 0;
   std::uint32_t total = 0;     // bytes when it was cut
   std::uint32_t attempts = 0;  // since it last made progress
+  std::chrono::steady_clock::time_point started_at{};
 };
 
 /// What became of a request: bytes moved, which may be fewer than asked for, or -errno.

@@ -78,12 +78,13 @@ struct IoEngine::State {
   std::vector<Request*> idle;
   std::deque<Request*> repeat;  // to be sent again before anything new
   std::int64_t in_flight = 0;   // requests that are not in `idle`
-  Turns turns{std::nullopt};
+  Turns turns{std::nullopt, 1, std::nullopt};
   bool asleep =
       false;  // the engine thread is in, or about to enter, a wait that only wake() or a completion ends
   bool closing = false;
   Stats totals{};
   BusyTime any_busy, read_busy, write_busy;
+  double latency_sum_s = 0;  // of the requests in `totals`
 
   // Guards `registered`, and `backend` against close() while another thread registers something with it.
   // Taken before `mutex`.
@@ -99,6 +100,7 @@ struct IoEngine::State {
 
   void run();
   void collect();
+  [[nodiscard]] bool has_room(bool for_urgent) const { return for_urgent || in_flight < turns.depth(); }
   [[nodiscard]] TransferQueue& next_queue();
   void settle(Completion const& completion);
   void fail(Request const& request, int error);
@@ -125,14 +127,15 @@ void IoEngine::State::run() {
   }
 }
 
-/// Fills `starting` with what may go to the device now: repeated requests, urgent ones, the others.
+/// Fills `starting` with what may go to the device now: repeated requests, urgent ones, the others while
+/// fewer than `turns` allows are there.
 void IoEngine::State::collect() {
   starting.clear();
   while (!repeat.empty()) {
     starting.push_back(repeat.front());
     repeat.pop_front();
   }
-  while (!idle.empty()) {
+  while (!idle.empty() && has_room(!urgent.empty())) {
     TransferQueue& queue = next_queue();
     if (queue.empty()) return;
     Request& request = *idle.back();
@@ -141,6 +144,7 @@ void IoEngine::State::collect() {
     ++in_flight;
     if (&queue != &urgent) turns.started(request.total);
     auto const now = BusyTime::Clock::now();
+    request.started_at = now;
     any_busy.started(now);
     (request.write ? write_busy : read_busy).started(now);
     starting.push_back(&request);
@@ -174,6 +178,7 @@ void IoEngine::State::settle(Completion const& completion) {
   any_busy.stopped(now);
   (request.write ? write_busy : read_busy).stopped(now);
   if (verdict.outcome == Outcome::done) {
+    latency_sum_s += std::chrono::duration<double>(now - request.started_at).count();
     turns.finished(request.total, now, !reads.empty() && !writes.empty());
   }
   idle.push_back(&request);
@@ -198,7 +203,7 @@ std::shared_ptr<File> const& IoEngine::State::file(std::int64_t index) const {
 }
 
 IoEngine::IoEngine(std::string const& backend, std::int64_t queue_depth, std::int64_t request_bytes,
-                   std::optional<std::int64_t> burst_bytes)
+                   std::optional<std::int64_t> burst_bytes, std::optional<std::int64_t> low_depth)
     : _state(std::make_unique<State>()) {
   if (queue_depth < 1 || queue_depth > kMaxDepth) {
     throw std::invalid_argument("queue_depth is " + number(queue_depth) + " but must be from 1 to " +
@@ -211,8 +216,12 @@ IoEngine::IoEngine(std::string const& backend, std::int64_t queue_depth, std::in
   if (burst_bytes.value_or(0) < 0) {
     throw std::invalid_argument("burst_bytes is " + number(*burst_bytes) + " but must not be negative");
   }
+  if (low_depth && (*low_depth < 1 || *low_depth > queue_depth)) {
+    throw std::invalid_argument("low_depth is " + number(*low_depth) +
+                                " but must be from 1 to queue_depth, " + number(queue_depth));
+  }
   State& state = *_state;
-  state.turns = Turns(burst_bytes);
+  state.turns = Turns(burst_bytes, queue_depth, low_depth);
   state.depth = static_cast<unsigned>(queue_depth);
   state.request_bytes = static_cast<std::uint32_t>(request_bytes);
   state.requests.resize(state.depth);
@@ -341,7 +350,7 @@ void IoEngine::submit(std::int64_t token, bool write, std::vector<Piece> const& 
     return;
   }
   (urgent ? state.urgent : write ? state.writes : state.reads).push(queued);
-  if (!state.asleep || state.idle.empty()) return;
+  if (!state.asleep || state.idle.empty() || !state.has_room(urgent)) return;
   state.asleep = false;  // one wake-up serves all that is queued before the thread looks
   state.backend->wake();
 }
@@ -377,6 +386,9 @@ IoEngine::Stats IoEngine::stats() const {
   result.write_busy_s = state.write_busy.seconds(now);
   result.in_flight = state.in_flight;
   result.burst_bytes = state.turns.burst_bytes();
+  result.depth = state.turns.depth();
+  std::int64_t const done = result.read_requests + result.write_requests;
+  result.latency_s = done > 0 ? state.latency_sum_s / static_cast<double>(done) : 0.0;
   result.unfinished = static_cast<std::int64_t>(state.transfers.size());
   return result;
 }

@@ -39,15 +39,19 @@ class IoEngine {
     std::int64_t unfinished;                   // transfers
     std::int64_t registered_bytes, registered_files, direct_files, buffered_files;
     std::int64_t burst_bytes;      // after which reads and writes take turns now
+    std::int64_t depth;            // requests that may be at the device now, urgent ones apart
+    double latency_s;              // of a request at the device, mean
     std::string skipped_backends;  // which "auto" could not use and why
   };
 
   /// `backend`: auto, io_uring, libaio or threads. At most `queue_depth` requests of at most `request_bytes`
   /// bytes are at the device. While reads and writes both wait they take turns after `burst_bytes`, 0 is
-  /// after each request; nothing: what is measured to be faster. Urgent transfers do not wait for their turn.
-  /// Throws std::invalid_argument, and std::runtime_error when the backend cannot be used.
+  /// after each request; nothing: what is measured to be faster. With `low_depth` only so many requests are
+  /// at the device, unless more of them are measured to be faster. Urgent transfers wait for neither. Throws
+  /// std::invalid_argument, and std::runtime_error when the backend cannot be used.
   IoEngine(std::string const& backend, std::int64_t queue_depth, std::int64_t request_bytes,
-           std::optional<std::int64_t> burst_bytes = std::nullopt);
+           std::optional<std::int64_t> burst_bytes = std::nullopt,
+           std::optional<std::int64_t> low_depth = std::nullopt);
   ~IoEngine();
   IoEngine(IoEngine const&) = delete;
   IoEngine& operator=(IoEngine const&) = delete;

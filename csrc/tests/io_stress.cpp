@@ -146,7 +146,7 @@ void closing(std::string const& backend, std::string const& path) {
 void all_of(std::string const& backend, std::string const& folder) {
   std::unique_ptr<IoEngine> engine;
   try {
-    engine = std::make_unique<IoEngine>(backend, 6, 3 * kBlock);
+    engine = std::make_unique<IoEngine>(backend, 6, 3 * kBlock, std::nullopt, 2);
   } catch (std::runtime_error const& error) {
     std::printf("io_stress: left out, %s\n", error.what());
     return;

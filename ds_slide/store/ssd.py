@@ -22,7 +22,10 @@ from ds_slide.store.striping import Striping
 
 STATE_FILE = "states"
 DEFAULT_REQUEST_BYTES = 2 << 20
-DEFAULT_DEPTH_PER_MOUNT = 32
+# Requests at each mount: the first, or the second where it is measured to be faster.
+LOW_DEPTH, HIGH_DEPTH = 32, 128
+# What an engine takes, for however many mounts.
+MOST_DEPTH = 4096
 # The completion thread asks again so often; a wake-up costs it microseconds.
 IDLE_S = 10.0
 
@@ -98,8 +101,8 @@ class SsdStore:
             self._striping = Striping(self._weigh(names, backend))
             sizes = self._striping.file_sizes(nbytes)
             _check_space(names, self._paths(), sizes)
-            depth = queue_depth if queue_depth is not None else DEFAULT_DEPTH_PER_MOUNT * len(parents)
-            self._io = self._engine = _engine(backend, depth, request_bytes or DEFAULT_REQUEST_BYTES)
+            request_bytes = request_bytes or DEFAULT_REQUEST_BYTES
+            self._io = self._engine = _engine(backend, queue_depth, len(parents), request_bytes)
             self._files = [
                 self._open(name, path, size) for name, path, size in zip(names, self._paths(), sizes, strict=True)
             ]
@@ -303,9 +306,12 @@ class SsdStore:
             directory.close()
 
 
-def _engine(backend: str, queue_depth: int, request_bytes: int) -> _native.IoEngine:
+def _engine(backend: str, queue_depth: int | None, mounts: int, request_bytes: int) -> _native.IoEngine:
+    """`queue_depth`: None for one that is measured."""
+    depth = min(HIGH_DEPTH * mounts, MOST_DEPTH) if queue_depth is None else queue_depth
+    low_depth = min(LOW_DEPTH * mounts, MOST_DEPTH) if queue_depth is None else None
     try:
-        return _native.IoEngine(backend, queue_depth, request_bytes)  # type: ignore[arg-type]
+        return _native.IoEngine(backend, depth, request_bytes, low_depth=low_depth)  # type: ignore[arg-type]
     except (RuntimeError, ValueError) as error:
         raise SlideError(f"SSD tier: the I/O backend {backend!r} cannot be used: {error}") from error
 

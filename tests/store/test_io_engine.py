@@ -22,9 +22,14 @@ Make = Callable[..., IoEngine]
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     made = []
 
-    def build(queue_depth: int = 8, request_bytes: int = 16 * BLOCK, burst_bytes: int | None = None) -> IoEngine:
+    def build(
+        queue_depth: int = 8,
+        request_bytes: int = 16 * BLOCK,
+        burst_bytes: int | None = None,
+        low_depth: int | None = None,
+    ) -> IoEngine:
         try:
-            made.append(IoEngine(request.param, queue_depth, request_bytes, burst_bytes))
+            made.append(IoEngine(request.param, queue_depth, request_bytes, burst_bytes, low_depth))
         except RuntimeError as error:
             pytest.skip(str(error))
         assert made[-1].backend == request.param
@@ -35,9 +40,10 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
         engine.close()
 
 
-def test_random_transfers_of_many_threads_match_a_model(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("low_depth", [None, 2])
+def test_random_transfers_of_many_threads_match_a_model(make: Make, tmp_path: Path, low_depth: int | None) -> None:
     threads = 4
-    engine = make(5, 3 * BLOCK)
+    engine = make(5, 3 * BLOCK, low_depth=low_depth)
     paths = [tmp_path / "a", tmp_path / "b"]
     files = [engine.open(str(path), hammer_bytes(threads)) for path in paths]
     hammer(engine, files, paths, threads, rounds=40, seed=1)
@@ -142,6 +148,9 @@ def test_arguments_of_the_engine_are_checked() -> None:
     for depth in (0, -1, 1 << 20):
         with pytest.raises(ValueError, match="queue_depth is "):
             IoEngine("threads", depth, BLOCK)
+    for low_depth in (0, 9):
+        with pytest.raises(ValueError, match=f"low_depth is {low_depth} but must be from 1 to queue_depth, 8"):
+            IoEngine("threads", 8, BLOCK, low_depth=low_depth)
     for nbytes in (0, 512, BLOCK + 1, -BLOCK, 1 << 40):
         with pytest.raises(ValueError, match="request_bytes is "):
             IoEngine("threads", 8, nbytes)
@@ -194,6 +203,25 @@ def test_reads_and_writes_take_turns_in_bursts(make: Make, tmp_path: Path) -> No
     # 8 MiB of reads, then it is the write's turn, in the middle of a transfer.
     assert [finish(engine)[0] for _ in range(3)] == [2, 0, 1]
     assert engine.stats()["burst_bytes"] == 8 * MIB
+
+
+def test_the_low_depth_holds_all_but_urgent_requests_back(make: Make, tmp_path: Path) -> None:
+    low, high = 3, 32
+    engine = make(high, BLOCK, low_depth=low)
+    file = engine.open(str(tmp_path / "file"), 16 * MIB)
+    memory = Memory(16 * MIB)
+
+    def most_in_flight(urgent: bool) -> int:
+        engine.submit(1, True, [(file, 0, memory.ptr, memory.nbytes)], urgent)
+        most = 0
+        while engine.next(0.0) is None:
+            most = max(most, int(engine.stats()["in_flight"]))
+        return most
+
+    assert engine.stats()["depth"] == low
+    assert 0 < most_in_flight(urgent=False) <= low
+    assert low < most_in_flight(urgent=True) <= high
+    assert engine.stats()["latency_s"] > 0.0  # type: ignore[operator]
 
 
 def test_a_transfer_without_pieces_is_finished_at_once(make: Make) -> None:

@@ -1,4 +1,4 @@
-"""The order of reads and writes: what a device of known speeds makes of it."""
+"""The order of reads and writes, and how many are at the device: what one of known speeds makes of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Disk:
         self.rates, self.drift = rates, drift
         self.now_s = 0.0
         self.moved = 0
-        self.turns = Turns(None)
+        self.turns = Turns(None, 128)
         self.slower_bytes = 0
 
     def move(self, nbytes: int) -> None:
@@ -68,7 +68,7 @@ def test_only_the_time_in_which_both_wait_counts() -> None:
 
 def test_without_the_other_kind_there_are_no_turns() -> None:
     for burst in (0, 8 * MIB, None):
-        turns = Turns(burst)
+        turns = Turns(burst, 128)
         for _ in range(20):
             assert not turns.writes_next(True, False)
             turns.started(MIB)
@@ -79,10 +79,58 @@ def test_without_the_other_kind_there_are_no_turns() -> None:
 
 def test_turns_have_the_length_that_was_asked_for() -> None:
     for burst, length in ((0, 1), (8 * MIB, 8)):
-        turns = Turns(burst)
+        turns = Turns(burst, 128)
         kinds = []
         for _ in range(64):
             kinds.append(turns.writes_next(True, True))
             turns.started(MIB)
         changes = [place for place in range(1, 64) if kinds[place] != kinds[place - 1]]
         assert {after - before for before, after in itertools.pairwise(changes)} == {length}
+
+
+LOW, HIGH = 32, 128
+ALL_TRIALS = 2 * TRIALS
+Speeds = dict[tuple[int, bool], float]
+"""GB/s by (depth, whether turns are long)."""
+
+
+def after_trials(speeds: Speeds, burst_bytes: int | None = None) -> Turns:
+    turns, now_s = Turns(burst_bytes, HIGH, LOW), 0.0
+    for _ in range(ALL_TRIALS // MIB):
+        now_s += MIB / 1e9 / speeds[turns.depth, turns.burst_bytes > 0]
+        turns.finished(MIB, now_s, True)
+    return turns
+
+
+@pytest.mark.parametrize(
+    ("deeper", "longer", "depth", "burst"),
+    [
+        (1.04, 0.99, LOW, 0),  # more requests make all the others wait: not for 4 %
+        (1.06, 0.98, HIGH, 0),
+        (1.04, 1.01, LOW, BURST),
+        (1.06, 1.01, HIGH, BURST),
+        (0.9, 1.1, LOW, BURST),
+    ],
+)
+def test_more_requests_only_where_they_move_more_bytes(deeper: float, longer: float, depth: int, burst: int) -> None:
+    speeds = {
+        (each, long): 3.0 * (deeper if each == HIGH else 1.0) * (longer if long else 1.0)
+        for each in (LOW, HIGH)
+        for long in (False, True)
+    }
+    turns = after_trials(speeds)
+    assert (turns.depth, turns.burst_bytes) == (depth, burst)
+
+
+def test_the_depth_is_measured_with_turns_that_are_given() -> None:
+    turns = after_trials({(LOW, True): 2.0, (HIGH, True): 3.0}, burst_bytes=8 * MIB)
+    assert (turns.depth, turns.burst_bytes) == (HIGH, 8 * MIB)
+
+
+def test_a_depth_that_is_given_stays() -> None:
+    for low in (None, HIGH):
+        turns, now_s = Turns(0, HIGH, low), 0.0
+        for _ in range(ALL_TRIALS // MIB):
+            now_s += MIB / 2e9
+            turns.finished(MIB, now_s, True)
+            assert turns.depth == HIGH
