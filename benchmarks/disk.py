@@ -30,18 +30,18 @@ def ceiling(folder: str) -> dict[str, Any]:
 
 @contextmanager
 def states_kept(folder: str) -> Iterator[Path | None]:
-    """The largest file that a system has in its folder, under a second name outside, so that its bytes stay where they
-    are on the disk when the system removes it; gone at the end. None where it is smaller than a ceiling's own file."""
+    """The largest file that a system has in its folder, held open, so that its bytes stay where they are on the disk
+    when the system removes it, until the end of the block or of the process. None where it is smaller than a ceiling's
+    own file."""
     largest = max((path for path in Path(folder).rglob("*") if path.is_file()), key=_size, default=None)
     if largest is None or _size(largest) < CEILING_FILE_BYTES:
         yield None
         return
-    kept = Path(f"{folder}.states")
-    os.link(largest, kept)
+    descriptor = os.open(largest, os.O_RDWR | os.O_CLOEXEC)
     try:
-        yield kept
+        yield Path(f"/proc/self/fd/{descriptor}")
     finally:
-        kept.unlink()
+        os.close(descriptor)
 
 
 def _size(path: Path) -> int:

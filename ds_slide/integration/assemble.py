@@ -14,6 +14,7 @@ from torch import nn
 
 from ds_slide.config import SlideConfig
 from ds_slide.integration import parameters as protocol
+from ds_slide.integration.file_mappings import FileMappings
 from ds_slide.integration.kernels import install_kernels
 from ds_slide.integration.ssd_settings import ssd_settings
 from ds_slide.model.layout import ParameterInfo, build_layout
@@ -60,7 +61,7 @@ def assemble(
             settings,
             ranks,
             device,
-            take_weights=protocol.take_weights(ranks.rank),
+            take_weights=protocol.take_weights(ranks.rank, process_group),
             adopt=protocol.adopt,
             availability=protocol.set_availability,
         )
@@ -151,14 +152,15 @@ def _plan(unit_plans: Sequence[UnitPlan], config: SlideConfig, settings: Runtime
 def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
     """Free memory as it will be once the parameters' present copies, which DS-Slide takes over, are gone."""
     on_gpu = on_host = 0
+    files = FileMappings.now()
     for parameter in module.parameters():
         for tensor in (parameter.data, getattr(parameter, "ds_tensor", None)):
             if tensor is None:
                 continue
             size = tensor.numel() * tensor.element_size()
-            if tensor.device.type == "cuda":
+            if tensor.device == device.torch and device.is_cuda:
                 on_gpu += size
-            else:
+            elif tensor.device.type == "cpu" and not files.holds(tensor.data_ptr()):
                 on_host += size
     gpu_states = None if config.gpu_states == "auto" else config.gpu_states
     if config.state_dtype != "fp32":

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
+from torch import nn
 
 
 @contextmanager
@@ -31,12 +32,19 @@ def weights_stay(engine: Any) -> Iterator[None]:
         engine.dont_change_device = not moves
     # As in stock, where zero.Init has placed them with the parameters.
     if moves and not any(is_zero_param(parameter) for parameter in engine.module.parameters()):
-        _move_buffers(engine.module, engine.device)
+        move_all_but_parameters(engine.module, engine.device)
 
 
-def _move_buffers(module: torch.nn.Module, device: torch.device) -> None:
+def move_all_but_parameters(module: nn.Module, device: torch.device) -> None:
+    """Buffers, and what a module of its own kind carries along where it is moved (`nn.Module._apply`)."""
+    gradients = {id(parameter.grad) for parameter in module.parameters()}
     moved: dict[torch.Tensor, torch.Tensor] = {}  # two modules may share one
-    for child in module.modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None:
-                child._buffers[name] = moved.setdefault(buffer, buffer.to(device))
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, nn.Parameter) or id(tensor) in gradients:
+            return tensor
+        if tensor not in moved:
+            moved[tensor] = tensor.to(device)
+        return moved[tensor]
+
+    module._apply(move)

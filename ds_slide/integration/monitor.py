@@ -44,6 +44,9 @@ def events_of(statistics: dict[str, Any], samples: int) -> list[Event]:
     events = [(f"Slide/{name}", float(statistics[name]), samples) for name in ("step_s", "bound_s", "efficiency")]
     for lane, books in statistics["lanes"].items():
         events += [(f"Slide/{lane}_{name}", float(value), samples) for name, value in books.items()]
+    if statistics["ssd"]:
+        for name in ("written_bytes", "written_tb_per_day"):
+            events.append((f"Slide/ssd_{name}", float(statistics["ssd"][name]), samples))
     return events
 
 
@@ -52,9 +55,11 @@ def _report(engine: Any, statistics: dict[str, Any]) -> None:
         engine.monitor.write_events(events_of(statistics, engine.global_samples))
     interval = engine.steps_per_print()
     if interval is not None and engine.global_steps % interval == 0:
+        ssd = statistics["ssd"]
+        wear = f", SSD {ssd['written_tb_per_day']:.1f} TB/day written" if ssd else ""
         log_dist(
             f"ds_slide: step={engine.global_steps}, time={statistics['step_s']:.3f} s, "
             f"bound={statistics['bound_s']:.3f} s ({statistics['bound_lane']}), "
-            f"efficiency={statistics['efficiency']:.1%}",
+            f"efficiency={statistics['efficiency']:.1%}{wear}",
             ranks=[0],
         )

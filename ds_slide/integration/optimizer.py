@@ -49,7 +49,6 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._make_sub_groups()
         for child in module.modules():
             _init_external_params(child)
-        FWD_MODULE_STACK.append(module)  # where DeepSpeed registers a parameter that is used outside its module
         settings = runtime_settings(
             config,
             ds_config,
@@ -64,6 +63,15 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             for parameter in parameters
         }
         self.runtime, self._kernels = assemble(module, group_of, config, settings, self.dp_process_group)
+        try:
+            self._take_over(module)
+        except BaseException:
+            self.destroy()
+            raise
+
+    def _take_over(self, module: nn.Module) -> None:
+        """Make the model's parameters, and what asks for their states, those of the runtime."""
+        FWD_MODULE_STACK.append(module)  # where DeepSpeed registers a parameter that is used outside its module
         self.protocol = protocol.ParameterProtocol(self.runtime, self.dp_process_group)
         self.access = StateAccess(self.runtime, self.protocol.places, self.dp_process_group)
         self.sub_groups = SubGroups(self.fp16_groups, self._group_ids, self.protocol.places, self.runtime)

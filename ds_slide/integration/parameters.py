@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import (
 )
 from torch import nn
 
+from ds_slide.errors import SlideError
 from ds_slide.integration import planes
 from ds_slide.model.layout import Entry, piece
 from ds_slide.runtime.engine import SlideRuntime
@@ -32,26 +33,27 @@ def convert(module: nn.Module, group: Any, dtype: torch.dtype) -> None:
     `deepspeed.zero.Init` on a module would broadcast and copy each parameter into page-locked memory of its own, from
     where it would be copied again; only its attribute pass is needed.
     """
+    _require_weights(module)
     ordinary: list[Any] = [parameter for parameter in module.parameters() if not is_zero_param(parameter)]
     if not ordinary:
         return
     init = Init(module=None, data_parallel_group=group, remote_device="cpu", pin_memory=False, dtype=dtype)
     for parameter in ordinary:
-        if dist.get_world_size(group) > 1:
-            _take_first_ranks(parameter, group)
         init._convert_to_deepspeed_param(parameter)
         parameter.ds_tensor = _placeholder(parameter, group)
         parameter.ds_status = ZeroParamStatus.AVAILABLE
 
 
-def _take_first_ranks(parameter: Any, group: Any) -> None:
-    """The ranks may have drawn different weights; rank 0's are everyone's, as under zero.Init."""
-    source = 0 if group == dist.get_world_group() else dist.get_global_rank(group, 0)
-    own = parameter.data
-    there = own.to(get_accelerator().current_device_name())  # NCCL takes nothing from host memory
-    dist.broadcast(there, source, group=group)
-    if there is not own:
-        own.copy_(there)
+def _require_weights(module: nn.Module) -> None:
+    """SlideError for a parameter whose elements went with an engine that had them on SSD."""
+    for name, parameter in module.named_parameters():
+        partitioned: Any = parameter
+        if is_zero_param(parameter) and partitioned.ds_status == ZeroParamStatus.NOT_AVAILABLE:
+            if partitioned.ds_numel and not partitioned.ds_tensor.numel():
+                raise SlideError(
+                    f"parameter {name} has no weights: they were on the SSD of an engine that was destroyed; build the "
+                    "model again, or load it, before deepspeed.initialize"
+                )
 
 
 def _placeholder(parameter: Any, group: Any) -> torch.Tensor:
@@ -68,16 +70,33 @@ def _as_partition(tensor: torch.Tensor, numel: int) -> torch.Tensor:
     return tensor
 
 
-def take_weights(rank: int) -> Any:
-    """A function that reads `rank`'s elements of a parameter, from wherever they are before DS-Slide has them."""
+def take_weights(rank: int, group: Any) -> Any:
+    """A function that reads `rank`'s elements of a parameter, from wherever they are before DS-Slide has them.
+
+    Collective over the ranks of `group` for what is not partitioned yet.
+    """
 
     def take(parameter: Any, entry: Entry) -> torch.Tensor:
         start, stop = piece(entry, rank)
         if parameter.ds_status == ZeroParamStatus.AVAILABLE:
-            return parameter.data.reshape(-1)[start:stop]
+            return _of_first_rank(parameter.data, group).reshape(-1)[start:stop]
         return parameter.ds_tensor.reshape(-1)[: stop - start]
 
     return take
+
+
+def _of_first_rank(own: torch.Tensor, group: Any) -> torch.Tensor:
+    """The ranks may have drawn different weights; rank 0's are everyone's, as under zero.Init.
+
+    A copy elsewhere for the length of one parameter: NCCL takes nothing from host memory, and to write into weights
+    that are mapped from a file would make a copy of them all.
+    """
+    if dist.get_world_size(group) == 1:
+        return own
+    source = 0 if group == dist.get_world_group() else dist.get_global_rank(group, 0)
+    there = own.detach().to(get_accelerator().current_device_name(), copy=True).contiguous()
+    dist.broadcast(there, source, group=group)
+    return there
 
 
 def adopt(unit: Unit) -> None:

@@ -53,6 +53,19 @@ def test_events_of_every_step(tmp_path):
     assert (tmp_path / "run" / "Train_Samples_lr.csv").exists()  # DeepSpeed's own events are there as before
 
 
+def test_what_a_disk_is_worn_by(tmp_path, log):
+    config = csv_monitor(tmp_path) | {"steps_per_print": 1}
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "offload_optimizer": disk, "offload_param": disk}
+    with engine_of({"host_memory": 0}, zero_optimization=zero, **config) as engine:
+        train(engine, batches(STEPS))
+        ssd = engine.optimizer.slide_stats()["ssd"]
+    for name in ("written_bytes", "written_tb_per_day"):
+        assert rows(tmp_path, f"ssd_{name}")[-1] == (BATCH * STEPS, ssd[name])
+    assert ssd["written_tb_per_day"] > 0
+    assert [line for line in log if line.endswith(f"SSD {ssd['written_tb_per_day']:.1f} TB/day written")]
+
+
 def test_a_skipped_step_writes_nothing(tmp_path):
     with engine_of({}, **csv_monitor(tmp_path)) as engine:
         train(engine, batches(2))

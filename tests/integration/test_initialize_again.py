@@ -1,0 +1,76 @@
+"""A second `deepspeed.initialize` of one model, and what a first one leaves behind that failed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+from harness import batches, causal_loss, ds_config, engine_for, llama
+from torch import nn
+
+from ds_slide.errors import SlideError
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def on_ssd(folder: Path, **others: Any) -> dict[str, Any]:
+    config = ds_config({"host_memory": 0}, **others)
+    for section in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][section] = {"device": "nvme", "nvme_path": str(folder)}
+    return config
+
+
+def loss_of(model: nn.Module, config: dict[str, Any]) -> float:
+    with engine_for(model, config) as engine, torch.no_grad():
+        return float(causal_loss(engine, batches(1)[0]))
+
+
+def is_registered(model: nn.Module) -> bool:
+    return any(entry is model for entry in FWD_MODULE_STACK)
+
+
+def test_weights_in_memory_outlive_their_engine() -> None:
+    model = llama()
+    assert loss_of(model, ds_config({})) == loss_of(model, ds_config({}))
+
+
+def test_weights_that_went_with_an_ssd_are_missed_by_name(tmp_path: Path) -> None:
+    # They were read as zeros, without a word.
+    model = llama()
+    loss_of(model, on_ssd(tmp_path))
+    with pytest.raises(SlideError, match=r"model\.layers\.\S+ has no weights: they were on the SSD of an engine"):
+        loss_of(model, on_ssd(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    assert loss_of(llama(), on_ssd(tmp_path)) == loss_of(llama(), ds_config({}))
+
+
+def test_an_engine_that_fails_late_leaves_nothing(tmp_path: Path) -> None:
+    model = llama()
+    with pytest.raises(Exception, match="Nope"):
+        deepspeed.initialize(
+            model=model,
+            model_parameters=list(model.parameters()),
+            config=on_ssd(tmp_path, scheduler={"type": "Nope", "params": {}}),
+        )
+    assert list(tmp_path.iterdir()) == []
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("ds_slide")] == []
+    assert not is_registered(model)
+
+
+def test_a_refused_model_can_be_tried_again_and_is_let_go() -> None:
+    model = llama()
+    with pytest.raises(SlideError, match="GPU tier"):
+        loss_of(model, ds_config({"gpu_memory": 1000}))
+    assert not is_registered(model)
+    assert loss_of(model, ds_config({})) == loss_of(llama(), ds_config({}))
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
