@@ -427,8 +427,12 @@ def peak_growth(action: Callable[[], Any]) -> int:
     return status("VmHWM") - before
 
 
-def test_memory_does_not_grow_with_the_model(tmp_path):
-    with engine_for(Wide().bfloat16(), ds_config({"window": 2})) as engine:
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_memory_does_not_grow_with_the_model(tmp_path, device):
+    config = ds_config({"window": 2, "host_memory": 0} if device == "nvme" else {"window": 2})
+    for section in ("offload_optimizer", "offload_param"):
+        config["zero_optimization"][section] = {"device": device, "nvme_path": str(tmp_path / "disk")}
+    with engine_for(Wide().bfloat16(), config) as engine:
         engine.backward(engine(torch.ones(1, 2048, dtype=torch.bfloat16)).float().mean())
         engine.step()
         engine.save_checkpoint(tmp_path, "warm")

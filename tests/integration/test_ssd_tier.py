@@ -58,28 +58,41 @@ def in_memory() -> Iterator[Callable[[float, int], Any]]:
 
 ALL = {"host_memory": 0}
 HALF = {"host_memory": 2_000_000}
-PLACES = {
-    "all, io_uring": ALL | {"io_backend": "io_uring"},
-    "all, libaio, delays": ALL | {"io_backend": "libaio", "debug": {"lane_delay_ms": 2.0, "seed": 3}},
-    "all, threads, fewest buffers": ALL | {"io_backend": "threads", "ssd_buffers": 2, "weight_buffers": 2},
-    "all, a slot for each block, fewest buffers, delays": ALL
-    | {"window": 9, "ssd_buffers": 2, "weight_buffers": 2, "debug": {"lane_delay_ms": 2.0, "seed": 5}},
-    "half, delays": HALF | {"debug": {"lane_delay_ms": 2.0, "seed": 7}},
+BACKENDS = ("io_uring", "libaio", "threads")
+SCHEDULES = list(itertools.product((1.0, 0.0), (1, 3)))
+"""(clipping, accumulation)"""
+# With delays in every lane or without, so that each of both meets every pair of the others.
+CROSSED = {
+    f"{name}, {backend}, clip {clip:g}, accumulation {accumulation}{', delays' if odd else ''}": (
+        place | {"io_backend": backend} | ({"debug": {"lane_delay_ms": 2.0, "seed": 3}} if odd else {}),
+        (clip, accumulation),
+    )
+    for (one, (name, place)), (two, backend), (three, (clip, accumulation)) in itertools.product(
+        enumerate({"all": ALL, "half": HALF}.items()), enumerate(BACKENDS), enumerate(SCHEDULES)
+    )
+    for odd in [bool((one + two + three % 2 + three // 2) % 2)]
+}
+FEWEST = ALL | {"ssd_buffers": 2, "weight_buffers": 2}
+TIGHT = {
+    f"{name}, clip {clip:g}, accumulation {accumulation}": (place, (clip, accumulation))
+    for name, place in {
+        "fewest buffers": FEWEST | {"io_backend": "threads"},
+        "a slot for each block, delays": FEWEST | {"window": 9, "debug": {"lane_delay_ms": 2.0, "seed": 5}},
+    }.items()
+    for clip, accumulation in SCHEDULES
 }
 
 
-@pytest.mark.parametrize(("clip", "accumulation"), list(itertools.product((1.0, 0.0), (1, 3))))
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "schedule"), (CROSSED | TIGHT).values(), ids=CROSSED | TIGHT)
 def test_weights_and_moments_have_the_same_bits_as_in_memory(
     ssd_config: Callable[..., dict[str, Any]],
     in_memory: Callable[[float, int], Any],
-    place: str,
-    clip: float,
-    accumulation: int,
+    place: dict[str, Any],
+    schedule: tuple[float, int],
     tmp_path: Path,
 ) -> None:
-    config = ssd_config(PLACES[place], clip=clip, accumulation=accumulation)
-    result = trained(llama(), config, batches(STEPS * accumulation))
+    clip, accumulation = schedule
+    result = trained(llama(), ssd_config(place, clip=clip, accumulation=accumulation), batches(STEPS * accumulation))
     assert differences(result, in_memory(clip, accumulation)) == []
     assert not list(tmp_path.iterdir())
 
