@@ -93,8 +93,8 @@ def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan
 
 def _window(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int], budgets: Budgets) -> int:
     """Slots: more than are needed where the GPU has room, one for each streamed block at most."""
-    streamed = [unit for index, unit in enumerate(units) if not unit.is_edge and index not in on_gpu]
-    slot = max((unit.layout.slot_numel for unit in streamed), default=0) * needs.weight_bytes
+    streamed = _streamed(units, on_gpu)
+    slot = _slot_bytes(streamed, needs)
     if not needs.window_grows or not slot:
         return needs.window
     room = min(int(budgets.gpu_total * AUTO_WINDOW_SHARE), budgets.gpu_limit - _gpu_bytes(units, needs, on_gpu))
@@ -102,10 +102,8 @@ def _window(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int], bud
 
 
 def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
-    streamed = [unit for index, unit in enumerate(units) if not unit.is_edge and index not in on_gpu]
-    slot = max((unit.layout.slot_numel for unit in streamed), default=0)
-    passing = [unit for index, unit in enumerate(units) if index not in on_gpu and not unit.is_edge]
-    staging = max((unit.layout.slot_trainable_numel for unit in passing), default=0)
+    streamed = _streamed(units, on_gpu)
+    staging = max((unit.layout.slot_trainable_numel for unit in streamed), default=0)
     scratch = 0
     if needs.world_size > 1:
         # The gradients of all units pass the staging buffers, whole and once more this rank's part; weights are
@@ -113,10 +111,19 @@ def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) 
         staging = max((unit.layout.trainable_numel for unit in units), default=0) * (needs.world_size + 1)
         largest = max((unit.layout.local_numel for unit in units), default=0)
         scratch = (needs.world_size + 1) * largest * needs.weight_bytes * (2 if on_gpu else 1)
-    window = min(needs.window, len(streamed)) * slot * needs.weight_bytes
+    window = min(needs.window, len(streamed)) * _slot_bytes(streamed, needs)
     total = scratch + window + needs.stagings * staging * needs.gradient_bytes
     total += sum(unit.layout.slot_numel for unit in units if unit.is_edge) * needs.weight_bytes
     return total + sum(gpu_cost(units[index], needs) for index in on_gpu)
+
+
+def _streamed(units: Sequence[UnitSize], on_gpu: frozenset[int]) -> list[UnitSize]:
+    """Blocks that pass through the window."""
+    return [unit for index, unit in enumerate(units) if not unit.is_edge and index not in on_gpu]
+
+
+def _slot_bytes(streamed: Sequence[UnitSize], needs: Needs) -> int:
+    return max((unit.layout.slot_numel for unit in streamed), default=0) * needs.weight_bytes
 
 
 def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
