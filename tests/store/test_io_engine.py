@@ -197,11 +197,13 @@ def test_reads_and_writes_take_turns_in_bursts(make: Make, tmp_path: Path) -> No
     engine = make(1, MIB, 8 * MIB)
     file = engine.open(str(tmp_path / "file"), MIB)
     memory = Memory(MIB)
+    # Goes before all others, and takes long enough that they all wait when it has ended.
+    engine.submit(3, False, [(file, 0, memory.ptr, MIB)] * 500, True)
     for token in (0, 1):
         engine.submit(token, False, [(file, 0, memory.ptr, MIB)] * 10, False)
     engine.submit(2, True, [(file, 0, memory.ptr, BLOCK)], False)
     # 8 MiB of reads, then it is the write's turn, in the middle of a transfer.
-    assert [finish(engine)[0] for _ in range(3)] == [2, 0, 1]
+    assert [finish(engine)[0] for _ in range(4)] == [3, 2, 0, 1]
     assert engine.stats()["burst_bytes"] == 8 * MIB
 
 
