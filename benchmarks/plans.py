@@ -88,18 +88,18 @@ def ssd_ga() -> list[Setting]:
     ]
 
 
+def larger_than_memory(model: str) -> dict[str, Any]:
+    """A model whose states fit neither a small GPU nor host memory, and must not pass through either as a whole."""
+    return {"model": model, "offload": "nvme", "build": "host", "gpu_fraction": small_gpu_share()}
+
+
 def ssd_large() -> list[Setting]:
     """12 G parameters with torch limited to 24 GiB of the GPU, states partly on SSD: 145 GB of them, or 74 with 8 bits.
 
     On a host of 128 GiB with 60 GB of free disk: 53 GB of the fp32 states on SSD and 24 GB of held gradients beside the
     others in memory; 34 GB with 8 bits. Stock needs 18 B/param of disk and 2 of memory: 217 GB.
     """
-    shape: dict[str, Any] = {
-        "model": "llama-12b",
-        "offload": "nvme",
-        "build": "host",
-        "gpu_fraction": small_gpu_share(),
-    }
+    shape = larger_than_memory("llama-12b")
     eight_bit = {"gpu_states": 0, "host_memory": "40GB", "state_dtype": "8bit"}
     return [
         Setting("slide", batch=2, slide={"gpu_states": 0, "host_memory": "92GB"}, **AFTER_FIRST_UPDATE, **shape),
@@ -114,16 +114,8 @@ def ssd_largest() -> list[Setting]:
     The timed step is the first with an update under it: what it reads was never written. Two warm-up steps time a
     whole one.
     """
-    shape: dict[str, Any] = {
-        "model": "llama-22b",
-        "batch": 2,
-        "offload": "nvme",
-        "build": "host",
-        "gpu_fraction": small_gpu_share(),
-        "steps": 1,
-        "warmup": 1,
-    }
-    return [Setting("slide", slide={"gpu_states": 0, "host_memory": "79GB", "state_dtype": "8bit"}, **shape)]
+    eight_bit = {"gpu_states": 0, "host_memory": "79GB", "state_dtype": "8bit"}
+    return [Setting("slide", batch=2, slide=eight_bit, steps=1, warmup=1, **larger_than_memory("llama-22b"))]
 
 
 def quick() -> list[Setting]:
@@ -162,10 +154,11 @@ def kernels() -> list[Setting]:
 def kernels_curves() -> list[Setting]:
     """200 steps of few tokens, all states on the GPU: do the losses stay together, the updates' kernels included?"""
     long: dict[str, Any] = {"batch": 2, "steps": 200, "warmup": 0, "distinct_batches": 16}
+    room = {"gpu_states": "46GB"}
     return [
-        Setting("slide", slide={"gpu_states": "46GB", "kernels": "off"}, **long),
-        Setting("slide", slide={"gpu_states": "46GB", "kernels": "auto"}, **long),
-        Setting("slide", patch="liger", slide={"gpu_states": "46GB", "kernels": "off"}, **long),
+        Setting("slide", slide={**KERNELS_OFF, **room}, **long),
+        Setting("slide", slide={**KERNELS_AUTO, **room}, **long),
+        Setting("slide", patch="liger", slide={**KERNELS_OFF, **room}, **long),
     ]
 
 

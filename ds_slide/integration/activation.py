@@ -19,8 +19,6 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _wrapped_classes: set[type] = set()
-_MADE = "_ds_slide_optimizer"
-"""Attribute of an engine under construction: its SlideZeroOptimizer."""
 
 
 def install(engine_module: ModuleType) -> None:
@@ -91,18 +89,18 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
             check_deepspeed_config(
                 parsed, slide, model=given["model"], client_optimizer=given.get("optimizer"), mpu=given.get("mpu")
             )
+        if slide is None:
+            original(self, *args, **kwargs)
+            return
+        from ds_slide.integration import checkpoint, monitor
+
         try:
             original(self, *args, **kwargs)
-        except BaseException:
-            if slide is not None:
-                _discard(self)
-            raise
-        if slide is not None:
-            from ds_slide.integration import checkpoint, monitor
-
-            vars(self).pop(_MADE)
             monitor.attach(self)
             checkpoint.attach(self)
+        except BaseException:
+            _discard(self)
+            raise
 
     return __init__
 
@@ -111,7 +109,7 @@ def _discard(engine: Any) -> None:
     """An engine whose constructor failed: nobody else can end its lanes, give back memory and disk, and take its hooks
     from the model, where they would run under the next engine."""
     found = vars(engine)
-    if (optimizer := found.get(_MADE)) is not None:
+    if (optimizer := found.get("optimizer")) is not None:  # a SlideZeroOptimizer, by `_choosing`
         optimizer.destroy()
     for name in ("module_forward_pre_hook", "module_forward_post_hook"):
         if (handle := found.get(name)) is not None:
@@ -141,7 +139,6 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"ds_slide.enabled is true, but DeepSpeed built a {type(optimizer).__name__}; set ds_slide.enabled to "
                 "false, or report this with the DeepSpeed config"
             )
-        setattr(self, _MADE, optimizer)
         return optimizer
 
     return _configure_zero_optimizer

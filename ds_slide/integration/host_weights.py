@@ -2,7 +2,7 @@
 
 Stock moves a model that was not built under `deepspeed.zero.Init` to the accelerator as a whole before it partitions
 it, so that a model which offloading is for does not fit in the first place: 24 GB for 12 G parameters. Only buffers
-belong there; `parameters.adopt` takes each unit's weights from where they are.
+belong there; `parameters.take_weights` reads each unit's weights where they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 def weights_stay(engine: Any) -> Iterator[None]:
     """For the length of `DeepSpeedEngine._configure_distributed_model`: parameters are neither moved nor broadcast.
 
-    `parameters.convert` broadcasts them, one at a time on the accelerator: stock would hand NCCL host memory here.
+    `parameters.take_weights` broadcasts them, one at a time on the accelerator: stock would hand NCCL host memory here.
     """
     moves = not engine.dont_change_device
     engine.dont_change_device = True

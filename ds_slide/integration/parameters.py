@@ -31,7 +31,7 @@ def convert(module: nn.Module, group: Any, dtype: torch.dtype) -> None:
     """Give every ordinary parameter ZeRO-3's attributes, without partitioning or moving it.
 
     `deepspeed.zero.Init` on a module would broadcast and copy each parameter into page-locked memory of its own, from
-    where it would be copied again; only its attribute pass is needed.
+    where it would be copied again; only its attribute pass is needed. SlideError for a parameter without weights.
     """
     _require_weights(module)
     ordinary: list[Any] = [parameter for parameter in module.parameters() if not is_zero_param(parameter)]

@@ -308,10 +308,11 @@ class SsdStore:
 
 def _engine(backend: str, queue_depth: int | None, mounts: int, request_bytes: int) -> _native.IoEngine:
     """`queue_depth`: None for one that is measured."""
-    depth = min(HIGH_DEPTH * mounts, MOST_DEPTH) if queue_depth is None else queue_depth
-    low_depth = min(LOW_DEPTH * mounts, MOST_DEPTH) if queue_depth is None else None
+    low_depth = None
+    if queue_depth is None:
+        queue_depth, low_depth = (min(depth * mounts, MOST_DEPTH) for depth in (HIGH_DEPTH, LOW_DEPTH))
     try:
-        return _native.IoEngine(backend, depth, request_bytes, low_depth=low_depth)  # type: ignore[arg-type]
+        return _native.IoEngine(backend, queue_depth, request_bytes, low_depth=low_depth)  # type: ignore[arg-type]
     except (RuntimeError, ValueError) as error:
         raise SlideError(f"SSD tier: the I/O backend {backend!r} cannot be used: {error}") from error
 

@@ -8,15 +8,14 @@ and the weights that its Trainer saved. Not a test module.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import cpuinfo
 import deepspeed  # noqa: F401  (imported here for all forks)
 import torch
+from forking import ask_cpu_once, require_one_thread
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -102,9 +101,8 @@ def train(run: str, folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    # DeepSpeed asks at every engine, in a process of its own.
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    cpuinfo.get_cpu_info()
+    ask_cpu_once()
+    require_one_thread()
     launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ.update(launcher)
     for run in RUNS:

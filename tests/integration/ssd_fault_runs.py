@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forking import ONE_THREAD
 
 HERE = Path(__file__).resolve().parent
 SHIM_SOURCE = HERE.parent / "store" / "fault_shim.c"
@@ -64,8 +65,7 @@ class Launcher:
         self._numbers = itertools.count()
         self._alive: set[int] = set()
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "DS_ACCELERATOR": "cpu"}
-        # A library's threads would not be there in the forks.
-        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment |= ONE_THREAD
         if shim is not None:
             environment["LD_PRELOAD"] = str(shim)
         self._process = subprocess.Popen(

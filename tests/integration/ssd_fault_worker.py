@@ -25,9 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cpuinfo
 import deepspeed
 import torch
+from forking import ask_cpu_once, require_one_thread
 from harness import batches, ds_config, llama, states_of
 
 import ds_slide  # noqa: F401 - switches the "ds_slide" key on where the package is not installed
@@ -216,15 +216,14 @@ def main() -> None:
     os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1")
     torch.set_num_threads(1)
     ssd_settings.CHUNK_NUMEL = CHUNK_NUMEL
-    # What takes seconds in every run is done once: a process that asks the CPU, and imports within functions.
-    known = cpuinfo.get_cpu_info()
-    cpuinfo.get_cpu_info = lambda: known
+    # What takes seconds in every run is done once, imports within functions too.
+    ask_cpu_once()
     llama()
     for name in ("deepspeed.runtime.zero.muon.muon_optimizer", "ds_slide.integration.optimizer", "setuptools"):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a run would touch, and so copy, all that was made here
-    assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+    require_one_thread()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
     print("ready", file=answers)

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from forking import ONE_THREAD
 from ports import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -71,14 +72,12 @@ ENGINES = textwrap.dedent(
             print("ENGINE", type(error).__name__, str(error).partition(" DS-Slide")[0], flush=True)
     """
 )
-# No case asks about these: what every engine imports, and the CPU, which DeepSpeed asks for at every engine, in a
-# process of its own that takes a second.
+# No case asks about these: what every engine imports, and the CPU.
 WARM = textwrap.dedent(
     """
-    import cpuinfo, functools, torch._dynamo
+    import forking, torch._dynamo
     import deepspeed.runtime.zero.muon.muon_optimizer
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    cpuinfo.get_cpu_info()
+    forking.ask_cpu_once()
     """
 )
 STOCK = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
@@ -171,14 +170,12 @@ def case(code, *arguments, **variables):
 
 def forks(folder, pythonpath, *stages, **variables):
     """How each case ended. `stages`: (statements, {name: case}); the statements go on from those of the last stage."""
-    # A library's threads would not be there in the forks.
-    alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     numbered, files = [], {}
     for statements, cases in stages:
         files |= {name: len(files) + number for number, name in enumerate(cases)}
         numbered.append((statements, {files[name]: of for name, of in cases.items()}))
     command = [sys.executable, HERE / "activation_forks.py", folder]
-    whole = run(command, pythonpath, json.dumps(numbered), **alone, **variables)
+    whole = run(command, pythonpath, json.dumps(numbered), **ONE_THREAD, **variables)
 
     def ended(name):
         status, *streams = (folder / f"{files[name]}.{ending}" for ending in ("status", "out", "err"))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from forking import ONE_THREAD
 from hf_trainer_worker import RUNS, SAVED_AT, STEPS, model
 
 HERE = Path(__file__).resolve().parent
@@ -22,7 +23,7 @@ TOLERANCE = 2.0**-9
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("trainer")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
-    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment |= {"DS_ACCELERATOR": "cpu", **ONE_THREAD}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(HERE / "hf_trainer_worker.py"), str(folder)]
     done = subprocess.run(

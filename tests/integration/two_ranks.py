@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import signal
@@ -13,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import cpuinfo
 import deepspeed
 import torch
+from forking import ONE_THREAD, ask_cpu_once, require_one_thread
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -25,11 +24,9 @@ TIMEOUT_S = 240
 
 def run(worker: str, folder: Path) -> Path:
     """Runs `python WORKER FOLDER`, which is to call `fork_ranks`; fails with the end of the logs. Returns `folder`."""
-    # A library's threads would not be there in the forks.
-    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     environment = {
         **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-        **one_thread,
+        **ONE_THREAD,
         "DS_ACCELERATOR": "cpu",
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
     }
@@ -60,10 +57,8 @@ def fork_ranks(main: Callable[[int, Path], None]) -> None:
     folder = Path(sys.argv[1])
     for name in ("deepspeed.runtime.zero.muon.muon_optimizer", "ds_slide.integration.optimizer", "torch._dynamo"):
         importlib.import_module(name)
-    # DeepSpeed asks at every engine, in a process of its own.
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    cpuinfo.get_cpu_info()
-    assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+    ask_cpu_once()
+    require_one_thread()
     for rank in range(RANKS):
         if os.fork():
             continue
