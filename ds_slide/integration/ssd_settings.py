@@ -9,7 +9,7 @@ from typing import Any
 from ds_slide.config import SlideConfig
 from ds_slide.plan.placement import SsdNeeds
 from ds_slide.runtime.settings import SsdSettings
-from ds_slide.store.ssd_places import CHUNK_NUMEL, PAGE
+from ds_slide.store.ssd_places import CHUNK_NUMEL, MOST_DEPTH, MOST_REQUEST_BYTES, PAGE
 
 SECTIONS = ("offload_optimizer", "offload_param")
 
@@ -80,6 +80,8 @@ def ssd_problems(config: SlideConfig, ds_config: Mapping[str, Any]) -> Iterator[
     block = aio.get("block_size")
     if block is not None and (not isinstance(block, int) or block <= 0 or block % PAGE):
         yield f"aio.block_size is {block}, but the SSD tier reads and writes whole pages; use a multiple of {PAGE}"
+    elif block is not None and block > MOST_REQUEST_BYTES:
+        yield f"aio.block_size is {block}, but a request has {MOST_REQUEST_BYTES} bytes at most; lower it"
     depth = aio.get("queue_depth")
-    if depth is not None and (not isinstance(depth, int) or depth <= 0):
-        yield f"aio.queue_depth is {depth}; expected an integer above 0"
+    if depth is not None and not (isinstance(depth, int) and 0 < depth <= MOST_DEPTH):
+        yield f"aio.queue_depth is {depth}; expected an integer from 1 to {MOST_DEPTH}"

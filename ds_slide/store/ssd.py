@@ -17,15 +17,13 @@ from ds_slide import _native
 from ds_slide.errors import SlideError
 from ds_slide.store.bandwidth import mixed_bandwidth
 from ds_slide.store.run_directory import RunDirectory
-from ds_slide.store.ssd_places import PAGE
+from ds_slide.store.ssd_places import MOST_DEPTH, PAGE
 from ds_slide.store.striping import Striping
 
 STATE_FILE = "states"
 DEFAULT_REQUEST_BYTES = 2 << 20
 # Requests at each mount: the first, or the second where it is measured to be faster.
 LOW_DEPTH, HIGH_DEPTH = 32, 128
-# What an engine takes, for however many mounts.
-MOST_DEPTH = 4096
 # The completion thread asks again so often; a wake-up costs it microseconds.
 IDLE_S = 10.0
 

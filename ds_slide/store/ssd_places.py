@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from ds_slide.store.planes import PlaneSpec
 
 PAGE = 4096
+# What an I/O engine takes (csrc/io/engine.cpp): requests at all mounts together, and bytes of one.
+MOST_DEPTH, MOST_REQUEST_BYTES = 4096, 1 << 30
 # 80 MiB of fp32 states: 13 ms of a 6 GB/s disk and 1.4 ms of CPU update. Large enough that what Python does for a
 # chunk (about 0.2 ms) hides behind both, small enough that 16 of them, 1.3 GB, keep reads, updates and writes apart.
 CHUNK_NUMEL = 1 << 23

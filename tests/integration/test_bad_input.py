@@ -87,6 +87,8 @@ CONFIGS = [
     (ds_config(slide={"nvme_path": "/tmp"}), 'ds_slide.nvme_path is set, but no offload device is "nvme"; set'),
     (ds_config(NVME, aio={"block_size": 1000}), "aio.block_size is 1000, but"),
     (ds_config(NVME, aio={"queue_depth": 0}), "aio.queue_depth is 0; expected"),
+    (ds_config(NVME, aio={"queue_depth": 4097}), "aio.queue_depth is 4097; expected an integer from 1 to 4096"),
+    (ds_config(NVME, aio={"block_size": 2 << 30}), "aio.block_size is 2147483648, but a request has 1073741824 bytes"),
     (
         ds_config(slide={"state_dtype": "8bit", "gpu_states": "1GiB"}),
         'ds_slide.state_dtype is "8bit", which is updated on the CPU, but',
