@@ -113,6 +113,13 @@ def test_chunks_and_blocks_are_put_together(options: dict[str, Any], dtype: torc
     compare(Case(bias=True, dtype=dtype, options=options))
 
 
+@pytest.mark.parametrize("width", [1, 2, 12, 16, 20, 33, 264])
+@pytest.mark.usefixtures("small_chunks")
+def test_the_sum_of_any_width_is_rounded_in_its_own_place(width: int) -> None:
+    """bf16 sums its left columns in the memory of the result; an odd width cannot, and a narrow one has none."""
+    compare(Case(width=width, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("kind", ["widen", "convert"])
 @pytest.mark.usefixtures("small_chunks")
 def test_sums_without_an_accumulating_product(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
