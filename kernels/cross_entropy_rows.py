@@ -8,6 +8,10 @@ device when rows are few.
 
 Bytes: the logits are read twice and written once. The segments are taken in opposite orders: the first read begins
 with what the matrix product has written last, and the second with what the first has read last.
+
+The logits may also be `width` columns of the vocabulary from `first` on, where the weight comes in chunks. Each chunk
+then adds its segments to the partials of the row and, where it has the label, writes its logit down (TARGETS), and
+`row_kernel` runs after the last one. `fold_kernel` makes room where the segments of all chunks would be too many.
 """
 
 from __future__ import annotations
@@ -35,27 +39,51 @@ def _cap(value, softcap, CAP: tl.constexpr):
 
 @triton.jit
 def _load_logits(
-    logits, bias, columns, vocabulary, stride, softcap, HAS_BIAS: tl.constexpr, CAP: tl.constexpr, PADDED: tl.constexpr
+    logits, bias, columns, width, stride, softcap, HAS_BIAS: tl.constexpr, CAP: tl.constexpr, PADDED: tl.constexpr
 ):
-    """Logits in fp32 and the derivative of the cap; -inf beyond the vocabulary."""
-    # The mask is the padded row, a multiple of 64: the vocabulary, if odd, would break the vector loads.
+    """Logits in fp32 and the derivative of the cap; -inf beyond the `width` columns that are words."""
+    # The mask is the padded row, a multiple of 64: the width, if odd, would break the vector loads.
     value = tl.load(logits + columns, mask=columns < stride, other=-float("inf")).to(tl.float32)
     if HAS_BIAS:
-        value += tl.load(bias + columns, mask=columns < vocabulary, other=0.0).to(tl.float32)
+        value += tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
     value, derivative = _cap(value, softcap, CAP)
     if PADDED or CAP:
-        value = tl.where(columns < vocabulary, value, -float("inf"))
+        value = tl.where(columns < width, value, -float("inf"))
     return value, derivative
 
 
 @triton.jit
+def _load_target(logits, bias, at, softcap, HAS_BIAS: tl.constexpr, CAP: tl.constexpr):
+    """The one logit of a row that its label names."""
+    target = tl.load(logits + at).to(tl.float32)
+    if HAS_BIAS:
+        target += tl.load(bias + at).to(tl.float32)
+    target, _ = _cap(target, softcap, CAP)
+    return target
+
+
+@triton.jit
+def _combine(parts, pitch, mask):
+    """Maximum and sum of exponentials of a row, from those of its segments."""
+    largest = tl.load(parts, mask=mask, other=LOWEST)
+    top = tl.max(largest, axis=0)
+    sums = tl.load(parts + pitch, mask=mask, other=0.0)
+    return top, tl.sum(sums * tl.exp2((largest - top) * LOG2_E), axis=0)
+
+
+# Where a chunk starts (`first`, and `slot` for its segments) differs from chunk to chunk: no variant for each.
+@triton.jit(do_not_specialize=["first", "slot"])
 def segment_kernel(
     logits,
     bias,
     labels,
     partials,
-    vocabulary,
+    targets,
+    first,
+    width,
     stride,
+    pitch,
+    slot,
     ignore_index,
     softcap,
     HAS_BIAS: tl.constexpr,
@@ -63,27 +91,46 @@ def segment_kernel(
     SMOOTH: tl.constexpr,
     PADDED: tl.constexpr,
     SKIP: tl.constexpr,
+    TARGETS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """partials [rows, 3, segments] = maximum, sum of exp(logit - maximum) and, with SMOOTH, sum of the logits."""
+    """partials [rows, 3, pitch] from `slot` on = maximum, sum of exp(logit - maximum) and, with SMOOTH, sum of the
+    logits of each segment; with TARGETS, targets [rows] = the logit of the label, where it is among these columns."""
     row = tl.program_id(0).to(tl.int64)
-    segments = tl.num_programs(1)
-    segment = segments - 1 - tl.program_id(1)
+    segment = tl.num_programs(1) - 1 - tl.program_id(1)
     counted = True
     if SKIP:
         counted = tl.load(labels + row) != ignore_index
     if counted:
         columns = segment * BLOCK + tl.arange(0, BLOCK)
-        value, _ = _load_logits(
-            logits + row * stride, bias, columns, vocabulary, stride, softcap, HAS_BIAS, CAP, PADDED
-        )
+        value, _ = _load_logits(logits + row * stride, bias, columns, width, stride, softcap, HAS_BIAS, CAP, PADDED)
         # A segment of -inf alone has the lowest number as its maximum: the difference stays -inf, and is not nan.
         largest = tl.maximum(tl.max(value, axis=0), LOWEST)
-        part = partials + row * 3 * segments + segment
+        part = partials + row * 3 * pitch + slot + segment
         tl.store(part, largest)
-        tl.store(part + segments, tl.sum(tl.exp2((value - largest) * LOG2_E), axis=0))
+        tl.store(part + pitch, tl.sum(tl.exp2((value - largest) * LOG2_E), axis=0))
         if SMOOTH:
-            tl.store(part + 2 * segments, tl.sum(tl.where(columns < vocabulary, value, 0.0), axis=0))
+            tl.store(part + 2 * pitch, tl.sum(tl.where(columns < width, value, 0.0), axis=0))
+        if TARGETS:
+            at = tl.load(labels + row) - first
+            start = segment * BLOCK
+            if (at >= start) & (at < start + BLOCK) & (at < width):
+                tl.store(targets + row, _load_target(logits + row * stride, bias, at, softcap, HAS_BIAS, CAP))
+
+
+@triton.jit
+def fold_kernel(partials, segments, pitch, SMOOTH: tl.constexpr, SEGMENTS: tl.constexpr):
+    """The first `segments` partials of a row become one, in the place of the first."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, SEGMENTS)
+    mask = lanes < segments
+    part = partials + row * 3 * pitch
+    top, total = _combine(part + lanes, pitch, mask)
+    if SMOOTH:
+        plain = tl.sum(tl.load(part + 2 * pitch + lanes, mask=mask, other=0.0), axis=0)
+        tl.store(part + 2 * pitch, plain)
+    tl.store(part, top)
+    tl.store(part + pitch, total)
 
 
 @triton.jit
@@ -92,10 +139,12 @@ def row_kernel(
     bias,
     labels,
     partials,
+    targets,
     scales,
     row_losses,
     row_factors,
     segments,
+    pitch,
     vocabulary,
     stride,
     ignore_index,
@@ -105,29 +154,28 @@ def row_kernel(
     HAS_BIAS: tl.constexpr,
     CAP: tl.constexpr,
     SMOOTH: tl.constexpr,
+    TARGETS: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
     """Loss of a row, and what its gradient needs: row_factors [rows, 2] = its maximum and the factor of exp(logit -
-    maximum), which holds the mantissa of 1 / count."""
+    maximum), which holds the mantissa of 1 / count. With TARGETS the logits are not read: `targets` has what it takes.
+    """
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     if label == ignore_index:
         tl.store(row_losses + row, 0.0)
     else:
         valid = (label >= 0) & (label < vocabulary)
-        at = tl.where(valid, label, 0)
-        target = tl.load(logits + row * stride + at).to(tl.float32)
-        if HAS_BIAS:
-            target += tl.load(bias + at).to(tl.float32)
-        target, _ = _cap(target, softcap, CAP)
+        if TARGETS:
+            target = tl.load(targets + row)
+        else:
+            at = tl.where(valid, label, 0)
+            target = _load_target(logits + row * stride, bias, at, softcap, HAS_BIAS, CAP)
 
         lanes = tl.arange(0, SEGMENTS)
         mask = lanes < segments
-        parts = partials + row * 3 * segments + lanes
-        largest = tl.load(parts, mask=mask, other=LOWEST)
-        top = tl.max(largest, axis=0)
-        sums = tl.load(parts + segments, mask=mask, other=0.0)
-        total = tl.sum(sums * tl.exp2((largest - top) * LOG2_E), axis=0)
+        parts = partials + row * 3 * pitch + lanes
+        top, total = _combine(parts, pitch, mask)
         log_total = tl.log2(total) * LN_2
 
         # Differences of logits first: for logits of 10^4 their logarithm of a sum is rounded to 10^-3.
@@ -135,7 +183,7 @@ def row_kernel(
         log_sum = top + log_total
         loss += z_loss * log_sum * log_sum
         if SMOOTH:
-            plain = tl.sum(tl.load(parts + 2 * segments, mask=mask, other=0.0), axis=0)
+            plain = tl.sum(tl.load(parts + 2 * pitch, mask=mask, other=0.0), axis=0)
             loss += smoothing * (top - plain / vocabulary + log_total)
         tl.store(row_losses + row, tl.where(valid, loss, float("nan")))
         scale = tl.where(valid, tl.load(scales + 1), float("nan"))
@@ -143,13 +191,15 @@ def row_kernel(
         tl.store(row_factors + 2 * row + 1, (1.0 + 2.0 * z_loss * log_sum) * scale / total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def gradient_kernel(
     logits,
     bias,
     labels,
     scales,
     row_factors,
+    first,
+    width,
     vocabulary,
     stride,
     ignore_index,
@@ -174,12 +224,13 @@ def gradient_kernel(
         top = tl.load(row_factors + 2 * row)
         factor = tl.load(row_factors + 2 * row + 1)
         scale = tl.load(scales + 1)
-        value, derivative = _load_logits(logits, bias, columns, vocabulary, stride, softcap, HAS_BIAS, CAP, PADDED)
+        value, derivative = _load_logits(logits, bias, columns, width, stride, softcap, HAS_BIAS, CAP, PADDED)
         gradient = tl.exp2((value - top) * LOG2_E) * factor
         if SMOOTH:
             gradient -= smoothing / vocabulary * scale
         # Compared within the segment, as 32 bits: whole labels would take two comparisons for each element.
-        place = tl.where((label >= start) & (label < start + BLOCK), label - start, -1).to(tl.int32)
+        at = label - first
+        place = tl.where((at >= start) & (at < start + BLOCK), at - start, -1).to(tl.int32)
         gradient = tl.where(lanes == place, gradient - (1.0 - smoothing) * scale, gradient)
         if CAP:
             gradient *= derivative

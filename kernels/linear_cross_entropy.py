@@ -1,7 +1,7 @@
 """Loss of the language model head without its logits: linear layer and cross-entropy in chunks of rows.
 
 For 16,384 tokens and 151,936 words the logits alone are 5 GB in bf16, and their gradient as much again. Here one
-buffer of about CHUNK_BYTES holds the logits of a chunk and then, in place, their gradient, from which the gradients
+buffer of some hundred MB holds the logits of a chunk and then, in place, their gradient, from which the gradients
 of `hidden` and `weight` are made at once: the backward pass only multiplies them by its incoming gradient.
 """
 
@@ -10,17 +10,20 @@ from __future__ import annotations
 import torch
 import triton
 
-from ds_slide.errors import SlideConfigError, SlideError
+from ds_slide.errors import SlideError
 from ds_slide.kernels.cross_entropy_launch import CrossEntropyRows
-from ds_slide.kernels.dtypes import KERNEL_DTYPES
-from ds_slide.kernels.loss_scales import DIVIDE, MEAN, SUM, apply_scale_, fill_scales_
+from ds_slide.kernels.loss_arguments import check_loss, check_options, divide_by
+from ds_slide.kernels.loss_scales import MEAN, apply_scale_, fill_scales_
 from ds_slide.kernels.weight_gradient import WeightGradient, result_dtype
 
-# Logits of one chunk: 1,024 rows of 151,936 words in bf16. Twice this reads and writes the fp32 weight gradient half
-# as often (2.5 GB a chunk for h = 2048), at 0.3 GB more memory.
+# Logits of one chunk, at least: 1,024 rows of 151,936 words in bf16. Beside it stands the second half of the fp32 sum
+# of the weight's gradient (0.62 GB for h = 2048), so that the loss of such a head stays below 1 GB.
 CHUNK_BYTES = 320 * 10**6
-# What that costs beside the products depends on the rows alone: with 512 of them (256,000 words) the loss ran at 0.61
-# of its products' speed, with 1,024 at 0.77. So larger vocabularies may take up to twice the bytes.
+# Each chunk reads and writes the whole of that sum (2.5 GB). So a GPU that has the memory takes larger ones, 0.9 GB of
+# the 151 of an H200: the loss ran at 0.78 of its products' speed in chunks of 0.3 GB, at 0.85 in those of 0.6.
+CHUNKS_OF_DEVICE = 160
+# What a chunk costs beside the products depends on the rows alone: with 512 of them (256,000 words) the loss ran at
+# 0.61 of its products' speed, with 1,024 at 0.77. So larger vocabularies may take up to twice the bytes.
 ENOUGH_ROWS = 1024
 ROW_MULTIPLE = 128
 # Rows of the buffer start at multiples of this many elements: odd vocabularies (50,257) then still get vector loads,
@@ -28,13 +31,30 @@ ROW_MULTIPLE = 128
 COLUMN_MULTIPLE = 64
 
 
-def _chunk_rows(rows: int, padded: int, itemsize: int) -> int:
-    """Rows of a chunk: chunks of about one size, multiples of ROW_MULTIPLE, within CHUNK_BYTES or twice that."""
-    fitting = CHUNK_BYTES // (padded * itemsize)
+def chunk_bytes(device: torch.device) -> int:
+    """Of a chunk on `device`: the same for every call there, as the order of sums depends on it."""
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    return max(CHUNK_BYTES, torch.cuda.get_device_properties(device).total_memory // CHUNKS_OF_DEVICE)
+
+
+def chunk_rows(rows: int, padded: int, itemsize: int, limit: int | None = None) -> int:
+    """Rows of a chunk: chunks of about one size, multiples of ROW_MULTIPLE, within `limit` bytes or twice that."""
+    fitting = (CHUNK_BYTES if limit is None else limit) // (padded * itemsize)
     fitting = max(fitting, min(2 * fitting, ENOUGH_ROWS))
-    limit = max(ROW_MULTIPLE, fitting // ROW_MULTIPLE * ROW_MULTIPLE)
-    even = triton.cdiv(rows, triton.cdiv(rows, limit))
+    most = max(ROW_MULTIPLE, fitting // ROW_MULTIPLE * ROW_MULTIPLE)
+    even = triton.cdiv(rows, triton.cdiv(rows, most))
     return min(rows, triton.cdiv(even, ROW_MULTIPLE) * ROW_MULTIPLE)
+
+
+def _step(hidden: torch.Tensor, padded: int, vocabulary: int, need_weight: bool) -> int:
+    """Rows of a chunk; all of them where the fp32 sum of several chunks would take more memory than it saves."""
+    rows, width = hidden.shape
+    limit = chunk_bytes(hidden.device)
+    summed = vocabulary * width * hidden.element_size() if need_weight else 0
+    if rows * padded * hidden.element_size() <= summed + limit:
+        return rows
+    return chunk_rows(rows, padded, hidden.element_size(), limit)
 
 
 @torch.library.custom_op("ds_slide::linear_cross_entropy", mutates_args=())
@@ -71,7 +91,7 @@ def _linear_cross_entropy(
     bias = None if bias is None else bias.contiguous()
     fill_scales_(scales, labels, ignore_index, division, divisor if divisor is not None else divisor_value)
     padded = triton.cdiv(vocabulary, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-    step = _chunk_rows(rows, padded, hidden.element_size())
+    step = _step(hidden, padded, vocabulary, need_weight)
     buffer = torch.empty(step, padded, dtype=dtype, device=device)
     row_losses = torch.empty(rows, dtype=torch.float32, device=device)
     weight_sum = WeightGradient(weight, triton.cdiv(rows, step)) if need_weight else None
@@ -160,30 +180,6 @@ _linear_cross_entropy.register_autograd(_backward, setup_context=_save_gradients
 _scale_gradient.register_autograd(_refuse_double_backward)
 
 
-def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None) -> None:
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or not weight.shape[0]:
-        raise SlideConfigError(
-            f"linear_cross_entropy needs hidden [n, h] and weight [v, h] with v > 0, not {tuple(hidden.shape)} and "
-            f"{tuple(weight.shape)}: flatten the tokens into rows."
-        )
-    if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
-        shown = "" if bias is None else f", bias in {bias.dtype}"
-        raise SlideConfigError(
-            f"linear_cross_entropy got hidden in {hidden.dtype} and weight in {weight.dtype}{shown}: cast to one dtype."
-        )
-    if weight.dtype not in KERNEL_DTYPES:
-        raise SlideConfigError(f"linear_cross_entropy cannot use {weight.dtype}: cast to bfloat16, float16 or float32.")
-    if labels.shape != hidden.shape[:1] or labels.dtype != torch.int64:
-        raise SlideConfigError(
-            f"linear_cross_entropy needs int64 labels [{hidden.shape[0]}], not {labels.dtype} {tuple(labels.shape)}: "
-            "flatten and cast them as the rows of hidden."
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise SlideConfigError(
-            f"linear_cross_entropy needs a bias [{weight.shape[0]}], not {tuple(bias.shape)}: one element a word."
-        )
-
-
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -211,21 +207,10 @@ def linear_cross_entropy(
     Gradients are computed by this call for those inputs that require them; a second derivative is refused by
     SlideError. Arguments that cannot be used raise SlideConfigError.
     """
-    _check(hidden, weight, labels, bias)
-    if reduction not in ("mean", "sum"):
-        raise SlideConfigError(f'linear_cross_entropy has no reduction "{reduction}": use "mean" or "sum".')
-    if softcap is not None and not softcap > 0:
-        raise SlideConfigError(f"linear_cross_entropy got a softcap of {softcap}: give a positive number, or None.")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise SlideConfigError(f"linear_cross_entropy got label_smoothing {label_smoothing}: give one within [0, 1].")
-    division, divisor, divisor_value = (MEAN if reduction == "mean" else SUM), None, 1.0
-    if isinstance(num_items, torch.Tensor):
-        if num_items.ndim:
-            shape = tuple(num_items.shape)
-            raise SlideConfigError(f"linear_cross_entropy got num_items {shape}: give an int or a 0-d tensor.")
-        division, divisor = DIVIDE, num_items.detach().to(hidden.device, non_blocking=True)
-    elif num_items is not None:
-        division, divisor_value = DIVIDE, float(num_items)
+    name = "linear_cross_entropy"
+    check_loss(name, hidden, weight, labels, bias)
+    check_options(name, reduction, label_smoothing, softcap)
+    division, divisor, divisor_value = divide_by(name, reduction, num_items, hidden.device)
     recording = torch.is_grad_enabled()
     loss, *_ = _linear_cross_entropy(
         hidden,

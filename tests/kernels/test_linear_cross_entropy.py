@@ -78,6 +78,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 4 rows (three for 11 rows, the last of 3), segments of 32 columns, slices of the sum of 7 rows."""
     monkeypatch.setattr(module, "CHUNK_BYTES", 1)
     monkeypatch.setattr(module, "ROW_MULTIPLE", 4)
+    monkeypatch.setattr(module, "_step", lambda hidden, padded, *_: module.chunk_rows(hidden.shape[0], padded, 2))
     monkeypatch.setattr(cross_entropy_launch, "SEGMENT", 32)
     monkeypatch.setattr(weight_gradient, "SLICE_BYTES", 7 * 4 * 24)
 
@@ -356,12 +357,30 @@ def test_nan_in_one_row_shows() -> None:
 
 
 def test_chunks_are_even_and_within_the_limit() -> None:
-    assert module._chunk_rows(16384, 151936, 2) == 1024
-    assert module._chunk_rows(1100, 151936, 2) == 640
-    assert module._chunk_rows(8192, 256000, 2) == 1024  # 0.52 GB
-    assert module._chunk_rows(8192, 512000, 2) == 512
-    assert module._chunk_rows(100, 151936, 2) == 100
-    assert module._chunk_rows(16384, 10**9, 4) == 128
+    assert module.chunk_rows(16384, 151936, 2) == 1024
+    assert module.chunk_rows(1100, 151936, 2) == 640
+    assert module.chunk_rows(8192, 256000, 2) == 1024  # 0.52 GB
+    assert module.chunk_rows(8192, 512000, 2) == 512
+    assert module.chunk_rows(100, 151936, 2) == 100
+    assert module.chunk_rows(16384, 10**9, 4) == 128
+    assert module.chunk_rows(16384, 151936, 2, 942 * 10**6) == 2816  # of an H200: 0.86 GB
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "vocabulary", "need_weight", "expected"),
+    [
+        (16384, 2048, 151936, True, 1024),
+        (4096, 4096, 151936, True, 4096),  # 1.24 GB of logits, where the sum of chunks would take as much and a chunk
+        (8192, 4096, 128256, True, 1024),
+        (2048, 2048, 151936, False, 1024),  # evaluation sums nothing
+        (8, 2048, 151936, False, 8),
+    ],
+)
+def test_one_chunk_where_several_would_take_more_memory(
+    rows: int, width: int, vocabulary: int, need_weight: bool, expected: int
+) -> None:
+    hidden = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
+    assert module._step(hidden, vocabulary, vocabulary, need_weight) == expected
 
 
 @pytest.mark.parametrize(("needed", "dtype"), [(True, torch.bfloat16), (False, torch.float16)], ids=str)
