@@ -162,6 +162,13 @@ def kernels_curves() -> list[Setting]:
     ]
 
 
+def streamed_head() -> list[Setting]:
+    """Qwen2.5-3B with a head of its own, 8 x 2048 tokens: the head on the GPU, and its rows passing through it."""
+    streamed = {**KERNELS_AUTO, "stream_head": True}
+    model = "qwen2.5-3b-untied"
+    return [Setting("slide", model, slide=KERNELS_AUTO), Setting("slide", model, slide=streamed)]
+
+
 def tiny_kernels() -> list[Setting]:
     """Two rows of plan `kernels` that run without a GPU, where auto means none."""
     shape: dict[str, Any] = {"model": "tiny", "batch": 2, "seq": 32, "steps": 3, "warmup": 1, "lr": 1e-3}
@@ -200,6 +207,7 @@ PLANS: dict[str, Callable[[], list[Setting]]] = {
     "tiny": tiny,
     "kernels": kernels,
     "kernels-curves": kernels_curves,
+    "streamed-head": streamed_head,
     "tiny-kernels": tiny_kernels,
     "ssd": lambda: [*ssd_of("qwen2.5-1.5b"), *ssd_of("qwen2.5-3b"), *ssd_ga()],
     "ssd-1.5b": lambda: ssd_of("qwen2.5-1.5b"),

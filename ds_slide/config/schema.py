@@ -154,6 +154,14 @@ class SlideConfig(_Block):
     )
     """Module paths of the layer lists whose elements are streamed as blocks; "auto" finds them."""
 
+    stream_head: StrictBool = Field(default=False, description="true or false")
+    """Whether the weight of the language model head stays in host memory, and its rows pass through the GPU in chunks.
+
+    Of a head of 152,064 x 8,192 the GPU then holds 0.13 GB instead of 7.5 GB (weight, gradient, and the fp32 sum of
+    that in the loss); the logits are computed a second time in backward, so that the head takes a third longer. For one
+    rank, and a head that shares its weight with nothing.
+    """
+
     huge_pages: StrictBool = Field(default=False, description="true or false")
     """Whether host slabs ask the kernel for transparent huge pages."""
 

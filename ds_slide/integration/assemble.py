@@ -17,16 +17,19 @@ from ds_slide.integration import parameters as protocol
 from ds_slide.integration.file_mappings import FileMappings
 from ds_slide.integration.kernels import install_kernels
 from ds_slide.integration.ssd_settings import ssd_settings
+from ds_slide.integration.streamed_head import StreamedHead, find_streamed_head
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.structure import UnitSpec, find_structure, parameter_numel, parameter_shape
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.patching.apply import Replaced
+from ds_slide.patching.streamed_head import stream_head
 from ds_slide.plan.memory import Budgets, Plan, make_plan
 from ds_slide.plan.placement import Needs, UnitSize
 from ds_slide.runtime.build import STAGINGS, build_runtime
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.ranks import Ranks
+from ds_slide.runtime.rows import chunk_rows
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.threads import update_cores
 
@@ -47,8 +50,10 @@ def assemble(
     `group_of`: optimizer group of every trainable parameter. Collective over the ranks.
     """
     ranks = Ranks.over(process_group)
-    structure = find_structure(module, config.blocks)
-    unit_plans = [_unit_plan(spec, group_of, ranks.world_size) for spec in _in_forward_order(module, structure.units)]
+    head = find_streamed_head(module, ranks.world_size) if config.stream_head else None
+    structure = find_structure(module, config.blocks, () if head is None else (head.path,))
+    specs = _in_forward_order(module, structure.units)
+    unit_plans = [_unit_plan(spec, group_of, ranks.world_size, head) for spec in specs]
     device = Device(torch.device(get_accelerator().current_device_name()))
     budgets = _agreed(_budgets(module, config, device), ranks, device)
     plan = _plan(unit_plans, config, settings, budgets)
@@ -65,6 +70,9 @@ def assemble(
             adopt=protocol.adopt,
             availability=protocol.set_availability,
         )
+        if head is not None:
+            assert runtime.rows is not None
+            kernels.patches.append(stream_head(head.module, runtime.rows))
     except BaseException:
         kernels.undo()
         raise
@@ -119,14 +127,18 @@ def _in_forward_order(module: nn.Module, units: Sequence[UnitSpec]) -> list[Unit
     return sorted(units, key=lambda unit: place[unit.parameters[0][1]])
 
 
-def _unit_plan(spec: UnitSpec, group_of: dict[nn.Parameter, int], world_size: int) -> UnitPlan:
+def _unit_plan(
+    spec: UnitSpec, group_of: dict[nn.Parameter, int], world_size: int, head: StreamedHead | None
+) -> UnitPlan:
     by_name = dict(spec.parameters)
     infos = [
         ParameterInfo(name, parameter_shape(parameter), parameter_numel(parameter), group_of.get(parameter))
         for name, parameter in spec.parameters
     ]
     layout = build_layout(infos, world_size)
-    return UnitPlan(spec, layout, [by_name[entry.name] for entry in layout.entries])
+    passes = head is not None and any(parameter is head.module.weight for parameter in by_name.values())
+    rows = chunk_rows(*layout.entries[0].shape) if passes else 0
+    return UnitPlan(spec, layout, [by_name[entry.name] for entry in layout.entries], rows)
 
 
 def _plan(unit_plans: Sequence[UnitPlan], config: SlideConfig, settings: RuntimeSettings, budgets: Budgets) -> Plan:
@@ -145,7 +157,7 @@ def _plan(unit_plans: Sequence[UnitPlan], config: SlideConfig, settings: Runtime
         world_size=unit_plans[0].layout.world_size,
         ssd=None if settings.ssd is None else settings.ssd.needs,
     )
-    sizes = [UnitSize(plan.spec.name, plan.layout, plan.spec.kind == "edge") for plan in unit_plans]
+    sizes = [UnitSize(plan.spec.name, plan.layout, plan.spec.kind == "edge", plan.passing_numel) for plan in unit_plans]
     return make_plan(sizes, needs, budgets)
 
 

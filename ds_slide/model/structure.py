@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,18 +70,21 @@ def parameter_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def find_structure(module: nn.Module, blocks: Literal["auto"] | Sequence[str] = "auto") -> ModelStructure:
+def find_structure(
+    module: nn.Module, blocks: Literal["auto"] | Sequence[str] = "auto", apart: Collection[str] = ()
+) -> ModelStructure:
     """Split `module` into blocks and edges.
 
     A layer list is an nn.ModuleList or nn.Sequential with at least two layers of one kind that hold a substantial share
     of the model; of nested lists the outermost counts. A parameter that only one block can reach is that block's; one
     that is shared (between blocks, or with the rest of the model) is an edge. A model without a layer list is one edge.
 
-    `blocks` names the layer lists by module path instead. Raises SlideConfigError when such a path is not one.
+    `blocks` names the layer lists by module path instead. Raises SlideConfigError when such a path is not one. `apart`:
+    module paths whose own parameters, where they belong to an edge, are a unit by themselves however few they are.
     """
     ownership = _Ownership(module)
     lists = _find_lists(module, ownership) if blocks == "auto" else _named_lists(module, blocks, ownership)
-    return _split(module, lists, ownership)
+    return _split(module, lists, ownership, apart)
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,9 @@ def _not_a_list(path: str, modules: dict[str, nn.Module]) -> str:
 # Units ---------------------------------------------------------------------------------------------------------------
 
 
-def _split(root: nn.Module, lists: Sequence[_LayerList], ownership: _Ownership) -> ModelStructure:
+def _split(
+    root: nn.Module, lists: Sequence[_LayerList], ownership: _Ownership, apart: Collection[str]
+) -> ModelStructure:
     """Hand every parameter to its block, or to an edge."""
     layers = [layer for layer_list in lists for layer in layer_list.layers]
     block_of = {id(p): path for path, layer in layers for p in ownership.exclusive(layer)}
@@ -240,7 +245,7 @@ def _split(root: nn.Module, lists: Sequence[_LayerList], ownership: _Ownership) 
     edges: dict[str, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for path, parameters in of_edge.items():
         large = bool(layers) and bool(path) and _numel(parameters) >= LARGE_EDGE_NUMEL
-        edges[f"edge:{path}" if large else "edge"].extend(parameters)
+        edges[f"edge:{path}" if large or path in apart else "edge"].extend(parameters)
 
     # A block whose parameters are all shared has nothing to move.
     blocks = [(path, layer) for path, layer in layers if path in of_block]

@@ -21,6 +21,7 @@ from ds_slide.errors import SlideError
 from ds_slide.patching.instance import Forward, ForwardPatch, replace_forward
 from ds_slide.patching.kinds import runs_on, say_unused
 from ds_slide.patching.pending import HINT, PendingLogits, Source
+from ds_slide.patching.rows import in_dtype_of, rows_of, streamed_logits
 
 STATE = "_slide_loss"
 KNOWN = {"logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels", "kwargs"}
@@ -49,6 +50,10 @@ class LossArguments:
     num_items: Any
     softcap: float | None
 
+    def options(self) -> dict[str, Any]:
+        """The loss's keyword arguments."""
+        return {"ignore_index": self.ignore_index, "num_items": self.num_items, "softcap": self.softcap}
+
 
 class LossLinear(nn.Linear):
     """A head. As a class, because only a class can decide what a call does before the hooks of the module run."""
@@ -62,6 +67,15 @@ class LossLinear(nn.Linear):
         return super().__call__(*args, **kwargs)
 
     def forward(self, input: torch.Tensor, loss_arguments: LossArguments | None = None) -> torch.Tensor:
+        if (rows := rows_of(self)) is not None:
+            if loss_arguments is None:
+                return streamed_logits(self, input)
+            from ds_slide.kernels.streamed_linear_cross_entropy import streamed_linear_cross_entropy
+
+            hidden = in_dtype_of(rows, input.reshape(-1, input.shape[-1]))
+            return streamed_linear_cross_entropy(
+                hidden, rows, loss_arguments.labels.reshape(-1), **loss_arguments.options()
+            )
         if self.weight.numel() == 0:
             raise SlideError(f"the head's weight is not here, so the logits cannot be computed now: {HINT}")
         if loss_arguments is None:
@@ -74,9 +88,7 @@ class LossLinear(nn.Linear):
             self.weight.to(dtype),
             loss_arguments.labels.reshape(-1),
             bias=None if self.bias is None else self.bias.to(dtype),
-            ignore_index=loss_arguments.ignore_index,
-            softcap=loss_arguments.softcap,
-            num_items=loss_arguments.num_items,
+            **loss_arguments.options(),
         )
 
 

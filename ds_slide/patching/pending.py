@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ds_slide.errors import SlideError
+from ds_slide.patching.rows import weight_version
 
 HINT = 'call model.eval() before, or leave "loss" out of ds_slide.kernels'
 _METADATA = {
@@ -63,7 +64,7 @@ class Source:
         )
         self.was_read = False
         """Somebody has seen the numbers, and may have written to them: the loss must be computed from them."""
-        self._weight_version = head.weight._version
+        self._weight_version = weight_version(head)
         device = hidden.device.type
         self._autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         self._logits: torch.Tensor | None = None
@@ -86,7 +87,7 @@ class Source:
             return self._logits
         if self.hidden is None:
             raise SlideError(f"the logits of this forward are gone, its backward has begun: read them before, {HINT}")
-        if self.head.weight._version != self._weight_version:
+        if weight_version(self.head) != self._weight_version:
             raise SlideError(f"the logits are not kept and the head was updated: read them before the step, {HINT}")
         with self.modes():
             self._logits = nn.Module.__call__(self.head, self.hidden)

@@ -74,8 +74,8 @@ def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan
         allowance = max(0, min(allowance, budgets.gpu_limit - _gpu_bytes(units, needs, frozenset())))
     on_gpu: set[int] = set()
     left = allowance
-    preference = sorted(range(len(units)), key=lambda index: (not units[index].is_edge, index))
-    for index in preference:
+    candidates = [index for index, unit in enumerate(units) if not unit.passing_numel]
+    for index in sorted(candidates, key=lambda index: (not units[index].is_edge, index)):
         cost = gpu_cost(units[index], needs)
         if cost <= left:
             on_gpu.add(index)
@@ -113,7 +113,7 @@ def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) 
         scratch = (needs.world_size + 1) * largest * needs.weight_bytes * (2 if on_gpu else 1)
     window = min(needs.window, len(streamed)) * _slot_bytes(streamed, needs)
     total = scratch + window + needs.stagings * staging * needs.gradient_bytes
-    total += sum(unit.layout.slot_numel for unit in units if unit.is_edge) * needs.weight_bytes
+    total += sum(unit.passing_numel or unit.layout.slot_numel for unit in units if unit.is_edge) * needs.weight_bytes
     return total + sum(gpu_cost(units[index], needs) for index in on_gpu)
 
 

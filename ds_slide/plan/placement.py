@@ -26,12 +26,14 @@ EXTRA_WEIGHT_BUFFERS = 4
 
 @dataclass(frozen=True)
 class UnitSize:
-    """What the plan knows of a unit. `is_edge` units are always on the GPU with their weights, and these in host memory
-    as well."""
+    """What the plan knows of a unit. The weights of `is_edge` units are always in host memory, and on the GPU as well
+    unless they pass through it."""
 
     name: str
     layout: UnitLayout
     is_edge: bool
+    passing_numel: int = 0
+    """Elements of the GPU buffers through which an edge passes in chunks; 0 where it is there as a whole."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ds_slide.runtime.lane import Delay, Lane
 from ds_slide.runtime.norm import square_sum
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.ring import HostRing
+from ds_slide.runtime.rows import MakeRows, RowBuffers, RowEvents, StreamedRows
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.sources import Staging
 from ds_slide.runtime.ssd import SsdStates
@@ -103,9 +104,10 @@ def _make_unit(
     else:
         state = memory_state(memory, layout, settings.specs, settings.dtype, settings.held_dtype, ssd)
     unit = Unit(unit_plan.spec, layout, unit_plan.parameters, state, order, Ticket.kept(failures))
+    unit.chunk_rows = unit_plan.chunk_rows
     if on_gpu and ranks.world_size == 1:
         unit.resident = state.weight
-    elif on_gpu or is_edge:
+    elif on_gpu or (is_edge and not unit_plan.chunk_rows):
         unit.resident = torch.zeros(layout.slot_numel, dtype=settings.dtype, device=device.torch)
     return unit
 
@@ -191,6 +193,7 @@ def _wire(
     )
     if ssd is not None:
         recorder.watch_ssd(ssd.statistics)
+    passing = [RowBuffers.on(device, unit, unit.chunk_rows, settings.dtype) for unit in units if unit.chunk_rows]
     parts = Parts(
         device=device,
         ranks=ranks,
@@ -209,7 +212,8 @@ def _wire(
             ranks, _gather_scratch([u for u in units if u.state.tier == "gpu"], settings, ranks, device)
         ),
         ssd=ssd,
-        memory_report=_memory_report(units, plan, window, memory),
+        make_rows=_make_rows(passing[0], device, lanes, failures, gradients) if passing else None,
+        memory_report=_memory_report(units, plan, window, passing, memory),
     )
     return SlideRuntime(module, parts, availability)
 
@@ -300,7 +304,16 @@ def _rings(
     return lambda unit: rings[unit.spec.kind]
 
 
-def _memory_report(units: Sequence[Unit], plan: Plan, window: Window | None, memory: HostMemory) -> dict[str, int]:
+def _make_rows(buffers: RowBuffers, device: Device, lanes: Lanes, failures: Failures, gradients: Gradients) -> MakeRows:
+    def make(events: RowEvents) -> StreamedRows:
+        return StreamedRows(buffers, device, lanes.edges, lanes.d2h, failures, gradients, events)
+
+    return make
+
+
+def _memory_report(
+    units: Sequence[Unit], plan: Plan, window: Window | None, passing: Sequence[RowBuffers], memory: HostMemory
+) -> dict[str, int]:
     on_gpu = [unit for unit in units if unit.state.tier == "gpu"]
     slots = 0 if window is None else sum(slot.buffer.numel() * slot.buffer.element_size() for slot in window.slots)
     resident = sum(
@@ -308,8 +321,9 @@ def _memory_report(units: Sequence[Unit], plan: Plan, window: Window | None, mem
         for unit in units
         if unit.resident is not None and unit.resident is not unit.state.weight
     )
+    rows = sum(buffers.nbytes() for buffers in passing)
     return {
-        "gpu_bytes": slots + resident + sum(unit.state.nbytes() for unit in on_gpu),
+        "gpu_bytes": slots + resident + rows + sum(unit.state.nbytes() for unit in on_gpu),
         "gpu_state_bytes": sum(unit.state.nbytes() for unit in on_gpu),
         "window_bytes": slots,
         "host_bytes": memory.total_bytes,

@@ -30,7 +30,9 @@ from ds_slide.runtime.handoff import Failures, Ticket
 from ds_slide.runtime.hooks import BlockHooks, EdgeHooks, RootHooks, RootState, SavedWeights
 from ds_slide.runtime.lane import Lane
 from ds_slide.runtime.ranks import Ranks
+from ds_slide.runtime.rows import MakeRows, StreamedRows
 from ds_slide.runtime.ssd import SsdStates
+from ds_slide.runtime.streamed_gradient import StreamedGradient
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates import UpdateLane
 from ds_slide.runtime.updating import Updating
@@ -89,6 +91,8 @@ class Parts:
     updating: Updating
     device_update: DeviceUpdate
     ssd: SsdStates | None = None
+    make_rows: MakeRows | None = None
+    """Of the edge whose rows pass through the GPU."""
     memory_report: dict[str, int] = field(default_factory=dict)
 
 
@@ -111,6 +115,8 @@ class SlideRuntime:
         self.step_count = 0
         self._availability = availability
         self._window = parts.window
+        self.rows: StreamedRows | None = None if parts.make_rows is None else parts.make_rows(self)
+        """The weight of the edge that is not on the GPU as a whole, for the module that computes with it."""
         self._root = RootState()
         self._bound: dict[int, Slot] = {}
         self._fetched: dict[int, Ticket] = {}
@@ -185,6 +191,10 @@ class SlideRuntime:
             assert self._window is not None
             self._unbind(unit)
             self._window.release(slot)
+
+    def wait_for_rows(self, ticket: Ticket) -> None:
+        """Of an edge whose rows pass through the GPU."""
+        self._wait(ticket)
 
     def _wait(self, ticket: Ticket) -> None:
         """Make the compute stream wait for a transfer, and book the time it stands still."""
@@ -284,13 +294,17 @@ class SlideRuntime:
             if self._window is not None:
                 self._window.prefetch(None, "forward")
 
-    def _finalize(self, unit: Unit) -> None:
+    def begin_streamed_gradient(self, unit: Unit, gradient: StreamedGradient) -> None:
+        """From here on the gradient of `unit` comes from there, while its backward is still making it."""
+        self._finalize(unit, gradient)
+
+    def _finalize(self, unit: Unit, source: StreamedGradient | None = None) -> None:
         if unit.finalized and not self.held:
             raise SlideError(
                 f"{unit.name} received gradients again after its update had begun (used more than once under "
                 f"re-entrant checkpointing); {HOLD_HINT}"
             )
-        self.gradients.finalize(unit, final=self._final)
+        self.gradients.finalize(unit, final=self._final, source=source)
         if self._window is not None and unit.is_streamed and not self.held:
             self._window.prefetch(unit, "backward")
 

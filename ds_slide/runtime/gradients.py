@@ -80,10 +80,11 @@ class Gradients:
         """Square sum of every unit's gradient on this rank, by `Unit.order`; `Unit.square_sum_on`
         says which entries count."""
 
-    def finalize(self, unit: Unit, *, final: bool) -> None:
+    def finalize(self, unit: Unit, *, final: bool, source: Source | None = None) -> None:
         """Take the gradients out of the unit's parameters. `final`: the last micro-batch before the step.
 
-        Parameters without a gradient (unused in this pass) count as zero, as in stock ZeRO-3.
+        Parameters without a gradient (unused in this pass) count as zero, as in stock ZeRO-3. `source`: where the
+        gradient comes from if not from the parameters.
         """
         unit.finalized = True
         if not unit.layout.trainable_numel:
@@ -91,7 +92,7 @@ class Gradients:
         if unit.state.tier == "gpu":
             self._keep_on_gpu(unit)
         else:
-            self._send_to_host(unit, final)
+            self._send_to_host(unit, final, source or self._prepare(unit))
         for parameter, _ in unit.trainable:
             parameter.grad = None
         unit.gradient_ready = True
@@ -129,8 +130,12 @@ class Gradients:
         self.square_sums[unit.order] = self._square_sum(plane) if summed is None else summed
         unit.square_sum_on = "device"
 
-    def _send_to_host(self, unit: Unit, final: bool) -> None:
-        source = self._prepare(unit)
+    def add_square_sum(self, unit: Unit, part: torch.Tensor) -> None:
+        """Of one more part of a gradient whose source had none when it set out."""
+        if unit.square_sum_on == "device":
+            self.square_sums[unit.order] += self._square_sum(part)
+
+    def _send_to_host(self, unit: Unit, final: bool, source: Source) -> None:
         accumulate = unit.gradient_ready or (self._route.held and self._route.first_accumulates)
         unit.square_sum_on = None if accumulate else "device"
         if not accumulate:
@@ -243,10 +248,12 @@ class Gradients:
 
     def _copy(self, source: Source, span: slice, target: torch.Tensor, packed: Marker) -> Marker:
         self._device.wait(packed, self._d2h.stream)
-        start = self._device.mark(self._d2h.stream, timed=True)
-        source.copy(span, target)
-        end = self._device.mark(self._d2h.stream, timed=True, host_waits=True)
-        self._d2h.meter.add_interval(start, end, (span.stop - span.start) * target.element_size())
+        end = PASSED
+        for part in source.parts(span):
+            start = self._device.mark(self._d2h.stream, timed=True)
+            source.copy(part, target)
+            end = self._device.mark(self._d2h.stream, timed=True, host_waits=True)
+            self._d2h.meter.add_interval(start, end, (part.stop - part.start) * target.element_size())
         return end
 
     def _prepare(self, unit: Unit) -> Source:

@@ -58,3 +58,13 @@ class UnitPlan:
     spec: UnitSpec
     layout: UnitLayout
     parameters: Sequence[nn.Parameter]
+    chunk_rows: int = 0
+    """Rows of a chunk of an edge, one matrix, that passes through the GPU; 0: the unit is on the GPU as a whole."""
+
+    @property
+    def passing_numel(self) -> int:
+        """Elements of the GPU buffers of such an edge: two for its weight, two for its gradient."""
+        if not self.chunk_rows:
+            return 0
+        entry = self.layout.entries[0]
+        return (4 if entry.trainable else 2) * self.chunk_rows * entry.shape[1]

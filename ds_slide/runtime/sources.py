@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,10 +52,14 @@ def collect_by_torch(unit: Unit, plane: torch.Tensor, *, accumulate: bool) -> No
 
 
 class Source(Protocol):
-    """`square_sum` is called by the compute thread, the rest by the d2h lane."""
+    """`square_sum` is called by the compute thread, the rest by the d2h lane, on its stream."""
 
     def square_sum(self, of_flat: SquareSum) -> torch.Tensor: ...
-    def copy(self, span: slice, target: torch.Tensor) -> None: ...
+
+    def parts(self, span: slice) -> Iterator[slice]:
+        """What `span` is made of, each when it can be copied; it has been copied when the next is asked for."""
+
+    def copy(self, part: slice, target: torch.Tensor) -> None: ...
     def release(self, after: Marker) -> None: ...
 
 
@@ -83,6 +87,9 @@ class Packed:
 
     def square_sum(self, of_flat: SquareSum) -> torch.Tensor:
         return of_flat(self.own) if self.summed is None else self.summed
+
+    def parts(self, span: slice) -> Iterator[slice]:
+        yield span
 
     def copy(self, span: slice, target: torch.Tensor) -> None:
         target[span].copy_(self.own[span], non_blocking=True)
@@ -112,6 +119,9 @@ class Scattered:
     def square_sum(self, of_flat: SquareSum) -> torch.Tensor:
         sums = [of_flat(flat) for _, _, flat in self.places if flat is not None]
         return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
+
+    def parts(self, span: slice) -> Iterator[slice]:
+        yield span
 
     def copy(self, span: slice, target: torch.Tensor) -> None:
         for start, numel, flat in self.places:

@@ -78,6 +78,8 @@ class Unit:
         """The held gradient is the sum of this accumulation window's gradients so far."""
         self.resident: torch.Tensor | None = None
         """GPU buffer of a unit that is always on the GPU (edges, GPU-tier blocks), in slot layout."""
+        self.chunk_rows = 0
+        """Rows of a chunk of an edge, one matrix, that passes through the GPU (`ds_slide.runtime.rows`)."""
         self.square_sum_on: Literal["device", "host"] | None = None
         """Where the square sum of the current gradient is; None: nobody has computed it yet."""
         self.host_square_sum = 0.0
@@ -98,7 +100,8 @@ class Unit:
 
     @property
     def is_streamed(self) -> bool:
-        return self.resident is None
+        """Whether it passes through the window."""
+        return self.resident is None and self.spec.kind == "block"
 
     @property
     def awaits_backward(self) -> bool:

@@ -40,6 +40,7 @@ def test_defaults():
     assert config.cpu_threads == "auto"
     assert config.cpu_cores == "auto"
     assert config.blocks == "auto"
+    assert config.stream_head is False
     assert config.huge_pages is False
     assert config.kernels == "auto"
     assert config.debug.lane_delay_ms == 0
@@ -64,6 +65,7 @@ def test_every_setting_is_read():
             "cpu_threads": 3,
             "cpu_cores": [0, 2, 4],
             "blocks": ["model.encoder.layers", "model.decoder.layers"],
+            "stream_head": True,
             "huge_pages": True,
             "kernels": ["loss", "norm"],
             "debug": {"lane_delay_ms": 2.5, "seed": 11},
@@ -85,6 +87,7 @@ def test_every_setting_is_read():
         "cpu_threads": 3,
         "cpu_cores": (0, 2, 4),
         "blocks": ("model.encoder.layers", "model.decoder.layers"),
+        "stream_head": True,
         "huge_pages": True,
         "kernels": ("loss", "norm"),
         "debug": {"lane_delay_ms": 2.5, "seed": 11},

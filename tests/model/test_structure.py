@@ -313,6 +313,14 @@ def test_large_parameter_of_the_root_stays_in_the_common_edge(structure_of: Stru
     assert [edge.name for edge in find_structure(model, ["layers"]).edges] == ["edge"]
 
 
+def test_a_module_named_apart_is_an_edge_of_its_own_unless_it_is_a_block() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList(Block() for _ in range(3)), "head": nn.Linear(4, 4)})
+    model["norm"] = nn.LayerNorm(4)
+    found = find_structure(model, apart=["head", "layers.0"])
+    assert [edge.name for edge in found.edges] == ["edge:head", "edge"]
+    assert [block.name for block in found.blocks] == ["layers.0", "layers.1", "layers.2"]
+
+
 # ds_slide.blocks -----------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,8 @@ from models import ALL
 
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.patching.pending import PendingLogits
+from ds_slide.patching.rows import rows_of
+from ds_slide.runtime import rows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 STEPS = 2
@@ -55,6 +57,41 @@ def test_losses_with_kernels_are_those_without(
     # bf16 weights and activations; the kernels round where the model does not.
     torch.testing.assert_close(found[0], expected[0], rtol=5e-3, atol=0)
     torch.testing.assert_close(found[1], expected[1], rtol=5e-2, atol=0)
+
+
+@pytest.mark.parametrize(("clip", "accumulation"), [(1.0, 1), (0.0, 1), (1.0, 2)])
+def test_the_loss_of_a_streamed_head_is_that_of_a_head_on_the_gpu(
+    clip: float, accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "CHUNK_NUMEL", 100 * SIZES["hidden_size"])  # chunks of 100, 100 and 56 words
+    results = []
+    for stream in (False, True):
+        model = to_bf16(llama(**SIZES))
+        slide = {"kernels": ["loss"], "stream_head": stream, "debug": {"lane_delay_ms": 2.0, "seed": 8}}
+        with engine_for(model, ds_config(slide, clip=clip, accumulation=accumulation)) as engine:
+            results.append(train(engine, batches(STEPS * accumulation, length=12)))
+            assert engine.optimizer.slide_stats()["kernels"]["replaced"] == {"loss": 1}
+            assert (rows_of(model.lm_head) is not None) == stream
+        assert type(model.lm_head) is torch.nn.Linear
+    resident, streamed = results
+    torch.testing.assert_close(streamed.losses, resident.losses, rtol=1e-3, atol=0)
+    torch.testing.assert_close(streamed.norms, resident.norms, rtol=1e-2, atol=0)
+
+
+def test_logits_of_a_streamed_head_are_computed_when_they_are_read() -> None:
+    expected = to_bf16(llama(**SIZES))(**batches(1, length=12)[0]).logits
+    with engine_for(to_bf16(llama(**SIZES)), ds_config({"kernels": ["loss"], "stream_head": True})) as engine:
+        output = engine(**batches(1, length=12)[0])
+        assert isinstance(output.logits, PendingLogits) and output.logits.made is None
+        torch.testing.assert_close(output.logits, expected, rtol=2e-2, atol=2e-3)
+        output = engine(**batches(1, length=12)[0])
+        other = engine(**batches(1, length=12)[0])
+        engine.backward(output.loss)
+        engine.step()
+        with pytest.raises(SlideError, match="its backward has begun"):
+            output.logits.sum()
+        with pytest.raises(SlideError, match="the head was updated"):
+            other.logits.sum()
 
 
 @pytest.mark.slow

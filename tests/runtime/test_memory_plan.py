@@ -134,3 +134,11 @@ def test_automatic_states_never_break_a_budget_that_fits_without_them() -> None:
     for limit in range(WINDOW_BYTES, WINDOW_BYTES + 2 * EDGE_COST, EDGE_COST // 7):
         made = plan(gpu_states=None, gpu_memory=limit)
         assert made.gpu_bytes <= limit
+
+
+def test_an_edge_that_passes_takes_its_buffers_and_is_never_placed_on_the_gpu() -> None:
+    head = replace(UNITS[0], passing_numel=1_000)
+    made = make_plan([head, *UNITS[1:]], NEEDS, replace(BUDGETS, gpu_states=PLENTY))
+    assert made.on_gpu == frozenset((1, 2, 3, 4))
+    made = make_plan([head, *UNITS[1:]], NEEDS, BUDGETS)
+    assert made.gpu_bytes == WINDOW_BYTES - 2 * EDGE + 2 * 1_000

@@ -1,0 +1,59 @@
+"""Which module `ds_slide.stream_head` means, and whether its weight can stay in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ds_slide.errors import SlideConfigError
+
+ASKED = "ds_slide.stream_head is true"
+WAY_OUT = "set it to false"
+
+
+@dataclass(frozen=True)
+class StreamedHead:
+    """`path`: of the module, as `named_modules()` has it."""
+
+    path: str
+    module: nn.Linear
+
+
+def find_streamed_head(model: nn.Module, world_size: int) -> StreamedHead:
+    """The head of `model`, a plain linear layer with a weight of its own. Raises SlideConfigError for another one."""
+    if world_size > 1:
+        raise SlideConfigError(
+            f"{ASKED}, but the rows of a head pass through one GPU and there are {world_size} ranks; {WAY_OUT}"
+        )
+    head = _output_embeddings(model)
+    if head is None:
+        raise SlideConfigError(
+            f"{ASKED}, but {type(model).__name__} names no head by get_output_embeddings(); {WAY_OUT}"
+        )
+    path = next(name for name, module in model.named_modules() if module is head)
+    if type(head) is not nn.Linear:
+        raise SlideConfigError(f"{ASKED}, but the head {path} is {type(head).__name__} and not nn.Linear; {WAY_OUT}")
+    if "bias" in dict(head.named_parameters()):
+        raise SlideConfigError(f"{ASKED}, but the head {path} has a bias, which needs the GPU; {WAY_OUT}")
+    names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is head.weight]
+    if len(names) > 1:
+        other = next(name for name in names if name != f"{path}.weight")
+        raise SlideConfigError(
+            f"{ASKED}, but the head {path} shares its weight with {other}, which needs it on the GPU as a whole; "
+            f"{WAY_OUT}, or untie them"
+        )
+    if "forward" in head.__dict__ or head._forward_hooks or head._forward_pre_hooks:
+        raise SlideConfigError(f"{ASKED}, but the head {path} has hooks or a forward of its own; {WAY_OUT}")
+    return StreamedHead(path, head)
+
+
+def _output_embeddings(model: nn.Module) -> Any:
+    """The head that the outermost module with one names (adapters wrap the model that has it)."""
+    for module in model.modules():
+        if callable(find := getattr(type(module), "get_output_embeddings", None)):
+            head = find(module)
+            if head is not None and any(part is head for part in model.modules()):
+                return head
+    return None

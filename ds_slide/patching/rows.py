@@ -1,0 +1,55 @@
+"""The rows that a head computes with where its weight is in host memory."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ds_slide.errors import SlideError
+from ds_slide.kernels.weight_rows import WeightRows
+
+ROWS = "_slide_rows"
+
+
+class HeadRows(WeightRows, Protocol):
+    """The weight of a head, [v, h]."""
+
+    @property
+    def version(self) -> int:
+        """Counts the weight's generations."""
+
+
+def rows_of(head: nn.Module) -> HeadRows | None:
+    """None where the head has its weight."""
+    rows: HeadRows | None = head.__dict__.get(ROWS)
+    return rows
+
+
+def weight_version(head: nn.Module) -> int:
+    """Another number after every change of the head's weight."""
+    rows, weight = rows_of(head), head.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight._version if rows is None else rows.version
+
+
+def streamed_logits(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """`hidden` [..., h] times the head's streamed weight: [..., v], with gradients."""
+    rows = rows_of(head)
+    assert rows is not None
+    from ds_slide.kernels.streamed_linear import streamed_linear
+
+    return streamed_linear(in_dtype_of(rows, hidden), rows)
+
+
+def in_dtype_of(rows: HeadRows, hidden: torch.Tensor) -> torch.Tensor:
+    """`hidden` as autocast wants it. Raises SlideError where that is not the weight's data type."""
+    device = hidden.device.type
+    wanted = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if wanted != rows.dtype:
+        raise SlideError(
+            f"the head is streamed in {rows.dtype} and would have to compute in {wanted}: leave autocast out, or set "
+            "ds_slide.stream_head to false"
+        )
+    return hidden.to(wanted)
