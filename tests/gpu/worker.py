@@ -29,6 +29,8 @@ VOCABULARY = 512
 BATCH, SEQUENCE = 4, 64
 DISTINCT_BATCHES = 4
 LEARNING_RATE = 5e-4
+# Of a head that is streamed: six chunks, the last one short.
+HEAD_CHUNK_ROWS = 100
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Scenario:
     system: str = "slide"
     """`slide`, or `stock` for the same DeepSpeed JSON without the key."""
     model: str = "llama"
-    """`llama` (tied, 8 blocks) or `gpt2` (tied, 6 blocks, biases)."""
+    """`llama` (tied, 8 blocks), `untied` (the same with a head of its own) or `gpt2` (tied, 6 blocks, biases)."""
     precision: str = "bf16"
     """`bf16` or `fp16`; fp16 scales the loss dynamically."""
     steps: int = 10
@@ -88,7 +90,7 @@ def build_model(scenario: Scenario) -> Any:
                 num_key_value_heads=4,
                 vocab_size=VOCABULARY,
                 max_position_embeddings=SEQUENCE,
-                tie_word_embeddings=True,
+                tie_word_embeddings=scenario.model != "untied",
             )
             model = LlamaForCausalLM._from_config(config, attn_implementation=attention, dtype=dtype)
     model.config.use_cache = False
@@ -240,6 +242,10 @@ def run(scenario: Scenario) -> dict[str, Any]:
     model = build_model(scenario)
     if scenario.on_host:
         model = model.to("cpu")
+    if scenario.slide.get("stream_head"):
+        from ds_slide.runtime import rows
+
+        rows.CHUNK_NUMEL = HEAD_CHUNK_ROWS * model.lm_head.in_features
     before = gpu_bytes_in_use(restart=True)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=engine_config(scenario))
     is_slide = hasattr(engine.optimizer, "slide_stats")
