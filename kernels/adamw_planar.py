@@ -7,15 +7,19 @@ launch, division and square root are the rounded ones) and subnormal results flu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from ds_slide.errors import SlideError
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
-from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.optim.hyper import AdamWConstants, AdamWHyper
 
 BLOCK = 1024
+# The compiler makes whole vectors of loads whose mask is a multiple of this many elements.
+VECTOR = 16
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
 
@@ -120,10 +124,20 @@ def _launch(
     grad_scale: float,
 ) -> None:
     _check(weight, remainder, exp_avg, exp_avg_sq, gradient)
+    numel, constants = weight.numel(), hyper.constants(grad_scale)
+    planes = (weight, remainder, exp_avg, exp_avg_sq, gradient)
+    # The elements beyond the last whole vector by themselves: one launch that masks by an odd length reads and writes
+    # every element alone (136 us instead of 90 for 12 million on an H200).
+    if whole := numel // VECTOR * VECTOR:
+        _launch_part(planes if whole == numel else [plane[:whole] for plane in planes], hyper, constants)
+    if whole < numel:
+        _launch_part([plane[whole:] for plane in planes], hyper, constants)
+
+
+def _launch_part(planes: Sequence[torch.Tensor], hyper: AdamWHyper, constants: AdamWConstants) -> None:
+    """`planes`: weight, remainder, both moments and gradient."""
+    weight, remainder, exp_avg, exp_avg_sq, gradient = planes
     numel = weight.numel()
-    if not numel:
-        return
-    constants = hyper.constants(grad_scale)
     _adamw_planar_kernel[(triton.cdiv(numel, BLOCK),)](
         weight.view(torch.int16),
         remainder,

@@ -77,7 +77,7 @@ def compare(case: Case, grad_loss: float = 1.0) -> None:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 4 rows (three for 11 rows, the last of 3), segments of 32 columns, slices of the sum of 7 rows."""
     monkeypatch.setattr(module, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(module, "ROW_MULTIPLE", 4)
+    monkeypatch.setattr(module, "LEAST_ROWS", 4)
     monkeypatch.setattr(module, "_step", lambda hidden, padded, *_: module.chunk_rows(hidden.shape[0], padded, 2))
     monkeypatch.setattr(cross_entropy_launch, "SEGMENT", 32)
     monkeypatch.setattr(weight_gradient, "SLICE_BYTES", 7 * 4 * 24)
@@ -356,14 +356,14 @@ def test_nan_in_one_row_shows() -> None:
     assert torch.isnan(linear_cross_entropy(hidden, weight, labels))
 
 
-def test_chunks_are_even_and_within_the_limit() -> None:
+def test_chunks_are_powers_of_two_within_the_limit() -> None:
     assert module.chunk_rows(16384, 151936, 2) == 1024
-    assert module.chunk_rows(1100, 151936, 2) == 640
+    assert module.chunk_rows(1100, 151936, 2) == 1024
     assert module.chunk_rows(8192, 256000, 2) == 1024  # 0.52 GB
     assert module.chunk_rows(8192, 512000, 2) == 512
     assert module.chunk_rows(100, 151936, 2) == 100
     assert module.chunk_rows(16384, 10**9, 4) == 128
-    assert module.chunk_rows(16384, 151936, 2, 942 * 10**6) == 2816  # of an H200: 0.86 GB
+    assert module.chunk_rows(16384, 151936, 2, 754 * 10**6) == 2048  # of an H200: 0.62 GB
 
 
 @pytest.mark.parametrize(

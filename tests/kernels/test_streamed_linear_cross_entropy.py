@@ -101,7 +101,7 @@ def compare(case: Case, step: int = STEP, grad_loss: float = 1.0, scale: float =
 def token_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 4 tokens (three for 11, the last of 3), segments of 32 columns, slices of the sums of 7 rows."""
     monkeypatch.setattr(module, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(module, "ROW_MULTIPLE", 4)
+    monkeypatch.setattr(module, "LEAST_ROWS", 4)
     monkeypatch.setattr(cross_entropy_launch, "SEGMENT", 32)
     monkeypatch.setattr(weight_gradient, "SLICE_BYTES", 7 * 4 * 24)
 
@@ -148,7 +148,7 @@ def test_any_shape_in_any_cut(data: st.DataObject, monkeypatch: pytest.MonkeyPat
         patch.setattr(cross_entropy_launch, "SEGMENT", data.draw(st.sampled_from([16, 4096])))
         if blocks:
             patch.setattr(module, "CHUNK_BYTES", 1)
-            patch.setattr(module, "ROW_MULTIPLE", 2)
+            patch.setattr(module, "LEAST_ROWS", 2)
         # Of one or two elements the largest may be next to nothing, its addends never are.
         compare(Case(rows, width, words, torch.float32, ignored, bias, options), step, scale=0.05)
 
@@ -312,7 +312,7 @@ def test_nothing_of_the_size_of_the_weight_or_the_logits_exists(
     hidden, weight, labels, _ = Case(20, 8, 101, torch.bfloat16).inputs()
     rows = Apart(weight, 25)
     monkeypatch.setattr(module, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(module, "ROW_MULTIPLE", 8)
+    monkeypatch.setattr(module, "LEAST_ROWS", 8)
     sizes: list[int] = []
 
     class Watch(TorchDispatchMode):
