@@ -20,8 +20,11 @@ from ds_slide.kernels.weight_gradient import WeightGradient, result_dtype
 # of the weight's gradient (0.62 GB for h = 2048), so that the loss of such a head stays below 1 GB.
 CHUNK_BYTES = 320 * 10**6
 # Each chunk reads and writes the whole of that sum (2.5 GB). So a GPU that has the memory takes larger ones, 2,048 rows
-# on an H200: there the loss ran at 0.85 of its products' speed, against 0.78.
+# on an H200: there the loss ran at 0.85 of its products' speed, against 0.78. Where the sum is larger, so is what it
+# costs, and the memory that it takes anyway: chunks may then take as much, up to 1 % of the GPU (128,256 x 4,096 ran at
+# 0.88 with 2,048 rows, at 0.94 with 4,096).
 CHUNKS_OF_DEVICE = 200
+MOST_CHUNKS_OF_DEVICE = 100
 # What a chunk costs beside the products depends on the rows alone: with 512 of them (256,000 words) the loss ran at
 # 0.61 of its products' speed, with 1,024 at 0.77. So larger vocabularies may take up to twice the bytes.
 ENOUGH_ROWS = 1024
@@ -31,11 +34,14 @@ LEAST_ROWS = 128
 COLUMN_MULTIPLE = 64
 
 
-def chunk_bytes(device: torch.device) -> int:
-    """Of a chunk on `device`: the same for every call there, as the order of sums depends on it."""
+def chunk_bytes(device: torch.device, summed: int) -> int:
+    """Of a chunk on `device`, beside `summed` bytes of the weight's sum. The same for each call of one shape there: the
+    order of sums depends on it."""
     if device.type != "cuda":
         return CHUNK_BYTES
-    return max(CHUNK_BYTES, torch.cuda.get_device_properties(device).total_memory // CHUNKS_OF_DEVICE)
+    memory = torch.cuda.get_device_properties(device).total_memory
+    beside_sum = min(5 * summed // 4, memory // MOST_CHUNKS_OF_DEVICE)
+    return max(CHUNK_BYTES, memory // CHUNKS_OF_DEVICE, beside_sum)
 
 
 def chunk_rows(rows: int, padded: int, itemsize: int, limit: int | None = None) -> int:
@@ -51,8 +57,8 @@ def chunk_rows(rows: int, padded: int, itemsize: int, limit: int | None = None) 
 def _step(hidden: torch.Tensor, padded: int, vocabulary: int, need_weight: bool) -> int:
     """Rows of a chunk; all of them where the fp32 sum of several chunks would take more memory than it saves."""
     rows, width = hidden.shape
-    limit = chunk_bytes(hidden.device)
     summed = vocabulary * width * hidden.element_size() if need_weight else 0
+    limit = chunk_bytes(hidden.device, summed)
     if rows * padded * hidden.element_size() <= summed + limit:
         return rows
     return chunk_rows(rows, padded, hidden.element_size(), limit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -364,6 +365,18 @@ def test_chunks_are_powers_of_two_within_the_limit() -> None:
     assert module.chunk_rows(100, 151936, 2) == 100
     assert module.chunk_rows(16384, 10**9, 4) == 128
     assert module.chunk_rows(16384, 151936, 2, 754 * 10**6) == 2048  # of an H200: 0.62 GB
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "summed", "expected"),
+    [(24, 622, 320), (24, 2000, 320), (80, 622, 777.5), (80, 2000, 800), (150, 0, 750), (150, 622, 777.5)],
+)
+def test_chunks_grow_with_the_gpu_and_with_the_sum(
+    gigabytes: int, summed: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(total_memory=gigabytes * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert module.chunk_bytes(torch.device("cuda"), summed * 10**6) == expected * 10**6
 
 
 @pytest.mark.parametrize(
