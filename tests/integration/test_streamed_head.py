@@ -124,6 +124,17 @@ def test_frozen_parts(trainable: str) -> None:
     assert changed == (trainable == "head")
 
 
+def test_a_model_made_under_zero_init() -> None:
+    """Its head's weight is a partition with an empty parameter when the engine finds it."""
+    llama()  # transformers cannot be imported under zero.Init
+    results = []
+    for slide in (STREAM, {}):
+        with deepspeed.zero.Init(config_dict_or_path=ds_config(None)):
+            model = llama()
+        results.append(trained(model, ds_config({"gpu_states": 0, **slide}), batches(STEPS)))
+    torch.testing.assert_close(results[0].losses, results[1].losses, rtol=1e-3, atol=0)
+
+
 def test_evaluation_and_generation_use_the_new_weights() -> None:
     data = batches(2)
     results = []
