@@ -12,8 +12,8 @@ import triton
 
 from ds_slide.errors import SlideError
 from ds_slide.kernels.cross_entropy_launch import CrossEntropyRows
-from ds_slide.kernels.loss_arguments import check_loss, check_options, divide_by
-from ds_slide.kernels.loss_scales import MEAN, apply_scale_, fill_scales_
+from ds_slide.kernels.loss_arguments import MEAN, check_loss, check_options, divide_by
+from ds_slide.kernels.loss_scales import apply_scale_, fill_scales_
 from ds_slide.kernels.weight_gradient import WeightGradient, result_dtype
 
 # Logits of one chunk, at least: 1,024 rows of 151,936 words in bf16. Beside it stands the second half of the fp32 sum

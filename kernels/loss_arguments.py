@@ -8,7 +8,9 @@ import torch
 
 from ds_slide.errors import SlideConfigError
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
-from ds_slide.kernels.loss_scales import DIVIDE, MEAN, SUM
+
+MEAN, SUM, DIVIDE = 0, 1, 2
+"""What the sum over rows is divided by: the counted rows, nothing, or a number that is given."""
 
 
 class Matrix(Protocol):

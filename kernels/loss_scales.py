@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ds_slide.kernels.loss_arguments import MEAN
+
 SCALE_BLOCK = 4096
-MEAN, SUM, DIVIDE = 0, 1, 2
 
 
 @triton.jit

@@ -13,8 +13,8 @@ import torch
 
 from ds_slide.errors import SlideConfigError
 from ds_slide.kernels.loss_arguments import check_linear
-from ds_slide.kernels.weight_gradient import add_product_
-from ds_slide.kernels.weight_rows import WeightRows, anchor, pass_rows, seal
+from ds_slide.kernels.products import add_product_
+from ds_slide.kernels.weight_rows import WeightRows, anchor, pass_rows, seal, weight_is_wanted
 
 
 class _StreamedLinear(torch.autograd.Function):
@@ -37,8 +37,9 @@ class _StreamedLinear(torch.autograd.Function):
         need_hidden, need_bias, *_ = ctx.needs_input_grad
         grad_hidden = grad_bias = None
         with torch.no_grad():
-            if need_hidden or anchor is not None:
-                grad_hidden = _pass_back(ctx.weight, hidden, grad_logits, need_hidden, anchor is not None)
+            need_weight = weight_is_wanted(ctx, bias, anchor)
+            if need_hidden or need_weight:
+                grad_hidden = _pass_back(ctx.weight, hidden, grad_logits, need_hidden, need_weight)
             if need_bias:
                 grad_bias = grad_logits.sum(dim=0, dtype=torch.float32).to(bias.dtype)
         sources = (hidden, bias, anchor, grad_logits)

@@ -17,10 +17,10 @@ import triton
 
 from ds_slide.kernels.cross_entropy_launch import CrossEntropyColumns
 from ds_slide.kernels.linear_cross_entropy import COLUMN_MULTIPLE, chunk_rows
-from ds_slide.kernels.loss_arguments import check_loss, check_options, divide_by
-from ds_slide.kernels.loss_scales import MEAN, apply_scale_, fill_scales_
-from ds_slide.kernels.weight_gradient import add_product_
-from ds_slide.kernels.weight_rows import WeightRows, anchor, pass_rows, seal
+from ds_slide.kernels.loss_arguments import MEAN, check_loss, check_options, divide_by
+from ds_slide.kernels.loss_scales import apply_scale_, fill_scales_
+from ds_slide.kernels.products import add_product_
+from ds_slide.kernels.weight_rows import WeightRows, anchor, pass_rows, seal, weight_is_wanted
 
 NAME = "streamed_linear_cross_entropy"
 
@@ -165,7 +165,7 @@ class _StreamedLoss(torch.autograd.Function):
             flat_bias = None if bias is None else bias.contiguous()
             cross_entropy = CrossEntropyColumns(labels.contiguous(), height, flat_bias, scales, *ctx.options[2:])
             sums = _Gradients(hidden, height, need_hidden, need_bias, grad_loss, scales)
-            _backward(sums, hidden, ctx.weight, anchor is not None, row_factors, cross_entropy)
+            _backward(sums, hidden, ctx.weight, weight_is_wanted(ctx, bias, anchor), row_factors, cross_entropy)
             grad_hidden, grad_bias = sums.rounded(sums.hidden), sums.rounded(sums.bias)
         sources = (hidden, bias, anchor, grad_loss)
         return seal(NAME, grad_hidden, *sources), seal(NAME, grad_bias, *sources), *(None,) * 4

@@ -81,6 +81,18 @@ def anchor(weight: WeightRows, device: torch.device) -> torch.Tensor | None:
     return None
 
 
+def weight_is_wanted(ctx, bias: torch.Tensor | None, anchor: torch.Tensor | None) -> bool:
+    """In backward of a function of hidden, bias, anchor, ...: whether this pass is to make the gradient of the weight.
+
+    Not when it was asked for other inputs alone (torch.autograd.grad, backward(inputs=...)): a plain weight gets no
+    gradient from such a pass either.
+    """
+    if anchor is None:
+        return False
+    node, _ = ctx.next_functions[1 if bias is None else 2]  # of tensors only
+    return node is not None and bool(torch._C._will_engine_execute_node(node))
+
+
 class _Sealed(torch.autograd.Function):
     """A gradient that depends on `sources`, and says so instead of passing for a constant."""
 

@@ -157,9 +157,10 @@ class SlideConfig(_Block):
     stream_head: StrictBool = Field(default=False, description="true or false")
     """Whether the weight of the language model head stays in host memory, and its rows pass through the GPU in chunks.
 
-    Of a head of 152,064 x 8,192 the GPU then holds 0.13 GB instead of 7.5 GB (weight, gradient, and the fp32 sum of
-    that in the loss); the logits are computed a second time in backward, so that the head takes a third longer. For one
-    rank, and a head that shares its weight with nothing.
+    Of a head of 152,064 x 8,192 the GPU then holds buffers of 0.2 GB instead of 7.5 GB (weight, gradient, and the fp32
+    sum of that in the loss), and an fp32 sum of the loss's input gradient. The kernel of the loss computes the logits a
+    second time in backward: four products for three, and as many transfers under them. For one rank, and a head that
+    shares its weight with nothing; where gradients are not held, one that is used once in a backward.
     """
 
     huge_pages: StrictBool = Field(default=False, description="true or false")

@@ -17,7 +17,7 @@ from ds_slide.integration import parameters as protocol
 from ds_slide.integration.file_mappings import FileMappings
 from ds_slide.integration.kernels import install_kernels
 from ds_slide.integration.ssd_settings import ssd_settings
-from ds_slide.integration.streamed_head import StreamedHead, find_streamed_head
+from ds_slide.integration.streamed_head import StreamedHead, check_is_edge, find_streamed_head
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.structure import UnitSpec, find_structure, parameter_numel, parameter_shape
 from ds_slide.optim.low_precision import STATE_FORMATS
@@ -52,6 +52,8 @@ def assemble(
     ranks = Ranks.over(process_group)
     head = find_streamed_head(module, ranks.world_size) if config.stream_head else None
     structure = find_structure(module, config.blocks, () if head is None else (head.path,))
+    if head is not None:
+        check_is_edge(head, structure)
     specs = _in_forward_order(module, structure.units)
     unit_plans = [_unit_plan(spec, group_of, ranks.world_size, head) for spec in specs]
     device = Device(torch.device(get_accelerator().current_device_name()))

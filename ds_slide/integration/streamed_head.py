@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ds_slide.errors import SlideConfigError
+from ds_slide.model.structure import ModelStructure
 
 ASKED = "ds_slide.stream_head is true"
 WAY_OUT = "set it to false"
@@ -34,9 +35,12 @@ def find_streamed_head(model: nn.Module, world_size: int) -> StreamedHead:
         )
     path = next(name for name, module in model.named_modules() if module is head)
     if type(head) is not nn.Linear:
-        raise SlideConfigError(f"{ASKED}, but the head {path} is {type(head).__name__} and not nn.Linear; {WAY_OUT}")
-    if "bias" in dict(head.named_parameters()):
-        raise SlideConfigError(f"{ASKED}, but the head {path} has a bias, which needs the GPU; {WAY_OUT}")
+        kind = f"{type(head).__module__}.{type(head).__name__}"
+        raise SlideConfigError(f"{ASKED}, but the head {path} is a {kind} and not torch's nn.Linear; {WAY_OUT}")
+    others = [name for name, _ in head.named_parameters() if name != "weight"]
+    if others:
+        found = "a bias" if others == ["bias"] else f"a parameter {others[0]}"
+        raise SlideConfigError(f"{ASKED}, but the head {path} has {found}, which needs the GPU; {WAY_OUT}")
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is head.weight]
     if len(names) > 1:
         other = next(name for name in names if name != f"{path}.weight")
@@ -46,7 +50,22 @@ def find_streamed_head(model: nn.Module, world_size: int) -> StreamedHead:
         )
     if "forward" in head.__dict__ or head._forward_hooks or head._forward_pre_hooks:
         raise SlideConfigError(f"{ASKED}, but the head {path} has hooks or a forward of its own; {WAY_OUT}")
+    if head.weight._backward_hooks or head.weight._post_accumulate_grad_hooks:
+        raise SlideConfigError(
+            f"{ASKED}, but the weight of the head {path} has hooks for its gradient, which never exists as a whole; "
+            f"{WAY_OUT}"
+        )
     return StreamedHead(path, head)
+
+
+def check_is_edge(head: StreamedHead, structure: ModelStructure) -> None:
+    """Raise SlideConfigError for a head that is, or is in, a block: that passes through the window as a whole."""
+    for block in structure.blocks:
+        if any(parameter is head.module.weight for _, parameter in block.parameters):
+            raise SlideConfigError(
+                f"{ASKED}, but the head {head.path} belongs to the block {block.name}, which passes through the GPU "
+                f"anyway; {WAY_OUT}, or leave the head out of ds_slide.blocks"
+            )
 
 
 def _output_embeddings(model: nn.Module) -> Any:

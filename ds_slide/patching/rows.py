@@ -29,9 +29,11 @@ def rows_of(head: nn.Module) -> HeadRows | None:
 
 def weight_version(head: nn.Module) -> int:
     """Another number after every change of the head's weight."""
-    rows, weight = rows_of(head), head.weight
+    if (rows := rows_of(head)) is not None:
+        return rows.version
+    weight = head.weight
     assert isinstance(weight, torch.Tensor)
-    return weight._version if rows is None else rows.version
+    return weight._version
 
 
 def streamed_logits(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:

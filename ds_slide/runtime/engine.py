@@ -152,7 +152,7 @@ class SlideRuntime:
         """Give one such unit its weights; waits, on the compute stream, for those that are on their way."""
         assert unit.resident is not None
         if (ticket := self._fetched.pop(unit.order, None)) is not None:
-            self._wait(ticket)
+            self.wait(ticket)
         self._bind(unit, unit.slot_views(unit.resident))
 
     def bind_if_fetched(self, unit: Unit) -> None:
@@ -180,7 +180,7 @@ class SlideRuntime:
         assert self._window is not None
         slot = self._window.acquire(unit, direction)  # type: ignore[arg-type]
         assert slot.ready is not None
-        self._wait(slot.ready)
+        self.wait(slot.ready)
         self._bound[unit.order] = slot
         self._bind(unit, slot.views(unit))
         return slot
@@ -192,11 +192,7 @@ class SlideRuntime:
             self._unbind(unit)
             self._window.release(slot)
 
-    def wait_for_rows(self, ticket: Ticket) -> None:
-        """Of an edge whose rows pass through the GPU."""
-        self._wait(ticket)
-
-    def _wait(self, ticket: Ticket) -> None:
+    def wait(self, ticket: Ticket) -> None:
         """Make the compute stream wait for a transfer, and book the time it stands still."""
         before = self.device.mark(timed=True)
         started = time.perf_counter()
@@ -302,7 +298,7 @@ class SlideRuntime:
         if unit.finalized and not self.held:
             raise SlideError(
                 f"{unit.name} received gradients again after its update had begun (used more than once under "
-                f"re-entrant checkpointing); {HOLD_HINT}"
+                f"re-entrant checkpointing, or a streamed head more than once in one backward); {HOLD_HINT}"
             )
         self.gradients.finalize(unit, final=self._final, source=source)
         if self._window is not None and unit.is_streamed and not self.held:
@@ -416,6 +412,8 @@ class SlideRuntime:
         if self.parts.ssd is not None and unit.state.ssd is not None:
             self.parts.ssd.settle(unit)
         unit.updated.synchronize()
+        if unit.chunk_rows:
+            self.parts.lanes.edges.drain()  # a forward that has been submitted may still be reading the plane
         if (ticket := self._fetched.get(unit.order)) is not None:
             ticket.synchronize()
         if unit.state.tier == "gpu":
@@ -444,5 +442,7 @@ class SlideRuntime:
         for hooks in self._hooks:
             hooks.remove()
         self._hooks.clear()
+        if self.rows is not None:
+            self.rows.close()
         self.parts.lanes.close(self.parts.ssd, self.parts.failures)
         self.device.synchronize()

@@ -166,7 +166,10 @@ def _update_order(units: Sequence[Unit], *, under_backward: bool) -> list[ChunkK
     ordered = sorted(units, key=lambda unit: unit.order)
     if under_backward:
         blocks = [unit for unit in reversed(ordered) if unit.spec.kind == "block"]
-        ordered = [*blocks, *(unit for unit in ordered if unit.spec.kind == "edge")]
+        # A streamed head is finished before backward has come to the blocks, the other edges after them.
+        edges = [unit for unit in ordered if unit.spec.kind == "edge"]
+        first = [unit for unit in edges if unit.chunk_rows]
+        ordered = [*first, *blocks, *(unit for unit in edges if not unit.chunk_rows)]
     return [
         (unit.order, index)
         for unit in ordered

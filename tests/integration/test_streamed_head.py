@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,16 @@ def with_bias(model: nn.Module) -> None:
     model.lm_head.bias = nn.Parameter(torch.zeros(256))
 
 
+def with_parameter(model: nn.Module) -> None:
+    weight = model.lm_head.weight
+    del model.lm_head.weight
+    model.lm_head.scale, model.lm_head.weight = nn.Parameter(torch.ones(3)), weight
+
+
+def with_gradient_hook(model: nn.Module) -> None:
+    model.lm_head.weight.register_hook(lambda gradient: gradient)
+
+
 def with_hook(model: nn.Module) -> None:
     model.lm_head.register_forward_hook(lambda *_: None)
 
@@ -252,8 +263,9 @@ def with_own_class(model: nn.Module) -> None:
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any] | None, dict[str, Any], str]] = {
     "tied": (None, {"tie_word_embeddings": True}, "lm_head shares its weight with model.embed_tokens.weight"),
     "bias": (with_bias, {}, "lm_head has a bias"),
+    "parameter": (with_parameter, {}, "lm_head has a parameter scale"),
     "hook": (with_hook, {}, "lm_head has hooks"),
-    "class": (with_own_class, {}, "lm_head is Head and not nn.Linear"),
+    "class": (with_own_class, {}, r"lm_head is a \S+\.Head and not torch's nn\.Linear"),
 }
 
 
@@ -267,6 +279,87 @@ def test_a_head_that_cannot_be_streamed_is_refused(
     with pytest.raises(SlideConfigError, match=rf"ds_slide\.stream_head is true, but the head {message}"):
         with engine_for(model, ds_config(STREAM)):
             pass
+
+
+def test_hooks_for_the_gradient_of_the_weight_are_refused() -> None:
+    model = llama()
+    with_gradient_hook(model)
+    with pytest.raises(SlideConfigError, match="the weight of the head lm_head has hooks for its gradient"):
+        with engine_for(model, ds_config(STREAM)):
+            pass
+
+
+class Sequence(nn.Module):
+    """A model that is one list, its head included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)]
+        self.layers = nn.Sequential(nn.Embedding(256, 64), *blocks, nn.Linear(64, 256, bias=False))
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.layers[-1]
+
+
+def test_a_head_that_is_a_block_is_refused() -> None:
+    with pytest.raises(SlideConfigError, match=r"the head layers\.5 belongs to the block layers\.5"):
+        with engine_for(Sequence(), ds_config({**STREAM, "blocks": ["layers"]})):
+            pass
+
+
+def test_a_second_backward_is_refused_before_anything_changes_where_gradients_are_not_held() -> None:
+    data = batches(2)
+    expected = trained(llama(), ds_config(STREAM, clip=0.0), data)
+    model = llama()
+    with engine_for(model, ds_config(STREAM, clip=0.0)) as engine:
+        output = engine(**data[0])
+        engine.backward(output.loss, retain_graph=True)
+        with pytest.raises(SlideError, match=r"not the only one before its engine\.step"):
+            engine.backward(output.loss)
+        engine.step()
+        rest = train(engine, data[1:])
+        result = Result([output.loss.item(), *rest.losses], [], states_of(model))
+    assert differences(result, expected) == []
+
+
+def test_the_gradient_of_other_inputs_alone_leaves_the_weights_gradient_as_it_is() -> None:
+    results = []
+    for probe in (True, False):
+        model = llama()
+        with engine_for(model, ds_config(STREAM, clip=1.0)) as engine:
+            batch = batches(1)[0]
+            loss = engine(**batch).loss
+            if probe:
+                embeddings = torch.randn(2, 32, 64, dtype=torch.bfloat16, requires_grad=True)
+                other = engine(inputs_embeds=embeddings, labels=batch["labels"]).loss
+                assert torch.autograd.grad(other, embeddings)[0].abs().sum() > 0
+            engine.backward(loss)
+            gradient = safe_get_full_grad(model.lm_head.weight).clone()
+            engine.step()
+            results.append(gradient)
+    assert torch.equal(*results)
+
+
+def test_a_head_that_is_frozen_later_gets_no_gradient() -> None:
+    with engine_for(llama(), ds_config(STREAM)) as engine:
+        weight = engine.module.lm_head.weight
+        weight.requires_grad_(False)
+        engine.backward(engine(**batches(1)[0]).loss)
+        assert not safe_get_full_grad(weight).any()
+        weight.requires_grad_(True)
+        engine.step()
+
+
+def test_a_pass_that_is_left_open_does_not_hold_up_the_end_and_none_begins_after_it() -> None:
+    with engine_for(llama(), ds_config(STREAM)) as engine:
+        train(engine, batches(1))
+        runtime = engine.optimizer.runtime
+        left_open = runtime.rows.rows_and_gradients()
+        next(left_open)
+        start = time.perf_counter()
+    assert time.perf_counter() - start < 20  # a lane that is still busy is waited for 30 s
+    with pytest.raises(SlideError, match="its engine was destroyed"):
+        next(runtime.rows.rows())
 
 
 def test_a_model_without_a_head_is_refused() -> None:

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from ds_slide.errors import SlideConfigError, SlideError
-from ds_slide.kernels import cross_entropy_launch, weight_gradient
+from ds_slide.kernels import cross_entropy_launch, products, weight_gradient
 from ds_slide.kernels import linear_cross_entropy as module
 from ds_slide.kernels.linear_cross_entropy import linear_cross_entropy
 from ds_slide.kernels.reference.linear_cross_entropy import linear_cross_entropy as reference
@@ -81,7 +81,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEAST_ROWS", 4)
     monkeypatch.setattr(module, "_step", lambda hidden, padded, *_: module.chunk_rows(hidden.shape[0], padded, 2))
     monkeypatch.setattr(cross_entropy_launch, "SEGMENT", 32)
-    monkeypatch.setattr(weight_gradient, "SLICE_BYTES", 7 * 4 * 24)
+    monkeypatch.setattr(products, "SLICE_BYTES", 7 * 4 * 24)
 
 
 OPTIONS = {
@@ -127,7 +127,7 @@ def test_the_sum_of_any_width_is_rounded_in_its_own_place(width: int) -> None:
 def test_sums_without_an_accumulating_product(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "widen" and DEVICE == "cpu":
         pytest.skip("torch has no product of 16-bit matrices in fp32 on the CPU")
-    monkeypatch.setattr(weight_gradient, "product_kind", lambda _device, _dtype: kind)
+    monkeypatch.setattr(products, "product_kind", lambda _device, _dtype: kind)
     compare(Case(dtype=torch.bfloat16))
     compare(Case(dtype=torch.float16))
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from test_linear_cross_entropy import DEVICE, OPTIONS, TOLERANCE, Case
 
 from ds_slide.errors import SlideConfigError, SlideError
-from ds_slide.kernels import cross_entropy_launch, weight_gradient
+from ds_slide.kernels import cross_entropy_launch, products
 from ds_slide.kernels import linear_cross_entropy as module
 from ds_slide.kernels.linear_cross_entropy import linear_cross_entropy
 from ds_slide.kernels.reference.linear_cross_entropy import linear_cross_entropy as reference
@@ -64,13 +64,23 @@ class Rows:
         self.passes.append("gradients")
 
 
+def backward(
+    result: torch.Tensor, leaves: list[torch.Tensor], upstream: torch.Tensor | None = None, retain_graph: bool = False
+) -> list[torch.Tensor]:
+    """What a plain backward leaves in `leaves`; unlike torch.autograd.grad it also wants the weight's gradient."""
+    for leaf in leaves:
+        leaf.grad = None
+    result.backward(upstream, retain_graph=retain_graph)
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
 def differentiate(case: Case, step: int = STEP, grad_loss: float = 1.0) -> list[torch.Tensor]:
     """Loss and gradients (hidden, weight and, where there is one, bias) of the streamed loss."""
     hidden, weight, labels, bias = case.inputs()
     rows = Rows(weight, step)
     leaves = [leaf.requires_grad_() for leaf in (hidden, bias) if leaf is not None]
     loss = streamed_linear_cross_entropy(hidden, rows, labels, bias=bias, **case.options)
-    gradients = torch.autograd.grad(loss * grad_loss, leaves)
+    gradients = backward(loss * grad_loss, leaves)
     assert rows.passes == ["rows", "gradients"] and rows.gradient is not None
     return [loss.detach(), gradients[0], rows.gradient, *gradients[1:]]
 
@@ -103,7 +113,7 @@ def token_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_BYTES", 1)
     monkeypatch.setattr(module, "LEAST_ROWS", 4)
     monkeypatch.setattr(cross_entropy_launch, "SEGMENT", 32)
-    monkeypatch.setattr(weight_gradient, "SLICE_BYTES", 7 * 4 * 24)
+    monkeypatch.setattr(products, "SLICE_BYTES", 7 * 4 * 24)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -124,7 +134,7 @@ def test_blocks_of_tokens_within_chunks_of_rows(options: dict[str, Any], dtype: 
 def test_sums_without_an_accumulating_product(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "widen" and DEVICE == "cpu":
         pytest.skip("torch has no product of 16-bit matrices in fp32 on the CPU")
-    monkeypatch.setattr(weight_gradient, "product_kind", lambda _device, _dtype: kind)
+    monkeypatch.setattr(products, "product_kind", lambda _device, _dtype: kind)
     compare(Case(dtype=torch.bfloat16))
 
 
@@ -276,9 +286,9 @@ def test_backward_twice_gives_the_same(function: str) -> None:
     assert bias is not None
     leaves, rows = [hidden.requires_grad_(), bias.requires_grad_()], Rows(weight)
     result = _result(function, hidden, rows, labels, bias)
-    first = [*torch.autograd.grad(result * 3, leaves, retain_graph=True), rows.gradient]
+    first = [*backward(result * 3, leaves, retain_graph=True), rows.gradient]
     rows.gradient = None
-    second = [*torch.autograd.grad(result * 3, leaves), rows.gradient]
+    second = [*backward(result * 3, leaves), rows.gradient]
     assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
 
 
@@ -347,8 +357,8 @@ def test_the_host_never_asks_for_a_value(monkeypatch: pytest.MonkeyPatch) -> Non
         try:
             for options in ({}, {"num_items": items}, {"num_items": 9}, {"reduction": "sum"}):
                 loss = streamed_linear_cross_entropy(hidden, rows, labels, bias=bias, **options)
-                torch.autograd.grad(loss, leaves)
-            torch.autograd.grad(_result("linear", hidden, rows, labels, bias), leaves)
+                backward(loss, leaves)
+            backward(_result("linear", hidden, rows, labels, bias), leaves)
         finally:
             if DEVICE == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
@@ -378,7 +388,7 @@ def test_a_mean_over_nothing_is_nan_with_gradients_of_zero(dtype: torch.dtype) -
     leaves, rows = [hidden.requires_grad_(), bias.requires_grad_()], Rows(weight)
     loss = streamed_linear_cross_entropy(hidden, rows, torch.full_like(labels, -100), bias=bias)
     assert torch.isnan(loss)
-    gradients = [*torch.autograd.grad(loss, leaves), rows.gradient]
+    gradients = [*backward(loss, leaves), rows.gradient]
     assert not any(gradient.any() for gradient in gradients if gradient is not None) and rows.gradient is not None
 
 
@@ -394,7 +404,7 @@ def test_no_tokens(dtype: torch.dtype) -> None:
     assert loss == 0.0
     for result in (loss, streamed_linear(hidden, rows, bias).sum()):
         rows.gradient = None
-        gradients = [*torch.autograd.grad(result, leaves), rows.gradient]
+        gradients = [*backward(result, leaves), rows.gradient]
         assert [gradient.shape for gradient in gradients if gradient is not None] == [(0, 24), (101,), (101, 24)]
         assert not any(gradient.any() for gradient in gradients if gradient is not None)
     # As often as anybody's: whoever gathers the rows may do so together with others.
@@ -408,7 +418,7 @@ def test_a_label_outside_the_vocabulary_is_nan_and_stays_in_its_row(label: int) 
     rows = Rows(weight)
     loss = streamed_linear_cross_entropy(hidden.requires_grad_(), rows, labels)
     assert torch.isnan(loss)
-    broken = torch.isnan(torch.autograd.grad(loss, hidden)[0]).all(dim=1)
+    broken = torch.isnan(backward(loss, [hidden])[0]).all(dim=1)
     assert broken.nonzero().flatten().tolist() == [4]
     assert rows.gradient is not None and rows.gradient.isnan().all()
 
@@ -463,7 +473,7 @@ def test_the_linear_layer_is_torch_s(shape: tuple[int, ...], biased: bool, dtype
     found = streamed_linear(hidden, rows, bias if biased else None)
     assert found.dtype == dtype and found.shape == expected.shape
     wanted = torch.autograd.grad(expected, wide, upstream.double())
-    gradients = torch.autograd.grad(found, leaves, upstream)
+    gradients = backward(found, leaves, upstream)
     assert rows.gradient is not None and rows.passes == ["rows", "gradients"]
     room = 4 * torch.finfo(dtype).eps
     pairs = zip((found, gradients[0], rows.gradient, *gradients[1:]), (expected, *wanted), strict=True)
@@ -552,3 +562,18 @@ def test_what_cannot_be_used_is_refused() -> None:
         with pytest.raises(SlideConfigError, match=f"streamed_linear .*{match}"):
             streamed_linear(*others)
     assert not rows.passes
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("function", ["loss", "linear"])
+def test_a_pass_for_other_inputs_alone_makes_no_gradient_of_the_weight(function: str, with_bias: bool) -> None:
+    """torch.autograd.grad(loss, embeddings) must not add to what the next backward hands to the engine."""
+    hidden, weight, labels, bias = Case(bias=with_bias).inputs()
+    rows = Rows(weight)
+    result = _result(function, hidden.requires_grad_(), rows, labels, bias)
+    (alone,) = torch.autograd.grad(result, hidden, retain_graph=True)
+    result.backward(inputs=[hidden], retain_graph=True)
+    assert rows.passes == ["rows"] * 3 and rows.gradient is None
+    (together,) = backward(result, [hidden])
+    assert rows.passes == [*["rows"] * 3, "gradients"]
+    assert torch.equal(alone, together)
