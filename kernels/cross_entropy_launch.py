@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 
@@ -15,6 +17,15 @@ ELEMENTS = 32
 SKIP_IGNORED = True
 
 
+class LossTerms(NamedTuple):
+    """What the loss of a row is, beside its logits and its label."""
+
+    ignore_index: int
+    smoothing: float
+    z_loss: float
+    softcap: float | None
+
+
 class _Segments:
     """How rows of `width` columns are cut."""
 
@@ -25,22 +36,13 @@ class _Segments:
 
 
 class _Launches:
-    """The three kernels with the options of one loss."""
+    """The three kernels with the terms of one loss."""
 
-    def __init__(
-        self,
-        vocabulary: int,
-        scales: torch.Tensor,
-        ignore_index: int,
-        smoothing: float,
-        z_loss: float,
-        softcap: float | None,
-        has_bias: bool,
-    ) -> None:
-        self.vocabulary, self.scales = vocabulary, scales
-        self.ignore_index, self.smoothing, self.z_loss = ignore_index, smoothing, z_loss
+    def __init__(self, vocabulary: int, bias: torch.Tensor | None, scales: torch.Tensor, terms: LossTerms) -> None:
+        self.vocabulary, self.bias, self.scales = vocabulary, bias, scales
+        self.ignore_index, self.smoothing, self.z_loss, softcap = terms
         self.softcap = 1.0 if softcap is None else softcap
-        self.flags = {"HAS_BIAS": has_bias, "CAP": softcap is not None, "SMOOTH": smoothing != 0.0}
+        self.flags = {"HAS_BIAS": bias is not None, "CAP": softcap is not None, "SMOOTH": self.smoothing != 0.0}
 
     def _take_segments(
         self,
@@ -156,13 +158,10 @@ class CrossEntropyRows(_Launches):
         stride: int,
         bias: torch.Tensor | None,
         scales: torch.Tensor,
-        ignore_index: int,
-        smoothing: float,
-        z_loss: float,
-        softcap: float | None,
+        terms: LossTerms,
     ) -> None:
-        super().__init__(vocabulary, scales, ignore_index, smoothing, z_loss, softcap, bias is not None)
-        self.stride, self.bias, self.segments = stride, bias, _Segments(vocabulary)
+        super().__init__(vocabulary, bias, scales, terms)
+        self.stride, self.segments = stride, _Segments(vocabulary)
         self.partials = torch.empty(rows, 3, self.segments.count, dtype=torch.float32, device=scales.device)
         self.row_factors = torch.empty(rows, 2, dtype=torch.float32, device=scales.device)
 
@@ -192,13 +191,10 @@ class CrossEntropyColumns(_Launches):
         vocabulary: int,
         bias: torch.Tensor | None,
         scales: torch.Tensor,
-        ignore_index: int,
-        smoothing: float,
-        z_loss: float,
-        softcap: float | None,
+        terms: LossTerms,
     ) -> None:
-        super().__init__(vocabulary, scales, ignore_index, smoothing, z_loss, softcap, bias is not None)
-        self.labels, self.bias = labels, bias
+        super().__init__(vocabulary, bias, scales, terms)
+        self.labels = labels
         # Chunks of whole segments need one less (7.7 MB for 16,384 rows of 151,936 words). Others, which end within a
         # segment, fold what they have found into one partial when the next chunk would not fit: any one chunk does.
         self.slots = 1 + _Segments(vocabulary).count

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from ds_slide.errors import SlideError
-from ds_slide.kernels.cross_entropy_launch import CrossEntropyRows
+from ds_slide.kernels.cross_entropy_launch import CrossEntropyRows, LossTerms
 from ds_slide.kernels.loss_arguments import MEAN, check_loss, check_options, divide_by
 from ds_slide.kernels.loss_scales import apply_scale_, fill_scales_
 from ds_slide.kernels.weight_gradient import WeightGradient, result_dtype
@@ -103,9 +103,8 @@ def _linear_cross_entropy(
     row_losses = torch.empty(rows, dtype=torch.float32, device=device)
     weight_sum = WeightGradient(weight, triton.cdiv(rows, step)) if need_weight else None
     grad_bias = torch.zeros(vocabulary, device=device) if need_bias else empty[2].float()
-    cross_entropy = CrossEntropyRows(
-        step, vocabulary, padded, bias, scales, ignore_index, label_smoothing, z_loss, softcap
-    )
+    terms = LossTerms(ignore_index, label_smoothing, z_loss, softcap)
+    cross_entropy = CrossEntropyRows(step, vocabulary, padded, bias, scales, terms)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         part, part_labels = hidden[start:stop], labels[start:stop]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ds_slide.kernels.cross_entropy_launch import CrossEntropyColumns
+from ds_slide.kernels.cross_entropy_launch import CrossEntropyColumns, LossTerms
 from ds_slide.kernels.linear_cross_entropy import COLUMN_MULTIPLE, chunk_rows
 from ds_slide.kernels.loss_arguments import MEAN, check_loss, check_options, divide_by
 from ds_slide.kernels.loss_scales import apply_scale_, fill_scales_
@@ -30,10 +30,7 @@ class _Options(NamedTuple):
 
     division: int
     divisor: torch.Tensor | float
-    ignore_index: int
-    smoothing: float
-    z_loss: float
-    softcap: float | None
+    terms: LossTerms
 
 
 class _Logits:
@@ -110,8 +107,8 @@ def _forward(
             pass
         loss = torch.full((), float("nan") if options.division == MEAN else 0.0, device=device)
         return loss, torch.empty(0, 2, device=device), scales.fill_(1.0)
-    fill_scales_(scales, labels, options.ignore_index, options.division, options.divisor)
-    cross_entropy = CrossEntropyColumns(labels, weight.shape[0], bias, scales, *options[2:])
+    fill_scales_(scales, labels, options.terms.ignore_index, options.division, options.divisor)
+    cross_entropy = CrossEntropyColumns(labels, weight.shape[0], bias, scales, options.terms)
     logits = _Logits(hidden)
     for first, rows, _ in pass_rows(weight, device):
         cross_entropy.begin_chunk(rows.shape[0])
@@ -163,7 +160,7 @@ class _StreamedLoss(torch.autograd.Function):
         height = ctx.weight.shape[0]
         with torch.no_grad():
             flat_bias = None if bias is None else bias.contiguous()
-            cross_entropy = CrossEntropyColumns(labels.contiguous(), height, flat_bias, scales, *ctx.options[2:])
+            cross_entropy = CrossEntropyColumns(labels.contiguous(), height, flat_bias, scales, ctx.options.terms)
             sums = _Gradients(hidden, height, need_hidden, need_bias, grad_loss, scales)
             _backward(sums, hidden, ctx.weight, weight_is_wanted(ctx, bias, anchor), row_factors, cross_entropy)
             grad_hidden, grad_bias = sums.rounded(sums.hidden), sums.rounded(sums.bias)
@@ -205,9 +202,6 @@ def streamed_linear_cross_entropy(
     options = _Options(
         division,
         divisor if divisor is not None else divisor_value,
-        ignore_index,
-        float(label_smoothing),
-        float(z_loss),
-        None if softcap is None else float(softcap),
+        LossTerms(ignore_index, float(label_smoothing), float(z_loss), None if softcap is None else float(softcap)),
     )
     return _StreamedLoss.apply(hidden, bias, anchor(weight, hidden.device), labels, weight, options)

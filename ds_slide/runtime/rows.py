@@ -22,13 +22,13 @@ from ds_slide.runtime.device import PASSED, Device, Marker
 from ds_slide.runtime.gradients import Gradients
 from ds_slide.runtime.handoff import Failures, Ticket
 from ds_slide.runtime.lane import Lane
+from ds_slide.runtime.settings import ROW_BUFFERS
 from ds_slide.runtime.streamed_gradient import StreamedGradient
 from ds_slide.runtime.unit import Unit
 
 CHUNK_NUMEL = 1 << 24
 """Elements of a chunk, at most: 32 MiB of bf16, 0.6 ms of transfer, 8,192 rows of 2,048."""
 ROW_MULTIPLE = 128
-BUFFERS = 2
 
 
 def chunk_rows(rows: int, width: int) -> int:
@@ -61,8 +61,8 @@ class RowBuffers:
         def buffer() -> torch.Tensor:
             return torch.zeros(rows * entry.shape[1], dtype=dtype, device=device.torch)
 
-        count = BUFFERS if entry.trainable else 0
-        return cls(unit, rows, [buffer() for _ in range(BUFFERS)], [buffer() for _ in range(count)])
+        count = ROW_BUFFERS if entry.trainable else 0
+        return cls(unit, rows, [buffer() for _ in range(ROW_BUFFERS)], [buffer() for _ in range(count)])
 
     def nbytes(self) -> int:
         return sum(buffer.numel() * buffer.element_size() for buffer in (*self.weights, *self.gradients))
@@ -149,19 +149,19 @@ class StreamedRows:
     def _pass(self, updates: Sequence[tuple[slice, Ticket]]) -> Iterator[tuple[int, torch.Tensor]]:
         height, width = self.shape
         firsts = range(0, height, self._buffers.rows)
-        ready = [self._request(number, first, updates) for number, first in enumerate(firsts[:BUFFERS])]
+        ready = [self._request(number, first, updates) for number, first in enumerate(firsts[:ROW_BUFFERS])]
         for number, first in enumerate(firsts):
-            turn, count = number % BUFFERS, min(self._buffers.rows, height - first)
+            turn, count = number % ROW_BUFFERS, min(self._buffers.rows, height - first)
             self._events.wait(ready[turn])
             try:
                 yield first, self._buffers.weights[turn][: count * width].view(count, width)
             finally:
                 self._read[turn] = self._device.mark()
-            if number + BUFFERS < len(firsts):
-                ready[turn] = self._request(number, firsts[number + BUFFERS], updates)
+            if number + ROW_BUFFERS < len(firsts):
+                ready[turn] = self._request(number, firsts[number + ROW_BUFFERS], updates)
 
     def _request(self, number: int, first: int, updates: Sequence[tuple[slice, Ticket]]) -> Ticket:
-        turn, width = number % BUFFERS, self.shape[1]
+        turn, width = number % ROW_BUFFERS, self.shape[1]
         part = slice(first * width, min(first + self._buffers.rows, self.shape[0]) * width)
         updated = [ticket for span, ticket in updates if span.start < part.stop and part.start < span.stop]
         ready, read, buffer = Ticket(self._failures), self._read[turn], self._buffers.weights[turn]

@@ -15,6 +15,9 @@ from ds_slide.optim.low_precision import StateFormat
 from ds_slide.plan.placement import SsdNeeds
 from ds_slide.store.planes import PlaneSpec, optimizer_planes
 
+ROW_BUFFERS = 2
+"""Of an edge whose rows pass through the GPU: for its weight, and for its gradient."""
+
 
 @dataclass(frozen=True)
 class SsdSettings:
@@ -63,8 +66,8 @@ class UnitPlan:
 
     @property
     def passing_numel(self) -> int:
-        """Elements of the GPU buffers of such an edge: two for its weight, two for its gradient."""
+        """Elements of the GPU buffers of such an edge (`RowBuffers`)."""
         if not self.chunk_rows:
             return 0
         entry = self.layout.entries[0]
-        return (4 if entry.trainable else 2) * self.chunk_rows * entry.shape[1]
+        return (2 if entry.trainable else 1) * ROW_BUFFERS * self.chunk_rows * entry.shape[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from test_linear_cross_entropy import DEVICE, OPTIONS, TOLERANCE, Case
+from test_linear_cross_entropy import DEVICE, OPTIONS, TOLERANCE, Case, assert_near, refused_calls
+from test_linear_cross_entropy import differentiate as differentiate_whole
 
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.kernels import cross_entropy_launch, products
@@ -85,26 +86,9 @@ def differentiate(case: Case, step: int = STEP, grad_loss: float = 1.0) -> list[
     return [loss.detach(), gradients[0], rows.gradient, *gradients[1:]]
 
 
-def differentiate_whole(function: Callable[..., Any], case: Case, widen: bool, grad_loss: float) -> list[torch.Tensor]:
-    hidden, weight, labels, bias = case.inputs()
-    leaves = [leaf.double() if widen else leaf for leaf in (hidden, weight, bias) if leaf is not None]
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-    loss = function(*leaves[:2], labels, bias=leaves[2] if case.bias else None, **case.options)
-    return [loss.detach(), *torch.autograd.grad(loss * grad_loss, leaves)]
-
-
 def compare(case: Case, step: int = STEP, grad_loss: float = 1.0, scale: float = 0.0) -> None:
-    """Within TOLERANCE of the largest element of each result, or of `scale` where that is larger."""
     found = differentiate(case, step, grad_loss)
-    expected = differentiate_whole(reference, case, True, grad_loss)
-    assert found[0].dtype == torch.float32 and found[0].ndim == 0
-    for name, got, want in zip(("loss", "hidden", "weight", "bias"), found, expected, strict=False):
-        assert name == "loss" or got.dtype == case.dtype
-        assert got.shape == want.shape
-        # Half the smallest number that differs from zero, where a result is that small.
-        floor = 2.0**-25 if got.dtype == torch.float16 else 1e-30
-        bound = TOLERANCE[case.dtype] * max(want.abs().max().item(), scale) + floor
-        assert (got.double() - want).abs().max() <= bound, (name, (got.double() - want).abs().max(), bound)
+    assert_near(found, differentiate_whole(reference, case, True, grad_loss), case.dtype, scale)
 
 
 @pytest.fixture
@@ -536,22 +520,9 @@ def test_rows_that_are_not_the_weight_are_refused(fault: str, function: str) -> 
 
 
 def test_what_cannot_be_used_is_refused() -> None:
-    hidden, weight, labels, _ = Case().inputs()
+    hidden, weight, _, _ = Case().inputs()
     rows = Rows(weight)
-    refused = [
-        ("bfloat16.*float32", (hidden.bfloat16(), rows, labels), {}),
-        ("float64", (hidden.double(), Rows(weight.double()), labels), {}),
-        ("flatten", (hidden[None], rows, labels), {}),
-        ("flatten", (hidden, Rows(weight[:, :-1]), labels), {}),
-        ("int64 labels", (hidden, rows, labels[:-1]), {}),
-        ("int64 labels", (hidden, rows, labels.int()), {}),
-        ("bias", (hidden, rows, labels), {"bias": weight[:-1, 0]}),
-        ('"none"', (hidden, rows, labels), {"reduction": "none"}),
-        ("softcap", (hidden, rows, labels), {"softcap": 0.0}),
-        ("label_smoothing", (hidden, rows, labels), {"label_smoothing": 1.5}),
-        ("num_items", (hidden, rows, labels), {"num_items": torch.ones(1)}),
-    ]
-    for match, arguments, options in refused:
+    for match, arguments, options in refused_calls(Rows):
         with pytest.raises(SlideConfigError, match=f"streamed_linear_cross_entropy.*{match}"):
             streamed_linear_cross_entropy(*arguments, **options)
     for match, others in (
