@@ -49,15 +49,15 @@ def assemble(
 
     `group_of`: optimizer group of every trainable parameter. Collective over the ranks.
     """
-    ranks = Ranks.over(process_group)
+    device = Device(torch.device(get_accelerator().current_device_name()))
+    ranks = Ranks.over(process_group, device)
     head = find_streamed_head(module, ranks.world_size) if config.stream_head else None
     structure = find_structure(module, config.blocks, () if head is None else (head.path,))
     if head is not None:
         check_is_edge(head, structure)
     specs = _in_forward_order(module, structure.units)
     unit_plans = [_unit_plan(spec, group_of, ranks.world_size, head) for spec in specs]
-    device = Device(torch.device(get_accelerator().current_device_name()))
-    budgets = _agreed(_budgets(module, config, device), ranks, device)
+    budgets = _agreed(_budgets(module, config, device), ranks)
     plan = _plan(unit_plans, config, settings, budgets)
     kernels = install_kernels(module, config.kernels)
     try:
@@ -196,12 +196,11 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
     )
 
 
-def _agreed(budgets: Budgets, ranks: Ranks, device: Device) -> Budgets:
-    """With the GPU memory that every rank has: slots and GPU states set the order in which weights are gathered, which
-    must be the same everywhere."""
-    least = torch.tensor([budgets.gpu_total, budgets.gpu_free], device=device.torch)
-    gpu_total, gpu_free = ranks.least_(least).tolist()
-    return dataclasses.replace(budgets, gpu_total=gpu_total, gpu_free=gpu_free)
+def _agreed(budgets: Budgets, ranks: Ranks) -> Budgets:
+    """With the memory that every rank has: the plan sets which weights are gathered when, which must be the same
+    everywhere."""
+    gpu_total, gpu_free, host_free = ranks.least([budgets.gpu_total, budgets.gpu_free, budgets.host_free])
+    return dataclasses.replace(budgets, gpu_total=gpu_total, gpu_free=gpu_free, host_free=host_free)
 
 
 def _has_fraction() -> bool:

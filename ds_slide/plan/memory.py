@@ -104,17 +104,25 @@ def _window(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int], bud
 def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
     streamed = _streamed(units, on_gpu)
     staging = max((unit.layout.slot_trainable_numel for unit in streamed), default=0)
-    scratch = 0
+    gathered = 0
     if needs.world_size > 1:
-        # The gradients of all units pass the staging buffers, whole and once more this rank's part; weights are
-        # gathered in scratch buffers, one for each thread that gathers.
+        # The gradients of all units pass the staging buffers, whole and once more this rank's part.
         staging = max((unit.layout.trainable_numel for unit in units), default=0) * (needs.world_size + 1)
-        largest = max((unit.layout.local_numel for unit in units), default=0)
-        scratch = (needs.world_size + 1) * largest * needs.weight_bytes * (2 if on_gpu else 1)
+        gathered = _gather_numel(units, needs, on_gpu) * needs.weight_bytes
     window = min(needs.window, len(streamed)) * _slot_bytes(streamed, needs)
-    total = scratch + window + needs.stagings * staging * needs.gradient_bytes
+    total = gathered + window + needs.stagings * staging * needs.gradient_bytes
     total += sum(unit.passing_numel or unit.layout.slot_numel for unit in units if unit.is_edge) * needs.weight_bytes
     return total + sum(gpu_cost(units[index], needs) for index in on_gpu)
+
+
+def _gather_numel(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
+    """Elements that gathering weights takes: a scratch buffer for the parts of all ranks, and room for this rank's part
+    beside each slot and each edge."""
+    local = [unit.layout.local_numel for unit in units]
+    streamed = _streamed(units, on_gpu)
+    slots = min(needs.window, len(streamed)) * max((unit.layout.local_numel for unit in streamed), default=0)
+    edges = sum(local[index] for index, unit in enumerate(units) if unit.is_edge and index not in on_gpu)
+    return needs.world_size * max(local, default=0) + slots + edges
 
 
 def _streamed(units: Sequence[UnitSize], on_gpu: frozenset[int]) -> list[UnitSize]:

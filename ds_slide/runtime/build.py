@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -13,10 +13,11 @@ from ds_slide.model.layout import Entry
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.plan.memory import Plan
 from ds_slide.report.statistics import StepRecorder
-from ds_slide.runtime.apply import device_update, host_update
+from ds_slide.runtime.apply import host_update
 from ds_slide.runtime.build_ssd import announcer, make_ssd_gradients, make_ssd_states, open_store
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import Lanes, Parts, SlideRuntime
+from ds_slide.runtime.gathers import Gathers
 from ds_slide.runtime.gradients import GradientRoute, Gradients
 from ds_slide.runtime.handoff import Failures, Ticket
 from ds_slide.runtime.lane import Delay, Lane
@@ -26,11 +27,11 @@ from ds_slide.runtime.ring import HostRing
 from ds_slide.runtime.rows import MakeRows, RowBuffers, RowEvents, StreamedRows
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.sources import Staging
-from ds_slide.runtime.ssd import SsdStates
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates import UpdateLane
 from ds_slide.runtime.updating import Updating
-from ds_slide.runtime.window import Fill, Window
+from ds_slide.runtime.uploads import Uploads
+from ds_slide.runtime.window import Window
 from ds_slide.store.ssd import SsdStore
 from ds_slide.store.ssd_places import whole_pages
 from ds_slide.store.ssd_unit import SsdUnit, page_buffer
@@ -59,6 +60,8 @@ def build_runtime(
 ) -> SlideRuntime:
     """Build and start. Raises SlideError when memory cannot be had."""
     failures = Failures()
+    ranks.watched_by(failures)
+    ranks.require_equal(_choices(unit_plans, plan, settings), "what they place where")
     recorder = StepRecorder(device)
     memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.huge_pages)
     empty = Empty.on(device.torch, settings.dtype)
@@ -82,8 +85,22 @@ def build_runtime(
         raise
     # The buffers were zeroed on this thread's stream; the lanes' streams know nothing of it.
     device.synchronize()
+    runtime.fill_residents()
     runtime.start()
     return runtime
+
+
+def _choices(unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettings) -> dict[str, object]:
+    """What all ranks have to have decided alike, because it sets which collectives they call in which order."""
+    host, model = plan.host, repr([(unit.spec.name, unit.layout) for unit in unit_plans])
+    return {
+        "the digest of the model's layout": f"{zlib.crc32(model.encode()):08x}",
+        "the units whose states are on the GPU": sorted(plan.on_gpu),
+        "the units whose weights are on SSD": sorted(host.weights_on_ssd),
+        "the number of slots": plan.window,
+        "the dtype of weights": str(settings.dtype),
+        "the dtype of held gradients": str(settings.held_dtype),
+    }
 
 
 def _make_unit(
@@ -105,10 +122,12 @@ def _make_unit(
         state = memory_state(memory, layout, settings.specs, settings.dtype, settings.held_dtype, ssd)
     unit = Unit(unit_plan.spec, layout, unit_plan.parameters, state, order, Ticket.kept(failures))
     unit.chunk_rows = unit_plan.chunk_rows
+    unit.is_gathered = ranks.world_size > 1
     if on_gpu and ranks.world_size == 1:
         unit.resident = state.weight
     elif on_gpu or (is_edge and not unit_plan.chunk_rows):
-        unit.resident = torch.zeros(layout.slot_numel, dtype=settings.dtype, device=device.torch)
+        numel = layout.slot_numel + (layout.local_numel if unit.is_gathered and not on_gpu else 0)
+        unit.resident = torch.zeros(numel, dtype=settings.dtype, device=device.torch)
     return unit
 
 
@@ -154,25 +173,24 @@ def _wire(
     h2d = Lane("h2d", device, failures, meters["h2d"], delays[0])
     lanes = Lanes(
         h2d=h2d,
-        # With several ranks, weights are gathered in one order: by one lane.
-        edges=Lane("h2d of edges", device, failures, meters["h2d"], delays[3]) if ranks.world_size == 1 else h2d,
+        edges=Lane("h2d of edges", device, failures, meters["h2d"], delays[3]),
         d2h=Lane("d2h", device, failures, meters["d2h"], delays[1]),
         update=UpdateLane(device, failures, meters["update"], delays[2]),
     )
-    fill = _fill(ranks, _gather_scratch(units, settings, ranks, device), device, ssd)
-    for unit in units:
-        if ranks.world_size > 1 and unit.resident is not None:
-            fill(unit, unit.resident)
+    uploads = Uploads(device, ssd)
     streamed = [unit for unit in units if unit.is_streamed]
     updating = Updating(lanes.update, host_update(updater), ssd)
     window = None
     if streamed:
         slot_numel = max(unit.layout.slot_numel for unit in streamed)
+        slot_numel += max((unit.layout.local_numel for unit in streamed if unit.is_gathered), default=0)
         buffers = [
             torch.zeros(slot_numel, dtype=settings.dtype, device=device.torch)
             for _ in range(min(plan.window, len(streamed)))
         ]
-        window = Window(device, lanes.h2d, failures, streamed, buffers, fill, *announcer(ssd, settings))
+        window = Window(device, lanes.h2d, failures, streamed, buffers, uploads.fill, *announcer(ssd, settings))
+    stagings = _stagings(units, settings, ranks, device, failures)
+    ranks.connect(stagings[0].packed, stagings[0].own)
     gradients = Gradients(
         device=device,
         ranks=ranks,
@@ -184,7 +202,7 @@ def _wire(
             held=settings.held_dtype is not None,
             first_accumulates=settings.held_dtype not in (None, settings.dtype),
         ),
-        stagings=_stagings(units, settings, ranks, device, failures),
+        stagings=stagings,
         ring=_rings(units, settings, memory, failures),
         num_units=len(units),
         square_sum=square_sum,
@@ -206,58 +224,14 @@ def _wire(
         empty=empty,
         held=settings.held_dtype is not None,
         gradients=gradients,
-        fill=fill,
+        uploads=uploads,
+        gathers=Gathers.on(device, ranks, units, settings, all_fit=plan.window >= len(streamed)),
         updating=updating,
-        device_update=device_update(
-            ranks, _gather_scratch([u for u in units if u.state.tier == "gpu"], settings, ranks, device)
-        ),
         ssd=ssd,
         make_rows=_make_rows(passing[0], device, lanes, failures, gradients) if passing else None,
         memory_report=_memory_report(units, plan, window, passing, memory),
     )
     return SlideRuntime(module, parts, availability)
-
-
-def _gather_scratch(
-    units: Sequence[Unit], settings: RuntimeSettings, ranks: Ranks, device: Device
-) -> torch.Tensor | None:
-    """[(world_size + 1) * largest local_numel]: this rank's part, then everyone's. One for each thread that gathers."""
-    if ranks.world_size == 1:
-        return None
-    largest = max((unit.layout.local_numel for unit in units), default=0)
-    return torch.empty((ranks.world_size + 1) * largest, dtype=settings.dtype, device=device.torch)
-
-
-def _fill(ranks: Ranks, scratch: torch.Tensor | None, device: Device, ssd: SsdStates | None) -> Fill:
-    """Host weights into a GPU buffer in slot layout: one contiguous copy; with several ranks, an all-gather."""
-
-    @contextmanager
-    def weight_of(unit: Unit) -> Iterator[torch.Tensor]:
-        if unit.state.weight is not None:
-            yield unit.state.weight
-            return
-        assert ssd is not None
-        with ssd.weight(unit) as weight:
-            yield weight
-            # The buffer goes back to the pool, so this lane waits until the copy has read it.
-            device.mark(host_waits=True).synchronize()
-
-    def alone(unit: Unit, buffer: torch.Tensor) -> int:
-        numel = unit.layout.local_numel
-        with weight_of(unit) as weight:
-            buffer[:numel].copy_(weight, non_blocking=True)
-        return numel * buffer.element_size()
-
-    def shared(unit: Unit, buffer: torch.Tensor) -> int:
-        assert scratch is not None
-        numel = unit.layout.local_numel
-        own, gathered = scratch[:numel], scratch[numel : (ranks.world_size + 1) * numel]
-        with weight_of(unit) as weight:
-            own.copy_(weight, non_blocking=True)
-        ranks.gather_weights(unit, own, gathered, buffer, ranks.weights)
-        return numel * buffer.element_size()
-
-    return alone if ranks.world_size == 1 else shared
 
 
 def _stagings(

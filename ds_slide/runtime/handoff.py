@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ds_slide.errors import SlideError
 from ds_slide.runtime.device import PASSED, Marker
@@ -18,10 +20,39 @@ class Failures:
     def __init__(self) -> None:
         self._first: tuple[str, BaseException] | None = None
         self._lock = threading.Lock()
+        self._wakes: list[Callable[[], None]] = []
 
     def record(self, lane: str, error: BaseException) -> None:
         with self._lock:
             self._first = self._first or (lane, error)
+            wakes = list(self._wakes)
+        for wake in wakes:
+            wake()
+
+    # STAND-INS until the watchdog is merged: the same names, and of what they will do only the waking.
+
+    @contextmanager
+    def waiting(self, what: str, wake: Callable[[], None] | None = None) -> Iterator[None]:  # noqa: ARG002
+        """Around a wait of the calling thread. `wake` is called, from any thread, when a lane fails."""
+        with self._lock:
+            if wake is not None:
+                self._wakes.append(wake)
+            failed = self._first is not None
+        if failed and wake is not None:
+            wake()
+        try:
+            yield
+        finally:
+            with self._lock:
+                if wake is not None:
+                    self._wakes.remove(wake)
+
+    @contextmanager
+    def collective(self, what: str) -> Iterator[None]:  # noqa: ARG002
+        """Around the call of a collective."""
+        yield
+
+    # End of the stand-ins.
 
     def raise_first(self) -> None:
         if self._first is not None:

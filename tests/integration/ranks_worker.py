@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 import two_ranks
 from harness import batches, ds_config, llama, trained
 from tight_memory import room_for_gradients_of
@@ -22,11 +26,29 @@ RUNS = {
     "ssd-gradients": ({"window": 2, "gradient_buffers": 2, "debug": {"lane_delay_ms": 2.0, "seed": 11}}, {"clip": 1.0}),
     "stock": (None, {"clip": 1.0}),
 }
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_gather_object")
+
+
+def threads_by_collective() -> dict[str, set[str]]:
+    """From here on, the names of the threads that call each of `COLLECTIVES`."""
+    callers: dict[str, set[str]] = defaultdict(set)
+
+    def recorded(name: str, call: Any) -> Any:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            callers[name].add(threading.current_thread().name)
+            return call(*args, **kwargs)
+
+        return record
+
+    for name in COLLECTIVES:
+        setattr(dist, name, recorded(name, getattr(dist, name)))
+    return callers
 
 
 def main(rank: int, folder: Path) -> None:
     ssd_settings.CHUNK_NUMEL = 4096  # several chunks a block
     with two_ranks.as_rank(rank, folder) as results:
+        callers = threads_by_collective()
         for name, (slide, settings) in RUNS.items():
             data = batches(2 * STEPS * settings.get("accumulation", 1))
             # Every rank draws other weights: rank 0's have to win.
@@ -38,6 +60,7 @@ def main(rank: int, folder: Path) -> None:
                 result = trained(llama(seed=rank), config, data[rank::2])
             assert slide is None or bool(plan().host.gradients_on_ssd) == (name == "ssd-gradients")
             results[name] = {"losses": result.losses, "norms": result.norms, "states": result.states}
+        results["callers"] = dict(callers)
 
 
 if __name__ == "__main__":
