@@ -31,6 +31,7 @@ from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.rows import chunk_rows
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
+from ds_slide.runtime.sharing import open_sharing
 from ds_slide.runtime.threads import update_cores
 
 LEAST_WINDOW = 3
@@ -58,9 +59,11 @@ def assemble(
     specs = _in_forward_order(module, structure.units)
     unit_plans = [_unit_plan(spec, group_of, ranks.world_size, head) for spec in specs]
     budgets = _agreed(_budgets(module, config, device), ranks)
-    plan = _plan(unit_plans, config, settings, budgets)
-    kernels = install_kernels(module, config.kernels)
+    sharing = open_sharing(ranks, config.share_weights)
+    kernels = None
     try:
+        plan = _plan(unit_plans, config, settings, budgets, shares_weights=sharing is not None)
+        kernels = install_kernels(module, config.kernels)
         runtime = build_runtime(
             module,
             unit_plans,
@@ -71,12 +74,16 @@ def assemble(
             take_weights=protocol.take_weights(ranks.rank, process_group),
             adopt=protocol.adopt,
             availability=protocol.set_availability,
+            sharing=sharing,
         )
         if head is not None:
             assert runtime.rows is not None
             kernels.patches.append(stream_head(head.module, runtime.rows))
     except BaseException:
-        kernels.undo()
+        if kernels is not None:
+            kernels.undo()
+        if sharing is not None:
+            sharing.close()
         raise
     _release_cached_host_memory()
     return runtime, kernels
@@ -143,7 +150,14 @@ def _unit_plan(
     return UnitPlan(spec, layout, [by_name[entry.name] for entry in layout.entries], rows)
 
 
-def _plan(unit_plans: Sequence[UnitPlan], config: SlideConfig, settings: RuntimeSettings, budgets: Budgets) -> Plan:
+def _plan(
+    unit_plans: Sequence[UnitPlan],
+    config: SlideConfig,
+    settings: RuntimeSettings,
+    budgets: Budgets,
+    *,
+    shares_weights: bool,
+) -> Plan:
     held = 0 if settings.held_dtype is None else settings.held_dtype.itemsize
     rings = settings.held_dtype is None or settings.accumulates
     needs = Needs(
@@ -157,6 +171,7 @@ def _plan(unit_plans: Sequence[UnitPlan], config: SlideConfig, settings: Runtime
         ring=settings.gradient_buffers if rings else 0,
         ring_to_ssd=settings.gradient_buffers,
         world_size=unit_plans[0].layout.world_size,
+        shares_weights=shares_weights,
         ssd=None if settings.ssd is None else settings.ssd.needs,
     )
     sizes = [UnitSize(plan.spec.name, plan.layout, plan.spec.kind == "edge", plan.passing_numel) for plan in unit_plans]

@@ -26,6 +26,8 @@ from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.ring import HostRing
 from ds_slide.runtime.rows import MakeRows, RowBuffers, RowEvents, StreamedRows
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
+from ds_slide.runtime.shared_weights import SharedWeights
+from ds_slide.runtime.sharing import Sharing
 from ds_slide.runtime.sources import Staging
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates import UpdateLane
@@ -57,27 +59,33 @@ def build_runtime(
     take_weights: TakeWeights,
     adopt: Adopt,
     availability: Availability,
+    sharing: Sharing | None,
 ) -> SlideRuntime:
-    """Build and start. Raises SlideError when memory cannot be had."""
+    """Build and start. Raises SlideError when memory cannot be had. `sharing`: of several ranks whose weights in host
+    memory all of them are to read; closed when these are mapped, and by the caller when that fails."""
     failures = Failures()
     ranks.watched_by(failures)
-    ranks.require_equal(_choices(unit_plans, plan, settings), "what they place where")
+    ranks.require_equal(_choices(unit_plans, plan, settings), "what is to be where")
     recorder = StepRecorder(device)
     memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.huge_pages)
     empty = Empty.on(device.torch, settings.dtype)
     store, on_ssd = open_store(unit_plans, plan, settings, ranks, failures)
+    shared = None
+    if sharing is not None:
+        shared = SharedWeights(ranks, sharing, memory, len(unit_plans), failures)
     units: list[Unit] = []
     try:
         progress = tqdm(unit_plans, desc="ds_slide: placing states", disable=None, leave=False)
         for order, unit_plan in enumerate(progress):
             ssd = on_ssd.get(order)
-            units.append(
-                _make_unit(unit_plan, order, order in plan.on_gpu, ssd, settings, ranks, device, memory, failures)
-            )
+            on_gpu = order in plan.on_gpu
+            units.append(_make_unit(unit_plan, order, on_gpu, ssd, settings, ranks, device, memory, shared, failures))
             _load_weights(units[-1], ranks, take_weights)
             adopt(units[-1])
+        if shared is not None:
+            shared.map_others([unit for unit in units if not unit.is_gathered])
         runtime = _wire(
-            module, units, plan, settings, store, ranks, device, memory, empty, failures, recorder, availability
+            module, units, plan, settings, store, ranks, device, memory, shared, empty, failures, recorder, availability
         )
     except BaseException:
         if store is not None:
@@ -112,6 +120,7 @@ def _make_unit(
     ranks: Ranks,
     device: Device,
     memory: HostMemory,
+    shared: SharedWeights | None,
     failures: Failures,
 ) -> Unit:
     layout, is_edge = unit_plan.layout, unit_plan.spec.kind == "edge"
@@ -119,10 +128,11 @@ def _make_unit(
         gradient_dtype = settings.held_dtype or settings.dtype
         state = gpu_state(device.torch, layout, settings.specs, settings.dtype, gradient_dtype)
     else:
-        state = memory_state(memory, layout, settings.specs, settings.dtype, settings.held_dtype, ssd)
+        weights = None if shared is None else shared.memory
+        state = memory_state(memory, layout, settings.specs, settings.dtype, settings.held_dtype, ssd, weights)
     unit = Unit(unit_plan.spec, layout, unit_plan.parameters, state, order, Ticket.kept(failures))
     unit.chunk_rows = unit_plan.chunk_rows
-    unit.is_gathered = ranks.world_size > 1
+    unit.is_gathered = ranks.world_size > 1 and (shared is None or on_gpu or state.weight is None)
     if on_gpu and ranks.world_size == 1:
         unit.resident = state.weight
     elif on_gpu or (is_edge and not unit_plan.chunk_rows):
@@ -161,6 +171,7 @@ def _wire(
     ranks: Ranks,
     device: Device,
     memory: HostMemory,
+    shared: SharedWeights | None,
     empty: Empty,
     failures: Failures,
     recorder: StepRecorder,
@@ -177,7 +188,7 @@ def _wire(
         d2h=Lane("d2h", device, failures, meters["d2h"], delays[1]),
         update=UpdateLane(device, failures, meters["update"], delays[2]),
     )
-    uploads = Uploads(device, ssd)
+    uploads = Uploads(device, units, {} if shared is None else shared.parts, ssd)
     streamed = [unit for unit in units if unit.is_streamed]
     updating = Updating(lanes.update, host_update(updater), ssd)
     window = None
@@ -225,6 +236,7 @@ def _wire(
         held=settings.held_dtype is not None,
         gradients=gradients,
         uploads=uploads,
+        shared=shared,
         gathers=Gathers.on(device, ranks, units, settings, all_fit=plan.window >= len(streamed)),
         updating=updating,
         ssd=ssd,

@@ -33,6 +33,7 @@ from ds_slide.runtime.hooks import BlockHooks, EdgeHooks, RootHooks, RootState, 
 from ds_slide.runtime.lane import Lane
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.rows import MakeRows, StreamedRows
+from ds_slide.runtime.shared_weights import SharedWeights
 from ds_slide.runtime.ssd import SsdStates
 from ds_slide.runtime.streamed_gradient import StreamedGradient
 from ds_slide.runtime.unit import Availability, Empty, Unit
@@ -57,7 +58,7 @@ class Lanes:
     d2h: Lane
     update: UpdateLane
 
-    def close(self, ssd: SsdStates | None, failures: Failures) -> None:
+    def close(self, ssd: SsdStates | None, shared: SharedWeights | None, failures: Failures) -> None:
         if ssd is None:
             self.d2h.close()
             self.update.close()
@@ -69,6 +70,10 @@ class Lanes:
             ssd.abandon()
             self.update.close()
             failures.record("runtime", SlideError("the engine was destroyed"))
+        if shared is not None:
+            # The same for those who wait for other ranks. They in turn have all of this rank's updates by now.
+            failures.record("runtime", SlideError("the engine was destroyed"))
+            shared.close()
         self.h2d.close()
         self.edges.close()
         if ssd is not None:
@@ -92,6 +97,7 @@ class Parts:
     gradients: Gradients
     uploads: Uploads
     gathers: Gathers
+    shared: SharedWeights | None
     updating: Updating
     ssd: SsdStates | None = None
     make_rows: MakeRows | None = None
@@ -466,6 +472,14 @@ class SlideRuntime:
         if self._window is not None:
             self._window.prefetch(None, "forward")
 
+    def begin_writing(self) -> None:
+        """Before weights are written from outside, when they have been settled: other ranks may still be reading them.
+        Collective where weights are shared: every rank calls it, whichever of its own weights it then writes."""
+        if self.parts.shared is not None:
+            self.parts.lanes.h2d.drain()
+            self.parts.lanes.edges.drain()
+            self.parts.ranks.exchange(None, "waiting until no rank reads the weights that are to be written")
+
     def weights_changed(self, unit: Unit) -> None:
         """The caller has written the unit's planes (after `settle`): refresh what the GPU holds of them. Collective."""
         unit.version += 1
@@ -500,5 +514,5 @@ class SlideRuntime:
         self._hooks.clear()
         if self.rows is not None:
             self.rows.close()
-        self.parts.lanes.close(self.parts.ssd, self.parts.failures)
+        self.parts.lanes.close(self.parts.ssd, self.parts.shared, self.parts.failures)
         self.device.synchronize()

@@ -153,17 +153,21 @@ class Ranks:
                     )
 
 
-def lay_out(unit: Unit, flat: torch.Tensor, buffer: torch.Tensor) -> None:
-    """Copy the parts of all ranks ([world_size * local_numel], rank-major) to their places in slot layout."""
-    local = unit.layout.local_numel
-    targets, sources = [], []
+def pieces(unit: Unit) -> Iterator[tuple[int, slice, slice]]:
+    """(rank, elements of that rank's part of the unit, elements of the unit in slot layout) of every piece."""
     for entry in unit.layout.entries:
         for rank in range(unit.layout.world_size):
             start, stop = piece(entry, rank)
-            length = stop - start
-            if length > 0:
+            if stop > start:
                 place = entry.slot_offset + start
-                targets.append(buffer[place : place + length])
-                source = rank * local + entry.offset
-                sources.append(flat[source : source + length])
+                yield rank, slice(entry.offset, entry.offset + stop - start), slice(place, place + stop - start)
+
+
+def lay_out(unit: Unit, flat: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Copy the parts of all ranks ([>= world_size * local_numel], rank-major) to their places in slot layout."""
+    local = unit.layout.local_numel
+    targets, sources = [], []
+    for rank, source, place in pieces(unit):
+        targets.append(buffer[place])
+        sources.append(flat[rank * local + source.start : rank * local + source.stop])
     torch._foreach_copy_(targets, sources)

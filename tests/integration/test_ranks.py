@@ -21,6 +21,11 @@ SAME_BITS = {
     "ssd": "clipping",
     "ssd-immediate": "immediate",
     "ssd-gradients": "clipping",
+    "gathered": "clipping",
+    "gathered-immediate": "immediate",
+    "gathered-kept": "accumulation",
+    "gathered-gpu-states": "immediate",
+    "ssd-records": "clipping",
 }
 SLIDE_RUNS = ["clipping", "immediate", "accumulation", *SAME_BITS]
 
