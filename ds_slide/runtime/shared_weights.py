@@ -21,7 +21,6 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.runtime.handoff import Failures
-from ds_slide.runtime.peers import PeerWatch
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.sharing import Sharing
 from ds_slide.runtime.unit import Unit
@@ -46,7 +45,6 @@ class SharedWeights:
         self._failures = failures
         self._header: Range = sharing.file.append(_native.Generations.bytes(num_units))
         self._generations: list[Any] = []
-        self._watch: PeerWatch | None = None
         self.memory = SharedHostMemory(sharing.file, memory)
         """Of this rank's weights, unit by unit."""
         self.parts: dict[int, list[torch.Tensor]] = {}
@@ -63,7 +61,7 @@ class SharedWeights:
             self._map(units)
         except (SlideError, OSError, RuntimeError, ValueError) as error:
             problem = str(error)
-        self._sharing.close_descriptors()
+        self._sharing.close()
         problems = self._ranks.exchange(problem, "mapping the other ranks' weights")
         for rank, found in enumerate(problems):
             if found is not None:
@@ -75,7 +73,6 @@ class SharedWeights:
             unit.publish = partial(self._publish, unit)
             unit.await_others = partial(self._await_others, unit)
             unit.publish(unit.version)
-        self._watch = PeerWatch(self._sharing.connections, self._peer_ended)
 
     def _map(self, units: Sequence[Unit]) -> None:
         descriptors = list(self._sharing.descriptors)
@@ -108,19 +105,14 @@ class SharedWeights:
             if rank == self._ranks.rank or counters.value(unit.order) > version:
                 continue
             what = f"version {version} of the weights of {unit.name} from rank {rank}"
-            with self._failures.waiting(what, counters.interrupt):
+            with self._failures.waiting(what, counters.interrupt, for_ranks=True):
                 while (outcome := counters.wait(unit.order, version + 1)) == "signal":
                     pass  # its handler has run by now
             if outcome == "reached":
+                self._failures.progressed()
                 continue
             self._failures.raise_first()
             raise SlideError(f"rank {rank} has ended its engine, and {what} will not come: end all ranks together")
-
-    def _peer_ended(self, rank: int) -> None:
-        """On the thread that watches. Who closes says so before it hangs up."""
-        if not self._generations[rank].closed:
-            error = SlideError("its process has ended in the middle of the run: its own output may say why")
-            self._failures.record(f"rank {rank}", error)
 
     def close(self) -> None:
         """After this rank's last update: tells the others, and ends the waits of this rank."""
@@ -128,7 +120,3 @@ class SharedWeights:
             if rank == self._ranks.rank:
                 counters.close()
             counters.interrupt()
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
-        self._sharing.close()

@@ -32,30 +32,16 @@ T = TypeVar("T")
 
 
 class Sharing:
-    """The memory files of the ranks of one machine, and a connection between each two of them."""
+    """The memory files of the ranks of one machine."""
 
     def __init__(self, file: MemoryFile, world_size: int) -> None:
         self.file = file
         """This rank's."""
         self.descriptors = [-1] * world_size
         """Of the other ranks' files, by rank."""
-        self.connections: dict[int, socket.socket] = {}
-        """From every other rank: the kernel closes the other end when that process ends."""
-        self._own_ends: list[socket.socket] = []
-
-    def keep(self, connection: socket.socket) -> socket.socket:
-        """Hold this rank's end of a connection that another rank listens on."""
-        self._own_ends.append(connection)
-        return connection
 
     def close(self) -> None:
-        """Let go of everything; what has been mapped stays mapped. Harmless when called twice."""
-        self.close_descriptors()
-        for connection in (*self.connections.values(), *self._own_ends):
-            connection.close()
-
-    def close_descriptors(self) -> None:
-        """Once all files are mapped."""
+        """Let go of the descriptors; what has been mapped stays mapped. Harmless when called twice."""
         for rank, descriptor in enumerate(self.descriptors):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -94,7 +80,8 @@ class _Hello:
 
 
 def _share(ranks: Ranks) -> Sharing:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ExitStack() as undo:
+    with ExitStack() as sockets, ExitStack() as undo:
+        listener = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
 
         def prepare() -> tuple[Sharing, _Hello]:
             sharing = Sharing(MemoryFile(), ranks.world_size)
@@ -107,8 +94,8 @@ def _share(ranks: Ranks) -> Sharing:
         (sharing, _), hellos = _together(ranks, "preparing shared memory", prepare, lambda both: both[1])
         if len({hello.machine for hello in hellos}) > 1:
             raise _Impossible("they are on several machines, or in containers with a network each")
-        _together(ranks, "sending descriptors", lambda: _send(ranks.rank, sharing, hellos))
-        _together(ranks, "receiving descriptors", lambda: _receive(listener, sharing))
+        _together(ranks, "sending descriptors", lambda: _send(ranks.rank, sharing, hellos, sockets))
+        _together(ranks, "receiving descriptors", lambda: _receive(listener, sharing, sockets))
         undo.pop_all()
         return sharing
 
@@ -130,28 +117,27 @@ def _together(
     return done[0], [told for _, told in given]
 
 
-def _send(rank: int, sharing: Sharing, hellos: Sequence[_Hello]) -> None:
+def _send(rank: int, sharing: Sharing, hellos: Sequence[_Hello], sockets: ExitStack) -> None:
     """To every other rank. Does not block: all of them listen, and have room for one connection of each rank."""
     for other, hello in enumerate(hellos):
         if other == rank:
             continue
-        connection = sharing.keep(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        connection = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         connection.connect(hello.address)
         if _user_of(connection) != os.getuid():
             raise PermissionError(f"the listener of rank {other} belongs to another user")
         socket.send_fds(connection, [_RANK.pack(rank)], [sharing.file.descriptor])
 
 
-def _receive(listener: socket.socket, sharing: Sharing) -> None:
+def _receive(listener: socket.socket, sharing: Sharing, sockets: ExitStack) -> None:
     """From every other rank, all of which have sent."""
     for _ in range(len(sharing.descriptors) - 1):
-        while _user_of(connection := listener.accept()[0]) != os.getuid():
-            connection.close()  # somebody else has found the name
+        while _user_of(connection := sockets.enter_context(listener.accept()[0])) != os.getuid():
+            pass  # somebody else has found the name
         message, descriptors, _, _ = socket.recv_fds(connection, _RANK.size, 1)
         if len(message) != _RANK.size or len(descriptors) != 1:
             raise OSError("a rank has sent no descriptor")
-        rank = _RANK.unpack(message)[0]
-        sharing.descriptors[rank], sharing.connections[rank] = descriptors[0], connection
+        sharing.descriptors[_RANK.unpack(message)[0]] = descriptors[0]
 
 
 def _user_of(connection: socket.socket) -> int:
