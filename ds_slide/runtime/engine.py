@@ -36,6 +36,7 @@ from ds_slide.runtime.streamed_gradient import StreamedGradient
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates import UpdateLane
 from ds_slide.runtime.updating import Updating
+from ds_slide.runtime.watchdog import Watchdog
 from ds_slide.runtime.window import Fill, Slot, Window
 from ds_slide.store.state import HostMemory
 
@@ -93,6 +94,7 @@ class Parts:
     ssd: SsdStates | None = None
     make_rows: MakeRows | None = None
     """Of the edge whose rows pass through the GPU."""
+    watchdog: Watchdog | None = None
     memory_report: dict[str, int] = field(default_factory=dict)
 
 
@@ -370,7 +372,7 @@ class SlideRuntime:
             self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free)
 
     def _fetch(self, unit: Unit, resident: torch.Tensor, h2d: Lane, free: Marker) -> Ticket:
-        ticket = Ticket(self.parts.failures)
+        ticket = Ticket(self.parts.failures, f"the new weights of {unit.name} on the GPU")
         parts = list(zip(unit.spans, unit.span_updated, strict=True))
         if self.parts.ranks.world_size > 1:
             parts = [(slice(0, unit.layout.trainable_numel), unit.updated)]  # gathered as a whole
@@ -444,5 +446,8 @@ class SlideRuntime:
         self._hooks.clear()
         if self.rows is not None:
             self.rows.close()
-        self.parts.lanes.close(self.parts.ssd, self.parts.failures)
-        self.device.synchronize()
+        with self.parts.failures.waiting("the engine to end"):
+            self.parts.lanes.close(self.parts.ssd, self.parts.failures)
+            self.device.synchronize()
+        if self.parts.watchdog is not None:
+            self.parts.watchdog.close()

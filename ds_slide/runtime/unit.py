@@ -21,11 +21,23 @@ Availability = Callable[[Sequence[nn.Parameter], bool], None]
 class Update:
     """Tickets of one update of a unit: one for each span, and `done`, which is kept with the last of them."""
 
-    def __init__(self, num_spans: int, failures: Failures) -> None:
-        self.spans = [Ticket(failures) for _ in range(num_spans)]
-        self.done = Ticket(failures)
+    def __init__(self, name: str, num_spans: int, failures: Failures, bring_forward: Callable[[], None]) -> None:
+        """`name`: of the unit. `bring_forward`: called when somebody begins to wait for it."""
+        self.is_pressed = False
+        """Somebody waits for it, or has waited."""
+        self._bring_forward = bring_forward
+        self.spans = [
+            Ticket(failures, f"part {index + 1} of {num_spans} of the update of {name}", self.press)
+            for index in range(num_spans)
+        ]
+        self.done = Ticket(failures, f"the update of {name}", self.press)
         self._left = num_spans
         self._lock = threading.Lock()
+
+    def press(self) -> None:
+        """Whoever begins to wait says so: nothing that the update needs may then wait for anything less needed."""
+        self.is_pressed = True
+        self._bring_forward()
 
     def finish(self, index: int) -> None:
         """Span `index` has its new weights."""
@@ -88,6 +100,8 @@ class Unit:
         if state.ssd is not None and state.ssd.has_records:
             self.spans = [chunk.span for chunk in state.ssd.places.chunks]
         self.span_updated = [updated] * len(self.spans)
+        self.bring_forward: Callable[[Unit], None] = lambda _: None
+        """Called when somebody begins to wait for an update of this unit (`SsdStates.press`)."""
         self.trainable = [
             (parameter, entry)
             for parameter, entry in zip(self.parameters, layout.entries, strict=True)
@@ -110,7 +124,7 @@ class Unit:
     def open_update(self, failures: Failures) -> Update:
         """The weights are about to change: new tickets."""
         self.version += 1
-        update = Update(len(self.spans), failures)
+        update = Update(self.name, len(self.spans), failures, lambda: self.bring_forward(self))
         self.span_updated, self.updated = update.spans, update.done
         return update
 

@@ -149,6 +149,11 @@ class SsdStore:
             "weights": self._striping.shares,
         }
 
+    def remove_files(self) -> None:
+        """Remove the run directories while transfers may be under way: the process is about to be ended."""
+        for directory in self._directories:
+            directory.close()
+
     def close(self) -> None:
         """Wait for the requests in flight, drop the others, remove the run directories. A second call does nothing.
 
