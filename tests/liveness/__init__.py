@@ -1,0 +1,1 @@
+"""Explores the interleavings of the engine's hand-over protocol."""
