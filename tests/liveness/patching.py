@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed
 
 import ds_slide.report
@@ -28,6 +29,38 @@ def engine_modules() -> list[Any]:
             importlib.import_module(found.name)
     prefixes = tuple(package.__name__ for package in ENGINE)
     return [module for name, module in sorted(sys.modules.items()) if name.startswith(prefixes)]
+
+
+class Updater:
+    """Instead of the C++ kernels on threads of their own, which take most of the time of a tiny run: an update that
+    depends on all it is given, and on the order of updates."""
+
+    num_threads = 1
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def adamw_(
+        self,
+        weight: torch.Tensor,
+        remainder: torch.Tensor | None,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        hyper: Any,
+        grad_scale: float = 1.0,
+        **_others: Any,
+    ) -> None:
+        exp_avg.mul_(0.9).add_(grad, alpha=grad_scale)
+        exp_avg_sq.mul_(0.5).addcmul_(exp_avg, exp_avg)
+        weight.sub_(exp_avg, alpha=0.01 * hyper.step)
+        if remainder is not None:
+            remainder.mul_(3).add_(hyper.step)
+
+    def accumulate_(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.add_(src)
+
+    def sum_of_squares(self, tensor: torch.Tensor) -> float:
+        return float(tensor.double().square().sum())
 
 
 class Replaceable:
@@ -70,6 +103,8 @@ def patched_engine() -> Iterator[Replaceable]:
             for name, value in list(vars(module).items()):
                 if name == "SsdStore" and module.__name__.startswith("ds_slide.runtime"):
                     patch.setattr(module, name, replaceable.store)
+                elif name == "CpuUpdater":
+                    patch.setattr(module, name, Updater)
                 elif id(value) in stand_ins:
                     stand_in = stand_ins[id(value)]
                     quiet = statistics and value is primitives.real_threading

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,8 +97,8 @@ class Tiny(nn.Module):
         self.units = nn.ModuleList()
         for order in range(configuration.units):
             unit = nn.Module()
-            values = torch.arange(numel if order in blocks else SMALL_NUMEL) * 0.37 + order
-            unit.register_parameter("weight", nn.Parameter(torch.sin(values).bfloat16()))
+            values = _noise(numel if order in blocks else SMALL_NUMEL, 0.5 + order)
+            unit.register_parameter("weight", nn.Parameter(values.clone()))
             self.units.append(unit)
 
     def forward(self, work: Callable[[], None]) -> None:
@@ -257,8 +258,8 @@ class Training:
                     runtime.enter_backward(unit)
             self._look(unit)
             for parameter in unit.parameters:
-                noise = torch.cos(torch.arange(parameter.numel()) * 0.11 + 7.0 * number + unit.order + 3 * self.rank)
-                parameter.grad = (parameter.data.float() * 0.25 + noise).bfloat16()
+                noise = _noise(parameter.numel(), 7.0 * number + unit.order + 3 * self.rank)
+                parameter.grad = noise.add(parameter.data, alpha=0.25)
             if unit.spec.kind == "block":
                 runtime.leave_backward(unit)
 
@@ -274,6 +275,11 @@ class Training:
             for name in ("weight", "remainder", "exp_avg", "exp_avg_sq"):
                 found.append(_checksum(unit.state.read(name, slice(0, unit.layout.trainable_numel))))
         return found
+
+
+@functools.cache
+def _noise(numel: int, phase: float) -> torch.Tensor:
+    return torch.cos(torch.arange(numel) * 0.11 + phase).bfloat16()
 
 
 def _checksum(tensor: torch.Tensor) -> int:
