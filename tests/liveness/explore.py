@@ -12,7 +12,7 @@ from typing import Any
 
 from liveness import primitives
 from liveness.collectives import Collectives
-from liveness.disk import Disk
+from liveness.disk import Disk, Loses
 from liveness.patching import Replaceable, patched_engine
 from liveness.scheduler import Choice, Chooser, Outcome, Scheduler, Stop
 from liveness.state import state_of
@@ -54,6 +54,7 @@ class Count:
     points: int = 0
     states: int = 0
     seconds: float = 0.0
+    """Of the processor."""
     complete: bool = True
     """Within its bound; False when time or schedules ran out."""
     findings: list[Finding] = field(default_factory=list)
@@ -66,12 +67,12 @@ class Count:
 
 
 class Engine:
-    """Runs one configuration again and again. `drop`: transfers that the disk loses."""
+    """Runs one configuration again and again. `loses`: see `Disk`."""
 
-    def __init__(self, replaceable: Replaceable, configuration: Configuration, drop: Sequence[str] = ()) -> None:
+    def __init__(self, replaceable: Replaceable, configuration: Configuration, loses: Loses | None = None) -> None:
         self.configuration = configuration
         self._replaceable = replaceable
-        self._drop = drop
+        self._loses = loses
         self._expected: Any = None
 
     def run(self, chooser: Chooser, *, keep_labels: bool = False) -> Outcome:
@@ -102,8 +103,8 @@ class Engine:
 
     def _run(self, configuration: Configuration, chooser: Chooser, keep_labels: bool) -> Outcome:
         scheduler = Scheduler(chooser, keep_labels=keep_labels)
-        drop = set(self._drop)
-        self._replaceable.make_disk = lambda *args, **kwargs: Disk(*args, drop=drop, **kwargs)
+        loses = self._loses
+        self._replaceable.make_disk = lambda *args, **kwargs: Disk(*args, loses=loses, **kwargs)
         self._replaceable.collectives = Collectives(configuration.ranks, one_at_a_time=configuration.one_at_a_time)
 
         def main(rank: int) -> Callable[[], Any]:
@@ -113,15 +114,15 @@ class Engine:
 
 
 @contextmanager
-def engine_for(configuration: Configuration, drop: Sequence[str] = ()) -> Iterator[Engine]:
+def engine_for(configuration: Configuration, loses: Loses | None = None) -> Iterator[Engine]:
     with patched_engine() as replaceable:
-        yield Engine(replaceable, configuration, drop)
+        yield Engine(replaceable, configuration, loses)
 
 
-def replay(configuration: Configuration, choices: Sequence[int], drop: Sequence[str] = ()) -> Outcome:
+def replay(configuration: Configuration, choices: Sequence[int], loses: Loses | None = None) -> Outcome:
     """One run by the list of the choices at all points (`Finding.outcome`), with the name of every choice."""
     primitives.use_sharing(primitives.Sharing(all_points=True))
-    with engine_for(configuration, drop) as engine:
+    with engine_for(configuration, loses) as engine:
         return engine.run(listed(choices), keep_labels=True)
 
 
@@ -151,13 +152,13 @@ def explore_by_chance(
     seconds: float = float("inf"),
     chooser: Callable[[int], Chooser] = by_priorities,
     most_findings: int = 1,
-    drop: Sequence[str] = (),
+    loses: Loses | None = None,
 ) -> Count:
     """Random schedules, each by its seed, with points at every operation."""
     primitives.use_sharing(primitives.Sharing(all_points=True))
     count = Count(configuration, f"{schedules} random schedules")
-    started = time.perf_counter()
-    with engine_for(configuration, drop) as engine:
+    started = time.process_time()
+    with engine_for(configuration, loses) as engine:
         for seed in range(first_seed, first_seed + schedules):
             outcome = engine.run(chooser(seed))
             count.schedules += 1
@@ -166,10 +167,26 @@ def explore_by_chance(
                 count.findings.append(Finding(configuration, f"seed {seed}", outcome))
                 if len(count.findings) >= most_findings:
                     break
-            if time.perf_counter() - started > seconds:
+            if time.process_time() - started > seconds:
                 count.complete = False
                 break
-    count.seconds = time.perf_counter() - started
+    count.seconds = time.process_time() - started
+    return count
+
+
+def explore_orders(configuration: Configuration, *, loses: Loses | None = None) -> Count:
+    """One schedule for every order of the lanes, each with another one the slowest."""
+    primitives.use_sharing(primitives.Sharing(all_points=True))
+    count = Count(configuration, "orders of the lanes")
+    started = time.process_time()
+    with engine_for(configuration, loses) as engine:
+        for name, order in ORDERS.items():
+            outcome = engine.run(by_order(order))
+            count.schedules += 1
+            count.points += outcome.points
+            if outcome.kind in ("deadlock", "error"):
+                count.findings.append(Finding(configuration, name, outcome))
+    count.seconds = time.process_time() - started
     return count
 
 
@@ -203,15 +220,15 @@ def explore_all(
     order: str = "slow disk",
     seconds: float = float("inf"),
     most_findings: int = 1,
-    drop: Sequence[str] = (),
+    loses: Loses | None = None,
 ) -> Count:
     """All schedules that depart at most so often from the order (None: all there are), fewest departures first.
 
     A state that was reached before, with as many departures or fewer, is not followed again.
     """
     sharing = primitives.Sharing()
-    started = time.perf_counter()
-    with engine_for(configuration, drop) as engine:
+    started = time.process_time()
+    with engine_for(configuration, loses) as engine:
         while True:
             primitives.use_sharing(sharing)
             sharing.changed = False
@@ -220,7 +237,7 @@ def explore_all(
                 break
     bound = "all" if departures is None else f"{departures} departures"
     count.bound = f"{bound} from {order!r}"
-    count.seconds = time.perf_counter() - started
+    count.seconds = time.process_time() - started
     return count
 
 
@@ -255,7 +272,7 @@ def _explore(
             count.findings.append(Finding(engine.configuration, f"departures {path}", repeated))
             if len(count.findings) >= most_findings:
                 break
-        if time.perf_counter() > until:
+        if time.process_time() > until:
             break
     count.complete = not todo
     count.states = len(seen)

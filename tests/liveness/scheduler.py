@@ -152,10 +152,14 @@ class Scheduler:
         self.chooser = chooser
         self.exploring = False
         """Off while the engine is built and after the part that is explored: then the first choice is taken."""
+        self.leave_threads = False
+        """The run is over when the computing threads have ended, whatever the others do."""
         self.dying = False
         self.points = 0
         self.objects = 0
         self.disks: list[Any] = []
+        self.tell: list[Callable[[], str]] = []
+        """What else to say of a deadlock."""
         self._keep_labels = keep_labels
         self._choices: list[int] = []
         self._labels: list[str] = []
@@ -233,6 +237,8 @@ class Scheduler:
         """Who goes on; None when the run is over."""
         if self._ended is not None:
             return None
+        if self.leave_threads and all(thread.finished for thread in self._main):
+            return None
         self.points += 1
         if self.points > MOST_POINTS:
             self._ended = self._outcome("error", f"no end after {MOST_POINTS} points: does something spin?")
@@ -288,7 +294,7 @@ class Scheduler:
             for thread in polls:
                 thread.pending.expired = True
             return self.choices()[:1]
-        self._ended = self._outcome("deadlock", "nothing can go on")
+        self._ended = self._outcome("deadlock", "\n".join(["nothing can go on", *(tell() for tell in self.tell)]))
         self._ended.waits = waits
         return []
 

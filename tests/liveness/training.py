@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -60,8 +60,8 @@ class Configuration:
     one_at_a_time: bool = False
     """See `collectives.Collectives`."""
     steps: int = 2
-    explore_close: bool = False
-    """Close the engine, as a script that ends would, while the last step's updates are under way."""
+    ending: Literal["read", "read and close", "close"] = "read"
+    """After the last step: read all states, which waits for every update, or close the engine, or both."""
 
     def in_memory(self) -> Configuration:
         """The same training with everything in host memory."""
@@ -72,7 +72,7 @@ class Configuration:
             edge_records_on_ssd=False,
             gradients_on_ssd=False,
             one_at_a_time=False,
-            explore_close=False,
+            ending="read",
         )
 
     @property
@@ -277,6 +277,29 @@ class Training:
         return found
 
 
+def _caches(runtime: Any, rank: int) -> str:
+    """What stands in the caches in front of the disk, as far as they are as they were when this was written."""
+    lines = []
+    for name, cache in vars(getattr(runtime.parts, "ssd", None) or object).items():
+        if not hasattr(cache, "_entries"):
+            continue
+        entries = {
+            key: " ".join(
+                [what for what in ("loading", "users", "writes", "changes") if getattr(entry, what, None)]
+                + (["awaited"] if getattr(entry, "waiting", None) else [])
+            )
+            or "idle"
+            for key, entry in cache._entries.items()
+        }
+        rest = {
+            what.strip("_"): {k: list(v) if hasattr(v, "popleft") else v for k, v in dict(getattr(cache, what)).items()}
+            for what in ("_asked", "_upcoming")
+            if hasattr(cache, what)
+        }
+        lines.append(f"rank {rank}, {name} in buffers: {entries}, free buffers {len(cache._free)}, {rest}")
+    return "\n".join(lines)
+
+
 @functools.cache
 def _noise(numel: int, phase: float) -> torch.Tensor:
     return torch.cos(torch.arange(numel) * 0.11 + phase).bfloat16()
@@ -295,13 +318,13 @@ def run_training(configuration: Configuration, rank: int) -> tuple[list[int], li
     for disk in scheduler.disks:
         if disk.rank == rank:
             disk.name = names_of(runtime.units)
+    scheduler.tell.append(lambda: _caches(runtime, rank))
     training = Training(configuration, model, runtime, rank)
     scheduler.exploring = True
     training.train()
-    states = []
-    if not configuration.explore_close:
-        states = training.states()
-        if configuration.ranks == 1:
-            scheduler.exploring = False
-    runtime.close()
+    states = training.states() if "read" in configuration.ending else []
+    if "close" in configuration.ending:
+        runtime.close()
+    else:
+        scheduler.leave_threads = True
     return training.seen, states
