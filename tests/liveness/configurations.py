@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from liveness.training import Configuration
+from liveness.tiny import Configuration
 
 HANG_1 = Configuration("everything on SSD, 3 slots", slots=3, record_buffers=3, checkpointing=True, steps=3)
 """As the engine once hung: held gradients, three blocks, two weight buffers, activation checkpointing."""
@@ -15,8 +15,10 @@ _MEMORY = Configuration("in memory", blocks=2, steps=2).in_memory()
 EXHAUSTIVE = [
     replace(_MEMORY, name="in memory, held"),
     replace(_MEMORY, name="in memory, under backward", held=False, steps=1),
-    replace(_MEMORY, name="in memory, accumulation", accumulation=2, steps=1),
     replace(_MEMORY, name="in memory, an edge", edges=1, steps=1),
+    replace(_MEMORY, name="in memory, accumulation", accumulation=2, steps=1),
+    Configuration("one step on SSD", blocks=2, steps=1),
+    Configuration("one step on SSD, under backward", blocks=2, steps=1, held=False),
 ]
 """All schedules of these, without a bound."""
 

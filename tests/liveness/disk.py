@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_slide.errors import SlideError
-from liveness.primitives import Event, Thread
+from liveness.locks import Event
 from liveness.scheduler import Operation, active
+from liveness.stand_ins import Thread
 
 PATTERN = 0xA5
 

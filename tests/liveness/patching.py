@@ -16,7 +16,7 @@ import torch.distributed
 import ds_slide.report
 import ds_slide.runtime
 import ds_slide.store
-from liveness import primitives
+from liveness import stand_ins
 from liveness.disk import Disk
 
 ENGINE = (ds_slide.runtime, ds_slide.store, ds_slide.report)
@@ -81,22 +81,22 @@ class Replaceable:
 def patched_engine() -> Iterator[Replaceable]:
     """Threads, queues, clocks, the store and collectives of the engine are those of this package."""
     replaceable = Replaceable()
-    stand_ins = {
-        id(primitives.real_threading): primitives.threading,
-        id(primitives.real_queue): primitives.queue,
-        id(primitives.real_time): primitives.time,
-        id(sys.modules["atexit"]): primitives.atexit,
+    replaced = {
+        id(stand_ins.real_threading): stand_ins.threading,
+        id(stand_ins.real_queue): stand_ins.queue,
+        id(stand_ins.real_time): stand_ins.time,
+        id(stand_ins.real_atexit): stand_ins.atexit,
         id(torch.distributed): replaceable,
     }
     # For modules that import names: `from threading import Event`.
     for real, fake in (
-        (primitives.real_threading, primitives.threading),
-        (primitives.real_queue, primitives.queue),
-        (primitives.real_time, primitives.time),
+        (stand_ins.real_threading, stand_ins.threading),
+        (stand_ins.real_queue, stand_ins.queue),
+        (stand_ins.real_time, stand_ins.time),
     ):
         for name, value in vars(fake).items():
             if not name.startswith("_") and hasattr(real, name):
-                stand_ins[id(getattr(real, name))] = value
+                replaced[id(getattr(real, name))] = value
     with pytest.MonkeyPatch.context() as patch:
         for module in engine_modules():
             statistics = module.__name__.startswith("ds_slide.report")
@@ -105,8 +105,8 @@ def patched_engine() -> Iterator[Replaceable]:
                     patch.setattr(module, name, replaceable.store)
                 elif name == "CpuUpdater":
                     patch.setattr(module, name, Updater)
-                elif id(value) in stand_ins:
-                    stand_in = stand_ins[id(value)]
-                    quiet = statistics and value is primitives.real_threading
-                    patch.setattr(module, name, primitives.quiet_threading if quiet else stand_in)
+                elif id(value) in replaced:
+                    stand_in = replaced[id(value)]
+                    quiet = statistics and value is stand_ins.real_threading
+                    patch.setattr(module, name, stand_ins.quiet_threading if quiet else stand_in)
         yield replaceable

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ds_slide.store.ssd import Part
-from liveness import primitives
+from liveness import locks, stand_ins
 from liveness.collectives import Collectives, Group, Meeting
 from liveness.disk import Disk, Transfer
 from liveness.scheduler import Choice, LogicalThread, Scheduler
@@ -45,7 +45,7 @@ _FIXED_MODULES = (
 )
 """What never changes, or decides nothing."""
 _COUNTERS = {"misses"}
-_HERE = ("scheduler.py", "primitives.py", "disk.py", "collectives.py", "explore.py", "state.py", "strategies.py")
+_DRIVER = "/liveness/training.py"
 
 
 def state_of(scheduler: Scheduler, choices: list[Choice]) -> int:
@@ -67,8 +67,8 @@ def _stack(frame: types.FrameType | None) -> list[Any]:
     stack: list[Any] = []
     while frame is not None:
         code = frame.f_code
-        if not (code.co_filename.endswith(_HERE) and "/liveness/" in code.co_filename):
-            ours = "/ds_slide/" in code.co_filename or "/liveness/" in code.co_filename
+        ours = "/ds_slide/" in code.co_filename or code.co_filename.endswith(_DRIVER)
+        if ours or "/liveness/" not in code.co_filename:
             stack.append((code.co_name, code.co_firstlineno, frame.f_lasti, dict(frame.f_locals) if ours else None))
         frame = frame.f_back
     return stack
@@ -148,12 +148,12 @@ _CONTENTS: dict[type, Contents] = {
     range: lambda _walk, value: repr(value),
     Scheduler: _nothing,
     LogicalThread: lambda _walk, value: value.number,
-    primitives.Lock: lambda _walk, value: (None if value.owner is None else value.owner.number, value.count),
-    primitives.RLock: lambda _walk, value: (None if value.owner is None else value.owner.number, value.count),
-    primitives.Condition: lambda _walk, value: (value.lock, [waiter.notified for waiter in value._waiting]),
-    primitives.Event: lambda _walk, value: value._set,
-    primitives.SimpleQueue: lambda _walk, value: list(value.items),
-    primitives.Thread: lambda _walk, value: value.logical,
+    locks.Lock: lambda _walk, value: (None if value.owner is None else value.owner.number, value.count),
+    locks.RLock: lambda _walk, value: (None if value.owner is None else value.owner.number, value.count),
+    locks.Condition: lambda _walk, value: (value.lock, [waiter.notified for waiter in value._waiting]),
+    locks.Event: lambda _walk, value: value._set,
+    locks.SimpleQueue: lambda _walk, value: list(value.items),
+    stand_ins.Thread: lambda _walk, value: value.logical,
     Disk: lambda _walk, value: (value.rank, value.closed, value.pending),
     Transfer: lambda _walk, value: (value.key, value.then, value.told),
     Collectives: lambda _walk, value: (value._groups, value._queues),
