@@ -12,10 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_slide.errors import SlideError
-from liveness.primitives import Event, Thread
+from liveness.locks import Event
 from liveness.scheduler import Operation, active
+from liveness.stand_ins import Thread
 
 PATTERN = 0xA5
+
+Loses = Callable[[str, Sequence[str]], bool]
+"""(name of a transfer, names of those under way), such as "write weight of block 1"."""
 
 
 @dataclass
@@ -37,7 +41,7 @@ class Transfer:
 
 
 class Disk:
-    """`SsdStore`'s methods. `drop`: labels of transfers that never complete (the first of each)."""
+    """`SsdStore`'s methods. `loses`: whether a transfer that is submitted beside those under way never completes."""
 
     def __init__(
         self,
@@ -46,7 +50,7 @@ class Disk:
         *,
         rank: int = 0,
         fail: Callable[[BaseException], None],
-        drop: set[str] | None = None,
+        loses: Loses | None = None,
         **_others: Any,
     ) -> None:
         self.nbytes = nbytes
@@ -56,7 +60,7 @@ class Disk:
         self.closed = False
         self.counts = {"read_bytes": 0, "written_bytes": 0}
         self._fail = fail
-        self._drop = set() if drop is None else drop
+        self._loses = loses
         self.name: Callable[[int], str] = str
         """What lies at a byte; see `Names`."""
         self._memory = (ctypes.c_char * nbytes).from_buffer(self.bytes)
@@ -111,8 +115,7 @@ class Disk:
         if self.closed:
             raise SlideError("the store is closed")
         transfer = Transfer(write, parts, then, told, lambda offset: self.name(offset))
-        if str(transfer) in self._drop:
-            self._drop.discard(str(transfer))
+        if self._loses is not None and self._loses(str(transfer), [str(other) for other in self.pending]):
             return
         for part in parts:
             assert 0 <= part.offset and part.offset + part.nbytes <= self.nbytes

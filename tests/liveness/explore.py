@@ -2,145 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from liveness import primitives
-from liveness.collectives import Collectives
-from liveness.disk import Disk
-from liveness.patching import Replaceable, patched_engine
-from liveness.scheduler import Choice, Chooser, Outcome, Scheduler, Stop
+from liveness.disk import Loses
+from liveness.engine import Count, Engine, Finding, at_all_points, engine_for
+from liveness.scheduler import Choice, Chooser, Scheduler, Stop
+from liveness.sharing import Sharing, use_sharing
 from liveness.state import state_of
-from liveness.strategies import ORDERS, by_order, by_priorities, listed, with_departures
-from liveness.training import Configuration, run_training
+from liveness.strategies import ORDERS, by_order, by_priorities, with_departures
+from liveness.tiny import Configuration
 
 Departures = tuple[tuple[int, int], ...]
-
-
-@dataclass
-class Finding:
-    """A run that ended badly. `replay(configuration, choices)` repeats it."""
-
-    configuration: Configuration
-    how: str
-    outcome: Outcome
-
-    def __str__(self) -> str:
-        return (
-            f"{self.configuration.name}, {self.how}\n{self.outcome}\n{self.story()}\nchoices = {self.outcome.choices}"
-        )
-
-    def story(self) -> str:
-        """Who went on, one after the other."""
-        steps = []
-        for label, group in itertools.groupby(self.outcome.labels):
-            times = len(list(group))
-            steps.append(label.removeprefix("ds_slide-") + (f" x{times}" if times > 1 else ""))
-        return " > ".join(steps)
-
-
-@dataclass
-class Count:
-    """What an exploration has done."""
-
-    configuration: Configuration
-    bound: str
-    schedules: int = 0
-    points: int = 0
-    states: int = 0
-    seconds: float = 0.0
-    complete: bool = True
-    """Within its bound; False when time or schedules ran out."""
-    findings: list[Finding] = field(default_factory=list)
-    departures: list[int] = field(default_factory=list)
-    """Schedules by their number of departures."""
-
-    @property
-    def result(self) -> str:
-        return "no hang" if not self.findings else "; ".join(sorted({f.outcome.kind for f in self.findings}))
-
-
-class Engine:
-    """Runs one configuration again and again. `drop`: transfers that the disk loses."""
-
-    def __init__(self, replaceable: Replaceable, configuration: Configuration, drop: Sequence[str] = ()) -> None:
-        self.configuration = configuration
-        self._replaceable = replaceable
-        self._drop = drop
-        self._expected: Any = None
-
-    def run(self, chooser: Chooser, *, keep_labels: bool = False) -> Outcome:
-        outcome = self._run(self.configuration, chooser, keep_labels)
-        if outcome.kind == "done":
-            if self._expected is None:
-                reference = self._run(self.configuration.in_memory(), by_order(ORDERS["slow disk"]), False)
-                assert reference.kind == "done", f"the reference: {reference}"
-                self._expected = reference.result
-            self._compare(outcome)
-        return outcome
-
-    def _compare(self, outcome: Outcome) -> None:
-        for rank, ((seen, states), (seen_expected, states_expected)) in enumerate(
-            zip(outcome.result, self._expected, strict=True)
-        ):
-            different = [
-                what
-                for what, found, expected in (
-                    ("weights that were computed with", seen, seen_expected),
-                    ("states", states or states_expected, states_expected),
-                )
-                if found != expected
-            ]
-            if different:
-                outcome.kind = "error"
-                outcome.message = f"other bits than in memory on rank {rank}: {' and '.join(different)}"
-
-    def _run(self, configuration: Configuration, chooser: Chooser, keep_labels: bool) -> Outcome:
-        scheduler = Scheduler(chooser, keep_labels=keep_labels)
-        drop = set(self._drop)
-        self._replaceable.make_disk = lambda *args, **kwargs: Disk(*args, drop=drop, **kwargs)
-        self._replaceable.collectives = Collectives(configuration.ranks, one_at_a_time=configuration.one_at_a_time)
-
-        def main(rank: int) -> Callable[[], Any]:
-            return lambda: run_training(configuration, rank)
-
-        return scheduler.run(*[("compute", main(rank)) for rank in range(configuration.ranks)])
-
-
-@contextmanager
-def engine_for(configuration: Configuration, drop: Sequence[str] = ()) -> Iterator[Engine]:
-    with patched_engine() as replaceable:
-        yield Engine(replaceable, configuration, drop)
-
-
-def replay(configuration: Configuration, choices: Sequence[int], drop: Sequence[str] = ()) -> Outcome:
-    """One run by the list of the choices at all points (`Finding.outcome`), with the name of every choice."""
-    primitives.use_sharing(primitives.Sharing(all_points=True))
-    with engine_for(configuration, drop) as engine:
-        return engine.run(listed(choices), keep_labels=True)
-
-
-def _at_all_points(engine: Engine, outcome: Outcome, shared: set[primitives.Place]) -> Outcome:
-    """The run `outcome`, repeated with points at all operations, so that its list of choices needs nothing else."""
-    primitives.use_sharing(primitives.Sharing(all_points=True))
-    follow = listed(outcome.choices)
-
-    def choose(scheduler: Scheduler, choices: list[Choice]) -> int:
-        me = scheduler.current
-        if me is not None and not me.finished:
-            place = getattr(me.pending.target, "place", None)
-            if place is not None and place not in shared:
-                own = [index for index, choice in enumerate(choices) if choice.thread is me]
-                if own:
-                    return own[0]  # it was no point when the run was found
-        return follow(scheduler, choices)
-
-    return engine.run(choose, keep_labels=True)
 
 
 def explore_by_chance(
@@ -151,13 +25,13 @@ def explore_by_chance(
     seconds: float = float("inf"),
     chooser: Callable[[int], Chooser] = by_priorities,
     most_findings: int = 1,
-    drop: Sequence[str] = (),
+    loses: Loses | None = None,
 ) -> Count:
     """Random schedules, each by its seed, with points at every operation."""
-    primitives.use_sharing(primitives.Sharing(all_points=True))
-    count = Count(configuration, f"{schedules} random schedules")
-    started = time.perf_counter()
-    with engine_for(configuration, drop) as engine:
+    use_sharing(Sharing(all_points=True))
+    count = Count(configuration, "PCT")
+    started = time.process_time()
+    with engine_for(configuration, loses) as engine:
         for seed in range(first_seed, first_seed + schedules):
             outcome = engine.run(chooser(seed))
             count.schedules += 1
@@ -166,10 +40,26 @@ def explore_by_chance(
                 count.findings.append(Finding(configuration, f"seed {seed}", outcome))
                 if len(count.findings) >= most_findings:
                     break
-            if time.perf_counter() - started > seconds:
+            if time.process_time() - started > seconds:
                 count.complete = False
                 break
-    count.seconds = time.perf_counter() - started
+    count.seconds = time.process_time() - started
+    return count
+
+
+def explore_orders(configuration: Configuration, *, loses: Loses | None = None) -> Count:
+    """One schedule for every order of the lanes, each with another one the slowest."""
+    use_sharing(Sharing(all_points=True))
+    count = Count(configuration, "orders")
+    started = time.process_time()
+    with engine_for(configuration, loses) as engine:
+        for name, order in ORDERS.items():
+            outcome = engine.run(by_order(order))
+            count.schedules += 1
+            count.points += outcome.points
+            if outcome.kind in ("deadlock", "error"):
+                count.findings.append(Finding(configuration, name, outcome))
+    count.seconds = time.process_time() - started
     return count
 
 
@@ -203,24 +93,24 @@ def explore_all(
     order: str = "slow disk",
     seconds: float = float("inf"),
     most_findings: int = 1,
-    drop: Sequence[str] = (),
+    loses: Loses | None = None,
 ) -> Count:
     """All schedules that depart at most so often from the order (None: all there are), fewest departures first.
 
     A state that was reached before, with as many departures or fewer, is not followed again.
     """
-    sharing = primitives.Sharing()
-    started = time.perf_counter()
-    with engine_for(configuration, drop) as engine:
+    sharing = Sharing()
+    started = time.process_time()
+    with engine_for(configuration, loses) as engine:
         while True:
-            primitives.use_sharing(sharing)
+            use_sharing(sharing)
             sharing.changed = False
             count = _explore(engine, departures, ORDERS[order], started + seconds, most_findings, sharing)
             if not sharing.changed:
                 break
-    bound = "all" if departures is None else f"{departures} departures"
-    count.bound = f"{bound} from {order!r}"
-    count.seconds = time.perf_counter() - started
+    reached = len(count.departures) - 1
+    count.bound = "all" if departures is None else f"{reached} departures from {order}"
+    count.seconds = time.process_time() - started
     return count
 
 
@@ -230,7 +120,7 @@ def _explore(
     order: Sequence[str],
     until: float,
     most_findings: int,
-    sharing: primitives.Sharing,
+    sharing: Sharing,
 ) -> Count:
     count = Count(engine.configuration, "")
     seen: set[int] = set()
@@ -249,13 +139,13 @@ def _explore(
         if departures is None or len(path) < departures:
             todo.extend((*path, other) for other in frontier.others)
         if outcome.kind in ("deadlock", "error"):
-            repeated = _at_all_points(engine, outcome, sharing.shared)
+            repeated = at_all_points(engine, outcome, sharing.shared)
             assert repeated.kind == outcome.kind, f"{outcome}\nwas repeated as\n{repeated}"
-            primitives.use_sharing(sharing)
+            use_sharing(sharing)
             count.findings.append(Finding(engine.configuration, f"departures {path}", repeated))
             if len(count.findings) >= most_findings:
                 break
-        if time.perf_counter() > until:
+        if time.process_time() > until:
             break
     count.complete = not todo
     count.states = len(seen)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import greenlet
+
+from liveness.outcome import Outcome, Wait, describe, stack_of
 
 POLL_LIMIT_S = 5.0
 """A wait with a shorter time limit is a poll: it may end when nothing else can run. Longer ones count as unlimited."""
@@ -99,33 +101,6 @@ class Choice:
         return name if not self.thread.rank else f"rank 1: {name}"
 
 
-@dataclass
-class Wait:
-    thread: str
-    kind: str
-    target: str
-    stack: list[str]
-
-    def __str__(self) -> str:
-        return f"{self.thread}: {self.kind} {self.target}\n" + "\n".join(f"    {line}" for line in self.stack)
-
-
-@dataclass
-class Outcome:
-    """How a run ended. kind: "done", "deadlock", "error" or "stopped" (by the one who chooses)."""
-
-    kind: str
-    choices: list[int] = field(default_factory=list)
-    labels: list[str] = field(default_factory=list)
-    points: int = 0
-    waits: list[Wait] = field(default_factory=list)
-    message: str = ""
-    result: Any = None
-
-    def __str__(self) -> str:
-        return "\n".join([f"{self.kind}: {self.message}", *map(str, self.waits)])
-
-
 Chooser = Callable[["Scheduler", list[Choice]], int]
 """-> index of the choice, or raises Stop."""
 
@@ -152,10 +127,14 @@ class Scheduler:
         self.chooser = chooser
         self.exploring = False
         """Off while the engine is built and after the part that is explored: then the first choice is taken."""
+        self.leave_threads = False
+        """The run is over when the computing threads have ended, whatever the others do."""
         self.dying = False
         self.points = 0
         self.objects = 0
         self.disks: list[Any] = []
+        self.tell: list[Callable[[], str]] = []
+        """What else to say of a deadlock."""
         self._keep_labels = keep_labels
         self._choices: list[int] = []
         self._labels: list[str] = []
@@ -233,6 +212,8 @@ class Scheduler:
         """Who goes on; None when the run is over."""
         if self._ended is not None:
             return None
+        if self.leave_threads and all(thread.finished for thread in self._main):
+            return None
         self.points += 1
         if self.points > MOST_POINTS:
             self._ended = self._outcome("error", f"no end after {MOST_POINTS} points: does something spin?")
@@ -288,7 +269,7 @@ class Scheduler:
             for thread in polls:
                 thread.pending.expired = True
             return self.choices()[:1]
-        self._ended = self._outcome("deadlock", "nothing can go on")
+        self._ended = self._outcome("deadlock", "\n".join(["nothing can go on", *(tell() for tell in self.tell)]))
         self._ended.waits = waits
         return []
 
@@ -298,8 +279,8 @@ class Scheduler:
             Wait(
                 Choice(thread, None).label,
                 "waits for" if thread.pending.ready is not None else "is about to",
-                f"{thread.pending.kind} of {_describe(thread.pending.target)}",
-                _stack(thread),
+                f"{thread.pending.kind} of {describe(thread.pending.target)}",
+                stack_of(thread.frames()),
             )
             for thread in self.threads
             if not thread.finished
@@ -315,20 +296,3 @@ class Scheduler:
                     break
                 thread.greenlet.throw(Killed)
         self.current = None
-
-
-def _describe(target: Any) -> str:
-    return target.describe() if hasattr(target, "describe") else str(getattr(target, "name", type(target).__name__))
-
-
-def _stack(thread: LogicalThread) -> list[str]:
-    """Where the engine stands, outermost first."""
-    lines = []
-    for frame in reversed(thread.frames()):
-        code = frame.f_code
-        if "/ds_slide/" in code.co_filename or code.co_filename.endswith("training.py"):
-            place = code.co_filename.split("/ds_slide/")[-1].rsplit("/liveness/", maxsplit=1)[-1]
-            unit = frame.f_locals.get("unit")
-            of = f" ({unit.name})" if hasattr(unit, "name") else ""
-            lines.append(f"{place}:{frame.f_lineno} {code.co_qualname}{of}")
-    return lines

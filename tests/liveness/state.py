@@ -5,26 +5,31 @@ from there: containers, objects of the engine, closures, locks, events and queue
 not by its bytes, identities are numbered as they are met, and times and statistics are left out: nothing that anybody
 waits for depends on them. What Python keeps on the evaluation stack of a frame alone (iterators of loops) is not seen;
 in this code the local variables tell the same.
+
+The walk is that of pickle, which is written in C; nothing is ever loaded from its bytes.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
+import pickle
 import sys
 import types
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from liveness import primitives
+from ds_slide.store.ssd import Part
+from liveness import locks, stand_ins
 from liveness.collectives import Collectives, Group, Meeting
 from liveness.disk import Disk, Transfer
 from liveness.scheduler import Choice, LogicalThread, Scheduler
 
-_SIMPLE = (int, float, str, bytes, bool, complex, type(None))
 _FIXED_MODULES = (
     "ds_slide.model",
     "ds_slide.plan",
@@ -34,160 +39,137 @@ _FIXED_MODULES = (
     "ds_slide.store.planes",
     "ds_slide.store.ssd_places",
     "ds_slide.runtime.settings",
+    "ds_slide.runtime.hooks",
     "torch",
     "logging",
 )
 """What never changes, or decides nothing."""
 _COUNTERS = {"misses"}
-_HERE = ("scheduler.py", "primitives.py", "disk.py", "collectives.py", "explore.py", "state.py", "strategies.py")
+_DRIVER = "/liveness/training.py"
 
 
 def state_of(scheduler: Scheduler, choices: list[Choice]) -> int:
     """Called by a chooser. `choices`: what can go on, which belongs to the state."""
-    walk = _Walk()
+    threads: list[Any] = []
     for thread in scheduler.threads:
         if thread.finished:
-            walk.out.append(-1)
+            threads.append(thread.number)
             continue
-        walk.out.append(thread.number)
-        walk.out.append(thread.pending.kind)
-        walk.value(thread.pending.target)
         frame = sys._getframe(1) if thread is scheduler.current else thread.greenlet.gr_frame
-        while frame is not None:
-            walk.frame(frame)
-            frame = frame.f_back
-    walk.out.append(
-        tuple((choice.thread.number, 0 if choice.option is None else choice.option.key) for choice in choices)
-    )
-    walk.finish()
-    return hash(tuple(walk.out))
+        threads.append((thread.number, thread.pending.kind, thread.pending.target, _stack(frame)))
+    options = [(c.thread.number, 0 if c.option is None else c.option.key) for c in choices]
+    file = io.BytesIO()
+    _Walk(file, protocol=5).dump((threads, options))
+    return hash(file.getvalue())
 
 
-class _Walk:
-    def __init__(self) -> None:
-        self.out: list[Any] = []
-        self._numbers: dict[int, int] = {}
-        self._todo: deque[Any] = deque()
-        self._alive: list[Any] = []
-
-    def finish(self) -> None:
-        while self._todo:
-            self._open(self._todo.popleft())
-
-    def frame(self, frame: types.FrameType) -> None:
+def _stack(frame: types.FrameType | None) -> list[Any]:
+    stack: list[Any] = []
+    while frame is not None:
         code = frame.f_code
-        if code.co_filename.endswith(_HERE) and "/liveness/" in code.co_filename:
-            return
-        self.out.append((code.co_name, code.co_firstlineno, frame.f_lasti))
-        for name, value in frame.f_locals.items():
-            self.out.append(name)
-            self.value(value)
+        ours = "/ds_slide/" in code.co_filename or code.co_filename.endswith(_DRIVER)
+        if ours or "/liveness/" not in code.co_filename:
+            stack.append((code.co_name, code.co_firstlineno, frame.f_lasti, dict(frame.f_locals) if ours else None))
+        frame = frame.f_back
+    return stack
 
-    def value(self, value: Any) -> None:
-        """Note a simple value, or the number of an object, which is opened when it is met first."""
-        if isinstance(value, _SIMPLE):
-            self.out.append(value)
-            return
-        number = self._numbers.get(id(value))
-        if number is not None:
-            self.out.append(("is", number))
-            return
-        self._numbers[id(value)] = len(self._numbers)
-        self._alive.append(value)  # or another object could get its id
-        self.out.append(("new", type(value).__name__))
-        self._todo.append(value)
 
-    def values(self, values: Any) -> None:
-        for value in values:
-            self.value(value)
+def _object(*_args: Any) -> None:
+    """Stands in the bytes for whatever an object is."""
 
-    def _open(self, value: Any) -> None:
-        out = self.out
+
+class _Walk(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol=protocol)
+        self._storages: dict[int, int] = {}
+
+    def reducer_override(self, value: Any) -> Any:
         kind = type(value)
-        if isinstance(value, torch.Tensor):
-            out.append((self._storage(value), value.storage_offset(), value.numel(), value.grad is not None))
-        elif kind in (dict, defaultdict, OrderedDict, Counter):
-            out.append(len(value))
-            for key, item in value.items():
-                self.value(key)
-                self.value(item)
-        elif kind in (list, tuple, deque):
-            out.append(len(value))
-            self.values(value)
-        elif kind in (set, frozenset):
-            out.append(tuple(sorted(map(repr, value))))
-        elif kind is types.MethodType:
-            out.append(value.__func__.__qualname__)
-            self.value(value.__self__)
-        elif kind is types.FunctionType:
-            out.append((value.__qualname__, value.__code__.co_firstlineno))
-            for cell in value.__closure__ or ():
-                self.value(_contents(cell))
-            self.values(value.__defaults__ or ())
-        elif kind is partial:
-            self.value(value.func)
-            self.values(value.args)
-            self.values(value.keywords.values())
-        elif kind is types.GeneratorType:
-            out.append(value.__qualname__)
-            if value.gi_frame is not None:
-                self.frame(value.gi_frame)
-        elif kind in (itertools.count, slice, range):
-            out.append(repr(value))
-        else:
-            self._object(value)
+        if value is _object:
+            return NotImplemented
+        contents = _CONTENTS.get(kind)
+        if contents is None:
+            contents = _CONTENTS[kind] = _contents_of(kind)
+        return _object, (kind.__name__,), contents(self, value)
 
-    def _object(self, value: Any) -> None:
-        if isinstance(value, LogicalThread):
-            self.out.append(value.number)
-        elif isinstance(value, primitives.Lock):
-            self.out.append((None if value.owner is None else value.owner.number, value.count))
-        elif isinstance(value, primitives.Condition):
-            self.value(value.lock)
-            self.out.append(tuple(waiter.notified for waiter in value._waiting))
-        elif isinstance(value, primitives.Event):
-            self.out.append(value._set)
-        elif isinstance(value, primitives.SimpleQueue):
-            self.values(value.items)
-        elif isinstance(value, primitives.Thread):
-            self.value(value.logical)
-        elif isinstance(value, Disk):
-            self.out.append((value.rank, value.closed))
-            self.values(value.pending)
-        elif isinstance(value, Transfer):
-            self.out.append(value.key)
-            self.value(value.then)
-            self.value(value.told)
-        elif isinstance(value, Collectives):
-            self.values(value._groups.values())
-            self.values(value._queues.values())
-        elif isinstance(value, Group):
-            self.out.append((value.name, tuple(value.issued.values())))
-        elif isinstance(value, Meeting):
-            self.out.append((value.what, tuple(sorted(value.calls)), value.over))
-        elif not isinstance(value, type | types.ModuleType | nn.Module):
-            self._attributes(value)
-
-    def _attributes(self, value: Any) -> None:
-        if type(value).__module__.startswith(_FIXED_MODULES):
-            return
-        for name, item in getattr(value, "__dict__", {}).items():
-            if name not in _COUNTERS:
-                self.out.append(name)
-                self.value(item)
-        for kind in type(value).__mro__:
-            slots = kind.__dict__.get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if name != "__weakref__" and hasattr(value, name):
-                    self.value(getattr(value, name))
-
-    def _storage(self, tensor: torch.Tensor) -> int:
-        key = -1 - tensor.untyped_storage().data_ptr()  # no id is negative
-        return self._numbers.setdefault(key, len(self._numbers))
+    def tensor(self, value: torch.Tensor) -> Any:
+        # The storage by the order in which it is met: buffers of a pool are as good as each other.
+        storage = self._storages.setdefault(value.untyped_storage().data_ptr(), len(self._storages))
+        return storage, value.storage_offset(), value.numel(), value.grad is not None
 
 
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return "empty"
+Contents = Callable[[_Walk, Any], Any]
+
+
+def _nothing(_walk: _Walk, _value: Any) -> Any:
+    return None
+
+
+def _function(_walk: _Walk, value: Any) -> Any:
+    cells = []
+    for cell in value.__closure__ or ():
+        try:
+            cells.append(cell.cell_contents)
+        except ValueError:
+            cells.append("empty")
+    return value.__qualname__, value.__code__.co_firstlineno, cells, value.__defaults__
+
+
+def _has_addresses(item: Any) -> bool:
+    """A dictionary by the addresses of memory, which are others in every run."""
+    return type(item) is dict and bool(item) and type(first := next(iter(item))) is int and first > 1 << 32
+
+
+def _attributes(names: tuple[str, ...]) -> Contents:
+    def contents(_walk: _Walk, value: Any) -> Any:
+        found = {
+            name: list(item.values()) if _has_addresses(item) else item
+            for name, item in getattr(value, "__dict__", {}).items()
+            if name not in _COUNTERS
+        }
+        for name in names:
+            if hasattr(value, name):
+                found[name] = getattr(value, name)
+        return found
+
+    return contents
+
+
+_CONTENTS: dict[type, Contents] = {
+    types.FunctionType: _function,
+    types.MethodType: lambda _walk, value: (value.__func__.__qualname__, value.__self__),
+    types.BuiltinMethodType: lambda _walk, value: (value.__name__, getattr(value, "__self__", None)),
+    types.GeneratorType: lambda _walk, value: (value.__qualname__, _stack(value.gi_frame)),
+    partial: lambda _walk, value: (value.func, value.args, value.keywords),
+    deque: lambda _walk, value: list(value),
+    itertools.count: lambda _walk, value: repr(value),
+    Part: lambda _walk, value: (value.offset, value.nbytes),
+    slice: lambda _walk, value: (value.start, value.stop),
+    range: lambda _walk, value: repr(value),
+    Scheduler: _nothing,
+    LogicalThread: lambda _walk, value: value.number,
+    locks.Lock: lambda _walk, value: (None if value.owner is None else value.owner.number, value.count),
+    locks.RLock: lambda _walk, value: (None if value.owner is None else value.owner.number, value.count),
+    locks.Condition: lambda _walk, value: (value.lock, [waiter.notified for waiter in value._waiting]),
+    locks.Event: lambda _walk, value: value._set,
+    locks.SimpleQueue: lambda _walk, value: list(value.items),
+    stand_ins.Thread: lambda _walk, value: value.logical,
+    Disk: lambda _walk, value: (value.rank, value.closed, value.pending),
+    Transfer: lambda _walk, value: (value.key, value.then, value.told),
+    Collectives: lambda _walk, value: (value._groups, value._queues),
+    Group: lambda _walk, value: (value.name, list(value.issued.values())),
+    Meeting: lambda _walk, value: (value.what, sorted(value.calls), value.over),
+}
+
+
+def _contents_of(kind: type) -> Contents:
+    """What of an object of this type belongs to the state."""
+    if issubclass(kind, torch.Tensor):
+        return _Walk.tensor
+    if issubclass(kind, dict):
+        return lambda _walk, value: dict(value)
+    if issubclass(kind, type | types.ModuleType | nn.Module) or kind.__module__.startswith(_FIXED_MODULES):
+        return _nothing
+    slots = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    return _attributes(tuple(name for name in names if name != "__weakref__"))
