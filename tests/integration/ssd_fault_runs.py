@@ -57,7 +57,7 @@ class Run:
 
 
 class Launcher:
-    """The process whose forks the runs are. `shim`: preloaded, None where there is no compiler. `worker`: its script."""
+    """The process whose forks the runs are. `shim`: preloaded, None where there is no compiler. `worker`: script."""
 
     def __init__(self, folder: Path, shim: Path | None, worker: str = "ssd_fault_worker.py") -> None:
         self.shim = shim
