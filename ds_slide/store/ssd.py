@@ -157,7 +157,7 @@ class SsdStore:
     def remove_files(self) -> None:
         """Remove the run directories while transfers may be under way: the process is about to be ended."""
         for directory in self._directories:
-            directory.close()
+            directory.remove_now()
 
     def close(self) -> None:
         """Wait for the requests in flight, drop the others, remove the run directories. A second call does nothing.

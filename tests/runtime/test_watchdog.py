@@ -138,11 +138,12 @@ def ranks() -> Scene:
 
 
 def test_who_waits_is_named_clients_first(scene: Scene) -> None:
-    with scene.waiting("block 3", "ds_slide-h2d"), scene.waiting("the weights of block 3"):
+    lanes = [scene.waiting("block 3", "ds_slide-h2d"), scene.waiting("a gradient", "ds_slide-update")]
+    with lanes[0], scene.waiting("the weights of block 3"), lanes[1]:
         assert scene.pass_time(LIMIT_S - LOOK_S) is None
         message = scene.pass_time(LOOK_S)
     assert message is not None
-    assert "MainThread waits for the weights of block 3; ds_slide-h2d waits for block 3" in message
+    assert "MainThread waits for the weights of block 3; ds_slide-h2d waits for block 3; ds_slide-update" in message
     assert f"nothing has come forward for {LIMIT_S:.0f} s" in message and "ds_slide.hang_timeout" in message
 
 
