@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -64,6 +65,7 @@ def build_runtime(
     recorder = StepRecorder(device)
     memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.huge_pages)
     empty = Empty.on(device.torch, settings.dtype)
+    ranks = dataclasses.replace(ranks, failures=failures)
     store, on_ssd = open_store(unit_plans, plan, settings, ranks, failures)
     units: list[Unit] = []
     try:
@@ -84,6 +86,8 @@ def build_runtime(
         raise
     # The buffers were zeroed on this thread's stream; the lanes' streams know nothing of it.
     device.synchronize()
+    if runtime.parts.watchdog is not None:
+        runtime.parts.watchdog.start()
     runtime.start()
     return runtime
 
@@ -229,12 +233,15 @@ def _watchdog(
 ) -> Watchdog | None:
     if not settings.hang_timeout_s:
         return None
+    peers = Peers.of(ranks.rank, ranks.gradients) if ranks.world_size > 1 else None
+    if ranks.world_size > 1 and peers is None:
+        return None
     return Watchdog(
         failures,
         device,
         settings.hang_timeout_s,
         progress=[] if ssd is None else [ssd.moved_bytes],
-        peers=Peers(ranks.rank, ranks.gradients) if ranks.world_size > 1 else None,
+        peers=peers,
         last=(lambda: None) if ssd is None else ssd.remove_files,
     )
 

@@ -446,8 +446,11 @@ class SlideRuntime:
         self._hooks.clear()
         if self.rows is not None:
             self.rows.close()
-        with self.parts.failures.waiting("the engine to end"):
-            self.parts.lanes.close(self.parts.ssd, self.parts.failures)
-            self.device.synchronize()
-        if self.parts.watchdog is not None:
-            self.parts.watchdog.close()
+        why = self.parts.failures.message
+        try:
+            with self.parts.failures.waiting("the engine to end"):
+                self.parts.lanes.close(self.parts.ssd, self.parts.failures)
+                self.device.synchronize()
+        finally:
+            if self.parts.watchdog is not None:
+                self.parts.watchdog.close(why)

@@ -30,6 +30,8 @@ class Wait:
     number: int
     thread: str
     what: str
+    for_ranks: bool = False
+    """Whether it is for other ranks."""
 
     @property
     def of_client(self) -> bool:
@@ -56,6 +58,8 @@ class Failures:
         self._waits: dict[int, tuple[Wait, Wake | None]] = {}
         self._numbers = itertools.count()
         self._outstanding: list[_Outstanding] = []
+        self.who_has_ended: Callable[[], str] = str
+        """Which other ranks; empty where nothing is known of them."""
         self.progress = 0
         """Counts hand-overs: tickets kept, transfers and tasks completed. Two threads may count one together: it only
         has to change."""
@@ -89,16 +93,22 @@ class Failures:
         if self._first is not None:
             raise SlideError(str(self._first)) from self._cause
 
+    @property
+    def message(self) -> str:
+        """Of the first failure; empty when there is none."""
+        return "" if self._first is None else str(self._first)
+
     # ---- waiting -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def waiting(self, what: str, wake: Wake | None = None) -> Iterator[None]:
+    def waiting(self, what: str, wake: Wake | None = None, *, for_ranks: bool = False) -> Iterator[None]:
         """Around a wait of the calling thread. `what`: what it waits for, as the end of a sentence. `wake`: ends the
         wait, and is called when a lane fails, at once where one has failed already; None for a wait that cannot be
-        ended from outside. The caller looks at `raise_first` when it was woken for no other reason."""
+        ended from outside. The caller looks at `raise_first` when it was woken for no other reason. `for_ranks`: it
+        waits for other ranks, and in vain if one of them has ended."""
         with self._lock:
             number = next(self._numbers)
-            self._waits[number] = (Wait(number, threading.current_thread().name, what), wake)
+            self._waits[number] = (Wait(number, threading.current_thread().name, what, for_ranks), wake)
             failed = self._first is not None
         try:
             if failed and wake is not None:
@@ -132,12 +142,13 @@ class Failures:
     def collective(self, what: str) -> Iterator[None]:
         """Around a call of torch.distributed, in which the host may wait for the other ranks."""
         try:
-            with self.waiting(f"the other ranks in {what}"):
+            with self.waiting(f"the other ranks in {what}", for_ranks=True):
                 yield
         except RuntimeError as error:
             if isinstance(error, SlideError):
                 raise
-            raise SlideError(f"{what} failed, mostly because another rank has ended: {error}") from error
+            ended = self.who_has_ended() or "mostly because another rank has ended"
+            raise SlideError(f"{what} failed: {ended}: {' '.join(str(error).split())}") from error
         self.progressed()
 
     def outstanding(self, what: str, end: Marker) -> None:

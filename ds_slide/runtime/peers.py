@@ -1,24 +1,36 @@
 """What the ranks tell each other about how they are, so that a wait for another rank can be judged.
 
-Through a key-value store of torch.distributed that only the watchdogs use: its calls come from their threads, and wait
-for nothing that a rank does. Whether a process of the same machine is alive is asked of the operating system.
+By datagrams from rank to rank: nobody serves the others, sending and hearing never block, and one that is lost is
+followed by the next. A connection would stand still together with the rank at its other end. Whether a process of this
+machine is alive is asked of the operating system.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import json
+import logging
 import os
+import secrets
+import select
 import socket
 import time
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
 
-ANSWER_S = 10.0
-"""For an answer of the store; a later one counts as none."""
+HEAR_S = 10.0
+"""For the first word of every other rank."""
+AGAIN_S = 0.05
+"""Until the next try there."""
+LONGEST_WHAT = 1000
+"""Characters of a datagram's sentence."""
+
+_log = logging.getLogger("ds_slide")
 
 
 @dataclass(frozen=True)
@@ -27,7 +39,7 @@ class State:
 
     stands_s: float = 0.0
     what: str = ""
-    """Who waits for what there."""
+    """Who waits for what there, or why it has ended."""
     closed: bool = False
     """Its engine has ended."""
 
@@ -39,16 +51,19 @@ class Process:
     host: str
     number: int
     started: str
+    machine: str
+    """Where its number means something: "" where nothing is known of processes."""
 
     @classmethod
     def own(cls) -> Process:
         number = os.getpid()
-        return cls(_machine(), number, (_status(number) or ("", ""))[1])
+        status = _status(number)
+        return cls(socket.gethostname(), number, "" if status is None else status[1], _machine() if status else "")
 
     @property
     def is_near(self) -> bool:
-        """Whether it runs on this machine, where the operating system knows of it."""
-        return self.host == _machine()
+        """Whether the operating system here knows of it."""
+        return bool(self.machine) and self.machine == _machine()
 
     def is_gone(self) -> bool:
         """Of a process of this machine."""
@@ -69,96 +84,144 @@ class Peer:
     process: Process
     state: State
     silent_s: float
-    """Seconds since it last told anything new."""
+    """Seconds since it was last heard of."""
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", f"rank {self.rank} (process {self.process.number} on {self.process.host})")
 
     @property
+    def is_gone(self) -> bool:
+        return self.process.is_near and self.process.is_gone()
+
+    @property
     def has_ended(self) -> bool:
         """Its engine, or its process."""
-        return self.state.closed or (self.process.is_near and self.process.is_gone())
+        return self.state.closed or self.is_gone
 
     def stands(self, limit_s: float) -> bool:
-        """Whether it waits, too, and nothing has come forward there for as long. A rank that is a look behind counts,
-        and one that has not been heard of, unless a debugger holds it."""
+        """Whether it waits, too, and nothing has come forward there for as long. A rank that is two looks behind
+        counts, and one that has not been heard of, unless a debugger holds it."""
         if self.process.is_near and self.process.is_stopped():
             return False
-        return self.state.stands_s >= 0.5 * limit_s or self.silent_s >= limit_s
+        return self.state.stands_s >= 0.9 * limit_s or self.silent_s >= limit_s
 
     def __str__(self) -> str:
-        if self.process.is_near and self.process.is_gone():
-            return f"{self.name} is gone"
-        return f"{self.name} has ended its engine"
+        return f"{self.name} is gone" if self.is_gone else f"{self.name} has ended its engine"
 
 
 class Peers:
-    """Made by all ranks together. `tell` and `others` are called by the watchdog's thread, and at its close."""
+    """`tell` and `others` are called by the watchdog's thread, and at its close."""
 
-    _engines = itertools.count()
-    _store: Any = None
-    """Of this process, for all its engines: rank 0's process serves it as long as it lives."""
-
-    def __init__(self, rank: int, members: Any) -> None:
-        """`members`: the process group of the ranks."""
-        processes: list[Any] = [None] * dist.get_world_size(members)
-        dist.all_gather_object(processes, asdict(Process.own()), group=members)
+    def __init__(
+        self,
+        rank: int,
+        processes: Sequence[Process],
+        addresses: Sequence[tuple[str, int]],
+        secret: str,
+        channel: socket.socket,
+    ) -> None:
+        """By rank: `processes` and `addresses`. `secret`: known to these ranks only. `channel`: bound to our own."""
         self._rank = rank
-        self._processes = [Process(**process) for process in processes]
-        store = Peers._store = Peers._store or _open_store(rank, self._processes, members)
-        number = next(Peers._engines)
-        self._keys = [f"ds_slide/{number}/{other}" for other in range(len(processes))]
-        self._told: Any = store
-        self._turn = itertools.count()
+        self._processes = processes
         others = [other for other in range(len(processes)) if other != rank]
-        self._heard: dict[int, tuple[int, float]] = dict.fromkeys(others, (-1, time.monotonic()))
-        """By rank: the number of its last news, and when they came."""
+        self._addresses: dict[int, Any] = {other: tuple(addresses[other]) for other in others}
+        self._secret = secret
+        self._channel = channel
+        channel.setblocking(False)
+        self._turn = itertools.count()
+        self._heard = dict.fromkeys(others, -1)
+        """The number of each rank's last news."""
         self._known = dict.fromkeys(others, State())
-        self.tell(State())
-        dist.barrier(members)  # from here on every key is there
+        self._silent_s = dict.fromkeys(others, 0.0)
 
-    def tell(self, state: State) -> None:
-        """Let the others know."""
-        try:
-            self._told.set(self._keys[self._rank], json.dumps([next(self._turn), asdict(state)]))
-        except (RuntimeError, OSError):
-            return  # who serves the store is gone; the others see that for themselves
+    @classmethod
+    def of(cls, rank: int, members: Any) -> Peers | None:
+        """Called by all ranks of the process group `members` together. None, on all of them, where datagrams do not
+        pass between them."""
+        channel, address = _open_channel()
+        told: list[Any] = [None] * dist.get_world_size(members)
+        dist.all_gather_object(told, (asdict(Process.own()), address, secrets.token_hex(16)), group=members)
+        peers = cls(rank, [Process(**one[0]) for one in told], [one[1] for one in told], told[0][2], channel)
+        all_heard: list[Any] = [None] * len(told)
+        dist.all_gather_object(all_heard, peers._hear_everyone(), group=members)
+        if all(all_heard):
+            return peers
+        peers.close()
+        _log.warning(
+            "ds_slide.hang_timeout has no effect: datagrams (UDP) do not pass between the machines, so that the ranks "
+            "cannot tell each other how they are"
+        )
+        return None
+
+    def tell(self, state: State, passed_s: float = 0.0) -> None:
+        """Let the others know. `passed_s`: since the last time, in which they may have been silent."""
+        state = replace(state, what=state.what[:LONGEST_WHAT])
+        datagram = json.dumps([self._secret, self._rank, next(self._turn), asdict(state)]).encode()
+        for address in self._addresses.values():
+            with contextlib.suppress(OSError):  # a machine that is gone: its silence tells
+                self._channel.sendto(datagram, address)
+        for rank in self._silent_s:
+            self._silent_s[rank] += passed_s
+        self._hear()
 
     def others(self) -> list[Peer]:
         """The other ranks, as they have told last."""
-        return [self._other(rank) for rank in self._known]
+        self._hear()
+        for rank in self._silent_s:
+            if self._processes[rank].is_near and self._processes[rank].is_stopped():
+                self._silent_s[rank] = 0.0  # once it goes on it may take a moment to say so
+        return [Peer(rank, self._processes[rank], self._known[rank], self._silent_s[rank]) for rank in self._known]
 
-    def _other(self, rank: int) -> Peer:
-        try:
-            turn, state = json.loads(self._told.get(self._keys[rank]))
-            if turn != self._heard[rank][0]:
-                self._heard[rank] = (turn, time.monotonic())
-                self._known[rank] = State(**state)
-        except (RuntimeError, OSError):
-            pass  # nobody serves the store any more: the last that is known, and silence
-        silent_s = time.monotonic() - self._heard[rank][1]
-        return Peer(rank, self._processes[rank], self._known[rank], silent_s)
+    def close(self) -> None:
+        self._channel.close()
+
+    def _hear(self) -> None:
+        with contextlib.suppress(OSError):  # nothing is left, or closed
+            while True:
+                datagram, address = self._channel.recvfrom(1 << 16)
+                try:
+                    secret, rank, turn, state = json.loads(datagram)
+                    if secret == self._secret and turn > self._heard[rank]:
+                        self._heard[rank], self._known[rank], self._silent_s[rank] = turn, State(**state), 0.0
+                        self._addresses[rank] = address  # the one that was told may be right on that machine only
+                except (ValueError, TypeError, KeyError):
+                    continue  # a stranger's
+
+    def _hear_everyone(self) -> bool:
+        """Whether every other rank has been heard. Afterwards every one of them can have heard this rank."""
+        deadline = time.monotonic() + HEAR_S
+        while time.monotonic() < deadline and -1 in self._heard.values():
+            self.tell(State())
+            select.select([self._channel], [], [], AGAIN_S)
+        for _ in range(3):  # now to addresses that are known to be right; one of them arrives
+            self.tell(State())
+        return -1 not in self._heard.values()
 
 
-def _open_store(rank: int, processes: list[Process], members: Any) -> Any:
-    """A store of its own: a call of the group's store may wait for ranks that are behind, and hold up all others."""
-    timeout = timedelta(seconds=ANSWER_S)
-    address = "127.0.0.1"
-    if any(not process.is_near for process in processes):
-        address = os.environ.get("MASTER_ADDR", processes[0].host)
-    served = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout) if rank == 0 else None
-    where: list[Any] = [None if served is None else (address, served.port)]
-    source = 0 if members is None else dist.get_global_rank(members, 0)
-    dist.broadcast_object_list(where, src=source, group=members)
-    if served is not None:
-        return served
-    host, port = where[0]
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+def _open_channel() -> tuple[socket.socket, tuple[str, int]]:
+    """A socket for datagrams, and the address under which the other ranks reach it."""
+    try:
+        found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", "127.0.0.1"), 9, type=socket.SOCK_DGRAM)
+        family, *_, master = found[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(master)  # sends nothing: it asks for the way there
+            own = str(probe.getsockname()[0])
+    except OSError:
+        family, own = socket.AF_INET, "127.0.0.1"
+    channel = socket.socket(family, socket.SOCK_DGRAM)
+    channel.bind(("", 0))
+    return channel, (own, channel.getsockname()[1])
 
 
+@functools.cache
 def _machine() -> str:
-    return socket.gethostname()
+    """The same for processes that see each other's numbers. Not the host's name, which containers may share."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def _status(number: int) -> tuple[str, str] | None:

@@ -7,6 +7,7 @@ threads cannot promise that.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ds_slide.model.layout import piece
+from ds_slide.runtime.handoff import Failures
 from ds_slide.runtime.unit import Unit
 
 
@@ -25,6 +27,8 @@ class Ranks:
     world_size: int
     weights: Any = None
     gradients: Any = None
+    failures: Failures | None = None
+    """Of the engine, which has to know of waits for other ranks; None before there is one."""
 
     @classmethod
     def over(cls, group: Any) -> Ranks:
@@ -48,7 +52,8 @@ class Ranks:
         thread, `weights` for the h2d lane and `gradients` for the compute thread."""
         local = unit.layout.local_numel
         flat = gathered[: self.world_size * local]
-        dist.all_gather_into_tensor(flat, own, group=group)
+        with self._collective(f"the gathering of the weights of {unit.name}"):
+            dist.all_gather_into_tensor(flat, own, group=group)
         targets, sources = [], []
         for entry in unit.layout.entries:
             for rank in range(self.world_size):
@@ -67,16 +72,22 @@ class Ranks:
         Divided before the sum, as DeepSpeed does, so that bf16 sums do not overflow earlier than stock's.
         """
         packed.div_(self.world_size)
-        dist.reduce_scatter_tensor(own, packed, group=self.gradients)
+        with self._collective("the reduction of a gradient"):
+            dist.reduce_scatter_tensor(own, packed, group=self.gradients)
 
     def least_(self, values: torch.Tensor) -> torch.Tensor:
         """Smallest of `values` over the ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.gradients)
+            with self._collective("the minimum over the ranks"):
+                dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.gradients)
         return values
 
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` over the ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(values, group=self.gradients)
+            with self._collective("the sum over the ranks"):
+                dist.all_reduce(values, group=self.gradients)
         return values
+
+    def _collective(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.failures is None else self.failures.collective(what)

@@ -154,7 +154,9 @@ def test_waits_are_told_apart_by_who_waits() -> None:
 
 def test_a_collective_that_fails_is_named_with_what_to_look_for() -> None:
     failures = Failures()
-    with pytest.raises(SlideError, match="another rank has ended: reset by peer"):
+    with pytest.raises(
+        SlideError, match=r"collective 7 \(the norm\) failed: mostly because another rank has ended: reset by peer"
+    ):
         with failures.collective("collective 7 (the norm)"):
             raise RuntimeError("reset by peer")
 
