@@ -10,6 +10,7 @@ faulthandler), it is killed, and counted. Ends with a line of counts; exit code 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import mmap
 import os
 import random
@@ -56,7 +57,8 @@ def once(command: list[str], limit_s: float, log: Path) -> str:
         except subprocess.TimeoutExpired:
             os.kill(process.pid, signal.SIGABRT)  # faulthandler, which pytest enables, prints all stacks
             process.wait()
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it had started
             return "hung"
 
 

@@ -129,6 +129,14 @@ class SlideConfig(_Block):
     0 keeps all states in host memory; "auto" takes 5 % of the GPU, as far as the GPU budget leaves that.
     """
 
+    share_weights: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
+    """Whether the ranks of one machine read each other's weights in host memory, so that each uploads whole units.
+
+    Otherwise each uploads its part, and the parts are gathered over the process group: more work on the GPU, but fewer
+    bytes through a host link that several GPUs share. So it is anyway for weights on SSD, for units that are updated on
+    the GPU, and, under "auto", for all where the ranks are on several machines; true refuses such a run.
+    """
+
     hold_gradients: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
     """Whether gradients wait in host memory until backward has ended.
 

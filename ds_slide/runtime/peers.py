@@ -17,11 +17,9 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
-
-import torch.distributed as dist
 
 HEAR_S = 10.0
 """For the first word of every other rank."""
@@ -110,6 +108,10 @@ class Peer:
         return f"{self.name} is gone" if self.is_gone else f"{self.name} has ended its engine"
 
 
+Exchange = Callable[[Any, str], list[Any]]
+"""(what this rank gives, what for) -> what every rank gives, by rank (`ds_slide.runtime.ranks.Ranks.exchange`)"""
+
+
 class Peers:
     """`tell` and `others` are called by the watchdog's thread, and at its close."""
 
@@ -136,16 +138,12 @@ class Peers:
         self._silent_s = dict.fromkeys(others, 0.0)
 
     @classmethod
-    def of(cls, rank: int, members: Any) -> Peers | None:
-        """Called by all ranks of the process group `members` together. None, on all of them, where datagrams do not
-        pass between them."""
+    def of(cls, rank: int, exchange: Exchange) -> Peers | None:
+        """Called by all ranks together. None, on all of them, where datagrams do not pass between them."""
         channel, address = _open_channel()
-        told: list[Any] = [None] * dist.get_world_size(members)
-        dist.all_gather_object(told, (asdict(Process.own()), address, secrets.token_hex(16)), group=members)
+        told = exchange((asdict(Process.own()), address, secrets.token_hex(16)), "telling where a watchdog is reached")
         peers = cls(rank, [Process(**one[0]) for one in told], [one[1] for one in told], told[0][2], channel)
-        all_heard: list[Any] = [None] * len(told)
-        dist.all_gather_object(all_heard, peers._hear_everyone(), group=members)
-        if all(all_heard):
+        if all(exchange(peers._hear_everyone(), "telling which watchdogs were heard")):
             return peers
         peers.close()
         _log.warning(

@@ -185,10 +185,11 @@ class Window:
         slot.unit, slot.version = unit, unit.version
         self._slots_of[unit.order] = slot
         slot.ready = ready = Ticket(self._failures, f"the weights of {unit.name} in a slot of the window")
-        updated, free = unit.updated, slot.free
+        updated, free, version = unit.updated, slot.free, unit.version
 
         def job() -> None:
             updated.wait()
+            unit.await_others(version)
             self._device.wait(free, self._h2d.stream)
             start = self._device.mark(self._h2d.stream, timed=True)
             moved = self._fill(unit, slot.buffer)

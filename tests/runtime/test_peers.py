@@ -147,30 +147,28 @@ def test_who_knows_a_wrong_address_learns_the_right_one() -> None:
 
 
 class Group:
-    """Collectives between threads, in place of torch.distributed."""
+    """Ranks that are threads."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size)
         self._own: dict[int, Any] = {}
         self.rank = threading.local()
 
-    def all_gather_object(self, results: list[Any], own: Any, group: Any) -> None:
-        assert group is self
+    def exchange(self, own: Any, _what: str) -> list[Any]:
         self._own[self.rank.value] = own
         self._barrier.wait(SECONDS)
-        results[:] = [self._own[rank] for rank in range(len(results))]
+        results = [self._own[rank] for rank in range(self._barrier.parties)]
         self._barrier.wait(SECONDS)
+        return results
 
 
-def of_all(monkeypatch: pytest.MonkeyPatch, size: int) -> list[Peers | None]:
+def of_all(size: int) -> list[Peers | None]:
     group = Group(size)
-    monkeypatch.setattr(module.dist, "get_world_size", lambda _group: size)
-    monkeypatch.setattr(module.dist, "all_gather_object", group.all_gather_object)
     made: list[Peers | None] = [None] * size
 
     def of(rank: int) -> None:
         group.rank.value = rank
-        made[rank] = Peers.of(rank, group)
+        made[rank] = Peers.of(rank, group.exchange)
 
     threads = [threading.Thread(target=of, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -180,8 +178,8 @@ def of_all(monkeypatch: pytest.MonkeyPatch, size: int) -> list[Peers | None]:
     return made
 
 
-def test_ranks_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = of_all(monkeypatch, 3)
+def test_ranks_find_each_other() -> None:
+    made = of_all(3)
     for rank, peers in enumerate(made):
         assert peers is not None
         assert [peer.rank for peer in peers.others()] == [other for other in range(3) if other != rank]
@@ -194,7 +192,7 @@ def test_where_datagrams_do_not_pass_no_rank_has_a_watchdog(
     monkeypatch.setattr(module, "HEAR_S", 0.05)
     tell = Peers.tell
     monkeypatch.setattr(Peers, "tell", lambda self, *args: None if self._rank == 1 else tell(self, *args))
-    assert of_all(monkeypatch, 2) == [None, None]
+    assert of_all(2) == [None, None]
     assert "ds_slide.hang_timeout has no effect" in caplog.text
 
 
