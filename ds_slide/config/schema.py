@@ -184,6 +184,13 @@ class SlideConfig(_Block):
     "auto": all of them on a GPU with Triton, none elsewhere. A list needs a GPU.
     """
 
+    hang_timeout: float = Field(
+        default=300.0, ge=0, allow_inf_nan=False, strict=True, description="a number of seconds, 0 or more"
+    )
+    """Seconds after which a run is ended that stands still while nothing comes forward on any rank: no transfer, no
+    request of the disk, no update, no work of the GPU. The message says who waits for what. 0 switches this off.
+    """
+
     debug: DebugConfig = Field(default_factory=lambda: DebugConfig(), description="an object")
     """Switches for race tests."""
 

@@ -119,6 +119,7 @@ def runtime_settings(
         huge_pages=config.huge_pages,
         delay_ms=config.debug.lane_delay_ms,
         seed=config.debug.seed,
+        hang_timeout_s=config.hang_timeout,
     )
 
 

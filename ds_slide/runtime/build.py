@@ -22,6 +22,7 @@ from ds_slide.runtime.gradients import GradientRoute, Gradients
 from ds_slide.runtime.handoff import Failures, Ticket
 from ds_slide.runtime.lane import Delay, Lane
 from ds_slide.runtime.norm import square_sum
+from ds_slide.runtime.peers import Peers
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.ring import HostRing
 from ds_slide.runtime.rows import MakeRows, RowBuffers, RowEvents, StreamedRows
@@ -29,10 +30,12 @@ from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.shared_weights import SharedWeights
 from ds_slide.runtime.sharing import Sharing
 from ds_slide.runtime.sources import Staging
+from ds_slide.runtime.ssd import SsdStates
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates import UpdateLane
 from ds_slide.runtime.updating import Updating
 from ds_slide.runtime.uploads import Uploads
+from ds_slide.runtime.watchdog import Watchdog
 from ds_slide.runtime.window import Window
 from ds_slide.store.ssd import SsdStore
 from ds_slide.store.ssd_places import whole_pages
@@ -94,6 +97,8 @@ def build_runtime(
     # The buffers were zeroed on this thread's stream; the lanes' streams know nothing of it.
     device.synchronize()
     runtime.fill_residents()
+    if runtime.parts.watchdog is not None:
+        runtime.parts.watchdog.start()
     runtime.start()
     return runtime
 
@@ -181,6 +186,9 @@ def _wire(
     delays = [Delay(settings.delay_ms, settings.seed + number) for number in range(4)]
     updater = CpuUpdater(settings.cpu_threads, settings.cpu_cores)
     ssd = None if store is None else make_ssd_states(units, plan, settings, store, memory, failures)
+    for unit in units:
+        if ssd is not None and unit.state.ssd is not None:
+            unit.bring_forward = ssd.press
     h2d = Lane("h2d", device, failures, meters["h2d"], delays[0])
     lanes = Lanes(
         h2d=h2d,
@@ -241,9 +249,28 @@ def _wire(
         updating=updating,
         ssd=ssd,
         make_rows=_make_rows(passing[0], device, lanes, failures, gradients) if passing else None,
+        watchdog=_watchdog(settings, ranks, device, failures, ssd),
         memory_report=_memory_report(units, plan, window, passing, memory),
     )
     return SlideRuntime(module, parts, availability)
+
+
+def _watchdog(
+    settings: RuntimeSettings, ranks: Ranks, device: Device, failures: Failures, ssd: SsdStates | None
+) -> Watchdog | None:
+    if not settings.hang_timeout_s:
+        return None
+    peers = Peers.of(ranks.rank, ranks.exchange) if ranks.world_size > 1 else None
+    if ranks.world_size > 1 and peers is None:
+        return None
+    return Watchdog(
+        failures,
+        device,
+        settings.hang_timeout_s,
+        progress=[] if ssd is None else [ssd.moved_bytes],
+        peers=peers,
+        last=(lambda: None) if ssd is None else ssd.remove_files,
+    )
 
 
 def _stagings(

@@ -41,6 +41,7 @@ from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates import UpdateLane
 from ds_slide.runtime.updating import Updating
 from ds_slide.runtime.uploads import Uploads
+from ds_slide.runtime.watchdog import Watchdog
 from ds_slide.runtime.window import Slot, Window
 from ds_slide.store.state import HostMemory
 
@@ -103,6 +104,7 @@ class Parts:
     ssd: SsdStates | None = None
     make_rows: MakeRows | None = None
     """Of the edge whose rows pass through the GPU."""
+    watchdog: Watchdog | None = None
     memory_report: dict[str, int] = field(default_factory=dict)
 
 
@@ -403,7 +405,7 @@ class SlideRuntime:
             self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free)
 
     def _fetch(self, unit: Unit, resident: torch.Tensor, h2d: Lane, free: Marker) -> Ticket:
-        ticket = Ticket(self.parts.failures)
+        ticket = Ticket(self.parts.failures, f"the new weights of {unit.name} on the GPU")
         parts, version = list(zip(unit.spans, unit.span_updated, strict=True)), unit.version
         if self.parts.ranks.world_size > 1:
             parts = [(slice(0, unit.layout.trainable_numel), unit.updated)]  # as a whole
@@ -502,5 +504,11 @@ class SlideRuntime:
         self._hooks.clear()
         if self.rows is not None:
             self.rows.close()
-        self.parts.lanes.close(self.parts.ssd, self.parts.shared, self.parts.failures)
-        self.device.synchronize()
+        why = self.parts.failures.message
+        try:
+            with self.parts.failures.waiting("the engine to end"):
+                self.parts.lanes.close(self.parts.ssd, self.parts.shared, self.parts.failures)
+                self.device.synchronize()
+        finally:
+            if self.parts.watchdog is not None:
+                self.parts.watchdog.close(why)

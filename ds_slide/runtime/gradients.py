@@ -145,7 +145,8 @@ class Gradients:
             if not accumulate:
                 self.square_sums[unit.order] = source.square_sum(self._square_sum)
             packed = self._device.mark()
-        before, unit.arrived = (unit.arrived, unit.updated), Ticket(self._failures)
+        before = unit.arrived, unit.updated
+        unit.arrived = Ticket(self._failures, f"the gradient of {unit.name} in host memory")
         arrived, first = unit.arrived, not unit.gradient_ready
         if not self._route.held:
             update, hypers = unit.open_update(self._failures), self.hypers
@@ -292,7 +293,7 @@ class Gradients:
         staging = self._stagings[self._turn]
         self._turn = (self._turn + 1) % len(self._stagings)
         self._device.wait(staging.free.wait())
-        staging.free = Ticket(self._failures)
+        staging.free = Ticket(self._failures, "a GPU buffer for a gradient")
         return staging
 
     def _reduce(self, unit: Unit, staging: Staging) -> Packed:

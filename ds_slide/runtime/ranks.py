@@ -88,6 +88,8 @@ class Ranks:
             for marker in after:
                 self._device.wait(marker)
             yield
+        if self._failures is not None:
+            self._failures.outstanding(sentence, self.mark())
 
     # ---- training ----------------------------------------------------------------------------------------------------
 

@@ -26,13 +26,32 @@ def _nothing(_version: int) -> None:
 class Update:
     """Tickets of one update of a unit: one for each span, and `done`, which is kept with the last of them."""
 
-    def __init__(self, num_spans: int, failures: Failures, publish: Callable[[], None] = lambda: None) -> None:
-        """`publish` tells the other ranks that this rank's part of the new weights is there."""
-        self.spans = [Ticket(failures) for _ in range(num_spans)]
-        self.done = Ticket(failures)
+    def __init__(
+        self,
+        name: str,
+        num_spans: int,
+        failures: Failures,
+        bring_forward: Callable[[], None],
+        publish: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`name`: of the unit. `bring_forward`: called when somebody begins to wait for it. `publish` tells the other
+        ranks that this rank's part of the new weights is there."""
+        self.is_pressed = False
+        """Somebody waits for it, or has waited."""
+        self._bring_forward = bring_forward
         self._publish = publish
+        self.spans = [
+            Ticket(failures, f"part {index + 1} of {num_spans} of the update of {name}", self.press)
+            for index in range(num_spans)
+        ]
+        self.done = Ticket(failures, f"the update of {name}", self.press)
         self._left = num_spans
         self._lock = threading.Lock()
+
+    def press(self) -> None:
+        """Whoever begins to wait says so: nothing that the update needs may then wait for anything less needed."""
+        self.is_pressed = True
+        self._bring_forward()
 
     def finish(self, index: int) -> None:
         """Span `index` has its new weights."""
@@ -103,6 +122,8 @@ class Unit:
         if state.ssd is not None and state.ssd.has_records:
             self.spans = [chunk.span for chunk in state.ssd.places.chunks]
         self.span_updated = [updated] * len(self.spans)
+        self.bring_forward: Callable[[Unit], None] = lambda _: None
+        """Called when somebody begins to wait for an update of this unit (`SsdStates.press`)."""
         self.trainable = [
             (parameter, entry)
             for parameter, entry in zip(self.parameters, layout.entries, strict=True)
@@ -125,7 +146,8 @@ class Unit:
     def open_update(self, failures: Failures) -> Update:
         """The weights are about to change: new tickets."""
         self.version += 1
-        update = Update(len(self.spans), failures, functools.partial(self.publish, self.version))
+        publish = functools.partial(self.publish, self.version)
+        update = Update(self.name, len(self.spans), failures, lambda: self.bring_forward(self), publish)
         self.span_updated, self.updated = update.spans, update.done
         return update
 

@@ -1,0 +1,95 @@
+"""What is explored, by how much effort it takes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from liveness.tiny import Configuration
+
+HANG_1 = Configuration("everything on SSD, 3 slots", slots=3, record_buffers=3, checkpointing=True, steps=3)
+"""As the engine once hung: held gradients, three blocks, two weight buffers, activation checkpointing."""
+
+_MEMORY = Configuration("in memory", blocks=2, steps=2).in_memory()
+
+EXHAUSTIVE = [
+    replace(_MEMORY, name="in memory, held"),
+    replace(_MEMORY, name="in memory, under backward", held=False, steps=1),
+    replace(_MEMORY, name="in memory, an edge", edges=1, steps=1),
+    replace(_MEMORY, name="in memory, accumulation", accumulation=2, steps=1),
+    Configuration("one step on SSD", blocks=2, steps=1),
+    Configuration("one step on SSD, under backward", blocks=2, steps=1, held=False),
+]
+"""All schedules of these, without a bound."""
+
+ON_SSD = [
+    HANG_1,
+    Configuration("everything on SSD, 2 slots, inference", steps=2, inference=True),
+    Configuration("everything on SSD, under backward", held=False),
+    Configuration("everything on SSD, accumulation", slots=3, accumulation=2, steps=3),
+    Configuration("everything on SSD, 2 records a block", chunks=2, checkpointing=True),
+    Configuration("4 blocks, 3 weight buffers, inference", blocks=4, weight_buffers=3, inference=True, steps=3),
+    Configuration("records only on SSD", weights_on_ssd=False, chunks=2),
+    Configuration("records only on SSD, under backward", weights_on_ssd=False, chunks=2, held=False),
+    Configuration("weights only on SSD", records_on_ssd=False),
+    Configuration("edges with records on SSD", blocks=2, edges=2, edge_records_on_ssd=True),
+    Configuration("edges with records on SSD, under backward", blocks=2, edges=2, edge_records_on_ssd=True, held=False),
+    Configuration("gradients on SSD", gradients_on_ssd=True, inference=True),
+    Configuration("gradients on SSD, accumulation", blocks=2, gradients_on_ssd=True, accumulation=2),
+    Configuration("every other block on SSD", blocks=4, only=(1, 3), inference=True),
+    Configuration("closed while updates are under way", edges=1, ending="close"),
+    Configuration("closed while updates are under way, under backward", held=False, ending="close"),
+]
+
+DEFAULTS = [
+    Configuration(
+        f"default buffers, {blocks} blocks, {'held' if held else 'under backward'}",
+        blocks=blocks,
+        edges=2,
+        edge_records_on_ssd=True,
+        slots=3,
+        weight_buffers=7,
+        record_buffers=16,
+        gradient_buffers=4,
+        held=held,
+        inference=True,
+        steps=3,
+    )
+    for blocks, held in itertools.product((8, 10), (True, False))
+]
+"""With as many buffers as there are if nobody asks for another number."""
+
+_TWO = Configuration("", ranks=2, blocks=2, edges=1)
+
+TWO_RANKS = [
+    replace(_TWO.in_memory(), name="two ranks in memory"),
+    replace(_TWO.in_memory(), name="two ranks in memory, under backward", held=False),
+    replace(_TWO, name="two ranks on SSD"),
+    replace(_TWO, name="two ranks on SSD, under backward, inference", held=False, inference=True),
+    replace(_TWO, name="two ranks on SSD, accumulation", accumulation=2),
+    replace(_TWO.in_memory(), name="two GPUs, one queue of collectives each", blocks=3, one_at_a_time=True),
+    replace(
+        _TWO.in_memory(), name="two GPUs, one queue of collectives each, under backward", one_at_a_time=True, held=False
+    ),
+    replace(_TWO, name="two ranks on SSD, closed", ending="close"),
+    replace(_TWO, name="two ranks on SSD, read and closed", ending="read and close"),
+]
+
+# What the engine still hangs in. Here a hang must be found; a name goes when its cause has gone.
+NOT_DISPLACED = "a demand for the block that compute stands at may not displace the blocks after it"
+TWO_QUEUES = "weights are gathered and gradients reduced by two threads in no common order"
+ALONE_AT_THE_END = "a rank that closes leaves the others' gathers without it"
+HANGS = {
+    HANG_1.name: NOT_DISPLACED,
+    "everything on SSD, 2 slots, inference": NOT_DISPLACED,
+    "everything on SSD, accumulation": NOT_DISPLACED,
+    "4 blocks, 3 weight buffers, inference": NOT_DISPLACED,
+    "gradients on SSD": NOT_DISPLACED,
+    "default buffers, 8 blocks, held": NOT_DISPLACED,
+    "two GPUs, one queue of collectives each": TWO_QUEUES,
+    "two GPUs, one queue of collectives each, under backward": TWO_QUEUES,
+    "two ranks on SSD, closed": ALONE_AT_THE_END,
+    "two ranks on SSD, read and closed": ALONE_AT_THE_END,
+}
+
+ALL = [*EXHAUSTIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS]

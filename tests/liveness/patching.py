@@ -1,0 +1,112 @@
+"""Puts the stand-ins into the modules of the engine, from outside, and takes them out again."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+
+import ds_slide.report
+import ds_slide.runtime
+import ds_slide.store
+from liveness import stand_ins
+from liveness.disk import Disk
+
+ENGINE = (ds_slide.runtime, ds_slide.store, ds_slide.report)
+
+
+def engine_modules() -> list[Any]:
+    """All modules of the engine that have threads, imported."""
+    for package in ENGINE:
+        for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            importlib.import_module(found.name)
+    prefixes = tuple(package.__name__ for package in ENGINE)
+    return [module for name, module in sorted(sys.modules.items()) if name.startswith(prefixes)]
+
+
+class Updater:
+    """Instead of the C++ kernels on threads of their own, which take most of the time of a tiny run: an update that
+    depends on all it is given, and on the order of updates."""
+
+    num_threads = 1
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def adamw_(
+        self,
+        weight: torch.Tensor,
+        remainder: torch.Tensor | None,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        hyper: Any,
+        grad_scale: float = 1.0,
+        **_others: Any,
+    ) -> None:
+        exp_avg.mul_(0.9).add_(grad, alpha=grad_scale)
+        exp_avg_sq.mul_(0.5).addcmul_(exp_avg, exp_avg)
+        weight.sub_(exp_avg, alpha=0.01 * hyper.step)
+        if remainder is not None:
+            remainder.mul_(3).add_(hyper.step)
+
+    def accumulate_(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.add_(src)
+
+    def sum_of_squares(self, tensor: torch.Tensor) -> float:
+        return float(tensor.double().square().sum())
+
+
+class Replaceable:
+    """What a run may set: `Disk` with its arguments, and the collectives."""
+
+    def __init__(self) -> None:
+        self.make_disk: Callable[..., Any] = Disk
+        self.collectives: Any = torch.distributed
+
+    def store(self, *args: Any, **kwargs: Any) -> Any:
+        return self.make_disk(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.collectives, name)
+
+
+@contextmanager
+def patched_engine() -> Iterator[Replaceable]:
+    """Threads, queues, clocks, the store and collectives of the engine are those of this package."""
+    replaceable = Replaceable()
+    replaced = {
+        id(stand_ins.real_threading): stand_ins.threading,
+        id(stand_ins.real_queue): stand_ins.queue,
+        id(stand_ins.real_time): stand_ins.time,
+        id(stand_ins.real_atexit): stand_ins.atexit,
+        id(torch.distributed): replaceable,
+    }
+    # For modules that import names: `from threading import Event`.
+    for real, fake in (
+        (stand_ins.real_threading, stand_ins.threading),
+        (stand_ins.real_queue, stand_ins.queue),
+        (stand_ins.real_time, stand_ins.time),
+    ):
+        for name, value in vars(fake).items():
+            if not name.startswith("_") and hasattr(real, name):
+                replaced[id(getattr(real, name))] = value
+    with pytest.MonkeyPatch.context() as patch:
+        for module in engine_modules():
+            statistics = module.__name__.startswith("ds_slide.report")
+            for name, value in list(vars(module).items()):
+                if name == "SsdStore" and module.__name__.startswith("ds_slide.runtime"):
+                    patch.setattr(module, name, replaceable.store)
+                elif name == "CpuUpdater":
+                    patch.setattr(module, name, Updater)
+                elif id(value) in replaced:
+                    stand_in = replaced[id(value)]
+                    quiet = statistics and value is stand_ins.real_threading
+                    patch.setattr(module, name, stand_ins.quiet_threading if quiet else stand_in)
+        yield replaceable

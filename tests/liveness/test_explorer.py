@@ -1,0 +1,99 @@
+"""The explorer finds what it must find: nothing that it says of the engine counts otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from liveness.engine import Count, replay
+from liveness.explore import explore_all, explore_by_chance
+from liveness.scheduler import Scheduler
+from liveness.sharing import Sharing, use_sharing
+from liveness.stand_ins import threading
+from liveness.strategies import listed
+from liveness.tiny import Configuration
+
+TINY = Configuration("tiny", blocks=2, slots=2, steps=1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def lost_in_one_order(name: str, pending: Sequence[str]) -> bool:
+    """A disk that loses the write of block 0 where that of block 1 was submitted before and is still under way."""
+    return name == "write weight of block 0" and "write weight of block 1" in pending
+
+
+SEARCHES: dict[str, Callable[[], Count]] = {
+    "all": lambda: explore_all(TINY, 2, loses=lost_in_one_order),
+    "chance": lambda: explore_by_chance(TINY, 300, loses=lost_in_one_order),
+}
+
+
+@pytest.mark.parametrize("search", list(SEARCHES))
+def test_the_explorer_finds_a_planted_deadlock(search: str) -> None:
+    """One that takes a rare schedule: updates come to the blocks in their order, unless two things are slow."""
+    assert not explore_all(TINY, 0, loses=lost_in_one_order).findings
+    count = SEARCHES[search]()
+    (finding,) = count.findings
+    assert count.schedules > 1
+    assert finding.outcome.kind == "deadlock"
+    waits = {wait.thread: wait for wait in finding.outcome.waits}
+    assert any("settle" in line for line in waits["compute"].stack)
+    again = replay(TINY, finding.outcome.choices, loses=lost_in_one_order)
+    assert (again.kind, [str(wait) for wait in again.waits]) == ("deadlock", [str(w) for w in finding.outcome.waits])
+    assert any("write weight of block 1" in label for label in again.labels)
+
+
+def test_a_completion_that_never_comes_is_found_at_once() -> None:
+    count = explore_all(TINY, 0, loses=lambda name, _pending: name == "read weight of block 1")
+    assert [finding.outcome.kind for finding in count.findings] == ["deadlock"]
+
+
+def locks_in_two_orders(scheduler_choices: Sequence[int]) -> str:
+    """Two threads that take two locks, each the other's first; -> how that ended."""
+
+    def main() -> None:
+        scheduler.exploring = True
+        first, second = threading.Lock(), threading.Lock()
+
+        def take(one: object, other: object) -> None:
+            with one, other:  # type: ignore[attr-defined]
+                pass
+
+        threads = [threading.Thread(target=take, args=each) for each in ((first, second), (second, first))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    scheduler = Scheduler(listed(scheduler_choices))
+    return scheduler.run(("main", main)).kind
+
+
+def test_two_locks_in_two_orders() -> None:
+    use_sharing(Sharing(all_points=True))
+    ends = {locks_in_two_orders([a, b, c, d]) for a in (0, 1) for b in (0, 1) for c in (0, 1) for d in (0, 1)}
+    assert ends == {"done", "deadlock"}
+
+
+def test_a_watchdog_is_no_progress() -> None:
+    def main() -> None:
+        threading.Thread(target=lambda: threading.Event().wait(1.0), name="watchdog", daemon=True).start()
+        threading.Event().wait()
+
+    outcome = Scheduler(listed([])).run(("main", main))
+    assert outcome.kind == "deadlock"
+
+
+def test_a_poll_hides_no_deadlock() -> None:
+    def main() -> None:
+        never = threading.Event()
+        while not never.wait(0.5):
+            pass
+
+    assert Scheduler(listed([])).run(("main", main)).kind == "deadlock"

@@ -1,0 +1,198 @@
+"""A tiny engine, built as for DeepSpeed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ds_slide.model.layout import ParameterInfo, build_layout, piece
+from ds_slide.model.structure import UnitSpec
+from ds_slide.optim.low_precision import STATE_FORMATS
+from ds_slide.plan.memory import Plan
+from ds_slide.plan.placement import HostPlacement, SsdNeeds
+from ds_slide.runtime.build import build_runtime
+from ds_slide.runtime.device import Device
+from ds_slide.runtime.ranks import Ranks
+from ds_slide.runtime.settings import RuntimeSettings, SsdSettings, UnitPlan
+
+CHUNK_NUMEL = 2048
+SMALL_NUMEL = 128
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What is explored. Sizes are those of the smallest engine that has the same hand-overs."""
+
+    name: str
+    blocks: int = 3
+    chunks: int = 1
+    """Records of a block."""
+    edges: int = 0
+    """1: an embedding, 2: also a head."""
+    slots: int = 2
+    weight_buffers: int = 2
+    record_buffers: int = 2
+    gradient_buffers: int = 2
+    held: bool = True
+    accumulation: int = 1
+    checkpointing: bool = False
+    inference: bool = False
+    """A forward without backward after every step."""
+    weights_on_ssd: bool = True
+    records_on_ssd: bool = True
+    edge_records_on_ssd: bool = False
+    gradients_on_ssd: bool = False
+    only: tuple[int, ...] | None = None
+    """Blocks that have states on SSD, None for all."""
+    ranks: int = 1
+    one_at_a_time: bool = False
+    """See `collectives.Collectives`."""
+    steps: int = 2
+    ending: Literal["read", "read and close", "close"] = "read"
+    """After the last step: read all states, which waits for every update, or close the engine, or both."""
+
+    def in_memory(self) -> Configuration:
+        """The same training with everything in host memory."""
+        return dataclasses.replace(
+            self,
+            weights_on_ssd=False,
+            records_on_ssd=False,
+            edge_records_on_ssd=False,
+            gradients_on_ssd=False,
+            one_at_a_time=False,
+            ending="read",
+        )
+
+    @property
+    def units(self) -> int:
+        return self.blocks + self.edges
+
+    def block_orders(self) -> list[int]:
+        first = min(self.edges, 1)
+        return list(range(first, first + self.blocks))
+
+    def edge_orders(self) -> list[int]:
+        return [order for order in range(self.units) if order not in self.block_orders()]
+
+
+class Tiny(nn.Module):
+    """Its forward is whatever it is called with, so that the root's hooks bracket it."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__()
+        numel = SMALL_NUMEL if configuration.chunks == 1 else configuration.chunks * CHUNK_NUMEL
+        blocks = configuration.block_orders()
+        self.units = nn.ModuleList()
+        for order in range(configuration.units):
+            unit = nn.Module()
+            values = noise(numel if order in blocks else SMALL_NUMEL, 0.5 + order)
+            unit.register_parameter("weight", nn.Parameter(values.clone()))
+            self.units.append(unit)
+
+    def forward(self, work: Callable[[], None]) -> None:
+        work()
+
+
+def unit_plans(model: Tiny, configuration: Configuration) -> list[UnitPlan]:
+    blocks, plans = configuration.block_orders(), []
+    for order, module in enumerate(model.units):
+        parameter = module.weight
+        block = order in blocks
+        spec = UnitSpec(
+            name=f"block {order}" if block else f"edge {order}",
+            kind="block" if block else "edge",
+            index=blocks.index(order) if block else order,
+            module=module if block else None,
+            parameters=((f"units.{order}.weight", parameter),),
+            numel=parameter.numel(),
+        )
+        info = ParameterInfo("weight", tuple(parameter.shape), parameter.numel(), 0)
+        plans.append(UnitPlan(spec, build_layout([info], configuration.ranks), [parameter]))
+    return plans
+
+
+def _plan(configuration: Configuration) -> Plan:
+    blocks = configuration.block_orders()
+    some = frozenset(blocks if configuration.only is None else configuration.only)
+    records = some if configuration.records_on_ssd else frozenset()
+    if configuration.edge_records_on_ssd:
+        records |= frozenset(configuration.edge_orders())
+    weights = some if configuration.weights_on_ssd else frozenset()
+    host = HostPlacement(
+        weights_on_ssd=weights,
+        records_on_ssd=records,
+        gradients_on_ssd=some if configuration.gradients_on_ssd else frozenset(),
+        record_buffers=configuration.record_buffers if records else 0,
+        weight_buffers=min(configuration.weight_buffers, len(weights)),
+        state_bytes=0,
+        ssd_bytes=0,
+        host_bytes=0,
+    )
+    return Plan(on_gpu=frozenset(), gpu_bytes=0, gpu_state_bytes=0, host=host, window=configuration.slots)
+
+
+def _made(kind: Any, **known: Any) -> Any:
+    """A dataclass whose further fields without a default get one by their type."""
+    by_type = {"bool": False, "int": 1, "float": 300.0}
+    for each in dataclasses.fields(kind):
+        missing = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+        if each.name not in known and missing:
+            known[each.name] = by_type.get(str(each.type))
+    names = {each.name for each in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in known.items() if name in names})
+
+
+def _settings(configuration: Configuration) -> RuntimeSettings:
+    needs = _made(SsdNeeds, weights=True, records=True, chunk_numel=CHUNK_NUMEL)
+    ssd = _made(SsdSettings, parents=[("", Path())], needs=needs, backend="auto", queue_depth=None, request_bytes=None)
+    held = torch.bfloat16 if configuration.accumulation == 1 else torch.float32
+    settings = _made(
+        RuntimeSettings,
+        dtype=torch.bfloat16,
+        held_dtype=held if configuration.held else None,
+        moments=STATE_FORMATS["fp32"],
+        ssd=ssd,
+        accumulates=configuration.accumulation > 1,
+        gradient_buffers=configuration.gradient_buffers,
+        cpu_threads=1,
+        cpu_cores=(),
+        huge_pages=False,
+        delay_ms=0.0,
+        seed=0,
+    )
+    assert isinstance(settings, RuntimeSettings)
+    return settings
+
+
+def build(configuration: Configuration, model: Tiny) -> Any:
+    ranks = Ranks.over(None) if configuration.ranks > 1 else Ranks(rank=0, world_size=1)
+    given = {parameter: parameter.detach().clone() for parameter in model.parameters()}
+
+    def take_weights(parameter: nn.Parameter, entry: Any) -> torch.Tensor:
+        start, stop = piece(entry, ranks.rank)
+        return given[parameter].reshape(-1)[start:stop]
+
+    return build_runtime(
+        model,
+        unit_plans(model, configuration),
+        _plan(configuration),
+        _settings(configuration),
+        ranks,
+        Device(torch.device("cpu")),
+        take_weights,
+        adopt=lambda _unit: None,
+        availability=lambda _parameters, _available: None,
+    )
+
+
+@functools.cache
+def noise(numel: int, phase: float) -> torch.Tensor:
+    """Values to train with."""
+    return torch.cos(torch.arange(numel) * 0.11 + phase).bfloat16()

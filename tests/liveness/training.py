@@ -1,0 +1,144 @@
+"""The calls that hooks and facade make while a tiny engine is trained, and what must come out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from typing import Any
+
+import torch
+
+from ds_slide.optim.hyper import AdamWHyper
+from liveness.disk import names_of
+from liveness.scheduler import active
+from liveness.tiny import Configuration, Tiny, build, noise
+
+HYPER = AdamWHyper(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+
+class Training:
+    """What one rank does, call by call."""
+
+    def __init__(self, configuration: Configuration, model: Tiny, runtime: Any, rank: int) -> None:
+        self.configuration = configuration
+        self.model = model
+        self.runtime = runtime
+        self.rank = rank
+        self.seen: list[int] = []
+        """Checksums of the weights that were computed with."""
+
+    def train(self) -> None:
+        configuration, runtime = self.configuration, self.runtime
+        for step in range(configuration.steps):
+            for micro in range(configuration.accumulation):
+                runtime.set_final(micro + 1 == configuration.accumulation)
+                self._forward(with_backward=True)
+                runtime.begin_backward(self._hypers())
+                self._backward(step * configuration.accumulation + micro)
+                runtime.end_backward()
+            self._step()
+            if configuration.inference:
+                with torch.no_grad():
+                    self._forward(with_backward=False)
+
+    def _hypers(self) -> list[AdamWHyper]:
+        return [dataclasses.replace(HYPER, step=self.runtime.step_count + 1)]
+
+    def _step(self) -> None:
+        runtime = self.runtime
+        if runtime.held:
+            norm = runtime.square_sum() ** 0.5
+            runtime.step(self._hypers(), 1.0 / max(1.0, norm))
+        else:
+            runtime.norm_on_device()
+            runtime.step(self._hypers(), 1.0)
+
+    def _forward(self, *, with_backward: bool) -> None:
+        self.model(lambda: self._units_forward(with_backward))
+
+    def _units_forward(self, with_backward: bool) -> None:
+        runtime = self.runtime
+        for unit in runtime.units:
+            if unit.spec.kind == "edge":
+                runtime.bind_if_fetched(unit)
+                self._look(unit)
+            else:
+                runtime.enter_forward(unit, with_backward=with_backward)
+                self._look(unit)
+                runtime.leave_forward(unit)
+
+    def _backward(self, number: int) -> None:
+        runtime = self.runtime
+        for unit in reversed(runtime.units):
+            if unit.spec.kind == "block":
+                runtime.enter_backward(unit)
+                if self.configuration.checkpointing:
+                    self._look(unit)  # computed once more
+                    runtime.enter_backward(unit)
+            self._look(unit)
+            for parameter in unit.parameters:
+                values = noise(parameter.numel(), 7.0 * number + unit.order + 3 * self.rank)
+                parameter.grad = values.add(parameter.data, alpha=0.25)
+            if unit.spec.kind == "block":
+                runtime.leave_backward(unit)
+
+    def _look(self, unit: Any) -> None:
+        for parameter in unit.parameters:
+            self.seen.append(_checksum(parameter.data))
+
+    def states(self) -> list[int]:
+        """Checksums of everything that is trained, when all is settled."""
+        found = []
+        for unit in self.runtime.units:
+            self.runtime.settle(unit)
+            for name in ("weight", "remainder", "exp_avg", "exp_avg_sq"):
+                found.append(_checksum(unit.state.read(name, slice(0, unit.layout.trainable_numel))))
+        return found
+
+
+def _caches(runtime: Any, rank: int) -> str:
+    """What stands in the caches in front of the disk, as far as they are as they were when this was written."""
+    lines = []
+    for name, cache in vars(getattr(runtime.parts, "ssd", None) or object).items():
+        if not hasattr(cache, "_entries"):
+            continue
+        entries = {
+            key: " ".join(
+                [what for what in ("loading", "users", "writes", "changes") if getattr(entry, what, None)]
+                + (["awaited"] if getattr(entry, "waiting", None) else [])
+            )
+            or "idle"
+            for key, entry in cache._entries.items()
+        }
+        rest = {
+            what.strip("_"): {k: list(v) if hasattr(v, "popleft") else v for k, v in dict(getattr(cache, what)).items()}
+            for what in ("_asked", "_upcoming")
+            if hasattr(cache, what)
+        }
+        lines.append(f"rank {rank}, {name} in buffers: {entries}, free buffers {len(cache._free)}, {rest}")
+    return "\n".join(lines)
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy())
+
+
+def run_training(configuration: Configuration, rank: int) -> tuple[list[int], list[int]]:
+    """Build, train, read and close; -> checksums of the weights seen and of the states."""
+    scheduler = active()
+    assert scheduler is not None
+    model = Tiny(configuration)
+    runtime = build(configuration, model)
+    for disk in scheduler.disks:
+        if disk.rank == rank:
+            disk.name = names_of(runtime.units)
+    scheduler.tell.append(lambda: _caches(runtime, rank))
+    training = Training(configuration, model, runtime, rank)
+    scheduler.exploring = True
+    training.train()
+    states = training.states() if "read" in configuration.ending else []
+    if "close" in configuration.ending:
+        runtime.close()
+    else:
+        scheduler.leave_threads = True
+    return training.seen, states
