@@ -117,21 +117,26 @@ def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) 
 
 def _passing_numel(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
     """Elements that the parts of several ranks take on their way into a slot or an edge: a scratch buffer in which the
-    parts of gathered units meet, one for shared ones, and room for this rank's part beside each slot and each edge that
-    is gathered."""
+    parts of gathered units meet, one for shared ones, and room for this rank's part beside each edge that is gathered
+    (beside slots: `_slot_bytes`)."""
     streamed = _streamed(units, on_gpu)
     edges = [unit for index, unit in enumerate(units) if unit.is_edge and index not in on_gpu]
     meeting = [units[index] for index in on_gpu]
     numel = 0
     if needs.shares_weights:
         numel += needs.world_size * _largest_part(streamed)
-    if not needs.shares_weights or (needs.ssd is not None and needs.ssd.weights):
-        numel += min(needs.window, len(streamed)) * _largest_part(streamed)
+    if _may_gather_blocks(needs):
         meeting += streamed
     if not needs.shares_weights:
         numel += sum(edge.layout.local_numel for edge in edges)
         meeting += edges
     return numel + needs.world_size * _largest_part(meeting)
+
+
+def _may_gather_blocks(needs: Needs) -> bool:
+    if needs.world_size == 1:
+        return False
+    return not needs.shares_weights or (needs.ssd is not None and needs.ssd.weights)
 
 
 def _largest_part(units: Sequence[UnitSize]) -> int:
@@ -145,7 +150,9 @@ def _streamed(units: Sequence[UnitSize], on_gpu: frozenset[int]) -> list[UnitSiz
 
 
 def _slot_bytes(streamed: Sequence[UnitSize], needs: Needs) -> int:
-    return max((unit.layout.slot_numel for unit in streamed), default=0) * needs.weight_bytes
+    """Of one slot, with room for this rank's part where blocks are gathered."""
+    numel = max((unit.layout.slot_numel for unit in streamed), default=0)
+    return (numel + (_largest_part(streamed) if _may_gather_blocks(needs) else 0)) * needs.weight_bytes
 
 
 def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:

@@ -62,7 +62,7 @@ def build_runtime(
     take_weights: TakeWeights,
     adopt: Adopt,
     availability: Availability,
-    sharing: Sharing | None,
+    sharing: Sharing | None = None,
 ) -> SlideRuntime:
     """Build and start. Raises SlideError when memory cannot be had. `sharing`: of several ranks whose weights in host
     memory all of them are to read; closed when these are mapped, and by the caller when that fails."""

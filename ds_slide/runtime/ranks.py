@@ -33,12 +33,15 @@ from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.handoff import Failures
 from ds_slide.runtime.unit import Unit
 
+_NOWHERE = Device(torch.device("cpu"))
+
 
 class Ranks:
     """`group`: the process group of the engine's collectives, None for one rank. All methods that communicate are
     called by the thread that computes."""
 
-    def __init__(self, device: Device, rank: int = 0, world_size: int = 1, group: Any = None) -> None:
+    def __init__(self, rank: int = 0, world_size: int = 1, group: Any = None, device: Device = _NOWHERE) -> None:
+        """`device`: of the collectives stream, which one rank does not have."""
         self.rank = rank
         self.world_size = world_size
         self._device = device
@@ -55,9 +58,9 @@ class Ranks:
         """Ranks of the data-parallel `group`. Collective: every rank of the world calls it."""
         size = dist.get_world_size(group)
         if size == 1:
-            return cls(device)
+            return cls()
         members = dist.get_process_group_ranks(group) if group is not None else list(range(size))
-        return cls(device, dist.get_rank(group), size, dist.new_group(members))
+        return cls(dist.get_rank(group), size, dist.new_group(members), device)
 
     def watched_by(self, failures: Failures) -> None:
         """From here on `failures` knows which collective is under way."""

@@ -11,7 +11,7 @@ from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.memory import Budgets, Plan, gpu_cost, make_plan
-from ds_slide.plan.placement import Needs, UnitSize
+from ds_slide.plan.placement import Needs, SsdNeeds, UnitSize
 from ds_slide.store.planes import optimizer_planes
 
 EDGE, BLOCK = 64_000, 6_400
@@ -128,6 +128,38 @@ def test_spare_gpu_memory_becomes_slots(budgets: dict[str, int], window: int) ->
     assert made.window == window
     assert made.gpu_bytes == plan(**budgets).gpu_bytes + (window - 2) * SLOT
     assert plan(**budgets).window == 2
+
+
+def of_two_ranks(name: str, numel: int) -> UnitSize:
+    return UnitSize(name, build_layout([ParameterInfo("weight", (numel,), numel, 0)], 2), name.startswith("edge"))
+
+
+TWO_RANKS = [of_two_ranks("edge", EDGE), *(of_two_ranks(f"blocks.{index}", BLOCK) for index in range(4))]
+STAGING_BYTES = 2 * (EDGE // 2 * 3) * 2  # two, each with the parts of both ranks and the average of its own
+ON_GPU = 2 * BLOCK * 2 + EDGE * 2
+
+
+@pytest.mark.parametrize(
+    ("shares", "on_ssd", "passing"),
+    [
+        (True, False, BLOCK),  # the parts of a block meet
+        (
+            False,
+            False,
+            EDGE + EDGE // 2 + 2 * (BLOCK // 2),
+        ),  # of any unit; a part beside the edge and each slot
+        (True, True, BLOCK + BLOCK + 2 * (BLOCK // 2)),  # a block may be shared or on SSD
+    ],
+)
+def test_what_several_ranks_take_on_the_gpu(shares: bool, on_ssd: bool, passing: int) -> None:
+    ssd = SsdNeeds(weights=True, records=True, chunk_numel=1_000) if on_ssd else None
+    needs = replace(NEEDS, world_size=2, shares_weights=shares, ssd=ssd)
+    assert make_plan(TWO_RANKS, needs, BUDGETS).gpu_bytes == ON_GPU + STAGING_BYTES + passing * 2
+    grown = make_plan(TWO_RANKS, replace(needs, window_grows=True), BUDGETS)
+    slot = BLOCK * 2 if shares and not on_ssd else BLOCK * 3
+    assert (grown.window, grown.gpu_bytes) == (4, ON_GPU + STAGING_BYTES + passing * 2 + 2 * slot)
+    limit = ON_GPU + STAGING_BYTES + passing * 2 + 2 * slot - 1
+    assert make_plan(TWO_RANKS, replace(needs, window_grows=True), replace(BUDGETS, gpu_memory=limit)).window == 3
 
 
 def test_automatic_states_never_break_a_budget_that_fits_without_them() -> None:
