@@ -189,9 +189,12 @@ def wait_for_stop(run: Run) -> None:
 def test_the_other_rank_takes_its_time(launcher: Launcher, together: list[dict[str, Any]], tmp_path: Path) -> None:
     """Its script does something else between two steps, or stands at a line in a debugger; then a debugger, or a
     signal, stops the whole process in the middle of a step. The first rank is in a collective meanwhile."""
-    os.mkfifo(fifo := tmp_path / "fifo")
-    pauses = [["hear", str(fifo)], ["in_forward", "kill", signal.SIGSTOP]]
+    there, fifo = tmp_path / "there", tmp_path / "fifo"
+    os.mkfifo(there)
+    os.mkfifo(fifo)
+    pauses = [["tell", str(there)], ["hear", str(fifo)], ["in_forward", "kill", signal.SIGSTOP]]
     runs = both(launcher, in_memory(PATIENT_S), *BITS, second=pauses)
+    there.read_text()
     assert not runs[0].has_ended(LONGER_S), runs[0].log[-3000:]
     fifo.write_text("x")
     wait_for_stop(runs[1])
