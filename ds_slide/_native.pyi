@@ -59,6 +59,9 @@ class Generations:
     def close(self) -> None:
         """The owner: nothing will be published any more; waits for more than there is end."""
     def value(self, index: int) -> int: ...
+    @property
+    def closed(self) -> bool:
+        """Whether the owner has called `close`."""
     def wait(self, index: int, at_least: int) -> Literal["reached", "closed", "interrupted", "signal"]:
         """Sleep until counter ``index`` has reached ``at_least``, its owner has closed, this object was interrupted, or
         a signal wants its handler (then wait again)."""

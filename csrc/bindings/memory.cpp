@@ -59,6 +59,7 @@ void register_generations(py::module_& module) {
       .def("publish", &Generations::publish, py::arg("index"), py::arg("value"), Release())
       .def("close", &Generations::close, Release())
       .def("value", &Generations::value, py::arg("index"))
+      .def_property_readonly("closed", &Generations::closed)
       .def(
           "wait",
           [](Generations& self, std::size_t index, std::uint32_t at_least) {

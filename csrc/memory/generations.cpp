@@ -63,6 +63,8 @@ void Generations::interrupt() noexcept {
 
 std::uint32_t Generations::value(std::size_t index) const { return counter(index).load(); }
 
+bool Generations::closed() const noexcept { return _closed->load() != 0; }
+
 Generations::Outcome Generations::wait(std::size_t index, std::uint32_t at_least) {
   Word const& counter = this->counter(index);
   for (;;) {

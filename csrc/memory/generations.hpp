@@ -36,6 +36,7 @@ class Generations {
   // Everybody.
 
   [[nodiscard]] std::uint32_t value(std::size_t index) const;
+  [[nodiscard]] bool closed() const noexcept;
   /// Block until counter `index` has reached `at_least`, or that is not to be waited for.
   Outcome wait(std::size_t index, std::uint32_t at_least);
   /// End all waits of this object, those under way and those to come. For any thread.

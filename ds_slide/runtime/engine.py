@@ -36,6 +36,7 @@ from ds_slide.runtime.rows import MakeRows, StreamedRows
 from ds_slide.runtime.shared_weights import SharedWeights
 from ds_slide.runtime.ssd import SsdStates
 from ds_slide.runtime.streamed_gradient import StreamedGradient
+from ds_slide.runtime.totals import Totals
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates import UpdateLane
 from ds_slide.runtime.updating import Updating
@@ -133,8 +134,7 @@ class SlideRuntime:
         self._fetched: dict[int, Ticket] = {}
         self._unstepped = False
         self._final = True
-        self._total = torch.zeros(1, dtype=torch.float64, device=self.device.torch)
-        """Of the square sums; written and summed over the ranks on the collectives stream."""
+        self._totals = Totals(parts.ranks, self.device)
         saved = SavedWeights({} if self._window is None else self._window.by_storage, self.enter_backward)
         self._hooks: list[BlockHooks | RootHooks | EdgeHooks] = [
             *(BlockHooks(unit, self, saved, self._root) for unit in self.blocks),
@@ -198,9 +198,7 @@ class SlideRuntime:
         slot = self._window.acquire(unit, direction)  # type: ignore[arg-type]
         assert slot.ready is not None
         with self._stall():
-            here = slot.ready.wait()
-            if unit.is_gathered:
-                here = self.parts.gathers.into_slot(unit, slot, here)
+            here = self.parts.gathers.into_slot(unit, slot) if unit.is_gathered else slot.ready.wait()
             self.device.wait(here)
         self._bound[unit.order] = slot
         self._bind(unit, slot.views(unit))
@@ -340,26 +338,16 @@ class SlideRuntime:
         """
         self.parts.lanes.d2h.drain()
         self.parts.lanes.update.drain()
-        ranks = self.parts.ranks
-        ranks.join()  # GPU-tier units have been through no lane
+        self.parts.ranks.join()  # GPU-tier units have been through no lane
         on_device = self.gradients.square_sums.cpu()
         total = torch.zeros(1, dtype=torch.float64)
         for unit in self.units:
             total += self.gradients.square_sum_of(unit, on_device)
-        self._total.copy_(total)
-        ranks.sum_(self._total, "the square sums of the gradients", self.device.mark())
-        ranks.join()
-        return float(self._total)
+        return self._totals.now(float(total))
 
     def norm_on_device(self) -> torch.Tensor:
         """Gradient norm of the last backward as a 0-d fp32 device tensor, without waiting for it."""
-        ranks, before = self.parts.ranks, self.device.mark()
-        with ranks.on_stream():
-            self.device.wait(before)  # the last step's norm has been read
-            torch.sum(self.gradients.square_sums, 0, keepdim=True, out=self._total)
-        ranks.sum_(self._total, "the square sums of the gradients")
-        ranks.join()
-        return self._total[0].sqrt().float()
+        return self._totals.later(self.gradients.square_sums).sqrt().float()
 
     def step(self, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
         """Apply the update. Held gradients: queue all units by deadline. Otherwise the host units are under way."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ds_slide.runtime.device import PASSED, Device, Marker
+from ds_slide.runtime.handoff import Ticket
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.settings import RuntimeSettings
 from ds_slide.runtime.unit import Unit
@@ -29,8 +30,8 @@ class Gathers:
         self._ranks = ranks
         self._scratch = scratch
         self._all_fit = all_fit
-        self._gathered: dict[int, tuple[int, int]] = {}
-        """Unit and version by slot."""
+        self._gathered: dict[int, Ticket] = {}
+        """The upload that was gathered last, by slot."""
 
     @classmethod
     def on(
@@ -41,13 +42,14 @@ class Gathers:
         scratch = torch.empty(numel, dtype=settings.dtype, device=device.torch) if numel else None
         return cls(ranks, scratch, all_fit=all_fit)
 
-    def into_slot(self, unit: Unit, slot: Slot, uploaded: Marker) -> Marker:
-        """Gather the unit into the slot behind `uploaded`. -> when it is there."""
-        have = unit.order, slot.version
-        if self._all_fit and self._gathered.get(slot.index) == have:
+    def into_slot(self, unit: Unit, slot: Slot) -> Marker:
+        """Gather the unit into the slot that holds it, behind its upload. -> when it is there."""
+        assert slot.ready is not None
+        uploaded = slot.ready.wait()
+        if self._all_fit and self._gathered.get(slot.index) is slot.ready:
             return PASSED  # the compute stream has waited for it when it was bound before
-        self._gathered[slot.index] = have
-        # What computed with the slot before: the upload has waited for that, but there may have been none since.
+        self._gathered[slot.index] = slot.ready
+        # The upload has waited for what computed with the slot before it, but not for what did so since.
         return self.into(unit, slot.buffer, uploaded, slot.free)
 
     def into(self, unit: Unit, buffer: torch.Tensor, *after: Marker) -> Marker:

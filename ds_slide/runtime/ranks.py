@@ -13,10 +13,13 @@ All before it are complete, so on every rank the compute thread reaches it: betw
 and these, by the second point, only for collectives that are complete. So all ranks issue it, and it completes. A
 device that runs its streams in order of submission, or waits for all of them at once (loading a module, page-locking
 memory), changes nothing: everything that is waited for was submitted before, on this rank and on the others.
+
+That the ranks do call the same is checked with each step's norm (`ds_slide.runtime.totals`).
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -42,7 +45,10 @@ class Ranks:
         self._group = group
         self._stream = device.stream() if world_size > 1 else None
         self._failures: Failures | None = None
-        self._issued = 0
+        self.issued = 0
+        """Collectives so far."""
+        self.digest = 0
+        """Of what they were, in order: the same on all ranks."""
 
     @classmethod
     def over(cls, group: Any, device: Device) -> Ranks:
@@ -75,8 +81,9 @@ class Ranks:
     @contextmanager
     def _issue(self, what: str, *after: Marker) -> Iterator[None]:
         """One collective on the collectives stream, behind `after`. On the CPU accelerator it blocks."""
-        self._issued += 1
-        sentence = f"collective {self._issued} of rank {self.rank}: {what}"
+        self.issued += 1
+        self.digest = zlib.crc32(what.encode(), self.digest)
+        sentence = f"collective {self.issued} of rank {self.rank}: {what}"
         with self.on_stream(), nullcontext() if self._failures is None else self._failures.collective(sentence):
             for marker in after:
                 self._device.wait(marker)
@@ -118,7 +125,7 @@ class Ranks:
 
     def connect(self, packed: torch.Tensor, own: torch.Tensor) -> None:
         """One collective of each kind over buffers of zeros, so that connections are made now and not in training."""
-        if self.world_size == 1:
+        if self.world_size == 1 or not own.numel():
             return
         with self._issue("connecting the ranks", self._device.mark()):
             dist.reduce_scatter_tensor(own, packed, group=self._group)

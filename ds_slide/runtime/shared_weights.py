@@ -105,10 +105,11 @@ class SharedWeights:
             if rank == self._ranks.rank or counters.value(unit.order) > version:
                 continue
             what = f"version {version} of the weights of {unit.name} from rank {rank}"
-            with self._failures.waiting(what, counters.interrupt):
+            with self._failures.waiting(what, counters.interrupt, for_ranks=True):
                 while (outcome := counters.wait(unit.order, version + 1)) == "signal":
                     pass  # its handler has run by now
             if outcome == "reached":
+                self._failures.progressed()
                 continue
             self._failures.raise_first()
             raise SlideError(f"rank {rank} has ended its engine, and {what} will not come: end all ranks together")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import two_ranks
 from harness import Batch, batches, causal_loss, ds_config, llama, trained
 from tight_memory import room_for_gradients_of
 
-from ds_slide.integration import ssd_settings
+from ds_slide.integration import assemble, ssd_settings
 
 STEPS = 4
+LESS_MEMORY = 1_700_000
 RUNS = {
     "clipping": ({"window": 2}, {"clip": 1.0}),
     "immediate": ({"window": 2}, {"clip": 0.0}),
@@ -33,9 +38,20 @@ RUNS = {
     "gathered-kept": ({"window": 9, "share_weights": False}, {"clip": 1.0, "accumulation": 2}),
     "gathered-gpu-states": ({"window": 2, "gpu_states": 900_000, "share_weights": False}, {"clip": 0.0}),
     "ssd-records": ({"window": 2, "host_memory": 500_000, "share_weights": True}, {"clip": 1.0}),
+    "ssd-less-memory": ({"window": 2}, {"clip": 1.0}),
     "stock": (None, {"clip": 1.0}),
 }
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_gather_object")
+
+
+@contextlib.contextmanager
+def host_memory(less: bool) -> Iterator[None]:
+    """Whether this rank finds memory for no more than three quarters of its states."""
+    find = assemble._budgets
+    with pytest.MonkeyPatch.context() as patch:
+        if less:
+            patch.setattr(assemble, "_budgets", lambda *given: dataclasses.replace(find(*given), host_free=LESS_MEMORY))
+        yield
 
 
 def threads_by_collective() -> dict[str, set[str]]:
@@ -86,10 +102,12 @@ def main(rank: int, folder: Path) -> None:
             if name.startswith("ssd"):
                 for section in ("offload_optimizer", "offload_param"):
                     config["zero_optimization"][section] = {"device": "nvme", "nvme_path": f"{folder}/disk"}
-            with room_for_gradients_of(1 if name == "ssd-gradients" else None) as plan:
+            less = name == "ssd-less-memory" and rank == 1
+            with room_for_gradients_of(1 if name == "ssd-gradients" else None) as plan, host_memory(less):
                 evaluates = name in ("clipping", "immediate") and rank == 1
                 result = trained(llama(seed=rank), config, data[rank::2], loss_of=Watched(data[0], evaluates))
             assert slide is None or bool(plan().host.gradients_on_ssd) == (name == "ssd-gradients")
+            assert name != "ssd-less-memory" or plan().host.records_on_ssd
             results[name] = {"losses": result.losses, "norms": result.norms, "states": result.states}
         results["callers"] = dict(callers)
 

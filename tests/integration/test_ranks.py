@@ -26,6 +26,7 @@ SAME_BITS = {
     "gathered-kept": "accumulation",
     "gathered-gpu-states": "immediate",
     "ssd-records": "clipping",
+    "ssd-less-memory": "clipping",
 }
 SLIDE_RUNS = ["clipping", "immediate", "accumulation", *SAME_BITS]
 
