@@ -107,7 +107,8 @@ def test_a_rank_skips_a_collective(launcher: Launcher, disk: Path) -> None:
     runs = both(launcher, on_ssd(disk), ["train", 3], second=[["skip_reduction"]])
     sentences = [sentence_of(run) for run in runs]
     assert runs[1].result["broken"] == "all_reduce"
-    check(" ".join(sentences), "waits for the other ranks in")
+    # Whichever notices first: a rank counts the collectives of the others, or a wait ends by the watchdog.
+    check(" ".join(sentences), "waits for the other ranks in|have called different collectives")
     check(sentences[0], "rank 1")
     check(sentences[1], "rank 0")
     assert not list(disk.iterdir())
