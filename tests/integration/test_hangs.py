@@ -123,7 +123,7 @@ def test_a_rank_is_killed_in_the_middle_of_a_step(launcher: Launcher) -> None:
 def test_a_rank_ends_its_engine_while_the_other_trains(launcher: Launcher, disk: Path, tmp_path: Path) -> None:
     """The other one is inside gloo, which nothing wakes as long as this process lives."""
     os.mkfifo(fifo := tmp_path / "fifo")
-    start = on_ssd(disk)
+    start = on_ssd(disk, share_weights=False)  # for shared ones it would wait in a lane, and be woken
     runs = launcher.begin_ranks(
         [start, ["train", 1], ["train", 3]], [start, ["train", 1], ["destroy"], ["hear", str(fifo)]]
     )
