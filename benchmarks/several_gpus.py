@@ -47,19 +47,15 @@ def crossed(model: str, system: str, steps: int, blocks: list[dict[str, Any]], *
 
 def plans(nvme_path: str) -> dict[str, list[Setting]]:
     on_disk: dict[str, Any] = {"offload": "nvme", "nvme_path": nvme_path}
-    speed = {"steps": 8, "warmup": 3}
+    speed: dict[str, Any] = {"steps": 12, "warmup": 3}
     return {
         "hang-3b": crossed("qwen2.5-3b", "slide", 48, [{}, HOST]),
         "hang-ssd": crossed("qwen2.5-0.5b", "slide", 8, [ON_SSD, {"host_memory": 0}], **on_disk),
         "stock-3b": crossed("qwen2.5-3b", "stock", 10, [{}]),
         "stock-0.5b": crossed("qwen2.5-0.5b", "stock", 8, [{}]),
-        "speed": [
-            Setting("slide", clip=1.0, **speed),
-            Setting("slide", clip=0.0, **speed),
-            Setting("slide", clip=1.0, slide={"share_weights": False}, **speed),
-            Setting("slide", clip=0.0, slide={"share_weights": False}, **speed),
-            Setting("stock", clip=1.0, **speed),
-        ],
+        "speed": [Setting("slide", clip=clip, **speed) for clip in (1.0, 0.0)],
+        "speed-gathered": [Setting("slide", clip=clip, slide={"share_weights": False}, **speed) for clip in (1.0, 0.0)],
+        "speed-stock": [Setting("stock", clip=1.0, **speed)],
         "transports": [
             Setting("slide", "qwen2.5-0.5b", batch=2, clip=clip, steps=4, warmup=1, slide={**block, **transport})
             for clip in (0.0, 1.0)

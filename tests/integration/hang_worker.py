@@ -90,21 +90,27 @@ class HangRun(Run):
         handle = block.register_forward_pre_hook(act)
 
     def stop_while_waiting(self) -> None:
-        """This process is stopped at the next read that begins while the training waits for the engine."""
+        """This process is stopped while the training stands still for a read, and stands still a little longer."""
         original, done = SsdStore.read, threading.Event()
-        failures = self.engine.optimizer.runtime.parts.failures
+        watchdog = self.engine.optimizer.runtime.parts.watchdog
         moment = threading.Event()
+
+        def has_stood(seconds: float) -> bool:
+            for _ in range(int(SECONDS / 0.001)):
+                if watchdog._since > seconds:
+                    return True
+                moment.wait(0.001)
+            return False
 
         def read(*arguments: Any, **options: Any) -> Any:
             main_thread = threading.current_thread() is threading.main_thread()
             if not main_thread and not done.is_set():
                 done.set()
-                for _ in range(int(SECONDS / 0.001)):
-                    if any(wait.of_client for wait in failures.waits()):
-                        self.note("stopped", True)
-                        os.kill(os.getpid(), signal.SIGSTOP)
-                        break
-                    moment.wait(0.001)
+                if has_stood(0.0):
+                    before = watchdog._since
+                    self.note("stopped", True)
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                    has_stood(before + watchdog._look_s)
             return original(*arguments, **options)
 
         SsdStore.read = read  # type: ignore[method-assign]

@@ -4,9 +4,9 @@ The classes of `ds_slide.runtime` themselves (window, lanes, tickets, rings, cac
 `build_runtime` with two to ten blocks of 128 parameters, and driven by the calls that hooks and facade make. From
 outside, `threading`, `queue`, `time` and `atexit` in the modules of the engine are replaced by stand-ins (`patching`),
 the SSD store by one whose transfers complete in any order (`disk`), `torch.distributed` by collectives between the
-ranks of one process (`collectives`), the C++ update by three torch operations. Every thread is a greenlet, one runs at a
-time, and before each operation on something shared a chooser says who goes on (`scheduler`, `strategies`). So a run is
-a list of choices, and can be repeated from it.
+ranks of one process (`collectives`), the C++ update by three torch operations. Every thread is a greenlet, one runs at
+a time, and before each operation on something shared a chooser says who goes on (`scheduler`, `strategies`). So a run
+is a list of choices, and can be repeated from it.
 
 A run fails when nothing can go on (the report names every thread, what it waits for, its stack and what stands in the
 caches), when a thread raises or is left after the end, when ranks issue different collectives at one place of a group,
@@ -37,7 +37,7 @@ What the last one reduces by, and what it therefore does not show:
 
 Not covered at all: CUDA streams and events (work on the device is over when its call returns, so what is explored are
 the host's hand-overs), the C++ I/O engine and `SsdStore` itself (`tests/store`), the kernels, autograd and DeepSpeed
-around the engine, a head whose rows are streamed, states on the GPU, checkpoints, failing disks and lanes, killed
+around the engine, a head whose rows are streamed, states on the GPU, checkpoint files, failing disks and lanes, killed
 processes, and anything that takes more than the blocks, buffers and steps of a configuration.
 
     python -m pytest tests/liveness                       the short part, also in the default run

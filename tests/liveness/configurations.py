@@ -37,6 +37,10 @@ ON_SSD = [
     Configuration("gradients on SSD", gradients_on_ssd=True, inference=True),
     Configuration("gradients on SSD, accumulation", blocks=2, gradients_on_ssd=True, accumulation=2),
     Configuration("every other block on SSD", blocks=4, only=(1, 3), inference=True),
+    Configuration("a block's states read between steps", between="one", held=False),
+    Configuration("checkpoints between steps", edges=1, between="all"),
+    Configuration("checkpoints between steps, under backward", edges=1, between="all", held=False),
+    Configuration("skipped steps", between="overflow"),
     Configuration("closed while updates are under way", edges=1, ending="close"),
     Configuration("closed while updates are under way, under backward", held=False, ending="close"),
 ]
@@ -67,6 +71,7 @@ TWO_RANKS = [
     replace(_TWO, name="two ranks on SSD"),
     replace(_TWO, name="two ranks on SSD, under backward, inference", held=False, inference=True),
     replace(_TWO, name="two ranks on SSD, accumulation", accumulation=2),
+    replace(_TWO, name="two ranks on SSD, checkpoints between steps", between="all"),
     replace(_TWO.in_memory(), name="two GPUs, one queue of collectives each", blocks=3, one_at_a_time=True),
     replace(
         _TWO.in_memory(), name="two GPUs, one queue of collectives each, under backward", one_at_a_time=True, held=False

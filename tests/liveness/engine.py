@@ -48,7 +48,8 @@ class Count:
     bound: str
     schedules: int = 0
     points: int = 0
-    states: int = 0
+    seen: set[int] = field(default_factory=set, repr=False)
+    """States that were met at choices, in an exploration that knows them."""
     seconds: float = 0.0
     """Of the processor."""
     complete: bool = True
@@ -58,8 +59,8 @@ class Count:
     """Schedules by their number of departures."""
 
     @property
-    def result(self) -> str:
-        return "no hang" if not self.findings else "; ".join(sorted({f.outcome.kind for f in self.findings}))
+    def states(self) -> int:
+        return len(self.seen)
 
 
 class Engine:

@@ -94,12 +94,14 @@ def explore_all(
     seconds: float = float("inf"),
     most_findings: int = 1,
     loses: Loses | None = None,
+    sharing: Sharing | None = None,
 ) -> Count:
     """All schedules that depart at most so often from the order (None: all there are), fewest departures first.
 
     A state that was reached before, with as many departures or fewer, is not followed again.
+    `sharing`: what is known of it already; filled.
     """
-    sharing = Sharing()
+    sharing = Sharing() if sharing is None else sharing
     started = time.process_time()
     with engine_for(configuration, loses) as engine:
         while True:
@@ -123,11 +125,10 @@ def _explore(
     sharing: Sharing,
 ) -> Count:
     count = Count(engine.configuration, "")
-    seen: set[int] = set()
     todo: deque[Departures] = deque([()])
     while todo and not sharing.changed:
         path = todo.popleft()
-        frontier = _Frontier(order, path, seen)
+        frontier = _Frontier(order, path, count.seen)
         outcome = engine.run(frontier)
         if sharing.changed:
             break
@@ -148,5 +149,4 @@ def _explore(
         if time.process_time() > until:
             break
     count.complete = not todo
-    count.states = len(seen)
     return count

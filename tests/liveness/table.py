@@ -35,7 +35,7 @@ line ends at its first hang.
 
 def counts(configuration: Configuration, seconds: float) -> Iterator[Count]:
     if configuration in EXHAUSTIVE:
-        yield explore_all(configuration, None, seconds=seconds * 10)
+        yield explore_all(configuration, None, seconds=seconds * 40)
         return
     yield explore_orders(configuration)
     yield explore_by_chance(configuration, 100_000, seconds=seconds)

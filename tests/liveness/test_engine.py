@@ -20,14 +20,15 @@ def one_thread() -> None:
 
 
 def check(count: Count) -> None:
-    """No finding; in a configuration of `HANGS` there must be one, which is then told as an expected failure."""
+    """No finding, or in a configuration of `HANGS` a deadlock, which is then told as an expected failure."""
     known = HANGS.get(count.configuration.name)
-    if count.findings and known is not None:
+    if known is not None and [finding.outcome.kind for finding in count.findings[:1]] == ["deadlock"]:
         pytest.xfail(f"{count.findings[0].how}: {known}")
     assert not count.findings, "\n".join(map(str, count.findings))
 
 
-def must_hang(configuration: Configuration, *counts: Count) -> None:
+def check_all(configuration: Configuration, *counts: Count) -> None:
+    """`check`; one of them must hang in a configuration of `HANGS`."""
     for count in counts:
         check(count)
     if configuration.name in HANGS:
@@ -45,7 +46,7 @@ def test_all_schedules(configuration: Configuration) -> None:
 def test_lanes_of_any_speed(configuration: Configuration) -> None:
     """Each lane the slowest of all, and a few random orders."""
     small = configuration.blocks < 5
-    must_hang(configuration, explore_orders(configuration), explore_by_chance(configuration, 20 if small else 4))
+    check_all(configuration, explore_orders(configuration), explore_by_chance(configuration, 20 if small else 4))
 
 
 @pytest.mark.slow

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from liveness.engine import Count, replay
+from liveness.engine import Count, engine_for, replay
 from liveness.explore import explore_all, explore_by_chance
-from liveness.scheduler import Scheduler
+from liveness.scheduler import Choice, Scheduler
 from liveness.sharing import Sharing, use_sharing
 from liveness.stand_ins import threading
-from liveness.strategies import listed
+from liveness.state import state_of
+from liveness.strategies import by_chance, listed
 from liveness.tiny import Configuration
 
 TINY = Configuration("tiny", blocks=2, slots=2, steps=1)
@@ -47,6 +48,30 @@ def test_the_explorer_finds_a_planted_deadlock(search: str) -> None:
     again = replay(TINY, finding.outcome.choices, loses=lost_in_one_order)
     assert (again.kind, [str(wait) for wait in again.waits]) == ("deadlock", [str(w) for w in finding.outcome.waits])
     assert any("write weight of block 1" in label for label in again.labels)
+
+
+def test_random_schedules_meet_only_states_that_were_explored() -> None:
+    """Else the exploration of all schedules would leave some out."""
+    configuration = Configuration("two blocks in memory", blocks=2, steps=2).in_memory()
+    sharing = Sharing()
+    explored = explore_all(configuration, None, sharing=sharing).seen
+    met: set[int] = set()
+    use_sharing(sharing)
+    with engine_for(configuration) as engine:
+        for seed in range(100):
+            by_seed = by_chance(seed)
+
+            def choose(
+                scheduler: Scheduler,
+                choices: list[Choice],
+                by_seed: Callable[[Scheduler, list[Choice]], int] = by_seed,
+            ) -> int:
+                met.add(state_of(scheduler, choices))
+                return by_seed(scheduler, choices)
+
+            assert engine.run(choose).kind == "done"
+    assert len(met) > len(explored) // 2
+    assert met <= explored
 
 
 def test_a_completion_that_never_comes_is_found_at_once() -> None:

@@ -45,6 +45,9 @@ class Configuration:
     checkpointing: bool = False
     inference: bool = False
     """A forward without backward after every step."""
+    between: Literal["", "one", "all", "overflow"] = ""
+    """After a step the states of one block are read; or of all units, and the weights loaded anew, as around a
+    checkpoint; or every second step is skipped instead (held gradients)."""
     weights_on_ssd: bool = True
     records_on_ssd: bool = True
     edge_records_on_ssd: bool = False

@@ -36,7 +36,12 @@ class Training:
                 runtime.begin_backward(self._hypers())
                 self._backward(step * configuration.accumulation + micro)
                 runtime.end_backward()
-            self._step()
+            if self.configuration.between == "overflow" and step % 2:
+                runtime.square_sum()
+                runtime.discard_gradients()
+            else:
+                self._step()
+            self._between()
             if configuration.inference:
                 with torch.no_grad():
                     self._forward(with_backward=False)
@@ -52,6 +57,17 @@ class Training:
         else:
             runtime.norm_on_device()
             runtime.step(self._hypers(), 1.0)
+
+    def _between(self) -> None:
+        runtime, between = self.runtime, self.configuration.between
+        if between == "one":
+            self._states_of(runtime.blocks[-1])
+        elif between == "all":
+            for unit in runtime.units:
+                runtime.settle(unit)
+            runtime.unbind_residents()
+            runtime.reload_weights()
+            runtime.bind_residents()
 
     def _forward(self, *, with_backward: bool) -> None:
         self.model(lambda: self._units_forward(with_backward))
@@ -88,12 +104,12 @@ class Training:
 
     def states(self) -> list[int]:
         """Checksums of everything that is trained, when all is settled."""
-        found = []
-        for unit in self.runtime.units:
-            self.runtime.settle(unit)
-            for name in ("weight", "remainder", "exp_avg", "exp_avg_sq"):
-                found.append(_checksum(unit.state.read(name, slice(0, unit.layout.trainable_numel))))
-        return found
+        return [checksum for unit in self.runtime.units for checksum in self._states_of(unit)]
+
+    def _states_of(self, unit: Any) -> list[int]:
+        self.runtime.settle(unit)
+        whole = slice(0, unit.layout.trainable_numel)
+        return [_checksum(unit.state.read(name, whole)) for name in ("weight", "remainder", "exp_avg", "exp_avg_sq")]
 
 
 def _caches(runtime: Any, rank: int) -> str:
