@@ -22,7 +22,8 @@ Places = dict[nn.Parameter, tuple[Unit, Entry]]
 
 
 class StateAccess:
-    """All tensors handed out are fp32 on the accelerator; `full` ones have the parameter's shape (collective)."""
+    """All tensors handed out are fp32 on the accelerator; `full` ones have the parameter's shape (collective). Setting
+    a master is collective, too, because other ranks read the weights (`SlideRuntime.begin_writing`)."""
 
     def __init__(self, runtime: SlideRuntime, places: Places, group: Any) -> None:
         self._runtime = runtime

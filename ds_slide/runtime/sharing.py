@@ -134,7 +134,7 @@ def _receive(listener: socket.socket, sharing: Sharing, sockets: ExitStack) -> N
     for _ in range(len(sharing.descriptors) - 1):
         while _user_of(connection := sockets.enter_context(listener.accept()[0])) != os.getuid():
             pass  # somebody else has found the name
-        message, descriptors, _, _ = socket.recv_fds(connection, _RANK.size, 1)
+        message, descriptors, _, _ = socket.recv_fds(connection, _RANK.size, 1, socket.MSG_CMSG_CLOEXEC)
         if len(message) != _RANK.size or len(descriptors) != 1:
             raise OSError("a rank has sent no descriptor")
         sharing.descriptors[_RANK.unpack(message)[0]] = descriptors[0]
