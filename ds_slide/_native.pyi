@@ -4,7 +4,7 @@ Every pointer is an address as an int; arrays hold ``numel`` elements and need e
 release the GIL. ValueError for an argument outside its range.
 """
 
-from typing import Literal
+from typing import Literal, overload
 
 _Dtype = Literal["bf16", "fp16", "fp32"]
 _Isa = Literal["auto", "avx512", "avx2", "portable"]
@@ -21,13 +21,18 @@ class Workers:
     def num_threads(self) -> int: ...
 
 class Slab:
-    """Zero-filled host memory of ``nbytes`` bytes, page aligned, mapped in whole pages, not inherited by fork.
+    """Host memory of ``nbytes`` bytes, page aligned, mapped in whole pages, not inherited by fork: zero-filled and its
+    own, or the bytes from ``offset`` (whole pages) of the memory file ``descriptor``, shared with all who map it.
 
+    The file must be long enough (ValueError), and its descriptor may be closed afterwards.
     ``pin`` page-locks it through the CUDA driver, usable from every context; RuntimeError when that fails. A writable
     buffer of unsigned bytes: ``torch.frombuffer(slab, dtype=torch.uint8)`` shares the memory and keeps the slab alive.
     """
 
+    @overload
     def __init__(self, nbytes: int, pin: bool, huge_pages: bool) -> None: ...
+    @overload
+    def __init__(self, descriptor: int, offset: int, nbytes: int, pin: bool, huge_pages: bool) -> None: ...
     @property
     def ptr(self) -> int:
         """Address of the first byte; 0 when closed or when ``nbytes`` is 0."""
@@ -39,6 +44,29 @@ class Slab:
     def close(self) -> None:
         """Unlock and unmap; tensors that still view the memory must not be used again. A second call does nothing."""
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class Generations:
+    """``count`` counters of 32 bits at the beginning of a Slab, which their owner raises and others, in any process,
+    wait for. Zeroed memory is a set of counters at 0. IndexError for a counter that there is not.
+    """
+
+    def __init__(self, slab: Slab, count: int) -> None: ...
+    @staticmethod
+    def bytes(count: int) -> int:
+        """That ``count`` counters need."""
+    def publish(self, index: int, value: int) -> None:
+        """The owner: what it wrote before is seen by those whose wait this ends."""
+    def close(self) -> None:
+        """The owner: nothing will be published any more; waits for more than there is end."""
+    def value(self, index: int) -> int: ...
+    @property
+    def closed(self) -> bool:
+        """Whether the owner has called `close`."""
+    def wait(self, index: int, at_least: int) -> Literal["reached", "closed", "interrupted", "signal"]:
+        """Sleep until counter ``index`` has reached ``at_least``, its owner has closed, this object was interrupted, or
+        a signal wants its handler (then wait again)."""
+    def interrupt(self) -> None:
+        """End all waits on this object, those under way and those to come. For any thread."""
 
 class Lease:
     """One buffer of a Pool until released or dropped; a writable buffer of unsigned bytes.

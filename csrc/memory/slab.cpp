@@ -1,6 +1,7 @@
 #include "memory/slab.hpp"
 
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -48,6 +49,35 @@ Slab::Slab(std::size_t nbytes, bool pin, bool huge_pages) : _nbytes(nbytes), _ow
                              std::strerror(fits ? errno : ENOMEM) +
                              "); lower the host memory budget or raise `ulimit -v`");
   }
+  adopt(pin, huge_pages);
+}
+
+Slab::Slab(int descriptor, std::size_t offset, std::size_t nbytes, bool pin, bool huge_pages)
+    : _nbytes(nbytes), _owner(getpid()) {
+  if (nbytes == 0) return;
+  struct stat file{};
+  if (fstat(descriptor, &file) != 0) {
+    throw std::runtime_error(std::string("cannot map shared host memory: ") + std::strerror(errno));
+  }
+  auto const length = static_cast<std::size_t>(file.st_size);
+  // Beyond the end of the file a touch would end the process with SIGBUS.
+  if (offset % page_size() != 0 || offset > length || nbytes > length - offset) {
+    throw std::invalid_argument("a memory file of " + std::to_string(length) + " bytes has no " +
+                                std::to_string(nbytes) + " bytes from " + std::to_string(offset) +
+                                ", or they begin within a page");
+  }
+  _mapped = (nbytes + page_size() - 1) / page_size() * page_size();
+  void* const raw =
+      mmap(nullptr, _mapped, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, static_cast<off_t>(offset));
+  if (raw == MAP_FAILED) {
+    throw std::runtime_error("cannot map " + std::to_string(nbytes) + " bytes of shared host memory (" +
+                             std::strerror(errno) + "); raise `ulimit -v`");
+  }
+  _data = raw;
+  adopt(pin, huge_pages);
+}
+
+void Slab::adopt(bool pin, bool huge_pages) {
   if (huge_pages) madvise(_data, _mapped, MADV_HUGEPAGE);
   madvise(_data, _mapped, MADV_DONTFORK);
   if (!pin) return;

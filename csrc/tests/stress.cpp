@@ -1,6 +1,9 @@
 // Hammers the threads, the kernels, the slabs and the pool from several callers at once. Built with a
 // sanitizer by run_sanitizers.sh: a race, an overrun or undefined behaviour ends it with a report, a wrong
 // bit with status 1.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -12,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "memory/generations.hpp"
 #include "memory/pool.hpp"
 #include "memory/slab.hpp"
 #include "threads/workers.hpp"
@@ -226,6 +230,82 @@ void closed_pool() {
   }
 }
 
+/// Readers that wait for what the owner has written, and let it go on when they have read it.
+void generations() {
+  constexpr std::uint32_t kLast = 4000;
+  constexpr std::size_t kUnits = 3;
+  Slab memory(Generations::bytes(kUnits), false, false), answers(Generations::bytes(kCallers), false, false);
+  std::vector<std::uint32_t> written(kUnits);  // plain memory: only the counters order its reads and writes
+  std::vector<std::thread> readers;
+  for (unsigned reader = 0; reader < kCallers; ++reader) {
+    readers.emplace_back([&, reader] {
+      Generations owner(memory.data(), kUnits), own(answers.data(), kCallers);
+      for (std::uint32_t round = 1; round <= kLast; ++round) {
+        std::size_t const unit = round % kUnits;
+        require(owner.wait(unit, round) == Generations::Outcome::kReached,
+                "a wait ended without its counter");
+        require(written[unit] == round, "a generation was read that was not there");
+        own.publish(reader, round);
+      }
+    });
+  }
+  Generations owner(memory.data(), kUnits), others(answers.data(), kCallers);
+  for (std::uint32_t round = 1; round <= kLast; ++round) {
+    written[round % kUnits] = round;
+    owner.publish(round % kUnits, round);
+    for (unsigned reader = 0; reader < kCallers; ++reader) {
+      require(others.wait(reader, round) == Generations::Outcome::kReached, "an answer was lost");
+    }
+  }
+  for (std::thread& reader : readers) reader.join();
+}
+
+/// Waits that nothing reaches: closing ends those of all, interrupting those of one object, at any moment.
+void ended_generations() {
+  for (int round = 0; round < 100 * kRounds; ++round) {
+    bool const closes = round % 2 == 0;
+    Slab memory(Generations::bytes(1), false, false);
+    Generations owner(memory.data(), 1), mine(memory.data(), 1);
+    std::vector<std::thread> waiting;
+    for (int waiter = 0; waiter < kCallers; ++waiter) {
+      waiting.emplace_back([&] {
+        auto const expected = closes ? Generations::Outcome::kClosed : Generations::Outcome::kInterrupted;
+        require(mine.wait(0, 2) == expected, "a wait ended for another reason");
+        require(mine.wait(0, 1) == Generations::Outcome::kReached, "what was published before was lost");
+      });
+    }
+    owner.publish(0, 1);
+    if (round % 3 == 0) std::this_thread::yield();
+    closes ? owner.close() : mine.interrupt();
+    for (std::thread& waiter : waiting) waiter.join();
+    require(closes || owner.wait(0, 1) == Generations::Outcome::kReached, "another object was interrupted");
+    bool refused = false;
+    try {
+      owner.publish(1, 1);
+    } catch (std::out_of_range const&) {
+      refused = true;
+    }
+    require(refused, "a counter that does not exist was raised");
+  }
+}
+
+/// Two mappings of one memory file show the same bytes, and a part that the file does not have is refused.
+void shared_slabs() {
+  int const file = memfd_create("stress", MFD_CLOEXEC);
+  require(file >= 0 && ftruncate(file, 3 * 4096) == 0, "no memory file");
+  Slab first(file, 4096, 5000, false, false), second(file, 4096, 5000, false, true);
+  bool refused = false;
+  try {
+    Slab beyond(file, 8192, 5000, false, false);
+  } catch (std::invalid_argument const&) {
+    refused = true;
+  }
+  require(refused, "a mapping beyond the end of a file was made");
+  ::close(file);
+  std::memset(first.data(), 7, first.nbytes());
+  require(static_cast<unsigned char*>(second.data())[4999] == 7, "two mappings of one file differ");
+}
+
 }  // namespace
 
 int main() {
@@ -235,5 +315,8 @@ int main() {
   slabs();
   pooled();
   closed_pool();
+  generations();
+  ended_generations();
+  shared_slabs();
   std::puts("stress: passed");
 }

@@ -129,6 +129,14 @@ class SlideConfig(_Block):
     0 keeps all states in host memory; "auto" takes 5 % of the GPU, as far as the GPU budget leaves that.
     """
 
+    share_weights: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
+    """Whether the ranks of one machine read each other's weights in host memory, so that each uploads whole units.
+
+    Otherwise each uploads its part, and the parts are gathered over the process group: more work on the GPU, but fewer
+    bytes through a host link that several GPUs share. So it is anyway for weights on SSD, for units that are updated on
+    the GPU, and, under "auto", for all where the ranks are on several machines; true refuses such a run.
+    """
+
     hold_gradients: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
     """Whether gradients wait in host memory until backward has ended.
 
@@ -174,6 +182,13 @@ class SlideConfig(_Block):
     probe shows that the kernel computes the same; results differ by rounding.
 
     "auto": all of them on a GPU with Triton, none elsewhere. A list needs a GPU.
+    """
+
+    hang_timeout: float = Field(
+        default=300.0, ge=0, allow_inf_nan=False, strict=True, description="a number of seconds, 0 or more"
+    )
+    """Seconds after which a run is ended that stands still while nothing comes forward on any rank: no transfer, no
+    request of the disk, no update, no work of the GPU. The message says who waits for what. 0 switches this off.
     """
 
     debug: DebugConfig = Field(default_factory=lambda: DebugConfig(), description="an object")

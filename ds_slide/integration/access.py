@@ -50,6 +50,8 @@ class StateAccess:
         unit, entry = place
         planes.require_stepped(self._runtime, unit, "writing a state")
         self._runtime.settle(unit)
+        if key is None:
+            self._runtime.begin_writing()
         own = value.reshape(-1)[: entry.partition_numel].float()
         planes.write_values(unit, self._known(key), slice(entry.offset, entry.offset + own.numel()), own)
         if key is None:

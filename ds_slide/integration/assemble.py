@@ -31,6 +31,7 @@ from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.rows import chunk_rows
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
+from ds_slide.runtime.sharing import open_sharing
 from ds_slide.runtime.threads import update_cores
 
 LEAST_WINDOW = 3
@@ -49,18 +50,20 @@ def assemble(
 
     `group_of`: optimizer group of every trainable parameter. Collective over the ranks.
     """
-    ranks = Ranks.over(process_group)
+    device = Device(torch.device(get_accelerator().current_device_name()))
+    ranks = Ranks.over(process_group, device)
     head = find_streamed_head(module, ranks.world_size) if config.stream_head else None
     structure = find_structure(module, config.blocks, () if head is None else (head.path,))
     if head is not None:
         check_is_edge(head, structure)
     specs = _in_forward_order(module, structure.units)
     unit_plans = [_unit_plan(spec, group_of, ranks.world_size, head) for spec in specs]
-    device = Device(torch.device(get_accelerator().current_device_name()))
-    budgets = _agreed(_budgets(module, config, device), ranks, device)
-    plan = _plan(unit_plans, config, settings, budgets)
-    kernels = install_kernels(module, config.kernels)
+    budgets = _agreed(_budgets(module, config, device), ranks)
+    sharing = open_sharing(ranks, config.share_weights)
+    kernels = None
     try:
+        plan = _plan(unit_plans, config, settings, budgets, shares_weights=sharing is not None)
+        kernels = install_kernels(module, config.kernels)
         runtime = build_runtime(
             module,
             unit_plans,
@@ -71,12 +74,16 @@ def assemble(
             take_weights=protocol.take_weights(ranks.rank, process_group),
             adopt=protocol.adopt,
             availability=protocol.set_availability,
+            sharing=sharing,
         )
         if head is not None:
             assert runtime.rows is not None
             kernels.patches.append(stream_head(head.module, runtime.rows))
     except BaseException:
-        kernels.undo()
+        if kernels is not None:
+            kernels.undo()
+        if sharing is not None:
+            sharing.close()
         raise
     _release_cached_host_memory()
     return runtime, kernels
@@ -112,6 +119,7 @@ def runtime_settings(
         huge_pages=config.huge_pages,
         delay_ms=config.debug.lane_delay_ms,
         seed=config.debug.seed,
+        hang_timeout_s=config.hang_timeout,
     )
 
 
@@ -143,7 +151,14 @@ def _unit_plan(
     return UnitPlan(spec, layout, [by_name[entry.name] for entry in layout.entries], rows)
 
 
-def _plan(unit_plans: Sequence[UnitPlan], config: SlideConfig, settings: RuntimeSettings, budgets: Budgets) -> Plan:
+def _plan(
+    unit_plans: Sequence[UnitPlan],
+    config: SlideConfig,
+    settings: RuntimeSettings,
+    budgets: Budgets,
+    *,
+    shares_weights: bool,
+) -> Plan:
     held = 0 if settings.held_dtype is None else settings.held_dtype.itemsize
     rings = settings.held_dtype is None or settings.accumulates
     needs = Needs(
@@ -157,6 +172,7 @@ def _plan(unit_plans: Sequence[UnitPlan], config: SlideConfig, settings: Runtime
         ring=settings.gradient_buffers if rings else 0,
         ring_to_ssd=settings.gradient_buffers,
         world_size=unit_plans[0].layout.world_size,
+        shares_weights=shares_weights,
         ssd=None if settings.ssd is None else settings.ssd.needs,
     )
     sizes = [UnitSize(plan.spec.name, plan.layout, plan.spec.kind == "edge", plan.passing_numel) for plan in unit_plans]
@@ -196,12 +212,11 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
     )
 
 
-def _agreed(budgets: Budgets, ranks: Ranks, device: Device) -> Budgets:
-    """With the GPU memory that every rank has: slots and GPU states set the order in which weights are gathered, which
-    must be the same everywhere."""
-    least = torch.tensor([budgets.gpu_total, budgets.gpu_free], device=device.torch)
-    gpu_total, gpu_free = ranks.least_(least).tolist()
-    return dataclasses.replace(budgets, gpu_total=gpu_total, gpu_free=gpu_free)
+def _agreed(budgets: Budgets, ranks: Ranks) -> Budgets:
+    """With the memory that every rank has: the plan sets which weights are gathered when, which must be the same
+    everywhere."""
+    gpu_total, gpu_free, host_free = ranks.least([budgets.gpu_total, budgets.gpu_free, budgets.host_free])
+    return dataclasses.replace(budgets, gpu_total=gpu_total, gpu_free=gpu_free, host_free=host_free)
 
 
 def _has_fraction() -> bool:

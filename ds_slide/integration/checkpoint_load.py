@@ -135,6 +135,7 @@ def _require_latest(directory: Path, tag: str) -> None:
 def _load_frozen(engine: Any, reading: Reading) -> None:
     """Set the weights of the parameters that the optimizer does not own."""
     optimizer = engine.optimizer
+    optimizer.runtime.begin_writing()
     written = {}
     for parameter, (unit, entry) in optimizer.protocol.places.items():
         saved = reading.frozen.get(engine.param_names[parameter])

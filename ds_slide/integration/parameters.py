@@ -192,9 +192,13 @@ class ParameterProtocol:
         """Write what the caller left in the parameters to the planes."""
         ranks = self._runtime.parts.ranks
         written: dict[int, Unit] = {}
+        parameters = list(parameters)
+        for parameter in parameters:
+            self._runtime.settle(self.places[parameter][0])
+        if parameters:
+            self._runtime.begin_writing()
         for parameter in parameters:
             unit, entry = self.places[parameter]
-            self._runtime.settle(unit)
             start, stop = piece(entry, ranks.rank)
             changed = planes.write_weight(unit, entry, parameter.data.reshape(-1)[start:stop])
             if changed or ranks.world_size > 1:

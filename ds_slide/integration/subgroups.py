@@ -77,6 +77,7 @@ class SubGroups:
     def load_masters(self, flats: Sequence[torch.Tensor], files: MappedFiles, *, rounded: bool = False) -> None:
         """Set weights and masters from `fp32_flat_groups`. `rounded`: to the model's dtype, both."""
         self._check(flats, "fp32_flat_groups")
+        self.runtime.begin_writing()
         self._load(MASTER, flats, files, rounded=rounded)
         for unit in self.runtime.units:
             self.runtime.weights_changed(unit)

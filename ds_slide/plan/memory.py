@@ -104,17 +104,39 @@ def _window(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int], bud
 def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
     streamed = _streamed(units, on_gpu)
     staging = max((unit.layout.slot_trainable_numel for unit in streamed), default=0)
-    scratch = 0
+    gathered = 0
     if needs.world_size > 1:
-        # The gradients of all units pass the staging buffers, whole and once more this rank's part; weights are
-        # gathered in scratch buffers, one for each thread that gathers.
+        # The gradients of all units pass the staging buffers, whole and once more this rank's part.
         staging = max((unit.layout.trainable_numel for unit in units), default=0) * (needs.world_size + 1)
-        largest = max((unit.layout.local_numel for unit in units), default=0)
-        scratch = (needs.world_size + 1) * largest * needs.weight_bytes * (2 if on_gpu else 1)
+        gathered = _passing_numel(units, needs, on_gpu) * needs.weight_bytes
     window = min(needs.window, len(streamed)) * _slot_bytes(streamed, needs)
-    total = scratch + window + needs.stagings * staging * needs.gradient_bytes
+    total = gathered + window + needs.stagings * staging * needs.gradient_bytes
     total += sum(unit.passing_numel or unit.layout.slot_numel for unit in units if unit.is_edge) * needs.weight_bytes
     return total + sum(gpu_cost(units[index], needs) for index in on_gpu)
+
+
+def _passing_numel(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
+    """Elements that the parts of several ranks take on their way into a slot or an edge: a scratch buffer in which the
+    parts of gathered units meet, one for shared ones, and room for this rank's part beside each slot and each edge that
+    is gathered."""
+    streamed = _streamed(units, on_gpu)
+    edges = [unit for index, unit in enumerate(units) if unit.is_edge and index not in on_gpu]
+    meeting = [units[index] for index in on_gpu]
+    numel = 0
+    if needs.shares_weights:
+        numel += needs.world_size * _largest_part(streamed)
+    if not needs.shares_weights or (needs.ssd is not None and needs.ssd.weights):
+        numel += min(needs.window, len(streamed)) * _largest_part(streamed)
+        meeting += streamed
+    if not needs.shares_weights:
+        numel += sum(edge.layout.local_numel for edge in edges)
+        meeting += edges
+    return numel + needs.world_size * _largest_part(meeting)
+
+
+def _largest_part(units: Sequence[UnitSize]) -> int:
+    """Elements of one rank's part."""
+    return max((unit.layout.local_numel for unit in units), default=0)
 
 
 def _streamed(units: Sequence[UnitSize], on_gpu: frozenset[int]) -> list[UnitSize]:

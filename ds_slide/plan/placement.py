@@ -65,6 +65,8 @@ class Needs:
     ring_to_ssd: int = 0
     """Where `ring` is 0: buffers through which they pass when some of them are held on SSD."""
     world_size: int = 1
+    shares_weights: bool = False
+    """Several ranks read each other's weights in host memory; otherwise all units are gathered."""
     ssd: SsdNeeds | None = None
     """None: there is no SSD tier."""
     window_grows: bool = False

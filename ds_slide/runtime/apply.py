@@ -12,14 +12,12 @@ import torch
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.hyper import AdamWHyper
 from ds_slide.optim.reference import adamw_reference_
-from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.unit import Unit
 from ds_slide.store.planes import Planes
 
 HostUpdate = Callable[[Unit, slice, Planes, torch.Tensor, Sequence[AdamWHyper], float], int]
 """(unit, span, planes of the span, gradient of the span, hyper-parameters by group, factor on the gradient) -> bytes
 moved."""
-DeviceUpdate = Callable[[Unit, torch.Tensor, Sequence[AdamWHyper], float], None]
 
 # The reference works in fp64 temporaries, about 100 bytes an element: 4 Mi elements keep them at 400 MB.
 REFERENCE_CHUNK = 1 << 22
@@ -66,19 +64,11 @@ def host_update(updater: CpuUpdater) -> HostUpdate:
     return update
 
 
-def device_update(ranks: Ranks, scratch: torch.Tensor | None) -> DeviceUpdate:
-    """Update of GPU-tier units on the compute stream. `scratch`: room to gather the updated weights in, for several
-    ranks."""
-
-    def update(unit: Unit, gradient: torch.Tensor, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
-        whole = slice(0, unit.layout.trainable_numel)
-        for planes, span, group, _ in _segments(unit, whole, unit.state.planes(whole), gradient):
-            _update_on_device(planes, span, hypers[group], grad_scale)
-        if ranks.world_size > 1:
-            assert scratch is not None and unit.resident is not None and unit.state.weight is not None
-            ranks.gather_weights(unit, unit.state.weight, scratch, unit.resident, ranks.gradients)
-
-    return update
+def device_update(unit: Unit, gradient: torch.Tensor, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
+    """Update of a GPU-tier unit on the compute stream."""
+    whole = slice(0, unit.layout.trainable_numel)
+    for planes, span, group, _ in _segments(unit, whole, unit.state.planes(whole), gradient):
+        _update_on_device(planes, span, hypers[group], grad_scale)
 
 
 def _update_on_device(planes: Planes, gradient: torch.Tensor, hyper: AdamWHyper, grad_scale: float) -> None:

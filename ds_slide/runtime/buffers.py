@@ -11,9 +11,11 @@ the GPU, updated, written back). An entry is one key in one buffer; who may touc
 Updates of one generation may be under way together, from their use to the end of their writes; those of another wait
 for them. Two writes of one place would reach the disk in any order.
 
-Waiting in a circle is excluded by what may displace what. `urgent` takes any clean buffer, in the last resort also one
-that is kept or reserved; a plain demand only what is needed later than itself, which the GPU's progress brings about.
-Who holds a buffer of one cache may wait for one of another in one order only (weights before records).
+Waiting in a circle is excluded by what may displace what. An urgent demand takes any clean buffer, in the last resort
+also one that is kept or reserved; a plain demand only what is needed later than itself. What is needed sooner goes when
+the GPU has used it, but the GPU may be the one that waits: so whoever waits for an update presses it first, which makes
+its demands urgent (`press`). A demand stays plain only while nobody waits for it. Who holds a buffer of one cache may
+wait for one of another in one order only (weights before records).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Generic, Literal, TypeVar
 
 import torch
 
-from ds_slide.runtime.handoff import POLL_S, Failures
+from ds_slide.runtime.handoff import Failures
 
 Key = TypeVar("Key")
 Use = Callable[[torch.Tensor], None]
@@ -72,9 +74,16 @@ class BufferCache(Generic[Key]):
     """All methods may be called from any thread; `use` and `load` are called without the lock held."""
 
     def __init__(
-        self, buffers: Sequence[torch.Tensor], load: Load[Key], failures: Failures, cycle: Iterable[Key] = ()
+        self,
+        buffers: Sequence[torch.Tensor],
+        load: Load[Key],
+        failures: Failures,
+        cycle: Iterable[Key] = (),
+        what: str = "a buffer",
     ) -> None:
-        """`cycle`: keys that are used once a step, in this order; they need no `expect`."""
+        """`cycle`: keys that are used once a step, in this order; they need no `expect`. `what`: what the buffers hold,
+        for messages."""
+        self._what = what
         self._cycle = frozenset(cycle)
         self._free = list(buffers)
         self._load = load
@@ -117,11 +126,22 @@ class BufferCache(Generic[Key]):
 
     # ---- use ---------------------------------------------------------------------------------------------------------
 
-    def take(self, key: Key, use: Use, *, urgent: bool, generation: object = None, reserved: bool = False) -> None:
+    def take(
+        self,
+        key: Key,
+        use: Use,
+        *,
+        urgent: bool,
+        pressed: Callable[[], bool] | None = None,
+        generation: object = None,
+        reserved: bool = False,
+    ) -> None:
         """Call `use(buffer)` when the key is loaded, on whichever thread brings that about; then `release` it.
 
-        `urgent`: may displace any other clean entry. `generation`: as an update, which `begin_write` must follow;
-        it waits for those of other generations. `reserved`: one of those announced by `reserve`.
+        `urgent`: may displace any other clean entry. `pressed`: whether it may because somebody waits for it, asked
+        under the lock, so that `press` comes either before the question or after the demand. `generation`: as an
+        update, which `begin_write` must follow; it waits for those of other generations. `reserved`: one of those
+        announced by `reserve`.
         """
         with self._changed:
             self._reserved[key] -= 1 if reserved else 0
@@ -133,7 +153,15 @@ class BufferCache(Generic[Key]):
                 entry.waiting.append(demand)
             else:
                 self._demands[key].append(demand)
-                self._asked[urgent].append(key)
+                self._asked[urgent or (pressed is not None and pressed())].append(key)
+            actions = self._pump()
+        _run(actions)
+
+    def press(self, key: Key) -> None:
+        """Somebody waits for what `key` was asked for: what has been asked so far is urgent from now on."""
+        with self._changed:
+            if key in self._demands:
+                self._asked[True].append(key)  # in both queues now: the first one serves all its demands
             actions = self._pump()
         _run(actions)
 
@@ -148,7 +176,9 @@ class BufferCache(Generic[Key]):
             arrived.set()
 
         self.take(key, use, urgent=True)
-        while not arrived.wait(timeout=POLL_S):
+        with self._failures.waiting(f"{self._what} {key} to be read from SSD", arrived.set):
+            arrived.wait()
+        if not got:
             self._failures.raise_first()
         try:
             yield got[0]
@@ -197,13 +227,8 @@ class BufferCache(Generic[Key]):
         with self._changed:
             for key in [key for key in self._upcoming if of(key)]:
                 del self._upcoming[key]
-            while busy := [key for key in self._entries if of(key)]:
-                for key in busy:
-                    if self._entries[key].idle:
-                        self._free.append(self._entries.pop(key).buffer)
-                if any(of(key) for key in self._entries):
-                    self._changed.wait(timeout=POLL_S)
-                    self._failures.raise_first()
+            what = f"{self._what} to be written to SSD"
+            self._failures.wait_for(self._changed, lambda: self._dropped(of), what)
             actions = self._pump()
         _run(actions)
 
@@ -213,6 +238,12 @@ class BufferCache(Generic[Key]):
             self._abandoned = True
 
     # ---- with the lock held ------------------------------------------------------------------------------------------
+
+    def _dropped(self, of: Callable[[Key], bool]) -> bool:
+        """Drop the idle entries of these keys. -> whether none is left."""
+        for key in [key for key, entry in self._entries.items() if of(key) and entry.idle]:
+            self._free.append(self._entries.pop(key).buffer)
+        return not any(of(key) for key in self._entries)
 
     def _loaded(self, key: Key) -> None:
         with self._changed:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -13,24 +13,30 @@ from ds_slide.model.layout import Entry
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.plan.memory import Plan
 from ds_slide.report.statistics import StepRecorder
-from ds_slide.runtime.apply import device_update, host_update
+from ds_slide.runtime.apply import host_update
 from ds_slide.runtime.build_ssd import announcer, make_ssd_gradients, make_ssd_states, open_store
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import Lanes, Parts, SlideRuntime
+from ds_slide.runtime.gathers import Gathers
 from ds_slide.runtime.gradients import GradientRoute, Gradients
 from ds_slide.runtime.handoff import Failures, Ticket
 from ds_slide.runtime.lane import Delay, Lane
 from ds_slide.runtime.norm import square_sum
+from ds_slide.runtime.peers import Peers
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.ring import HostRing
 from ds_slide.runtime.rows import MakeRows, RowBuffers, RowEvents, StreamedRows
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
+from ds_slide.runtime.shared_weights import SharedWeights
+from ds_slide.runtime.sharing import Sharing
 from ds_slide.runtime.sources import Staging
 from ds_slide.runtime.ssd import SsdStates
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates import UpdateLane
 from ds_slide.runtime.updating import Updating
-from ds_slide.runtime.window import Fill, Window
+from ds_slide.runtime.uploads import Uploads
+from ds_slide.runtime.watchdog import Watchdog
+from ds_slide.runtime.window import Window
 from ds_slide.store.ssd import SsdStore
 from ds_slide.store.ssd_places import whole_pages
 from ds_slide.store.ssd_unit import SsdUnit, page_buffer
@@ -56,25 +62,33 @@ def build_runtime(
     take_weights: TakeWeights,
     adopt: Adopt,
     availability: Availability,
+    sharing: Sharing | None,
 ) -> SlideRuntime:
-    """Build and start. Raises SlideError when memory cannot be had."""
+    """Build and start. Raises SlideError when memory cannot be had. `sharing`: of several ranks whose weights in host
+    memory all of them are to read; closed when these are mapped, and by the caller when that fails."""
     failures = Failures()
+    ranks.watched_by(failures)
+    ranks.require_equal(_choices(unit_plans, plan, settings), "what is to be where")
     recorder = StepRecorder(device)
     memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.huge_pages)
     empty = Empty.on(device.torch, settings.dtype)
     store, on_ssd = open_store(unit_plans, plan, settings, ranks, failures)
+    shared = None
+    if sharing is not None:
+        shared = SharedWeights(ranks, sharing, memory, len(unit_plans), failures)
     units: list[Unit] = []
     try:
         progress = tqdm(unit_plans, desc="ds_slide: placing states", disable=None, leave=False)
         for order, unit_plan in enumerate(progress):
             ssd = on_ssd.get(order)
-            units.append(
-                _make_unit(unit_plan, order, order in plan.on_gpu, ssd, settings, ranks, device, memory, failures)
-            )
+            on_gpu = order in plan.on_gpu
+            units.append(_make_unit(unit_plan, order, on_gpu, ssd, settings, ranks, device, memory, shared, failures))
             _load_weights(units[-1], ranks, take_weights)
             adopt(units[-1])
+        if shared is not None:
+            shared.map_others([unit for unit in units if not unit.is_gathered])
         runtime = _wire(
-            module, units, plan, settings, store, ranks, device, memory, empty, failures, recorder, availability
+            module, units, plan, settings, store, ranks, device, memory, shared, empty, failures, recorder, availability
         )
     except BaseException:
         if store is not None:
@@ -82,8 +96,24 @@ def build_runtime(
         raise
     # The buffers were zeroed on this thread's stream; the lanes' streams know nothing of it.
     device.synchronize()
+    runtime.fill_residents()
+    if runtime.parts.watchdog is not None:
+        runtime.parts.watchdog.start()
     runtime.start()
     return runtime
+
+
+def _choices(unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettings) -> dict[str, object]:
+    """What all ranks have to have decided alike, because it sets which collectives they call in which order."""
+    host, model = plan.host, repr([(unit.spec.name, unit.layout) for unit in unit_plans])
+    return {
+        "the digest of the model's layout": f"{zlib.crc32(model.encode()):08x}",
+        "the units whose states are on the GPU": sorted(plan.on_gpu),
+        "the units whose weights are on SSD": sorted(host.weights_on_ssd),
+        "the number of slots": plan.window,
+        "the dtype of weights": str(settings.dtype),
+        "the dtype of held gradients": str(settings.held_dtype),
+    }
 
 
 def _make_unit(
@@ -95,6 +125,7 @@ def _make_unit(
     ranks: Ranks,
     device: Device,
     memory: HostMemory,
+    shared: SharedWeights | None,
     failures: Failures,
 ) -> Unit:
     layout, is_edge = unit_plan.layout, unit_plan.spec.kind == "edge"
@@ -102,13 +133,16 @@ def _make_unit(
         gradient_dtype = settings.held_dtype or settings.dtype
         state = gpu_state(device.torch, layout, settings.specs, settings.dtype, gradient_dtype)
     else:
-        state = memory_state(memory, layout, settings.specs, settings.dtype, settings.held_dtype, ssd)
+        weights = None if shared is None else shared.memory
+        state = memory_state(memory, layout, settings.specs, settings.dtype, settings.held_dtype, ssd, weights)
     unit = Unit(unit_plan.spec, layout, unit_plan.parameters, state, order, Ticket.kept(failures))
     unit.chunk_rows = unit_plan.chunk_rows
+    unit.is_gathered = ranks.world_size > 1 and (shared is None or on_gpu or state.weight is None)
     if on_gpu and ranks.world_size == 1:
         unit.resident = state.weight
     elif on_gpu or (is_edge and not unit_plan.chunk_rows):
-        unit.resident = torch.zeros(layout.slot_numel, dtype=settings.dtype, device=device.torch)
+        numel = layout.slot_numel + (layout.local_numel if unit.is_gathered and not on_gpu else 0)
+        unit.resident = torch.zeros(numel, dtype=settings.dtype, device=device.torch)
     return unit
 
 
@@ -142,6 +176,7 @@ def _wire(
     ranks: Ranks,
     device: Device,
     memory: HostMemory,
+    shared: SharedWeights | None,
     empty: Empty,
     failures: Failures,
     recorder: StepRecorder,
@@ -151,28 +186,30 @@ def _wire(
     delays = [Delay(settings.delay_ms, settings.seed + number) for number in range(4)]
     updater = CpuUpdater(settings.cpu_threads, settings.cpu_cores)
     ssd = None if store is None else make_ssd_states(units, plan, settings, store, memory, failures)
+    for unit in units:
+        if ssd is not None and unit.state.ssd is not None:
+            unit.bring_forward = ssd.press
     h2d = Lane("h2d", device, failures, meters["h2d"], delays[0])
     lanes = Lanes(
         h2d=h2d,
-        # With several ranks, weights are gathered in one order: by one lane.
-        edges=Lane("h2d of edges", device, failures, meters["h2d"], delays[3]) if ranks.world_size == 1 else h2d,
+        edges=Lane("h2d of edges", device, failures, meters["h2d"], delays[3]),
         d2h=Lane("d2h", device, failures, meters["d2h"], delays[1]),
         update=UpdateLane(device, failures, meters["update"], delays[2]),
     )
-    fill = _fill(ranks, _gather_scratch(units, settings, ranks, device), device, ssd)
-    for unit in units:
-        if ranks.world_size > 1 and unit.resident is not None:
-            fill(unit, unit.resident)
+    uploads = Uploads(device, units, {} if shared is None else shared.parts, ssd)
     streamed = [unit for unit in units if unit.is_streamed]
     updating = Updating(lanes.update, host_update(updater), ssd)
     window = None
     if streamed:
         slot_numel = max(unit.layout.slot_numel for unit in streamed)
+        slot_numel += max((unit.layout.local_numel for unit in streamed if unit.is_gathered), default=0)
         buffers = [
             torch.zeros(slot_numel, dtype=settings.dtype, device=device.torch)
             for _ in range(min(plan.window, len(streamed)))
         ]
-        window = Window(device, lanes.h2d, failures, streamed, buffers, fill, *announcer(ssd, settings))
+        window = Window(device, lanes.h2d, failures, streamed, buffers, uploads.fill, *announcer(ssd, settings))
+    stagings = _stagings(units, settings, ranks, device, failures)
+    ranks.connect(stagings[0].packed, stagings[0].own)
     gradients = Gradients(
         device=device,
         ranks=ranks,
@@ -184,7 +221,7 @@ def _wire(
             held=settings.held_dtype is not None,
             first_accumulates=settings.held_dtype not in (None, settings.dtype),
         ),
-        stagings=_stagings(units, settings, ranks, device, failures),
+        stagings=stagings,
         ring=_rings(units, settings, memory, failures),
         num_units=len(units),
         square_sum=square_sum,
@@ -206,58 +243,34 @@ def _wire(
         empty=empty,
         held=settings.held_dtype is not None,
         gradients=gradients,
-        fill=fill,
+        uploads=uploads,
+        shared=shared,
+        gathers=Gathers.on(device, ranks, units, settings, all_fit=plan.window >= len(streamed)),
         updating=updating,
-        device_update=device_update(
-            ranks, _gather_scratch([u for u in units if u.state.tier == "gpu"], settings, ranks, device)
-        ),
         ssd=ssd,
         make_rows=_make_rows(passing[0], device, lanes, failures, gradients) if passing else None,
+        watchdog=_watchdog(settings, ranks, device, failures, ssd),
         memory_report=_memory_report(units, plan, window, passing, memory),
     )
     return SlideRuntime(module, parts, availability)
 
 
-def _gather_scratch(
-    units: Sequence[Unit], settings: RuntimeSettings, ranks: Ranks, device: Device
-) -> torch.Tensor | None:
-    """[(world_size + 1) * largest local_numel]: this rank's part, then everyone's. One for each thread that gathers."""
-    if ranks.world_size == 1:
+def _watchdog(
+    settings: RuntimeSettings, ranks: Ranks, device: Device, failures: Failures, ssd: SsdStates | None
+) -> Watchdog | None:
+    if not settings.hang_timeout_s:
         return None
-    largest = max((unit.layout.local_numel for unit in units), default=0)
-    return torch.empty((ranks.world_size + 1) * largest, dtype=settings.dtype, device=device.torch)
-
-
-def _fill(ranks: Ranks, scratch: torch.Tensor | None, device: Device, ssd: SsdStates | None) -> Fill:
-    """Host weights into a GPU buffer in slot layout: one contiguous copy; with several ranks, an all-gather."""
-
-    @contextmanager
-    def weight_of(unit: Unit) -> Iterator[torch.Tensor]:
-        if unit.state.weight is not None:
-            yield unit.state.weight
-            return
-        assert ssd is not None
-        with ssd.weight(unit) as weight:
-            yield weight
-            # The buffer goes back to the pool, so this lane waits until the copy has read it.
-            device.mark(host_waits=True).synchronize()
-
-    def alone(unit: Unit, buffer: torch.Tensor) -> int:
-        numel = unit.layout.local_numel
-        with weight_of(unit) as weight:
-            buffer[:numel].copy_(weight, non_blocking=True)
-        return numel * buffer.element_size()
-
-    def shared(unit: Unit, buffer: torch.Tensor) -> int:
-        assert scratch is not None
-        numel = unit.layout.local_numel
-        own, gathered = scratch[:numel], scratch[numel : (ranks.world_size + 1) * numel]
-        with weight_of(unit) as weight:
-            own.copy_(weight, non_blocking=True)
-        ranks.gather_weights(unit, own, gathered, buffer, ranks.weights)
-        return numel * buffer.element_size()
-
-    return alone if ranks.world_size == 1 else shared
+    peers = Peers.of(ranks.rank, ranks.exchange) if ranks.world_size > 1 else None
+    if ranks.world_size > 1 and peers is None:
+        return None
+    return Watchdog(
+        failures,
+        device,
+        settings.hang_timeout_s,
+        progress=[] if ssd is None else [ssd.moved_bytes],
+        peers=peers,
+        last=(lambda: None) if ssd is None else ssd.remove_files,
+    )
 
 
 def _stagings(

@@ -52,6 +52,7 @@ def open_store(
         queue_depth=settings.ssd.queue_depth,
         request_bytes=settings.ssd.request_bytes,
         delay=Delay(settings.delay_ms, settings.seed + 4),
+        waiting=failures.waiting,
     )
     return store, {
         order: SsdUnit(store, place, settings.specs, settings.dtype, settings.held_dtype)

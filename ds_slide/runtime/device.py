@@ -75,6 +75,10 @@ class Device:
         if self.is_cuda and marker._event is not None:
             (stream if stream is not None else torch.cuda.current_stream(self.torch)).wait_event(marker._event)
 
+    def is_working(self) -> bool:
+        """Whether the stream that is current in the calling thread has work left; False on the CPU accelerator."""
+        return self.is_cuda and not torch.cuda.current_stream(self.torch).query()
+
     def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize(self.torch)

@@ -14,7 +14,8 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -23,20 +24,25 @@ from torch import nn
 from ds_slide.errors import SlideError
 from ds_slide.optim.hyper import AdamWHyper
 from ds_slide.report.statistics import StepRecorder
-from ds_slide.runtime.apply import DeviceUpdate
+from ds_slide.runtime.apply import device_update
 from ds_slide.runtime.device import Device, Marker
+from ds_slide.runtime.gathers import Gathers
 from ds_slide.runtime.gradients import Gradients
 from ds_slide.runtime.handoff import Failures, Ticket
 from ds_slide.runtime.hooks import BlockHooks, EdgeHooks, RootHooks, RootState, SavedWeights
 from ds_slide.runtime.lane import Lane
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.rows import MakeRows, StreamedRows
+from ds_slide.runtime.shared_weights import SharedWeights
 from ds_slide.runtime.ssd import SsdStates
 from ds_slide.runtime.streamed_gradient import StreamedGradient
+from ds_slide.runtime.totals import Totals
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates import UpdateLane
 from ds_slide.runtime.updating import Updating
-from ds_slide.runtime.window import Fill, Slot, Window
+from ds_slide.runtime.uploads import Uploads
+from ds_slide.runtime.watchdog import Watchdog
+from ds_slide.runtime.window import Slot, Window
 from ds_slide.store.state import HostMemory
 
 HOLD_HINT = (
@@ -54,7 +60,7 @@ class Lanes:
     d2h: Lane
     update: UpdateLane
 
-    def close(self, ssd: SsdStates | None, failures: Failures) -> None:
+    def close(self, ssd: SsdStates | None, shared: SharedWeights | None, failures: Failures) -> None:
         if ssd is None:
             self.d2h.close()
             self.update.close()
@@ -66,6 +72,10 @@ class Lanes:
             ssd.abandon()
             self.update.close()
             failures.record("runtime", SlideError("the engine was destroyed"))
+        if shared is not None:
+            # The same for those who wait for other ranks. They in turn have all of this rank's updates by now.
+            failures.record("runtime", SlideError("the engine was destroyed"))
+            shared.close()
         self.h2d.close()
         self.edges.close()
         if ssd is not None:
@@ -87,12 +97,14 @@ class Parts:
     empty: Empty
     held: bool
     gradients: Gradients
-    fill: Fill
+    uploads: Uploads
+    gathers: Gathers
+    shared: SharedWeights | None
     updating: Updating
-    device_update: DeviceUpdate
     ssd: SsdStates | None = None
     make_rows: MakeRows | None = None
     """Of the edge whose rows pass through the GPU."""
+    watchdog: Watchdog | None = None
     memory_report: dict[str, int] = field(default_factory=dict)
 
 
@@ -122,6 +134,7 @@ class SlideRuntime:
         self._fetched: dict[int, Ticket] = {}
         self._unstepped = False
         self._final = True
+        self._totals = Totals(parts.ranks, self.device)
         saved = SavedWeights({} if self._window is None else self._window.by_storage, self.enter_backward)
         self._hooks: list[BlockHooks | RootHooks | EdgeHooks] = [
             *(BlockHooks(unit, self, saved, self._root) for unit in self.blocks),
@@ -152,11 +165,15 @@ class SlideRuntime:
         """Give one such unit its weights; waits, on the compute stream, for those that are on their way."""
         assert unit.resident is not None
         if (ticket := self._fetched.pop(unit.order, None)) is not None:
-            self.wait(ticket)
+            with self._stall():
+                here = ticket.wait()
+                if unit.is_gathered and unit.state.tier != "gpu":
+                    here = self.parts.gathers.into(unit, unit.resident, here)
+                self.device.wait(here)
         self._bind(unit, unit.slot_views(unit.resident))
 
     def bind_if_fetched(self, unit: Unit) -> None:
-        """Before a module that owns parameters of an edge runs: its new weights may be on their way."""
+        """Before a module that owns parameters of a resident unit runs: its new weights may be on their way."""
         if unit.order in self._fetched:
             self.bind_resident(unit)
 
@@ -180,7 +197,9 @@ class SlideRuntime:
         assert self._window is not None
         slot = self._window.acquire(unit, direction)  # type: ignore[arg-type]
         assert slot.ready is not None
-        self.wait(slot.ready)
+        with self._stall():
+            here = self.parts.gathers.into_slot(unit, slot) if unit.is_gathered else slot.ready.wait()
+            self.device.wait(here)
         self._bound[unit.order] = slot
         self._bind(unit, slot.views(unit))
         return slot
@@ -194,10 +213,15 @@ class SlideRuntime:
 
     def wait(self, ticket: Ticket) -> None:
         """Make the compute stream wait for a transfer, and book the time it stands still."""
+        with self._stall():
+            self.device.wait(ticket.wait())
+
+    @contextmanager
+    def _stall(self) -> Iterator[None]:
+        """Books the time for which the compute stream stands still inside."""
         before = self.device.mark(timed=True)
         started = time.perf_counter()
-        marker = ticket.wait()
-        self.device.wait(marker)
+        yield
         if self.device.is_cuda:
             self.parts.recorder.stall.add_interval(before, self.device.mark(timed=True))
         else:
@@ -239,6 +263,7 @@ class SlideRuntime:
             unit.uses += 1
         if unit.is_streamed and unit.order not in self._bound:
             self._bind_slot(unit, "forward" if with_backward or self._root.expects_backward() else "inference")
+        self.bind_if_fetched(unit)
 
     def leave_forward(self, unit: Unit) -> None:
         if not unit.in_backward:
@@ -313,16 +338,16 @@ class SlideRuntime:
         """
         self.parts.lanes.d2h.drain()
         self.parts.lanes.update.drain()
+        self.parts.ranks.join()  # GPU-tier units have been through no lane
         on_device = self.gradients.square_sums.cpu()
         total = torch.zeros(1, dtype=torch.float64)
         for unit in self.units:
             total += self.gradients.square_sum_of(unit, on_device)
-        return float(self.parts.ranks.sum_(total.to(self.device.torch)))
+        return self._totals.now(float(total))
 
     def norm_on_device(self) -> torch.Tensor:
         """Gradient norm of the last backward as a 0-d fp32 device tensor, without waiting for it."""
-        total = self.parts.ranks.sum_(self.gradients.square_sums.sum())
-        return total.sqrt().float()
+        return self._totals.later(self.gradients.square_sums).sqrt().float()
 
     def step(self, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
         """Apply the update. Held gradients: queue all units by deadline. Otherwise the host units are under way."""
@@ -331,8 +356,7 @@ class SlideRuntime:
                 continue
             unit.gradient_ready = False
             if unit.state.tier == "gpu":
-                assert unit.state.gradient is not None
-                self.parts.device_update(unit, unit.state.gradient, hypers, grad_scale)
+                self._update_on_gpu(unit, hypers, grad_scale)
             elif self.held:
                 self._queue_update(unit, hypers, grad_scale)
         if self.held:
@@ -349,6 +373,17 @@ class SlideRuntime:
             raise SlideError(f"the gradients cannot be discarded: their updates are under way; {HOLD_HINT}")
         for unit in self.units:
             unit.gradient_ready = False
+
+    def _update_on_gpu(self, unit: Unit, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
+        assert unit.state.gradient is not None
+        self.device.wait(unit.arrived.wait())
+        device_update(unit, unit.state.gradient, hypers, grad_scale)
+        if not unit.is_gathered:
+            return
+        assert unit.resident is not None
+        self._unbind(unit)  # as in `_fetch_edges`
+        self._fetched[unit.order] = ticket = Ticket(self.parts.failures)
+        ticket.keep(self.parts.gathers.into(unit, unit.resident, self.device.mark()))
 
     def _queue_update(self, unit: Unit, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
         ready, update = unit.arrived.wait(), unit.open_update(self.parts.failures)
@@ -370,15 +405,16 @@ class SlideRuntime:
             self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free)
 
     def _fetch(self, unit: Unit, resident: torch.Tensor, h2d: Lane, free: Marker) -> Ticket:
-        ticket = Ticket(self.parts.failures)
-        parts = list(zip(unit.spans, unit.span_updated, strict=True))
+        ticket = Ticket(self.parts.failures, f"the new weights of {unit.name} on the GPU")
+        parts, version = list(zip(unit.spans, unit.span_updated, strict=True)), unit.version
         if self.parts.ranks.world_size > 1:
-            parts = [(slice(0, unit.layout.trainable_numel), unit.updated)]  # gathered as a whole
+            parts = [(slice(0, unit.layout.trainable_numel), unit.updated)]  # as a whole
 
         def job() -> None:
             self.device.wait(free, h2d.stream)
             for span, updated in parts:
                 updated.wait()
+                unit.await_others(version)
                 start = self.device.mark(h2d.stream, timed=True)
                 moved = self._fill_span(unit, span, resident)
                 end = self.device.mark(h2d.stream, timed=True)
@@ -390,7 +426,7 @@ class SlideRuntime:
 
     def _fill_span(self, unit: Unit, span: slice, resident: torch.Tensor) -> int:
         if self.parts.ranks.world_size > 1:
-            return self.parts.fill(unit, resident)
+            return self.parts.uploads.fill(unit, resident)
         assert unit.state.weight is not None  # an edge's always are in memory
         resident[span].copy_(unit.state.weight[span], non_blocking=True)
         return (span.stop - span.start) * resident.element_size()
@@ -426,16 +462,40 @@ class SlideRuntime:
         if self._window is not None:
             self._window.prefetch(None, "forward")
 
+    def begin_writing(self) -> None:
+        """Before weights are written from outside, when they have been settled: other ranks may still be reading them.
+        Collective where weights are shared: every rank calls it, whichever of its own weights it then writes."""
+        if self.parts.shared is not None:
+            self.parts.lanes.h2d.drain()
+            self.parts.lanes.edges.drain()
+            self.parts.ranks.exchange(None, "waiting until no rank reads the weights that are to be written")
+
     def weights_changed(self, unit: Unit) -> None:
-        """The caller has written the unit's planes (after `settle`): refresh what the GPU holds of them."""
+        """The caller has written the unit's planes (after `settle`): refresh what the GPU holds of them. Collective."""
         unit.version += 1
+        unit.publish(unit.version)
         if self.parts.ssd is not None and unit.state.ssd is not None:
             self.parts.ssd.forget(unit)
         if unit.resident is not None and unit.resident is not unit.state.weight:
-            self.parts.lanes.h2d.drain()  # with several ranks both would use one process group
+            self.parts.lanes.edges.drain()
             self._fetched.pop(unit.order, None)
-            self.parts.fill(unit, unit.resident)
+            self._renew(unit, unit.resident)
             self.device.synchronize()
+
+    def fill_residents(self) -> None:
+        """Once, when the units of all ranks have their weights: those that stay on the GPU need the others' parts."""
+        for unit in self.units:
+            if self.parts.ranks.world_size > 1 and unit.resident is not None:
+                self._renew(unit, unit.resident)
+        self.device.synchronize()
+
+    def _renew(self, unit: Unit, resident: torch.Tensor) -> None:
+        """By the compute thread itself, while no lane has to do with the unit."""
+        if unit.state.tier != "gpu":
+            unit.await_others(unit.version)
+            self.parts.uploads.fill(unit, resident)
+        if unit.is_gathered:
+            self.device.wait(self.parts.gathers.into(unit, resident, self.device.mark()))
 
     def close(self) -> None:
         """Run what is queued, end the threads, remove the hooks. Harmless when called twice."""
@@ -444,5 +504,11 @@ class SlideRuntime:
         self._hooks.clear()
         if self.rows is not None:
             self.rows.close()
-        self.parts.lanes.close(self.parts.ssd, self.parts.failures)
-        self.device.synchronize()
+        why = self.parts.failures.message
+        try:
+            with self.parts.failures.waiting("the engine to end"):
+                self.parts.lanes.close(self.parts.ssd, self.parts.shared, self.parts.failures)
+                self.device.synchronize()
+        finally:
+            if self.parts.watchdog is not None:
+                self.parts.watchdog.close(why)

@@ -1,11 +1,12 @@
 """The way of a gradient: from the parameters of a finished unit into its held plane or straight into its update.
 
-    compute stream   pack into a flat GPU staging buffer with its square sum (average over the ranks, then the sum)
+    compute stream   pack into a flat GPU staging buffer with its square sum
+    collectives      several ranks: average over the ranks, then the square sum, behind what backward goes on with
     d2h lane         one contiguous copy into page-locked host memory
     update lane      accumulate (later micro-batches), or AdamW at once (gradients not held)
 
-GPU-tier units skip the way down: their gradient stays in a flat device plane until the step. Held gradients that have
-no room in host memory go on to SSD (`ds_slide.runtime.ssd_gradients`).
+GPU-tier units skip the way down: their gradient stays in a flat device plane until the step, which waits for `arrived`.
+Held gradients that have no room in host memory go on to SSD (`ds_slide.runtime.ssd_gradients`).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Gradients:
         """Hyper-parameters, by parameter group, of updates that start as soon as a gradient arrives."""
         self.square_sums = torch.zeros(num_units, dtype=torch.float64, device=device.torch)
         """Square sum of every unit's gradient on this rank, by `Unit.order`; `Unit.square_sum_on`
-        says which entries count."""
+        says which entries count. Written on the collectives stream where there are several ranks."""
 
     def finalize(self, unit: Unit, *, final: bool, source: Source | None = None) -> None:
         """Take the gradients out of the unit's parameters. `final`: the last micro-batch before the step.
@@ -119,15 +120,17 @@ class Gradients:
     def _keep_on_gpu(self, unit: Unit) -> None:
         assert unit.state.gradient is not None
         accumulate, plane = unit.gradient_ready, unit.state.gradient
-        summed = None
         if self._ranks.world_size == 1:
             summed = collect(unit, plane, accumulate=accumulate)
+            self.square_sums[unit.order] = self._square_sum(plane) if summed is None else summed
         else:
-            staging = self._take_staging()
-            own = self._reduce(unit, staging).own
-            plane.add_(own) if accumulate else plane.copy_(own)
-            staging.free.keep(self._device.mark())
-        self.square_sums[unit.order] = self._square_sum(plane) if summed is None else summed
+            reduced = self._reduce(unit, self._take_staging())
+            with self._ranks.on_stream():
+                plane.add_(reduced.own) if accumulate else plane.copy_(reduced.own)
+                reduced.release(self._device.mark())
+                self.square_sums[unit.order] = self._square_sum(plane)
+            unit.arrived = Ticket(self._failures)
+            unit.arrived.keep(self._ranks.mark())
         unit.square_sum_on = "device"
 
     def add_square_sum(self, unit: Unit, part: torch.Tensor) -> None:
@@ -138,10 +141,12 @@ class Gradients:
     def _send_to_host(self, unit: Unit, final: bool, source: Source) -> None:
         accumulate = unit.gradient_ready or (self._route.held and self._route.first_accumulates)
         unit.square_sum_on = None if accumulate else "device"
-        if not accumulate:
-            self.square_sums[unit.order] = source.square_sum(self._square_sum)
-        packed = self._device.mark()
-        before, unit.arrived = (unit.arrived, unit.updated), Ticket(self._failures)
+        with self._ranks.on_stream():
+            if not accumulate:
+                self.square_sums[unit.order] = source.square_sum(self._square_sum)
+            packed = self._device.mark()
+        before = unit.arrived, unit.updated
+        unit.arrived = Ticket(self._failures, f"the gradient of {unit.name} in host memory")
         arrived, first = unit.arrived, not unit.gradient_ready
         if not self._route.held:
             update, hypers = unit.open_update(self._failures), self.hypers
@@ -288,11 +293,12 @@ class Gradients:
         staging = self._stagings[self._turn]
         self._turn = (self._turn + 1) % len(self._stagings)
         self._device.wait(staging.free.wait())
-        staging.free = Ticket(self._failures)
+        staging.free = Ticket(self._failures, "a GPU buffer for a gradient")
         return staging
 
     def _reduce(self, unit: Unit, staging: Staging) -> Packed:
-        """This rank's share of the unit's gradient in the staging buffer, averaged over the ranks."""
+        """This rank's share of the unit's gradient in the staging buffer, averaged over the ranks. With several ranks
+        the collectives stream makes it, and the compute stream does not wait for it."""
         numel = unit.layout.trainable_numel
         if self._ranks.world_size == 1:
             own = staging.own[:numel]
@@ -312,5 +318,5 @@ class Gradients:
                     sources.append(flat[start:stop])
         if targets:
             torch._foreach_copy_(targets, sources)
-        self._ranks.reduce_gradients(packed, own)
+        self._ranks.reduce_gradients(unit, packed, own, self._device.mark())
         return Packed(staging, own, None)

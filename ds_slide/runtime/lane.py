@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import Device
-from ds_slide.runtime.handoff import Failures, Ticket
+from ds_slide.runtime.handoff import THREAD_PREFIX, Failures, Ticket
 
 Job = Callable[[], None]
 
@@ -38,7 +38,7 @@ class Lane:
         self._failures = failures
         self._delay = delay
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"ds_slide-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}{name}", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
@@ -46,7 +46,7 @@ class Lane:
 
     def drain(self) -> None:
         """Block until every job submitted so far has been issued and has run."""
-        ticket = Ticket(self._failures)
+        ticket = Ticket(self._failures, f"what the {self.name} lane was given")
         self.submit(lambda: ticket.keep(self.device.mark(self.stream, host_waits=True)))
         ticket.synchronize()
 
@@ -63,5 +63,6 @@ class Lane:
                 self._delay()
                 with self.device.on(self.stream):
                     job()
+                self._failures.progressed()
         except BaseException as error:
             self._failures.record(self.name, error)

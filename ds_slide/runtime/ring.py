@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ds_slide.runtime.handoff import POLL_S, Failures
+from ds_slide.runtime.handoff import Failures
 
 
 class HostRing:
@@ -32,9 +32,7 @@ class HostRing:
             if self._spare is not None:
                 make, self._spare = self._spare, None
                 return make()
-            while not self._free:
-                self._changed.wait(timeout=POLL_S)
-                self._failures.raise_first()
+            self._failures.wait_for(self._changed, lambda: bool(self._free), "a host buffer for a gradient")
             return self._free.pop()
 
     def give_back(self, buffer: torch.Tensor) -> None:

@@ -164,7 +164,8 @@ class StreamedRows:
         turn, width = number % ROW_BUFFERS, self.shape[1]
         part = slice(first * width, min(first + self._buffers.rows, self.shape[0]) * width)
         updated = [ticket for span, ticket in updates if span.start < part.stop and part.start < span.stop]
-        ready, read, buffer = Ticket(self._failures), self._read[turn], self._buffers.weights[turn]
+        ready = Ticket(self._failures, f"rows of {self.unit.name} on the GPU")
+        read, buffer = self._read[turn], self._buffers.weights[turn]
         plane, lane = self.unit.state.weight, self._h2d
         assert plane is not None  # an edge's always are in memory
 

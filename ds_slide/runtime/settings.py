@@ -47,6 +47,8 @@ class RuntimeSettings:
     huge_pages: bool
     delay_ms: float
     seed: int
+    hang_timeout_s: float
+    """After which a run that stands still is ended; 0: never."""
 
     @property
     def specs(self) -> tuple[PlaneSpec, ...]:

@@ -64,8 +64,9 @@ class Source(Protocol):
 
 
 class Staging:
-    """A flat GPU buffer for one unit's gradient. Owners: the compute thread from `take` until the d2h job is
-    submitted; the d2h lane until `free` is kept; whoever takes it next waits for `free` on its own stream."""
+    """A flat GPU buffer for one unit's gradient. Owners: the compute stream while it packs, the collectives stream
+    while it reduces (several ranks), then the d2h lane until `free` is kept; a GPU-tier unit's gradient is copied, and
+    `free` kept, by the collectives stream itself. Whoever takes it next waits for `free` on its own stream."""
 
     def __init__(self, packed: torch.Tensor, own: torch.Tensor, failures: Failures) -> None:
         self.packed = packed

@@ -42,8 +42,12 @@ class SsdStates:
         self._units = {unit.order: unit for unit in units}
         self._store = store
         order = _update_order(units, under_backward=updates_under_backward)
-        self.records: BufferCache[ChunkKey] = BufferCache(record_buffers, self._load_record, failures, order)
-        self.weights: BufferCache[int] = BufferCache(weight_buffers, self._load_weight, failures)
+        self.records: BufferCache[ChunkKey] = BufferCache(
+            record_buffers, self._load_record, failures, order, "the optimizer states (unit, chunk)"
+        )
+        self.weights: BufferCache[int] = BufferCache(
+            weight_buffers, self._load_weight, failures, what="the weights of unit"
+        )
         self.ahead = len(weight_buffers)
         """Blocks whose weights may be read ahead."""
         # Backward waits for updates under it (for gradient buffers), never for those under the next forward.
@@ -74,7 +78,10 @@ class SsdStates:
                 return
             key = (unit.order, index)
             self.records.take(
-                key, lambda record: use(ssd.planes(index, record, weight[span])), urgent=True, generation=update
+                key,
+                lambda record: use(ssd.planes(index, record, weight[span])),
+                urgent=True,
+                generation=update,
             )
 
         # The weights first, always: two updates that hold one and wait for the other would wait for ever.
@@ -85,9 +92,16 @@ class SsdStates:
                 unit.order,
                 lambda buffer: with_weight(ssd.weight_view(buffer)),
                 urgent=self._updates_are_urgent,
+                pressed=lambda: update.is_pressed,
                 generation=update,
                 reserved=reserved,
             )
+
+    def press(self, unit: Unit) -> None:
+        """Somebody waits for the unit's update (`Update.press`): it goes before what the GPU needs soon, because the
+        GPU may be the one that waits."""
+        if _weight_on_ssd(unit):
+            self.weights.press(unit.order)
 
     def put_back(self, unit: Unit, index: int) -> None:
         """The planes of span `index` have been updated: write them. Called by the update lane."""
@@ -136,6 +150,15 @@ class SsdStates:
     def statistics(self) -> dict[str, Any]:
         """Of the store, since its start."""
         return dict(self._store.statistics())
+
+    def moved_bytes(self) -> int:
+        """Bytes that the disk has read and written since the start: requests, not whole transfers."""
+        statistics = self._store.statistics()
+        return int(statistics["read_bytes"] + statistics["written_bytes"])
+
+    def remove_files(self) -> None:
+        """The process is about to be ended."""
+        self._store.remove_files()
 
     def abandon(self) -> None:
         """Before the lanes end: nothing more is brought to them."""

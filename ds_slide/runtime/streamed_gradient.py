@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ds_slide.runtime.device import Device, Marker
-from ds_slide.runtime.handoff import POLL_S, Failures, Ticket
+from ds_slide.runtime.handoff import Failures, Ticket
 from ds_slide.runtime.sources import SquareSum
 
 
@@ -41,7 +41,7 @@ class StreamedGradient:
 
     def put(self, start: int, flat: torch.Tensor) -> Ticket:
         """Elements [start, start + numel) of the plane, made by what was submitted so far. -> kept when copied."""
-        copied = Ticket(self._failures)
+        copied = Ticket(self._failures, "the rows of a streamed gradient on their way down")
         self._pieces.put(_Piece(start, flat, self._device.mark(), copied))
         return copied
 
@@ -82,10 +82,9 @@ class StreamedGradient:
 
     def _current(self) -> _Piece | None:
         while self._piece is None and not self._ended:
-            try:
-                self._piece = self._pieces.get(timeout=POLL_S)
-            except queue.Empty:
+            with self._failures.waiting("the next rows of a streamed gradient", lambda: self._pieces.put(None)):
+                self._piece = self._pieces.get()
+            if self._piece is None:
                 self._failures.raise_first()
-                continue
-            self._ended = self._piece is None
+                self._ended = True
         return self._piece

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,14 +19,39 @@ from ds_slide.store.state import UnitState
 Availability = Callable[[Sequence[nn.Parameter], bool], None]
 
 
+def _nothing(_version: int) -> None:
+    """Of weights that no other rank reads."""
+
+
 class Update:
     """Tickets of one update of a unit: one for each span, and `done`, which is kept with the last of them."""
 
-    def __init__(self, num_spans: int, failures: Failures) -> None:
-        self.spans = [Ticket(failures) for _ in range(num_spans)]
-        self.done = Ticket(failures)
+    def __init__(
+        self,
+        name: str,
+        num_spans: int,
+        failures: Failures,
+        bring_forward: Callable[[], None],
+        publish: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`name`: of the unit. `bring_forward`: called when somebody begins to wait for it. `publish` tells the other
+        ranks that this rank's part of the new weights is there."""
+        self.is_pressed = False
+        """Somebody waits for it, or has waited."""
+        self._bring_forward = bring_forward
+        self._publish = publish
+        self.spans = [
+            Ticket(failures, f"part {index + 1} of {num_spans} of the update of {name}", self.press)
+            for index in range(num_spans)
+        ]
+        self.done = Ticket(failures, f"the update of {name}", self.press)
         self._left = num_spans
         self._lock = threading.Lock()
+
+    def press(self) -> None:
+        """Whoever begins to wait says so: nothing that the update needs may then wait for anything less needed."""
+        self.is_pressed = True
+        self._bring_forward()
 
     def finish(self, index: int) -> None:
         """Span `index` has its new weights."""
@@ -34,6 +60,7 @@ class Update:
             self._left -= 1
             last = not self._left
         if last:
+            self._publish()
             self.done.keep()
 
 
@@ -68,7 +95,14 @@ class Unit:
         self.updated = updated
         self.arrived = updated
         self.version = 0
-        """Counts the weights' generations; a slot that holds an older one has to be filled again."""
+        """Counts the weights' generations; a slot that holds an older one has to be filled again. The same on all
+        ranks: whatever changes weights is called on all of them."""
+        self.publish: Callable[[int], None] = _nothing
+        """Of shared weights: tells the other ranks that this rank's part of that version is there."""
+        self.await_others: Callable[[int], None] = _nothing
+        """Of shared weights: waits, on a lane, for the other ranks' parts of that version."""
+        self.is_gathered = False
+        """Its weights are gathered from the ranks by the compute thread each time that they are bound."""
         self.uses = 0
         self.uses_done = 0
         self.in_backward = False
@@ -88,6 +122,8 @@ class Unit:
         if state.ssd is not None and state.ssd.has_records:
             self.spans = [chunk.span for chunk in state.ssd.places.chunks]
         self.span_updated = [updated] * len(self.spans)
+        self.bring_forward: Callable[[Unit], None] = lambda _: None
+        """Called when somebody begins to wait for an update of this unit (`SsdStates.press`)."""
         self.trainable = [
             (parameter, entry)
             for parameter, entry in zip(self.parameters, layout.entries, strict=True)
@@ -110,7 +146,8 @@ class Unit:
     def open_update(self, failures: Failures) -> Update:
         """The weights are about to change: new tickets."""
         self.version += 1
-        update = Update(len(self.spans), failures)
+        publish = functools.partial(self.publish, self.version)
+        update = Update(self.name, len(self.spans), failures, lambda: self.bring_forward(self), publish)
         self.span_updated, self.updated = update.spans, update.done
         return update
 
@@ -128,7 +165,7 @@ SPAN_NUMEL = 1 << 24
 
 
 def _spans(numel: int, kind: str, world_size: int) -> list[slice]:
-    # Blocks are small and hidden; with several ranks the weights go up by an all-gather of the whole unit.
+    # Blocks are small and hidden; with several ranks a unit's weights go up as a whole.
     size = SPAN_NUMEL if kind == "edge" and world_size == 1 else max(numel, 1)
     return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import Device, Marker
-from ds_slide.runtime.handoff import POLL_S, Failures
+from ds_slide.runtime.handoff import THREAD_PREFIX, Failures, synchronize
 from ds_slide.runtime.lane import Delay
 
 
@@ -44,7 +44,7 @@ class UpdateLane:
         self._sequence = 0
         self._unfinished = 0
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="ds_slide-update", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}update", daemon=True)
         self._thread.start()
 
     def submit(self, deadline: int, ready: Marker, run: Callable[[], int]) -> None:
@@ -57,9 +57,7 @@ class UpdateLane:
     def drain(self) -> None:
         """Block until every task submitted so far has run."""
         with self._changed:
-            while self._unfinished:
-                self._changed.wait(timeout=POLL_S)
-                self._failures.raise_first()
+            self._failures.wait_for(self._changed, lambda: not self._unfinished, "the updates that are under way")
 
     def close(self) -> None:
         """End the thread after the tasks submitted so far; harmless when called twice."""
@@ -74,13 +72,14 @@ class UpdateLane:
             self._device.enter_thread()
             while (task := self._next()) is not None:
                 self._delay()
-                task.ready.synchronize()
+                synchronize(self._failures, task.ready, "a gradient on its way to its update")
                 started = time.perf_counter()
                 moved = task.run()
                 self._meter.add_seconds(time.perf_counter() - started, moved)
                 with self._changed:
                     self._unfinished -= 1
                     self._changed.notify_all()
+                self._failures.progressed()
         except BaseException as error:
             self._failures.record(self.name, error)
 

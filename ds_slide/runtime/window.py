@@ -128,11 +128,13 @@ class Window:
                 if self._slot_of(unit) is None and self._request(unit, keep=wanted) is None:
                     break
             if self._announce is not None:
-                self._tell(self._announce, current, direction)
+                self._tell(self._announce, ended, current, direction)
 
-    def _tell(self, announce: Announce, current: Unit | None, direction: Direction) -> None:
+    def _tell(self, announce: Announce, ended: bool, current: Unit | None, direction: Direction) -> None:
         coming: dict[int, Unit] = {}
-        for unit in self._upcoming(current, direction):
+        # Compute may be about to wait for the current block itself: then nothing is needed sooner.
+        standing_at = [] if current is None or ended else [current]
+        for unit in (*standing_at, *self._upcoming(current, direction)):
             if len(coming) >= self._horizon:
                 break
             slot = self._slot_of(unit)
@@ -182,11 +184,12 @@ class Window:
             return None
         slot.unit, slot.version = unit, unit.version
         self._slots_of[unit.order] = slot
-        slot.ready = ready = Ticket(self._failures)
-        updated, free = unit.updated, slot.free
+        slot.ready = ready = Ticket(self._failures, f"the weights of {unit.name} in a slot of the window")
+        updated, free, version = unit.updated, slot.free, unit.version
 
         def job() -> None:
             updated.wait()
+            unit.await_others(version)
             self._device.wait(free, self._h2d.stream)
             start = self._device.mark(self._h2d.stream, timed=True)
             moved = self._fill(unit, slot.buffer)

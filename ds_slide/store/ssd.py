@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ class SsdStore:
     delay: called before every submit (on the caller's thread) and before every completion is delivered (on the
     completion thread), for race tests.
 
+    waiting: around the wait of a thread in `read_now` or `write_now`, given what it waits for.
+
     SlideError where a directory cannot be used, has too little space, or the backend does not work.
     """
 
@@ -75,12 +78,14 @@ class SsdStore:
         queue_depth: int | None = None,
         request_bytes: int | None = None,
         delay: Callable[[], None] = lambda: None,
+        waiting: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         if not parents or nbytes <= 0 or nbytes % PAGE:
             raise ValueError(f"an SSD store needs a directory and a positive multiple of {PAGE} bytes, not {nbytes}")
         self.nbytes = nbytes
         self._fail = fail
         self._delay = delay
+        self._waiting = waiting
         self._owner = os.getpid()
         self._lock = threading.Lock()  # guards what follows
         self._transfers: dict[int, _Transfer] = {}
@@ -148,6 +153,11 @@ class SsdStore:
             "direct": list(self._direct),
             "weights": self._striping.shares,
         }
+
+    def remove_files(self) -> None:
+        """Remove the run directories while transfers may be under way: the process is about to be ended."""
+        for directory in self._directories:
+            directory.remove_now()
 
     def close(self) -> None:
         """Wait for the requests in flight, drop the others, remove the run directories. A second call does nothing.
@@ -242,7 +252,8 @@ class SsdStore:
         transfer = _Transfer(told=threading.Event())
         self._submit(write, parts, transfer, urgent=True)
         assert transfer.told is not None
-        transfer.told.wait()  # every transfer is told, also when the store fails or is closed
+        with self._waiting("states to be written to SSD" if write else "states to be read from SSD"):
+            transfer.told.wait()  # every transfer is told, also when the store fails or is closed
         if transfer.error is not None:
             raise transfer.error
 

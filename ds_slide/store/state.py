@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -167,8 +167,26 @@ class HostMemory:
         try:
             slab = _native.Slab(size, pin, self._huge_pages)
         except (RuntimeError, MemoryError) as error:
-            raise self._refusal(size, pin, error) from error
+            raise self.refusal(size, transfers, error) from error
         self._count(size, pin)
+        return torch.frombuffer(slab, dtype=torch.uint8, count=size).view(dtype)
+
+    def mapped(
+        self, descriptor: int, offset: int, numel: int, dtype: torch.dtype, *, transfers: bool, counts: bool = True
+    ) -> torch.Tensor:
+        """A flat tensor over a part of a memory file. `counts`: this process has brought the memory, no other."""
+        from ds_slide import _native
+
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        size = numel * dtype.itemsize
+        pin = self._page_lock and transfers
+        try:
+            slab = _native.Slab(descriptor, offset, size, pin, self._huge_pages)
+        except (RuntimeError, MemoryError, ValueError) as error:
+            raise self.refusal(size, transfers, error) from error
+        if counts:
+            self._count(size, pin)
         return torch.frombuffer(slab, dtype=torch.uint8, count=size).view(dtype)
 
     def pool(self, nbytes: int, count: int, *, transfers: bool) -> Any:
@@ -184,7 +202,7 @@ class HostMemory:
         try:
             pool = _native.Pool(nbytes, count, pin, True)
         except (RuntimeError, MemoryError) as error:
-            raise self._refusal(nbytes * count, pin, error) from error
+            raise self.refusal(nbytes * count, transfers, error) from error
         self._count(nbytes * count, pin)
         return pool
 
@@ -192,12 +210,18 @@ class HostMemory:
         self.total_bytes += nbytes
         self.pinned_bytes += nbytes if pin else 0
 
-    def _refusal(self, nbytes: int, pin: bool, error: BaseException) -> SlideError:
+    def refusal(self, nbytes: int, transfers: bool, error: BaseException) -> SlideError:
+        """What to raise when so much memory could not be had."""
+        locked = " page-locked" if self._page_lock and transfers else ""
         return SlideError(
-            f"host tier: {nbytes:,} bytes{' page-locked' if pin else ''} could not be had after "
+            f"host tier: {nbytes:,} bytes{locked} could not be had after "
             f"{self.total_bytes:,} bytes ({error}); lower ds_slide.host_memory, raise ds_slide.gpu_states, "
             "or use a machine with more memory"
         )
+
+
+class MakesTensors(Protocol):
+    def tensor(self, numel: int, dtype: torch.dtype, *, transfers: bool) -> torch.Tensor: ...
 
 
 def memory_state(
@@ -207,8 +231,10 @@ def memory_state(
     dtype: torch.dtype,
     gradient_dtype: torch.dtype | None,
     ssd: SsdUnit | None,
+    weights: MakesTensors | None = None,
 ) -> UnitState:
-    """Zeroed host planes for what `ssd` does not hold; with `gradient_dtype` also a plane for held gradients."""
+    """Zeroed host planes for what `ssd` does not hold; with `gradient_dtype` also a plane for held gradients.
+    `weights`: the memory of the weight plane, if not `memory`."""
     records = layout.trainable_numel if ssd is None or not ssd.has_records else 0
     has_weight = ssd is None or not ssd.has_weight
     on_ssd = ssd is not None and ssd.has_records
@@ -218,7 +244,7 @@ def memory_state(
     return UnitState(
         tier="ssd" if on_ssd else "host",
         specs=specs,
-        weight=memory.tensor(layout.local_numel, dtype, transfers=True) if has_weight else None,
+        weight=(weights or memory).tensor(layout.local_numel, dtype, transfers=True) if has_weight else None,
         optimizer={}
         if on_ssd
         else {spec.name: memory.tensor(spec.items(records), spec.dtype, transfers=False) for spec in specs},

@@ -30,6 +30,7 @@ def test_defaults():
     assert config.gpu_memory is None
     assert config.host_memory is None
     assert config.gpu_states == "auto"
+    assert config.share_weights == "auto"
     assert config.hold_gradients == "auto"
     assert config.gradient_buffers == 4
     assert config.nvme_path is None
@@ -43,6 +44,7 @@ def test_defaults():
     assert config.stream_head is False
     assert config.huge_pages is False
     assert config.kernels == "auto"
+    assert config.hang_timeout == 300.0
     assert config.debug.lane_delay_ms == 0
     assert config.debug.seed == 0
 
@@ -60,6 +62,7 @@ def test_every_setting_is_read():
             "ssd_buffers": 5,
             "weight_buffers": 6,
             "io_backend": "libaio",
+            "share_weights": False,
             "hold_gradients": True,
             "gradient_buffers": 2,
             "cpu_threads": 3,
@@ -68,6 +71,7 @@ def test_every_setting_is_read():
             "stream_head": True,
             "huge_pages": True,
             "kernels": ["loss", "norm"],
+            "hang_timeout": 60.0,
             "debug": {"lane_delay_ms": 2.5, "seed": 11},
         }
     )
@@ -82,6 +86,7 @@ def test_every_setting_is_read():
         "ssd_buffers": 5,
         "weight_buffers": 6,
         "io_backend": "libaio",
+        "share_weights": False,
         "hold_gradients": True,
         "gradient_buffers": 2,
         "cpu_threads": 3,
@@ -90,6 +95,7 @@ def test_every_setting_is_read():
         "stream_head": True,
         "huge_pages": True,
         "kernels": ("loss", "norm"),
+        "hang_timeout": 60.0,
         "debug": {"lane_delay_ms": 2.5, "seed": 11},
     }
 
@@ -117,6 +123,7 @@ WRONG = [
     ({"host_memory": "lots"}, 'ds_slide.host_memory is "lots"; expected a size'),
     ({"gpu_states": -1}, "ds_slide.gpu_states is -1, which is negative; expected"),
     ({"gpu_states": None}, "ds_slide.gpu_states is null; expected"),
+    ({"share_weights": "yes"}, 'ds_slide.share_weights is "yes"; expected "auto", true or false'),
     ({"hold_gradients": "yes"}, 'ds_slide.hold_gradients is "yes"; expected "auto", true or false'),
     ({"hold_gradients": 0}, 'ds_slide.hold_gradients is 0; expected "auto", true or false'),
     ({"gradient_buffers": 1}, "ds_slide.gradient_buffers is 1; expected an integer of at least 2"),

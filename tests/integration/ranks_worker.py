@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
 import two_ranks
-from harness import batches, ds_config, llama, trained
+from harness import Batch, batches, causal_loss, ds_config, llama, trained
 from tight_memory import room_for_gradients_of
 
-from ds_slide.integration import ssd_settings
+from ds_slide.integration import assemble, ssd_settings
 
 STEPS = 4
+LESS_MEMORY = 1_700_000
 RUNS = {
     "clipping": ({"window": 2}, {"clip": 1.0}),
     "immediate": ({"window": 2}, {"clip": 0.0}),
@@ -20,13 +30,71 @@ RUNS = {
     "ssd": ({"window": 2, "host_memory": 0, "debug": {"lane_delay_ms": 2.0, "seed": 9}}, {"clip": 1.0}),
     "ssd-immediate": ({"window": 2, "host_memory": 0, "ssd_buffers": 2, "weight_buffers": 3}, {"clip": 0.0}),
     "ssd-gradients": ({"window": 2, "gradient_buffers": 2, "debug": {"lane_delay_ms": 2.0, "seed": 11}}, {"clip": 1.0}),
+    "gathered": ({"window": 2, "share_weights": False}, {"clip": 1.0}),
+    "gathered-immediate": (
+        {"window": 2, "share_weights": False, "debug": {"lane_delay_ms": 2.0, "seed": 13}},
+        {"clip": 0.0},
+    ),
+    "gathered-kept": ({"window": 9, "share_weights": False}, {"clip": 1.0, "accumulation": 2}),
+    "gathered-gpu-states": ({"window": 2, "gpu_states": 900_000, "share_weights": False}, {"clip": 0.0}),
+    "ssd-records": ({"window": 2, "host_memory": 500_000, "share_weights": True}, {"clip": 1.0}),
+    "ssd-less-memory": ({"window": 2}, {"clip": 1.0}),
     "stock": (None, {"clip": 1.0}),
 }
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_gather_object")
+
+
+@contextlib.contextmanager
+def host_memory(less: bool) -> Iterator[None]:
+    """Whether this rank finds memory for no more than three quarters of its states."""
+    find = assemble._budgets
+    with pytest.MonkeyPatch.context() as patch:
+        if less:
+            patch.setattr(assemble, "_budgets", lambda *given: dataclasses.replace(find(*given), host_free=LESS_MEMORY))
+        yield
+
+
+def threads_by_collective() -> dict[str, set[str]]:
+    """From here on, the names of the threads that call each of `COLLECTIVES`."""
+    callers: dict[str, set[str]] = defaultdict(set)
+
+    def recorded(name: str, call: Any) -> Any:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            callers[name].add(threading.current_thread().name)
+            return call(*args, **kwargs)
+
+        return record
+
+    for name in COLLECTIVES:
+        setattr(dist, name, recorded(name, getattr(dist, name)))
+    return callers
+
+
+class Watched:
+    """`causal_loss`, preceded by an evaluation of `batch` that the other rank does not do, and by a look at how weights
+    are transferred."""
+
+    def __init__(self, batch: Batch, evaluates: bool) -> None:
+        self._batch = batch if evaluates else None
+
+    def __call__(self, engine: Any, batch: Batch) -> torch.Tensor:
+        runtime = getattr(engine.optimizer, "runtime", None)
+        if runtime is not None:
+            shares = engine.config["ds_slide"].get("share_weights", True)
+            assert (runtime.parts.shared is not None) == shares
+            gathered = {unit.order for unit in runtime.units if unit.is_gathered}
+            others = {u.order for u in runtime.units if u.state.tier != "gpu" and u.state.weight is not None}
+            assert not gathered & others if shares else gathered
+        if self._batch is not None:
+            with torch.no_grad():
+                engine.module(**self._batch)
+        return causal_loss(engine, batch)
 
 
 def main(rank: int, folder: Path) -> None:
     ssd_settings.CHUNK_NUMEL = 4096  # several chunks a block
     with two_ranks.as_rank(rank, folder) as results:
+        callers = threads_by_collective()
         for name, (slide, settings) in RUNS.items():
             data = batches(2 * STEPS * settings.get("accumulation", 1))
             # Every rank draws other weights: rank 0's have to win.
@@ -34,10 +102,14 @@ def main(rank: int, folder: Path) -> None:
             if name.startswith("ssd"):
                 for section in ("offload_optimizer", "offload_param"):
                     config["zero_optimization"][section] = {"device": "nvme", "nvme_path": f"{folder}/disk"}
-            with room_for_gradients_of(1 if name == "ssd-gradients" else None) as plan:
-                result = trained(llama(seed=rank), config, data[rank::2])
+            less = name == "ssd-less-memory" and rank == 1
+            with room_for_gradients_of(1 if name == "ssd-gradients" else None) as plan, host_memory(less):
+                evaluates = name in ("clipping", "immediate") and rank == 1
+                result = trained(llama(seed=rank), config, data[rank::2], loss_of=Watched(data[0], evaluates))
             assert slide is None or bool(plan().host.gradients_on_ssd) == (name == "ssd-gradients")
+            assert name != "ssd-less-memory" or plan().host.records_on_ssd
             results[name] = {"losses": result.losses, "norms": result.norms, "states": result.states}
+        results["callers"] = dict(callers)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ Actions = list[list[Any]]
 class Run:
     """A training process. `folder`: of its log and result."""
 
-    def __init__(self, launcher: Launcher, folder: Path, actions: Actions) -> None:
+    def __init__(self, launcher: Launcher, folder: Path, actions: Actions, **rank: Any) -> None:
         self.folder = folder
         self._launcher = launcher
-        self.pid = int(launcher.ask({"folder": str(folder), "actions": actions}))
+        self.pid = int(launcher.ask({"folder": str(folder), "actions": actions, **rank}))
         self._process = os.pidfd_open(self.pid)
 
     def has_ended(self, timeout_s: float) -> bool:
@@ -57,9 +57,9 @@ class Run:
 
 
 class Launcher:
-    """The process whose forks the runs are. `shim`: preloaded, None where there is no compiler."""
+    """The process whose forks the runs are. `shim`: preloaded, None where there is no compiler. `worker`: script."""
 
-    def __init__(self, folder: Path, shim: Path | None) -> None:
+    def __init__(self, folder: Path, shim: Path | None, worker: str = "ssd_fault_worker.py") -> None:
         self.shim = shim
         self._folder = folder
         self._numbers = itertools.count()
@@ -69,7 +69,7 @@ class Launcher:
         if shim is not None:
             environment["LD_PRELOAD"] = str(shim)
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "ssd_fault_worker.py")],
+            [sys.executable, str(HERE / worker)],
             env=os.environ | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -90,12 +90,18 @@ class Launcher:
         assert answer, "the process that starts the runs has ended"
         return answer
 
-    def begin(self, *actions: list[Any]) -> Run:
+    def begin(self, *actions: list[Any], **rank: Any) -> Run:
+        """`rank`: `rank`, `size` and `store` (a path that they share) of one of several."""
         folder = self._folder / f"run{next(self._numbers)}"
         folder.mkdir()
-        run = Run(self, folder, list(actions))
+        run = Run(self, folder, list(actions), **rank)
         self._alive.add(run.pid)
         return run
+
+    def begin_ranks(self, *actions: Actions) -> list[Run]:
+        """One rank for each list of actions."""
+        store = str(self._folder / f"store{next(self._numbers)}")
+        return [self.begin(*own, rank=rank, size=len(actions), store=store) for rank, own in enumerate(actions)]
 
     def reap(self, pid: int) -> int:
         """The exit code of a run that has ended, or minus its signal."""

@@ -1,6 +1,6 @@
 """Training processes for test_ssd_faults.py that may be killed: everything is imported once, then each run is a fork.
 
-python ssd_fault_worker.py        reads {"log": path, "actions": [...]} or {"reap": pid}, one a line, from stdin
+python ssd_fault_worker.py        reads {"folder": path, "actions": [...]} or {"reap": pid}, one a line, from stdin
 
 A run performs its actions (methods of `Run`) one after the other and then ends as a script does, through the
 interpreter's exit; an exception ends it with a traceback in the log. The fork happens before there is any thread.
@@ -118,6 +118,10 @@ class Run:
 
     # ---- faults --------------------------------------------------------------------------------------------------
 
+    def slow_disk(self, milliseconds: int, requests: int) -> None:
+        """By fault_shim.c: each of the next `requests` takes so long (backend "threads")."""
+        ctypes.CDLL(None).fault_slow(ctypes.c_long(milliseconds * 1_000_000), ctypes.c_long(requests))
+
     def faults(self, every: int, keep: int, error: int) -> None:
         """By fault_shim.c: every n-th I/O moves `keep` bytes only, or fails with `error`; 0: none."""
         shim = ctypes.CDLL(None)
@@ -200,20 +204,21 @@ class Run:
                 self.note("filled", error.errno)
 
 
-def run(folder: Path, actions: list[list[Any]]) -> None:
+def run(make: type[Run], request: dict[str, Any]) -> None:
+    folder, rank, size = Path(request["folder"]), request.get("rank", 0), request.get("size", 1)
     null = os.open(os.devnull, os.O_RDONLY)
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    store = torch.distributed.FileStore(str(folder / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_SIZE=str(size))
+    store = torch.distributed.FileStore(request.get("store", str(folder / "store")), size)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
     deepspeed.init_distributed("gloo")
-    Run(folder).act(actions)
+    make(folder).act(request["actions"])
 
 
-def main() -> None:
-    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1")
+def main(make: type[Run] = Run) -> None:
     torch.set_num_threads(1)
     ssd_settings.CHUNK_NUMEL = CHUNK_NUMEL
     # What takes seconds in every run is done once, imports within functions too.
@@ -237,7 +242,7 @@ def main() -> None:
         else:
             answers.close()
             try:
-                run(Path(request["folder"]), request["actions"])
+                run(make, request)
             except Exception:
                 traceback.print_exc()
                 sys.exit(1)

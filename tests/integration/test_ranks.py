@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,12 @@ SAME_BITS = {
     "ssd": "clipping",
     "ssd-immediate": "immediate",
     "ssd-gradients": "clipping",
+    "gathered": "clipping",
+    "gathered-immediate": "immediate",
+    "gathered-kept": "accumulation",
+    "gathered-gpu-states": "immediate",
+    "ssd-records": "clipping",
+    "ssd-less-memory": "clipping",
 }
 SLIDE_RUNS = ["clipping", "immediate", "accumulation", *SAME_BITS]
 
@@ -27,10 +34,24 @@ RankResults = Callable[[str], list[Result]]
 
 
 @pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> RankResults:
-    """Results of a run of `ranks_worker.RUNS` by rank; all of them are done by one pair of processes."""
-    loaded = two_ranks.seen_by(two_ranks.run("ranks_worker.py", tmp_path_factory.mktemp("ranks")))
-    return lambda name: [Result(**results[name]) for results in loaded]
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What `ranks_worker` has left, by rank; one pair of processes does all of its runs."""
+    return two_ranks.seen_by(two_ranks.run("ranks_worker.py", tmp_path_factory.mktemp("ranks")))
+
+
+@pytest.fixture(scope="module")
+def of_ranks(seen: list[dict[str, Any]]) -> RankResults:
+    """Results of a run of `ranks_worker.RUNS` by rank."""
+    return lambda name: [Result(**results[name]) for results in seen]
+
+
+def test_no_lane_calls_a_collective(seen: list[dict[str, Any]]) -> None:
+    for results in seen:
+        callers = results["callers"]
+        assert {"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"} <= callers.keys()
+        # Autograd's thread was not made by Python, so Python calls it a dummy.
+        strange = [name for names in callers.values() for name in names if not name.startswith(("MainThread", "Dummy"))]
+        assert strange == []
 
 
 @pytest.mark.parametrize("name", SLIDE_RUNS)

@@ -137,6 +137,11 @@ def test_gradients_and_norm_are_shared(seen):
     assert all(gradient.any() for gradient in gradients[0].values())
 
 
+def test_ranks_that_average_in_another_order_are_told(seen):
+    for rank in range(2):
+        assert "the ranks have called different collectives in this step" in seen[rank]["astray"]
+
+
 def test_only_the_first_rank_reports(folder, seen):
     assert len(seen) == 2
     assert (folder / "monitor0" / "run" / "Slide_step_s.csv").exists()

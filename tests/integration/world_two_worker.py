@@ -26,6 +26,8 @@ from deepspeed.utils import (
 from harness import ds_config, engine_for, states_of
 from torch import nn
 
+from ds_slide.errors import SlideError
+
 STEPS = 12
 HIDDEN, TOKENS = 33, 257
 DELAYED = {"window": 2, "debug": {"lane_delay_ms": 1.0, "seed": 3}}
@@ -158,12 +160,31 @@ def access(rank: int, folder: Path, data: list[torch.Tensor]) -> Seen:
     return seen
 
 
+def astray(rank: int, data: list[torch.Tensor]) -> str:
+    """What is said when rank 1 keeps a graph of a block that rank 0 does not have, so that their gradients are averaged
+    in another order. All that is trained is of one size: nothing hangs."""
+    model = OddModel()
+    for frozen in (model.embed, model.norm, model.head):
+        frozen.requires_grad_(False)
+    with engine_for(model, config_of()) as engine:
+        if rank == 1:
+            hidden = torch.randn(1, 4, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+            kept = engine.module.layers[2](hidden)
+            assert kept.requires_grad
+        try:
+            train(engine, data[:1])
+        except SlideError as error:
+            return str(error)
+    return ""
+
+
 def main(rank: int, folder: Path) -> None:
     with two_ranks.as_rank(rank, folder) as seen:
         data = tokens_of(rank, STEPS)
         seen.update({name: train_and_resume(name, folder, data) for name in TRAININGS})
         seen["stock"] = load_on_stock(folder, data)
         seen["access"] = access(rank, folder, data)
+        seen["astray"] = astray(rank, data)
 
 
 if __name__ == "__main__":

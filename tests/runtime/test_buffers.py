@@ -97,6 +97,32 @@ def test_a_demand_waits_rather_than_displace_what_is_needed_sooner(cache_of: Cal
     assert used == [2] and disk.reads == [0, 1, 2]
 
 
+def test_who_waits_for_a_demand_presses_it_before_what_is_needed_sooner(cache_of: Callable[[int], Made]) -> None:
+    """The GPU may be the one that waits: then it never comes to what is needed sooner."""
+    cache, disk = cache_of(2)
+    cache.expect([0, 1])
+    disk.finish_all()
+    used: list[int] = []
+    cache.take(2, lambda _: used.append(2), urgent=False)
+    cache.take(3, lambda _: used.append(3), urgent=False)
+    assert disk.reads == [0, 1]
+    cache.press(3)
+    disk.finish_all()
+    assert used == [3] and disk.reads == [0, 1, 3]  # in the place of what is needed last; 2 still waits
+    cache.press(7)  # nobody has asked for it
+    assert disk.pending.empty()
+
+
+def test_a_demand_that_was_pressed_before_it_came_is_urgent(cache_of: Callable[[int], Made]) -> None:
+    cache, disk = cache_of(1)
+    cache.expect([0])
+    disk.finish_all()
+    used: list[int] = []
+    cache.take(2, lambda _: used.append(2), urgent=False, pressed=lambda: True)
+    disk.finish_all()
+    assert used == [2]
+
+
 def test_in_a_hurry_a_demand_displaces_any_clean_entry(cache_of: Callable[[int], Made]) -> None:
     cache, disk = cache_of(1)
     cache.expect([0, 1])

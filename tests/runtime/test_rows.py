@@ -46,6 +46,7 @@ class Events:
 def rows(device: Device, failures: Failures, make_lane: Callable[[str], Lane]) -> Any:
     layout = build_layout([ParameterInfo("weight", (ROWS, WIDTH), ROWS * WIDTH, 0)], 1)
     unit: Any = SimpleNamespace(
+        name="head",
         layout=layout,
         parameters=[torch.nn.Parameter(torch.empty(0))],
         state=SimpleNamespace(weight=torch.zeros(ROWS * WIDTH)),

@@ -139,6 +139,22 @@ def test_what_comes_next_is_announced_once_and_in_order(rig: Any) -> None:
     assert told[-1] == ([2, 1], [5, 4])
 
 
+def test_the_block_that_compute_waits_for_is_announced_first(rig: Any) -> None:
+    """Its update has to find a buffer: nothing may be held back for what comes after it."""
+    own = rig(6, 2)
+    told: list[list[int]] = []
+    own.window._announce = lambda coming, _: told.append([u.order for u in coming])
+    own.window._horizon = 3
+    pending = own.units[1].open_update(own.failures)
+    own.through(own.units[:1], "forward")
+    own.window.release(own.window.acquire(own.units[1], "forward"))
+    assert told[-1] == [1, 2, 3]
+    pending.finish(0)
+    own.h2d.drain()
+    own.window.prefetch(own.units[1], "forward")
+    assert told[-1] == [3, 4, 5]  # its slot is filled, and so is that of the next
+
+
 def test_inference_starts_again_from_the_front(rig: Any) -> None:
     own = rig(5, 2)
     own.window.prefetch(None, "forward")

@@ -4,6 +4,8 @@
  * kernel sees it and reported as `extra` bytes longer than that (bytes that never moved: an O_DIRECT caller
  * must not count part of a block), or done and reported as failed with `error`. For the asynchronous
  * interfaces `keep` also marks the requests that were cut, so no request of the test may have that length.
+ *
+ * Apart from that, pread and pwrite can be made slow.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -15,6 +17,7 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { IO_URING_SETUP = 425, IO_URING_ENTER = 426 };
@@ -29,11 +32,22 @@ void fault_set(int every_, long keep_, long extra_, int error_) {
 }
 void fault_refuse(int bits) { refused = bits; }
 
+static long slow_ns, slow_requests;
+
+void fault_slow(long nanoseconds, long requests) { slow_ns = nanoseconds, slow_requests = requests; }
+
+static void take_time(void) {
+  if (slow_requests <= 0 || __atomic_fetch_sub(&slow_requests, 1, __ATOMIC_RELAXED) <= 0) return;
+  struct timespec const time = {slow_ns / 1000000000, slow_ns % 1000000000};
+  nanosleep(&time, NULL);
+}
+
 static int due(void) { return every > 0 && __atomic_add_fetch(&counter, 1, __ATOMIC_RELAXED) % every == 0; }
 
 typedef ssize_t (*transfer_t)(int, void*, size_t, off_t);
 static ssize_t transfer(char const* name, int fd, void* data, size_t nbytes, off_t offset) {
   transfer_t const real = (transfer_t)dlsym(RTLD_NEXT, name);
+  if (nbytes >= 4096) take_time();
   if (nbytes < 4096 || !due()) return real(fd, data, nbytes, offset);
   if (error != 0) {
     errno = error;

@@ -78,6 +78,16 @@ def test_close_removes_it_and_may_be_repeated(tmp_path):
     assert names(tmp_path) == set()
 
 
+def test_it_is_removed_though_another_thread_is_in_the_middle_of_that(tmp_path):
+    """The process ends afterwards, and the other thread with it."""
+    run = RunDirectory(tmp_path, 0)
+    (run.path / "states").write_bytes(bytes(8192))
+    run._remove.detach()  # as if begun
+    run.remove_now()
+    run.remove_now()
+    assert names(tmp_path) == set()
+
+
 def test_a_dropped_one_is_removed(tmp_path):
     RunDirectory(tmp_path, 0)
     assert names(tmp_path) == set()

@@ -1,0 +1,119 @@
+"""Training processes for test_hangs.py: those of ssd_fault_worker.py, with hand-overs that can be broken."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from harness import batches, ds_config, llama
+from ssd_fault_worker import Run, main
+
+from ds_slide.runtime.unit import Update
+from ds_slide.store.ssd import SsdStore
+
+SECONDS = 30.0
+
+
+class HangRun(Run):
+    def start_in_memory(self, slide: dict[str, Any], options: dict[str, Any]) -> None:
+        """Make the engine, with all states in host memory."""
+        model = llama()
+        config = ds_config(slide, **options)
+        self.engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
+
+    def train(self, steps: int) -> None:
+        """Each rank has its own batches."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for _ in range(steps):
+            number = self.engine.global_steps
+            for batch in batches(size, seed=number)[rank::size]:
+                loss = self.engine(**batch).loss
+                self.engine.backward(loss)
+                self.engine.step()
+            self.result["losses"][number] = loss.item()
+
+    # ---- hand-overs that are broken ------------------------------------------------------------------------------
+
+    def small_requests(self, nbytes: int) -> None:
+        """The disk is asked for so much at once, one request after the other."""
+        original = SsdStore.__init__
+
+        def init(store: SsdStore, *arguments: Any, **options: Any) -> None:
+            original(store, *arguments, **{**options, "request_bytes": nbytes, "queue_depth": 1})
+
+        SsdStore.__init__ = init  # type: ignore[method-assign]
+
+    def drop_completion(self, which: int) -> None:
+        """Nobody hears that the `which`-th read from now on is there."""
+        self._nth(SsdStore, "read", which, lambda call, store, parts, _then, **how: call(store, parts, int, **how))
+
+    def drop_finish(self, which: int) -> None:
+        """Nobody hears of the end of the `which`-th update from now on."""
+        self._nth(Update, "finish", which, lambda _call, _update, _index: None)
+
+    def skip_reduction(self) -> None:
+        """This rank does not take part in the next sum over the ranks, which is the norm's. Without one of a gradient,
+        the sizes of those that meet would differ, and gloo would end the process (std::terminate)."""
+        self._nth(dist, "all_reduce", 1, lambda *_, **__: None)
+
+    def _nth(self, owner: Any, name: str, which: int, instead: Callable[..., Any]) -> None:
+        original, lock, calls = getattr(owner, name), threading.Lock(), 0
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            with lock:
+                calls += 1
+                due = calls == which
+            if due:
+                self.note("broken", name)
+                return instead(original, *arguments, **options)
+            return original(*arguments, **options)
+
+        setattr(owner, name, call)
+
+    # ---- in the middle of a step ---------------------------------------------------------------------------------
+
+    def in_forward(self, *action: Any) -> None:
+        """This action once, in the middle of the next forward."""
+        block = self.engine.module.model.layers[3]
+
+        def act(*_: Any) -> None:
+            handle.remove()
+            self.act([list(action)])
+
+        handle = block.register_forward_pre_hook(act)
+
+    def stop_while_waiting(self) -> None:
+        """This process is stopped while the training stands still for a read, and stands still a little longer."""
+        original, done = SsdStore.read, threading.Event()
+        watchdog = self.engine.optimizer.runtime.parts.watchdog
+        moment = threading.Event()
+
+        def has_stood(seconds: float) -> bool:
+            for _ in range(int(SECONDS / 0.001)):
+                if watchdog._since > seconds:
+                    return True
+                moment.wait(0.001)
+            return False
+
+        def read(*arguments: Any, **options: Any) -> Any:
+            main_thread = threading.current_thread() is threading.main_thread()
+            if not main_thread and not done.is_set():
+                done.set()
+                if has_stood(0.0):
+                    before = watchdog._since
+                    self.note("stopped", True)
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                    has_stood(before + watchdog._look_s)
+            return original(*arguments, **options)
+
+        SsdStore.read = read  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main(HangRun)
