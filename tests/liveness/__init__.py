@@ -44,6 +44,5 @@ processes, and anything that takes more than the blocks, buffers and steps of a 
     python -m pytest tests/liveness -m slow               each configuration for minutes
     PYTHONPATH=tests:. python -m liveness.table --out ...  a table of all
 
-`configurations.HANGS` lists the hangs that are known. They are expected to fail, and fail the tests when they do not.
 To look at a finding again: `print(liveness.engine.replay(configuration, choices).labels)`, with the list of the report.
 """

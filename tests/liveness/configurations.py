@@ -80,21 +80,4 @@ TWO_RANKS = [
     replace(_TWO, name="two ranks on SSD, read and closed", ending="read and close"),
 ]
 
-# What the engine still hangs in. Here a hang must be found; a name goes when its cause has gone.
-NOT_DISPLACED = "a demand for the block that compute stands at may not displace the blocks after it"
-TWO_QUEUES = "weights are gathered and gradients reduced by two threads in no common order"
-ALONE_AT_THE_END = "a rank that closes leaves the others' gathers without it"
-HANGS = {
-    HANG_1.name: NOT_DISPLACED,
-    "everything on SSD, 2 slots, inference": NOT_DISPLACED,
-    "everything on SSD, accumulation": NOT_DISPLACED,
-    "4 blocks, 3 weight buffers, inference": NOT_DISPLACED,
-    "gradients on SSD": NOT_DISPLACED,
-    "default buffers, 8 blocks, held": NOT_DISPLACED,
-    "two GPUs, one queue of collectives each": TWO_QUEUES,
-    "two GPUs, one queue of collectives each, under backward": TWO_QUEUES,
-    "two ranks on SSD, closed": ALONE_AT_THE_END,
-    "two ranks on SSD, read and closed": ALONE_AT_THE_END,
-}
-
 ALL = [*EXHAUSTIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS]

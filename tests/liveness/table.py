@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from liveness.configurations import ALL, EXHAUSTIVE, HANGS
+from liveness.configurations import ALL, EXHAUSTIVE
 from liveness.engine import Count, Finding
 from liveness.explore import explore_all, explore_by_chance, explore_orders
 from liveness.tiny import Configuration
@@ -66,7 +66,7 @@ def main() -> None:
             lines.append(line(count))
             print(lines[-1], flush=True)
             for finding in count.findings:
-                cause = HANGS.get(configuration.name, configuration.name)
+                cause = configuration.name
                 known = shortest.get(cause)
                 if known is None or len(finding.outcome.choices) < len(known.outcome.choices):
                     shortest[cause] = finding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,30 +170,47 @@ def _settings(configuration: Configuration) -> RuntimeSettings:
         huge_pages=False,
         delay_ms=0.0,
         seed=0,
+        hang_timeout_s=0.0,  # a watchdog is no part of what is explored
     )
     assert isinstance(settings, RuntimeSettings)
     return settings
 
 
 def build(configuration: Configuration, model: Tiny) -> Any:
-    ranks = Ranks.over(None) if configuration.ranks > 1 else Ranks(rank=0, world_size=1)
+    device = Device(torch.device("cpu"))
+    ranks = _ranks(configuration, device)
     given = {parameter: parameter.detach().clone() for parameter in model.parameters()}
 
     def take_weights(parameter: nn.Parameter, entry: Any) -> torch.Tensor:
         start, stop = piece(entry, ranks.rank)
         return given[parameter].reshape(-1)[start:stop]
 
+    sharing = {"sharing": None} if _takes(build_runtime, "sharing") else {}
     return build_runtime(
         model,
         unit_plans(model, configuration),
         _plan(configuration),
         _settings(configuration),
         ranks,
-        Device(torch.device("cpu")),
+        device,
         take_weights,
         adopt=lambda _unit: None,
         availability=lambda _parameters, _available: None,
+        **sharing,
     )
+
+
+def _takes(function: Any, parameter: str) -> bool:
+    return parameter in inspect.signature(function).parameters
+
+
+def _ranks(configuration: Configuration, device: Device) -> Ranks:
+    """Before ranks had a stream of their own they were made without the device."""
+    on = {"device": device} if _takes(Ranks.__init__, "device") else {}
+    make: Any = Ranks
+    ranks = make.over(None, **on) if configuration.ranks > 1 else make(rank=0, world_size=1, **on)
+    assert isinstance(ranks, Ranks)
+    return ranks
 
 
 @functools.cache
