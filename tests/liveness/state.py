@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_slide.runtime.handoff import Failures
 from ds_slide.store.ssd import Part
 from liveness import locks, stand_ins
 from liveness.collectives import Collectives, Group, Meeting
@@ -73,6 +74,8 @@ def _stack(frame: types.FrameType | None) -> list[Any]:
         if ours or "/liveness/" not in code.co_filename:
             # By name: the order in a frame's dictionary tells when somebody has looked at it before.
             names = sorted(frame.f_locals.items(), key=operator.itemgetter(0)) if ours else None
+            if names is not None and code.co_qualname == "Failures.waiting":
+                names = [item for item in names if item[0] != "number"]
             stack.append((code.co_name, code.co_firstlineno, frame.f_lasti, names))
         frame = frame.f_back
     return stack
@@ -150,6 +153,8 @@ _CONTENTS: dict[type, Contents] = {
     Part: lambda _walk, value: (value.offset, value.nbytes),
     slice: lambda _walk, value: (value.start, value.stop),
     range: lambda _walk, value: repr(value),
+    # Who waits is told by the stacks; how much has been handed over, and how often somebody has waited, decides nothing.
+    Failures: lambda _walk, value: (value._first is None, getattr(value, "_outstanding", None)),
     Scheduler: _nothing,
     LogicalThread: lambda _walk, value: value.number,
     locks.Lock: lambda _walk, value: (None if value.owner is None else value.owner.number, value.count),

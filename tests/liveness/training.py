@@ -150,6 +150,7 @@ def run_training(configuration: Configuration, rank: int) -> tuple[list[int], li
             disk.name = names_of(runtime.units)
     scheduler.tell.append(lambda: _caches(runtime, rank))
     training = Training(configuration, model, runtime, rank)
+    scheduler.may_fail = "close" in configuration.ending
     scheduler.exploring = True
     training.train()
     states = training.states() if "read" in configuration.ending else []
