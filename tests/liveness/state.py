@@ -32,6 +32,7 @@ from liveness import locks, stand_ins
 from liveness.collectives import Collectives, Group, Meeting
 from liveness.disk import Disk, Transfer
 from liveness.scheduler import Choice, LogicalThread, Scheduler
+from liveness.weights import Generations
 
 _FIXED_MODULES = (
     "ds_slide.model",
@@ -153,7 +154,7 @@ _CONTENTS: dict[type, Contents] = {
     Part: lambda _walk, value: (value.offset, value.nbytes),
     slice: lambda _walk, value: (value.start, value.stop),
     range: lambda _walk, value: repr(value),
-    # Who waits is told by the stacks; how much has been handed over, and how often somebody has waited, decides nothing.
+    # Who waits is told by the stacks; how often somebody has waited, and how much was handed over, decides nothing.
     Failures: lambda _walk, value: (value._first is None, getattr(value, "_outstanding", None)),
     Scheduler: _nothing,
     LogicalThread: lambda _walk, value: value.number,
@@ -166,6 +167,7 @@ _CONTENTS: dict[type, Contents] = {
     Disk: lambda _walk, value: (value.rank, value.closed, value.pending),
     Transfer: lambda _walk, value: (value.key, value.then, value.told),
     Collectives: lambda _walk, value: (value._groups, value._queues),
+    Generations: lambda _walk, value: (value._counters, value._interrupted),
     Group: lambda _walk, value: (value.name, list(value.issued.values())),
     Meeting: lambda _walk, value: (value.what, sorted(value.calls), value.over),
 }

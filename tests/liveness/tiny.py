@@ -22,6 +22,7 @@ from ds_slide.runtime.build import build_runtime
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.settings import RuntimeSettings, SsdSettings, UnitPlan
+from liveness.weights import sharing_of
 
 CHUNK_NUMEL = 2048
 SMALL_NUMEL = 128
@@ -56,20 +57,25 @@ class Configuration:
     only: tuple[int, ...] | None = None
     """Blocks that have states on SSD, None for all."""
     ranks: int = 1
+    shared: bool = False
+    """Weights of the ranks in memory that all of them read, else they are gathered."""
+    only_rank_0_infers: bool = False
     one_at_a_time: bool = False
     """See `collectives.Collectives`."""
     steps: int = 2
-    ending: Literal["read", "read and close", "close"] = "read"
-    """After the last step: read all states, which waits for every update, or close the engine, or both."""
+    ending: Literal["read", "read and close", "close", "one closes"] = "read"
+    """After the last step: read all states, which waits for every update, or close the engine, or both; or rank 1
+    closes it while rank 0 still runs a forward, which may be refused then."""
 
     def in_memory(self) -> Configuration:
-        """The same training with everything in host memory."""
+        """The same training with everything in host memory, weights gathered where they can be."""
         return dataclasses.replace(
             self,
             weights_on_ssd=False,
             records_on_ssd=False,
             edge_records_on_ssd=False,
             gradients_on_ssd=False,
+            shared=self.only_rank_0_infers,
             one_at_a_time=False,
             ending="read",
         )
@@ -185,7 +191,9 @@ def build(configuration: Configuration, model: Tiny) -> Any:
         start, stop = piece(entry, ranks.rank)
         return given[parameter].reshape(-1)[start:stop]
 
-    sharing = {"sharing": None} if _takes(build_runtime, "sharing") else {}
+    sharing = {}
+    if _takes(build_runtime, "sharing"):
+        sharing = {"sharing": sharing_of(ranks) if configuration.shared else None}
     return build_runtime(
         model,
         unit_plans(model, configuration),
