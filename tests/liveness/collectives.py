@@ -20,7 +20,7 @@ class Meeting:
     """One collective of a group. It takes place when every rank has come, and is over for all at once."""
 
     what: tuple[Any, ...]
-    calls: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    calls: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     over: bool = False
 
 
@@ -115,9 +115,21 @@ class Collectives:
     def barrier(self, group: Any = None, async_op: bool = False, **_others: Any) -> Work | None:
         return self._issue(("barrier",), torch.zeros(1), torch.zeros(1), group, async_op)
 
+    def all_gather_object(self, given: list[Any], own: Any, group: Any = None) -> None:
+        meeting = self._meet(("all_gather_object",), (given, own), group)
+        Work(group or self.world, meeting).wait()
+
     def _issue(
         self, what: tuple[Any, ...], output: torch.Tensor, input: torch.Tensor, group: Any, async_op: bool
     ) -> Work | None:
+        work = Work(group or self.world, self._meet(what, (output, input), group))
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _meet(self, what: tuple[Any, ...], call: tuple[Any, Any], group: Any) -> Meeting:
+        """The meeting to which this rank has come now."""
         group, rank, scheduler = group or self.world, self._rank(), active()
         assert scheduler is not None
         scheduler.do(Operation(f"issue {what[0]}", group))
@@ -126,14 +138,10 @@ class Collectives:
         meeting = group.meetings.setdefault(number, Meeting(what))
         if meeting.what != what:
             raise Mismatch(f"group {group.name}, collective {number}: {meeting.what} and, on rank {rank}, {what}")
-        meeting.calls[rank] = (output, input)
+        meeting.calls[rank] = call
         self._queues[rank].append(meeting)
         self._hold_meetings()
-        work = Work(group, meeting)
-        if async_op:
-            return work
-        work.wait()
-        return None
+        return meeting
 
     def _hold_meetings(self) -> None:
         """All that can take place now."""
@@ -156,6 +164,10 @@ class Collectives:
 
 def _compute(meeting: Meeting, size: int) -> None:
     what = meeting.what[0]
+    if what == "all_gather_object":
+        for given, _ in meeting.calls.values():
+            given[:] = [meeting.calls[rank][1] for rank in range(size)]
+        return
     outputs = [meeting.calls[rank][0] for rank in range(size)]
     inputs = [meeting.calls[rank][1].clone() for rank in range(size)]
     if what == "all_gather":

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 from liveness.tiny import Configuration
+from liveness.weights import HAS_SHARED_WEIGHTS
 
 HANG_1 = Configuration("everything on SSD, 3 slots", slots=3, record_buffers=3, checkpointing=True, steps=3)
 """As the engine once hung: held gradients, three blocks, two weight buffers, activation checkpointing."""
@@ -80,21 +81,32 @@ TWO_RANKS = [
     replace(_TWO, name="two ranks on SSD, read and closed", ending="read and close"),
 ]
 
-# What the engine still hangs in. Here a hang must be found; a name goes when its cause has gone.
-NOT_DISPLACED = "a demand for the block that compute stands at may not displace the blocks after it"
-TWO_QUEUES = "weights are gathered and gradients reduced by two threads in no common order"
-ALONE_AT_THE_END = "a rank that closes leaves the others' gathers without it"
-HANGS = {
-    HANG_1.name: NOT_DISPLACED,
-    "everything on SSD, 2 slots, inference": NOT_DISPLACED,
-    "everything on SSD, accumulation": NOT_DISPLACED,
-    "4 blocks, 3 weight buffers, inference": NOT_DISPLACED,
-    "gradients on SSD": NOT_DISPLACED,
-    "default buffers, 8 blocks, held": NOT_DISPLACED,
-    "two GPUs, one queue of collectives each": TWO_QUEUES,
-    "two GPUs, one queue of collectives each, under backward": TWO_QUEUES,
-    "two ranks on SSD, closed": ALONE_AT_THE_END,
-    "two ranks on SSD, read and closed": ALONE_AT_THE_END,
-}
+_SHARED = replace(_TWO, shared=True)
 
-ALL = [*EXHAUSTIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS]
+SHARED = [
+    replace(_SHARED.in_memory(), name="shared weights", shared=True),
+    replace(_SHARED.in_memory(), name="shared weights, under backward", shared=True, held=False),
+    replace(_SHARED.in_memory(), name="shared weights, 3 blocks, accumulation", shared=True, blocks=3, accumulation=2),
+    replace(_SHARED.in_memory(), name="shared weights, one queue of collectives each", shared=True, one_at_a_time=True),
+    replace(
+        _SHARED.in_memory(),
+        name="shared weights, inference on one rank",
+        shared=True,
+        blocks=3,
+        inference=True,
+        only_rank_0_infers=True,
+    ),
+    replace(_SHARED.in_memory(), name="shared weights, checkpoints between steps", shared=True, between="all"),
+    replace(_SHARED, name="shared weights, records on SSD", weights_on_ssd=False),
+    replace(_SHARED, name="shared weights, records on SSD, under backward", weights_on_ssd=False, held=False),
+    replace(_SHARED, name="shared weights, one block's on SSD", blocks=3, only=(2,)),
+    replace(_SHARED.in_memory(), name="shared weights, closed", shared=True, ending="close"),
+    replace(_SHARED.in_memory(), name="shared weights, one rank closes", shared=True, ending="one closes"),
+    replace(_SHARED, name="shared weights, records on SSD, closed", weights_on_ssd=False, ending="close"),
+    replace(_SHARED, name="shared weights, records on SSD, one rank closes", weights_on_ssd=False, ending="one closes"),
+]
+"""Two ranks that read each other's weights. Those of blocks on SSD are gathered."""
+if not HAS_SHARED_WEIGHTS:
+    SHARED.clear()
+
+ALL = [*EXHAUSTIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED]

@@ -132,7 +132,8 @@ def at_all_points(engine: Engine, outcome: Outcome, shared: set[Place]) -> Outco
         me = scheduler.current
         if me is not None and not me.finished:
             place = getattr(me.pending.target, "place", None)
-            if place is not None and place not in shared:
+            waited = me.pending.ready is not None and me.pending.kind != "lock"
+            if place is not None and place not in shared and not waited:
                 own = [index for index, choice in enumerate(choices) if choice.thread is me]
                 if own:
                     return own[0]  # it was no point when the run was found

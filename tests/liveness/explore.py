@@ -140,10 +140,11 @@ def _explore(
         if departures is None or len(path) < departures:
             todo.extend((*path, other) for other in frontier.others)
         if outcome.kind in ("deadlock", "error"):
-            repeated = at_all_points(engine, outcome, sharing.shared)
-            assert repeated.kind == outcome.kind, f"{outcome}\nwas repeated as\n{repeated}"
+            how, repeated = f"departures {path}", at_all_points(engine, outcome, sharing.shared)
             use_sharing(sharing)
-            count.findings.append(Finding(engine.configuration, f"departures {path}", repeated))
+            if repeated.kind != outcome.kind:
+                how, repeated = f"{how}, not repeated with points at all operations", outcome
+            count.findings.append(Finding(engine.configuration, how, repeated))
             if len(count.findings) >= most_findings:
                 break
         if time.process_time() > until:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue as real_queue
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ class Lock(Shared):
 
     def __init__(self) -> None:
         super().__init__()
+        self.of_failures = self.made_in == "Failures.__init__"
         self.owner: LogicalThread | None = None
         self.count = 0
 
@@ -25,6 +27,9 @@ class Lock(Shared):
             return True
         if self.reentrant and self.owner is me:
             self.count += 1
+            return True
+        if self.of_failures and self.owner is None and not scheduler.may_fail and _registers_a_wait():
+            self.owner, self.count = me, 1
             return True
         self.used_by(me)
         if not blocking:
@@ -60,6 +65,17 @@ class Lock(Shared):
 
     def __exit__(self, *_exc: object) -> None:
         self.release()
+
+
+def _registers_a_wait() -> bool:
+    """Whether `Failures.waiting` takes its lock. That is no point where no lane is to fail.
+
+    Its two critical sections take no other lock and wait for nothing, so each is one step for all others. And they can
+    be swapped with whatever these do: they only put a sentence into a table and take it out again, which nobody but
+    `Failures._fail` and a watchdog reads, and look at a failure that does not happen. Being a leaf would not be enough:
+    the order in which threads pass through the lock of a cache, a leaf too, decides who gets a buffer.
+    """
+    return sys._getframe(3).f_code.co_name == "waiting"
 
 
 class RLock(Lock):

@@ -16,7 +16,8 @@ import torch.distributed
 import ds_slide.report
 import ds_slide.runtime
 import ds_slide.store
-from liveness import stand_ins
+from ds_slide import _native
+from liveness import stand_ins, weights
 from liveness.disk import Disk
 
 ENGINE = (ds_slide.runtime, ds_slide.store, ds_slide.report)
@@ -98,6 +99,9 @@ def patched_engine() -> Iterator[Replaceable]:
             if not name.startswith("_") and hasattr(real, name):
                 replaced[id(getattr(real, name))] = value
     with pytest.MonkeyPatch.context() as patch:
+        if weights.HAS_SHARED_WEIGHTS:
+            patch.setattr(_native, "Generations", weights.Generations)
+            patch.setattr("ds_slide.runtime.shared_weights.map_bytes", weights.file_of)
         for module in engine_modules():
             statistics = module.__name__.startswith("ds_slide.report")
             for name, value in list(vars(module).items()):

@@ -130,6 +130,8 @@ class Scheduler:
         self.leave_threads = False
         """The run is over when the computing threads have ended, whatever the others do."""
         self.dying = False
+        self.may_fail = True
+        """Whether a lane may fail, or the engine be closed while somebody waits, and the run be right all the same."""
         self.points = 0
         self.objects = 0
         self.disks: list[Any] = []

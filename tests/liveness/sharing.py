@@ -54,11 +54,13 @@ def sharing() -> Sharing:
     return _sharing
 
 
-def place_of_caller() -> Place:
-    """Where the calling constructor was called from: the innermost frames outside the stand-ins."""
+def place_of_caller() -> tuple[Place, str]:
+    """Where the calling constructor was called from: the innermost frames outside the stand-ins, and the name of the
+    first of them."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.endswith(_STAND_INS):
         frame = frame.f_back
+    maker = "" if frame is None else frame.f_code.co_qualname
     found: list[tuple[str, int]] = []
     while frame is not None and len(found) < FRAMES_OF_A_PLACE:
         found.append((frame.f_code.co_name, frame.f_lineno))
@@ -67,15 +69,15 @@ def place_of_caller() -> Place:
     if scheduler is not None and not scheduler.exploring:
         # While the engine is built nothing is chosen: the number of an object is the same in every run.
         scheduler.objects += 1
-        return (*found, scheduler.objects)
-    return tuple(found)
+        return (*found, scheduler.objects), maker
+    return tuple(found), maker
 
 
 class Shared:
     """Something that was made at a place."""
 
     def __init__(self) -> None:
-        self.place = place_of_caller()
+        self.place, self.made_in = place_of_caller()
         self._user: LogicalThread | None = None
 
     def describe(self) -> str:

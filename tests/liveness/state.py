@@ -26,11 +26,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_slide.runtime.handoff import Failures
 from ds_slide.store.ssd import Part
 from liveness import locks, stand_ins
 from liveness.collectives import Collectives, Group, Meeting
 from liveness.disk import Disk, Transfer
 from liveness.scheduler import Choice, LogicalThread, Scheduler
+from liveness.weights import Generations
 
 _FIXED_MODULES = (
     "ds_slide.model",
@@ -73,6 +75,8 @@ def _stack(frame: types.FrameType | None) -> list[Any]:
         if ours or "/liveness/" not in code.co_filename:
             # By name: the order in a frame's dictionary tells when somebody has looked at it before.
             names = sorted(frame.f_locals.items(), key=operator.itemgetter(0)) if ours else None
+            if names is not None and code.co_qualname == "Failures.waiting":
+                names = [item for item in names if item[0] != "number"]
             stack.append((code.co_name, code.co_firstlineno, frame.f_lasti, names))
         frame = frame.f_back
     return stack
@@ -150,6 +154,8 @@ _CONTENTS: dict[type, Contents] = {
     Part: lambda _walk, value: (value.offset, value.nbytes),
     slice: lambda _walk, value: (value.start, value.stop),
     range: lambda _walk, value: repr(value),
+    # Who waits is told by the stacks; how often somebody has waited, and how much was handed over, decides nothing.
+    Failures: lambda _walk, value: (value._first is None, getattr(value, "_outstanding", None)),
     Scheduler: _nothing,
     LogicalThread: lambda _walk, value: value.number,
     locks.Lock: lambda _walk, value: (None if value.owner is None else value.owner.number, value.count),
@@ -161,6 +167,7 @@ _CONTENTS: dict[type, Contents] = {
     Disk: lambda _walk, value: (value.rank, value.closed, value.pending),
     Transfer: lambda _walk, value: (value.key, value.then, value.told),
     Collectives: lambda _walk, value: (value._groups, value._queues),
+    Generations: lambda _walk, value: (value._counters, value._interrupted),
     Group: lambda _walk, value: (value.name, list(value.issued.values())),
     Meeting: lambda _walk, value: (value.what, sorted(value.calls), value.over),
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from liveness.configurations import ALL, EXHAUSTIVE, HANGS
+from liveness.configurations import ALL, EXHAUSTIVE
 from liveness.engine import Count, Finding
 from liveness.explore import explore_all, explore_by_chance, explore_orders
 from liveness.tiny import Configuration
@@ -19,8 +19,8 @@ from liveness.tiny import Configuration
 HEAD = """# Interleavings of the hand-over protocol, explored
 
 `tests/liveness` drives the classes of `ds_slide.runtime` by a deterministic scheduler; its docstring says what is a
-choice and what is not covered. Commit: {commit}. One thread, processor seconds, at most {seconds:g} for each line; a
-line ends at its first hang.
+choice and what is not covered. Commit: {commit}. One thread, processor seconds, at most {seconds:g} for each line (40
+times as many for lines of "all"); a line ends at its first hang.
 
 * orders: one schedule for each lane as the slowest. PCT: random priorities, every operation a point.
 * N departures: all schedules that differ in at most N choices from the order in which the disk (or the computing
@@ -66,7 +66,7 @@ def main() -> None:
             lines.append(line(count))
             print(lines[-1], flush=True)
             for finding in count.findings:
-                cause = HANGS.get(configuration.name, configuration.name)
+                cause = configuration.name
                 known = shortest.get(cause)
                 if known is None or len(finding.outcome.choices) < len(known.outcome.choices):
                     shortest[cause] = finding

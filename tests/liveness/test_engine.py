@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liveness.configurations import ALL, DEFAULTS, EXHAUSTIVE, HANGS, ON_SSD, TWO_RANKS
+from liveness.configurations import ALL, DEFAULTS, EXHAUSTIVE, ON_SSD, SHARED, TWO_RANKS
 from liveness.engine import Count
 from liveness.explore import explore_all, explore_by_chance, explore_orders
 from liveness.tiny import Configuration
@@ -19,20 +19,9 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def check(count: Count) -> None:
-    """No finding, or in a configuration of `HANGS` a deadlock, which is then told as an expected failure."""
-    known = HANGS.get(count.configuration.name)
-    if known is not None and [finding.outcome.kind for finding in count.findings[:1]] == ["deadlock"]:
-        pytest.xfail(f"{count.findings[0].how}: {known}")
-    assert not count.findings, "\n".join(map(str, count.findings))
-
-
-def check_all(configuration: Configuration, *counts: Count) -> None:
-    """`check`; one of them must hang in a configuration of `HANGS`."""
-    for count in counts:
-        check(count)
-    if configuration.name in HANGS:
-        pytest.fail(f"{configuration.name} hangs no more ({HANGS[configuration.name]}): take it out of HANGS")
+def check(*counts: Count) -> None:
+    findings = [finding for count in counts for finding in count.findings]
+    assert not findings, "\n".join(map(str, findings))
 
 
 @pytest.mark.parametrize("configuration", EXHAUSTIVE[1:3], ids=lambda each: each.name)
@@ -42,11 +31,11 @@ def test_all_schedules(configuration: Configuration) -> None:
     check(count)
 
 
-@pytest.mark.parametrize("configuration", [*ON_SSD, *DEFAULTS, *TWO_RANKS], ids=lambda each: each.name)
+@pytest.mark.parametrize("configuration", [*ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED], ids=lambda each: each.name)
 def test_lanes_of_any_speed(configuration: Configuration) -> None:
     """Each lane the slowest of all, and a few random orders."""
     small = configuration.blocks < 5
-    check_all(configuration, explore_orders(configuration), explore_by_chance(configuration, 20 if small else 4))
+    check(explore_orders(configuration), explore_by_chance(configuration, 20 if small else 4))
 
 
 @pytest.mark.slow

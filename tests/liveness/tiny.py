@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from ds_slide.runtime.build import build_runtime
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.settings import RuntimeSettings, SsdSettings, UnitPlan
+from liveness.weights import sharing_of
 
 CHUNK_NUMEL = 2048
 SMALL_NUMEL = 128
@@ -55,20 +57,25 @@ class Configuration:
     only: tuple[int, ...] | None = None
     """Blocks that have states on SSD, None for all."""
     ranks: int = 1
+    shared: bool = False
+    """Weights of the ranks in memory that all of them read, else they are gathered."""
+    only_rank_0_infers: bool = False
     one_at_a_time: bool = False
     """See `collectives.Collectives`."""
     steps: int = 2
-    ending: Literal["read", "read and close", "close"] = "read"
-    """After the last step: read all states, which waits for every update, or close the engine, or both."""
+    ending: Literal["read", "read and close", "close", "one closes"] = "read"
+    """After the last step: read all states, which waits for every update, or close the engine, or both; or rank 1
+    closes it while rank 0 still runs a forward, which may be refused then."""
 
     def in_memory(self) -> Configuration:
-        """The same training with everything in host memory."""
+        """The same training with everything in host memory, weights gathered where they can be."""
         return dataclasses.replace(
             self,
             weights_on_ssd=False,
             records_on_ssd=False,
             edge_records_on_ssd=False,
             gradients_on_ssd=False,
+            shared=self.only_rank_0_infers,
             one_at_a_time=False,
             ending="read",
         )
@@ -169,30 +176,49 @@ def _settings(configuration: Configuration) -> RuntimeSettings:
         huge_pages=False,
         delay_ms=0.0,
         seed=0,
+        hang_timeout_s=0.0,  # a watchdog is no part of what is explored
     )
     assert isinstance(settings, RuntimeSettings)
     return settings
 
 
 def build(configuration: Configuration, model: Tiny) -> Any:
-    ranks = Ranks.over(None) if configuration.ranks > 1 else Ranks(rank=0, world_size=1)
+    device = Device(torch.device("cpu"))
+    ranks = _ranks(configuration, device)
     given = {parameter: parameter.detach().clone() for parameter in model.parameters()}
 
     def take_weights(parameter: nn.Parameter, entry: Any) -> torch.Tensor:
         start, stop = piece(entry, ranks.rank)
         return given[parameter].reshape(-1)[start:stop]
 
+    sharing = {}
+    if _takes(build_runtime, "sharing"):
+        sharing = {"sharing": sharing_of(ranks) if configuration.shared else None}
     return build_runtime(
         model,
         unit_plans(model, configuration),
         _plan(configuration),
         _settings(configuration),
         ranks,
-        Device(torch.device("cpu")),
+        device,
         take_weights,
         adopt=lambda _unit: None,
         availability=lambda _parameters, _available: None,
+        **sharing,
     )
+
+
+def _takes(function: Any, parameter: str) -> bool:
+    return parameter in inspect.signature(function).parameters
+
+
+def _ranks(configuration: Configuration, device: Device) -> Ranks:
+    """Before ranks had a stream of their own they were made without the device."""
+    on = {"device": device} if _takes(Ranks.__init__, "device") else {}
+    make: Any = Ranks
+    ranks = make.over(None, **on) if configuration.ranks > 1 else make(rank=0, world_size=1, **on)
+    assert isinstance(ranks, Ranks)
+    return ranks
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ds_slide.errors import SlideError
 from ds_slide.optim.hyper import AdamWHyper
 from liveness.disk import names_of
 from liveness.scheduler import active
@@ -42,7 +43,7 @@ class Training:
             else:
                 self._step()
             self._between()
-            if configuration.inference:
+            if configuration.inference and not (configuration.only_rank_0_infers and self.rank):
                 with torch.no_grad():
                     self._forward(with_backward=False)
 
@@ -65,6 +66,8 @@ class Training:
         elif between == "all":
             for unit in runtime.units:
                 runtime.settle(unit)
+            if hasattr(runtime, "begin_writing"):
+                runtime.begin_writing()
             runtime.unbind_residents()
             runtime.reload_weights()
             runtime.bind_residents()
@@ -97,6 +100,16 @@ class Training:
                 parameter.grad = values.add(parameter.data, alpha=0.25)
             if unit.spec.kind == "block":
                 runtime.leave_backward(unit)
+
+    def one_more_forward(self) -> None:
+        """While the other rank closes its engine, which is a reason to refuse it."""
+        seen = list(self.seen)
+        try:
+            with torch.no_grad():
+                self._forward(with_backward=False)
+        except SlideError as error:
+            assert "has ended its engine" in str(error), error
+        self.seen = seen
 
     def _look(self, unit: Any) -> None:
         for parameter in unit.parameters:
@@ -150,9 +163,12 @@ def run_training(configuration: Configuration, rank: int) -> tuple[list[int], li
             disk.name = names_of(runtime.units)
     scheduler.tell.append(lambda: _caches(runtime, rank))
     training = Training(configuration, model, runtime, rank)
+    scheduler.may_fail = "close" in configuration.ending
     scheduler.exploring = True
     training.train()
     states = training.states() if "read" in configuration.ending else []
+    if configuration.ending == "one closes" and not rank:
+        training.one_more_forward()
     if "close" in configuration.ending:
         runtime.close()
     else:

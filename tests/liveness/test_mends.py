@@ -1,0 +1,87 @@
+"""Each of the mends of a hang is undone from outside: then it is found again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ds_slide.runtime.unit import Update
+from ds_slide.runtime.window import Window
+from liveness.configurations import HANG_1, SHARED
+from liveness.explore import explore_by_chance, explore_orders
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def waiting_presses_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Update, "press", lambda _update: None)
+
+
+def current_block_is_left_out(patch: pytest.MonkeyPatch) -> None:
+    tell: Any = Window._tell
+
+    def left_out(window: Window, announce: Any, _ended: bool, current: Any, direction: Any) -> None:
+        tell(window, announce, True, current, direction)  # as when the current block has ended its backward
+
+    patch.setattr(Window, "_tell", left_out)
+
+
+Undo = Callable[[pytest.MonkeyPatch], None]
+needs_press = pytest.mark.skipif(not hasattr(Update, "press"), reason="a commit without the mends")
+needs_shared = pytest.mark.skipif(not SHARED, reason="a commit whose ranks always gather")
+
+
+@needs_press
+def test_without_both_mends_the_first_hang_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting_presses_nothing(monkeypatch)
+    current_block_is_left_out(monkeypatch)
+    found = {finding.how: finding.outcome for finding in explore_orders(HANG_1).findings}
+    assert list(found) == ["slow disk"]
+    assert found["slow disk"].kind == "deadlock"
+    waits = {wait.thread: wait for wait in found["slow disk"].waits}
+    assert any("enter_forward" in line for line in waits["compute"].stack)
+    assert any("Ticket.wait" in line for line in waits["ds_slide-h2d"].stack)
+    assert "'asked': {True: [], False: [" in found["slow disk"].message
+
+
+@needs_press
+@pytest.mark.parametrize("undo", [waiting_presses_nothing, current_block_is_left_out])
+def test_one_of_the_two_mends_is_enough_for_what_is_explored(undo: Undo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each displaces what the hang needs: a demand that is pressed takes any clean buffer, and a plain one for the
+    block that compute stands at takes those of the blocks after it. That is no proof that one could go."""
+    undo(monkeypatch)
+    assert not explore_orders(HANG_1).findings
+    assert not explore_by_chance(HANG_1, 20).findings
+
+
+@needs_shared
+def test_a_version_that_nobody_publishes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from liveness.weights import Generations
+
+    publish = Generations.publish
+
+    def forgets(counters: Generations, index: int, value: int) -> None:
+        if (index, value) != (2, 2):
+            publish(counters, index, value)
+
+    monkeypatch.setattr(Generations, "publish", forgets)
+    (finding, *_) = explore_orders(SHARED[0]).findings
+    assert finding.outcome.kind == "deadlock"
+    assert any("generation 2 of unit 2" in wait.kind + str(wait) for wait in finding.outcome.waits)
+
+
+@needs_shared
+def test_weights_that_are_read_before_they_are_published_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their bits."""
+    from ds_slide.runtime.shared_weights import SharedWeights
+
+    monkeypatch.setattr(SharedWeights, "_await_others", lambda *_: None)
+    (finding, *_) = explore_by_chance(SHARED[0], 100).findings
+    assert finding.outcome.kind == "error"
+    assert "other bits than in memory" in finding.outcome.message
