@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class Failures:
         self._cause: BaseException | None = None
         self._waits: dict[int, tuple[Wait, Wake | None]] = {}
         self._numbers = itertools.count()
-        self._outstanding: list[_Outstanding] = []
+        self._outstanding: deque[_Outstanding] = deque()
         self.who_has_ended: Callable[[], str] = str
         """Which other ranks; empty where nothing is known of them."""
         self.progress = 0
@@ -154,18 +155,21 @@ class Failures:
     def outstanding(self, what: str, end: Marker) -> None:
         """`what`, a collective, has been submitted to the GPU, and ends at `end`."""
         with self._lock:
-            self._outstanding = [one for one in self._outstanding if not one.end.done()]
-            if not end.done():
+            self._drop_passed()
+            if self._outstanding or not end.done():
                 self._outstanding.append(_Outstanding(what, end))
 
     def oldest_outstanding(self) -> str | None:
         """The collective that the GPU is in, or is to come to first; asks the GPU, without waiting for it."""
         with self._lock:
-            before = len(self._outstanding)
-            self._outstanding = [one for one in self._outstanding if not one.end.done()]
-            if len(self._outstanding) != before:
-                self.progress += 1
+            self._drop_passed()
             return self._outstanding[0].what if self._outstanding else None
+
+    def _drop_passed(self) -> None:
+        # They run in the order of their submission, on one stream: the first that has not passed ends the search.
+        while self._outstanding and self._outstanding[0].end.done():
+            self._outstanding.popleft()
+            self.progress += 1
 
 
 def _notify(changed: threading.Condition) -> None:
