@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import greenlet
+import torch
 
 from liveness.outcome import Outcome, Wait, describe, stack_of
 
@@ -69,6 +70,7 @@ class LogicalThread:
 
     def _body(self) -> None:
         self.started = True
+        torch.set_grad_enabled(True)  # as in every new thread
         try:
             self._run()
         except Killed:
@@ -173,13 +175,17 @@ class Scheduler:
 
     def _pass_on(self, me: LogicalThread) -> None:
         choice = self._choose()
+        # Whether gradients are recorded is a setting of the operating system's thread, which all greenlets share.
+        records_gradients = torch.is_grad_enabled()
         if choice is None:
             self.hub.switch()
-            return
-        choice.thread.option = choice.option
-        if choice.thread is not me:
+        else:
+            choice.thread.option = choice.option
+            if choice.thread is me:
+                return
             self.current = choice.thread
             choice.thread.greenlet.switch()
+        torch.set_grad_enabled(records_gradients)
 
     # ---- the run -----------------------------------------------------------------------------------------------------
 
@@ -187,6 +193,7 @@ class Scheduler:
         """Run until all of `mains` (one for each rank) have ended, or nothing can."""
         global _active
         previous, _active = _active, self
+        records_gradients = torch.is_grad_enabled()
         results: list[Any] = [None] * len(mains)
         try:
             for rank, (name, work) in enumerate(mains):
@@ -205,6 +212,7 @@ class Scheduler:
             return outcome
         finally:
             self._kill()
+            torch.set_grad_enabled(records_gradients)
             _active = previous
 
     def _outcome(self, kind: str, message: str) -> Outcome:

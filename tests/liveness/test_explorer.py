@@ -122,3 +122,21 @@ def test_a_poll_hides_no_deadlock() -> None:
             pass
 
     assert Scheduler(listed([])).run(("main", main)).kind == "deadlock"
+
+
+def test_gradients_are_recorded_by_each_thread_for_itself() -> None:
+    """Greenlets share the setting of one operating system thread, also those that are ended inside `no_grad`."""
+    scheduler = Scheduler(by_chance(3))
+    recorded: list[bool] = []
+
+    def work() -> None:
+        recorded.append(torch.is_grad_enabled())
+        with torch.no_grad():
+            event = threading.Event()
+            threading.Thread(target=event.set).start()
+            event.wait()
+            recorded.append(torch.is_grad_enabled())
+            threading.Event().wait()  # for ever
+
+    assert scheduler.run(("one", work), ("two", work)).kind == "deadlock"
+    assert recorded.count(True) == 2 and recorded.count(False) == 2 and torch.is_grad_enabled()
