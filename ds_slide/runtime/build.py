@@ -68,7 +68,8 @@ def build_runtime(
     memory all of them are to read; closed when these are mapped, and by the caller when that fails."""
     failures = Failures()
     ranks.watched_by(failures)
-    ranks.require_equal(_choices(unit_plans, plan, settings), "what is to be where")
+    if ranks.world_size > 1:
+        ranks.require_equal(_choices(unit_plans, plan, settings), "what is to be where")
     recorder = StepRecorder(device)
     memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.huge_pages)
     empty = Empty.on(device.torch, settings.dtype)

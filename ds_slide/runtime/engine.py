@@ -382,8 +382,8 @@ class SlideRuntime:
             return
         assert unit.resident is not None
         self._unbind(unit)  # as in `_fetch_edges`
-        self._fetched[unit.order] = ticket = Ticket(self.parts.failures)
-        ticket.keep(self.parts.gathers.into(unit, unit.resident, self.device.mark()))
+        gathered = self.parts.gathers.into(unit, unit.resident, self.device.mark())
+        self._fetched[unit.order] = Ticket.kept(self.parts.failures, gathered)
 
     def _queue_update(self, unit: Unit, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
         ready, update = unit.arrived.wait(), unit.open_update(self.parts.failures)

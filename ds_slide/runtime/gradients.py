@@ -129,8 +129,7 @@ class Gradients:
                 plane.add_(reduced.own) if accumulate else plane.copy_(reduced.own)
                 reduced.release(self._device.mark())
                 self.square_sums[unit.order] = self._square_sum(plane)
-            unit.arrived = Ticket(self._failures)
-            unit.arrived.keep(self._ranks.mark())
+            unit.arrived = Ticket.kept(self._failures, self._ranks.mark())
         unit.square_sum_on = "device"
 
     def add_square_sum(self, unit: Unit, part: torch.Tensor) -> None:

@@ -196,9 +196,10 @@ class Ticket:
         self.what = what
 
     @classmethod
-    def kept(cls, failures: Failures) -> Ticket:
+    def kept(cls, failures: Failures, marker: Marker = PASSED) -> Ticket:
+        """One for work that has been issued already, and ends at `marker`."""
         ticket = cls(failures)
-        ticket._is_kept = True
+        ticket._is_kept, ticket._marker = True, marker
         return ticket
 
     def keep(self, marker: Marker = PASSED) -> None:

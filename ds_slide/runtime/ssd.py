@@ -78,10 +78,7 @@ class SsdStates:
                 return
             key = (unit.order, index)
             self.records.take(
-                key,
-                lambda record: use(ssd.planes(index, record, weight[span])),
-                urgent=True,
-                generation=update,
+                key, lambda record: use(ssd.planes(index, record, weight[span])), urgent=True, generation=update
             )
 
         # The weights first, always: two updates that hold one and wait for the other would wait for ever.

@@ -158,23 +158,18 @@ class HostMemory:
 
     def tensor(self, numel: int, dtype: torch.dtype, *, transfers: bool) -> torch.Tensor:
         """A zeroed flat tensor. `transfers`: the GPU copies from or to it, so it is page-locked."""
-        from ds_slide import _native
-
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
-        size = numel * dtype.itemsize
-        pin = self._page_lock and transfers
-        try:
-            slab = _native.Slab(size, pin, self._huge_pages)
-        except (RuntimeError, MemoryError) as error:
-            raise self.refusal(size, transfers, error) from error
-        self._count(size, pin)
-        return torch.frombuffer(slab, dtype=torch.uint8, count=size).view(dtype)
+        return self._tensor(None, numel, dtype, transfers, counts=True)
 
     def mapped(
         self, descriptor: int, offset: int, numel: int, dtype: torch.dtype, *, transfers: bool, counts: bool = True
     ) -> torch.Tensor:
         """A flat tensor over a part of a memory file. `counts`: this process has brought the memory, no other."""
+        return self._tensor((descriptor, offset), numel, dtype, transfers, counts=counts)
+
+    def _tensor(
+        self, place: tuple[int, int] | None, numel: int, dtype: torch.dtype, transfers: bool, *, counts: bool
+    ) -> torch.Tensor:
+        """`place`: descriptor and offset of memory in a file, None for new memory."""
         from ds_slide import _native
 
         if numel == 0:
@@ -182,7 +177,10 @@ class HostMemory:
         size = numel * dtype.itemsize
         pin = self._page_lock and transfers
         try:
-            slab = _native.Slab(descriptor, offset, size, pin, self._huge_pages)
+            if place is None:
+                slab = _native.Slab(size, pin, self._huge_pages)
+            else:
+                slab = _native.Slab(*place, size, pin, self._huge_pages)
         except (RuntimeError, MemoryError, ValueError) as error:
             raise self.refusal(size, transfers, error) from error
         if counts:

@@ -9,5 +9,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 # The test files of this folder import `harness` by this name.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """A directory for states on SSD."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    return path

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Run:
 class Launcher:
     """The process whose forks the runs are. `shim`: preloaded, None where there is no compiler. `worker`: script."""
 
-    def __init__(self, folder: Path, shim: Path | None, worker: str = "ssd_fault_worker.py") -> None:
+    def __init__(self, folder: Path, shim: Path | None, worker: str) -> None:
         self.shim = shim
         self._folder = folder
         self._numbers = itertools.count()
@@ -122,6 +123,13 @@ class Launcher:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(PATIENCE_S)
+
+
+def launched(folder: Path, worker: str = "ssd_fault_worker.py") -> Iterator[Launcher]:
+    """For a fixture: a launcher whose runs write to `folder`."""
+    launcher = Launcher(folder, compile_shim(folder), worker)
+    yield launcher
+    launcher.close()
 
 
 def compile_shim(folder: Path) -> Path | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ssd_fault_runs import Actions, Launcher, Run, compile_shim
+from ssd_fault_runs import Actions, Launcher, Run, launched
 
 from ds_slide.runtime.peers import Process
 
@@ -27,17 +27,7 @@ SSD = {"ssd_buffers": 2, "weight_buffers": 2, "window": 2}
 
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    folder = tmp_path_factory.mktemp("runs")
-    launcher = Launcher(folder, compile_shim(folder), "hang_worker.py")
-    yield launcher
-    launcher.close()
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Path:
-    path = tmp_path / "disk"
-    path.mkdir()
-    return path
+    yield from launched(tmp_path_factory.mktemp("runs"), "hang_worker.py")
 
 
 def on_ssd(disk: Path, limit_s: float = LIMIT_S, **slide: Any) -> list[Any]:

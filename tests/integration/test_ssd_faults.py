@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ssd_fault_runs import Launcher, Run, compile_shim
+from ssd_fault_runs import Launcher, Run, launched
 
 BACKENDS = ("io_uring", "libaio", "threads")
 PAGE = 4096
@@ -30,17 +30,7 @@ NAME = r"ds_slide-.+-\d+-0-[0-9a-f]{12}"
 
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    folder = tmp_path_factory.mktemp("runs")
-    launcher = Launcher(folder, compile_shim(folder))
-    yield launcher
-    launcher.close()
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Path:
-    path = tmp_path / "disk"
-    path.mkdir()
-    return path
+    yield from launched(tmp_path_factory.mktemp("runs"))
 
 
 def start(disk: Path, slide: dict[str, Any] | None = None, **options: Any) -> list[Any]:

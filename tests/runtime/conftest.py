@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,9 @@ from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.updates import UpdateLane
 from ds_slide.store.planes import optimizer_planes
 from ds_slide.store.state import UnitState
+
+# The test files of this folder import `markers` by this name.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 NUMEL = 64
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from markers import Passing
 
 from ds_slide.errors import SlideError
 from ds_slide.runtime.buffers import BufferCache
@@ -159,19 +160,6 @@ def test_a_collective_that_fails_is_named_with_what_to_look_for() -> None:
     ):
         with failures.collective("collective 7 (the norm)"):
             raise RuntimeError("reset by peer")
-
-
-class Passing(Marker):
-    """Passed when the test says so."""
-
-    __slots__ = ("passed",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.passed = False
-
-    def done(self) -> bool:
-        return self.passed
 
 
 def test_collectives_on_the_gpu_are_known_until_they_have_run() -> None:

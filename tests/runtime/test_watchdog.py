@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from markers import Passing
 
 from ds_slide.errors import SlideError
 from ds_slide.runtime import watchdog as module
-from ds_slide.runtime.device import Marker
 from ds_slide.runtime.handoff import Failures, Ticket
 from ds_slide.runtime.peers import Peer, Process, State
 from ds_slide.runtime.watchdog import GRACE_S, LOST_S, Watchdog
@@ -70,19 +70,6 @@ class FakePeers:
             Peer(rank, FakeProcess("here", 40 + rank, "1", "m", gone, stopped), state, silent_s)
             for rank, state in enumerate(states, 1)
         ]
-
-
-class Passing(Marker):
-    """Passed when the test says so."""
-
-    __slots__ = ("passed",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.passed = False
-
-    def done(self) -> bool:
-        return self.passed
 
 
 class Scene:
