@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ds_slide.runtime import machine
+
 HEAR_S = 10.0
 """For the first word of every other rank."""
 AGAIN_S = 0.05
@@ -214,10 +216,9 @@ def _open_channel() -> tuple[socket.socket, tuple[str, int]]:
 
 @functools.cache
 def _machine() -> str:
-    """The same for processes that see each other's numbers. Not the host's name, which containers may share."""
+    """The same for processes that see each other's numbers; "" where that cannot be known."""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+        return machine.identity("pid")
     except OSError:
         return ""
 

@@ -15,17 +15,15 @@ import struct
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ds_slide.errors import SlideError
+from ds_slide.runtime import machine
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.store.memory_file import MemoryFile
 
 logger = logging.getLogger(__name__)
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_NETWORK = Path("/proc/self/ns/net")
 _RANK = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 T = TypeVar("T")
@@ -88,8 +86,7 @@ def _share(ranks: Ranks) -> Sharing:
             undo.callback(sharing.close)
             listener.bind(b"\0ds_slide-" + secrets.token_hex(16).encode())  # abstract: it is in no directory
             listener.listen(ranks.world_size)
-            machine = f"{_BOOT.read_text().strip()} {os.readlink(_NETWORK)}"
-            return sharing, _Hello(machine, listener.getsockname())
+            return sharing, _Hello(machine.identity("net"), listener.getsockname())
 
         (sharing, _), hellos = _together(ranks, "preparing shared memory", prepare, lambda both: both[1])
         if len({hello.machine for hello in hellos}) > 1:

@@ -11,7 +11,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 from harness import batches, ds_config, llama
-from ssd_fault_worker import Run, main
+from ssd_fault_worker import Run, main, replace_call
 
 from ds_slide.runtime.unit import Update
 from ds_slide.store.ssd import SsdStore
@@ -63,19 +63,11 @@ class HangRun(Run):
         self._nth(dist, "all_reduce", 1, lambda _call, values, **_: values.mul_(dist.get_world_size()))
 
     def _nth(self, owner: Any, name: str, which: int, instead: Callable[..., Any]) -> None:
-        original, lock, calls = getattr(owner, name), threading.Lock(), 0
+        def broken(original: Any, *arguments: Any, **options: Any) -> Any:
+            self.note("broken", name)
+            return instead(original, *arguments, **options)
 
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal calls
-            with lock:
-                calls += 1
-                due = calls == which
-            if due:
-                self.note("broken", name)
-                return instead(original, *arguments, **options)
-            return original(*arguments, **options)
-
-        setattr(owner, name, call)
+        replace_call(owner, name, which, broken)
 
     # ---- in the middle of a step ---------------------------------------------------------------------------------
 

@@ -46,6 +46,22 @@ def attribute(name: str) -> tuple[Any, str]:
     return functools.reduce(getattr, owners, importlib.import_module(module)), last
 
 
+def replace_call(owner: Any, name: str, count: int, instead: Callable[..., Any]) -> None:
+    """The `count`-th call of `owner.name` from now on, on any thread, becomes `instead(original, *arguments)`."""
+    original: Callable[..., Any] = getattr(owner, name)
+    lock, calls = threading.Lock(), 0
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        with lock:
+            calls += 1
+            due = calls == count
+        return instead(original, *args, **kwargs) if due else original(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
 class Run:
     """`actions`: (name of a method, arguments...). What the run has seen is in `result`, and in the file `out`."""
 
@@ -135,22 +151,13 @@ class Run:
 
     def at(self, name: str, count: int, *action: Any) -> None:
         """Before the `count`-th call of the function "module:Class.method" from now on, on its thread: an action."""
-        owner, last = attribute(name)
-        original: Callable[..., Any] = getattr(owner, last)
-        lock, calls = threading.Lock(), 0
 
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            with lock:
-                calls += 1
-                due = calls == count
-            if due:
-                self.note("interrupted", name)
-                self.act([list(action)])
+        def before(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.note("interrupted", name)
+            self.act([list(action)])
             return original(*args, **kwargs)
 
-        setattr(owner, last, call)
+        replace_call(*attribute(name), count, before)
 
     def at_record(self, which: int | str, *action: Any) -> None:
         """Before the record number `which` of the coming update is written, or the "last" one, which ends the file."""

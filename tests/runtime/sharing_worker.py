@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime import sharing
+from ds_slide.runtime import machine, sharing
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.handoff import Failures
 from ds_slide.runtime.ranks import Ranks
@@ -62,7 +62,7 @@ def no_memory_file(patch: pytest.MonkeyPatch) -> None:
 
 
 def elsewhere(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sharing, "_BOOT", Path("/proc/version"))
+    patch.setattr(machine, "_BOOT", Path("/proc/version"))
 
 
 def shared(ranks: Ranks, failures: Failures) -> tuple[SharedWeights, list[Any]]:
