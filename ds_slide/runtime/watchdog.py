@@ -27,10 +27,11 @@ LONGEST_LOOK_S = 5.0
 LOOKS = 20
 """Within the limit, at least."""
 GRACE_S = 30.0
-"""For the threads of a run that has been ended. Who still waits then is inside a call that nothing ends from outside
-(NCCL, gloo, the driver), and the process is ended."""
+"""For the threads of a run that has been ended, half the limit at most. Who still waits then is inside a call that
+nothing ends from outside (NCCL, gloo, the driver), and the process is ended."""
 LOST_S = 10.0
-"""How long a rank waits for one that has ended before that is taken for the reason: it may be about to end itself."""
+"""How long a rank waits for one that has ended before that is taken for the reason, half the limit at most: it may be
+about to end itself."""
 BLAME_S = 5.0
 """For the end of a rank to be heard of."""
 LAST_S = 10.0
@@ -145,7 +146,7 @@ class Watchdog:
         """Why the run is to end, None while it may go on."""
         others = self._peers.others() if self._peers is not None else []
         ended = [peer for peer in others if peer.has_ended]
-        if ended and self._since >= min(LOST_S, self._limit_s) and self._waits_for_ranks():
+        if ended and self._since >= min(LOST_S, self._limit_s / 2) and self._waits_for_ranks():
             return f"{self._says(others)}; {'; '.join(map(str, ended[:MOST_NAMED]))}: look there for the cause"
         if self._since >= self._limit_s and all(peer.has_ended or peer.stands(self._limit_s) for peer in others):
             return (
@@ -195,7 +196,7 @@ class Watchdog:
         """Whether somebody has been waiting for so long although the run has ended."""
         stuck = self._failures.oldest_outstanding() or any(wait.of_client for wait in self._failures.waits())
         self._stuck_s = self._stuck_s + passed_s if stuck else 0.0
-        return self._stuck_s >= min(GRACE_S, self._limit_s)
+        return self._stuck_s >= min(GRACE_S, self._limit_s / 2)
 
     def _end_by_force(self, message: str) -> None:
         first = self._failures.message  # of a lane, if that has failed before: then it is the cause

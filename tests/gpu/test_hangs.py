@@ -1,0 +1,107 @@
+"""Two ranks over NCCL, one of which dies, leaves a collective out or loses a completion: the run ends with a sentence.
+
+On the processor (SLIDE_GPU_TESTS_DEVICE=cpu) the same over gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+ON_CPU = os.environ.get("SLIDE_GPU_TESTS_DEVICE") == "cpu"
+HANG_TIMEOUT_S = 10.0
+MARGIN_S = 5.0
+"""For the end of a process."""
+PLACES: list[dict[str, Any]] = [{}, {"gpu_states": 0}, {"gpu_states": 0, "share_weights": False}]
+
+pytestmark = pytest.mark.skipif(not ON_CPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+Runs = Callable[[str, dict[str, Any]], list[tuple[int, str, float]]]
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> Runs:
+    """Exit code, log and seconds of each rank."""
+
+    def run(fault: str, slide: dict[str, Any]) -> list[tuple[int, str, float]]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        if ON_CPU:
+            shared["DS_ACCELERATOR"] = "cpu"
+        options = json.dumps({"hang_timeout": HANG_TIMEOUT_S, **slide})
+        command = [sys.executable, str(HERE / "two_ranks_worker.py"), fault, options]
+        logs = [tmp_path / f"rank{rank}" for rank in range(2)]
+        started = time.monotonic()
+        processes = []
+        for rank, log in enumerate(logs):
+            environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with log.open("w") as file:
+                processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment))
+        with ThreadPoolExecutor() as waiting:
+            ends = list(waiting.map(lambda process: end_of(process, started), processes))
+        ends = [
+            (code, log.read_text(errors="replace"), seconds) for (code, seconds), log in zip(ends, logs, strict=True)
+        ]
+        for rank, (code, log, seconds) in enumerate(ends):
+            print(f"rank {rank}: exit code {code} after {seconds:.1f} s; {log.strip().splitlines()[-1]}")
+        return ends
+
+    return run
+
+
+def end_of(process: subprocess.Popen[bytes], started: float) -> tuple[int, float]:
+    """Exit code, and seconds since `started`; a process that hangs is killed."""
+    try:
+        code = process.wait(200)
+    finally:
+        process.kill()
+    return code, time.monotonic() - started
+
+
+def last_line(log: str) -> str:
+    return log.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("slide", PLACES, ids=str)
+def test_nothing_happens(two_ranks: Runs, slide: dict[str, Any]) -> None:
+    for code, log, _ in two_ranks("nothing", slide):
+        assert code == 0 and "losses" in log, log[-3000:]
+
+
+@pytest.mark.parametrize("slide", PLACES, ids=str)
+def test_a_rank_is_killed(two_ranks: Runs, slide: dict[str, Any]) -> None:
+    (code, log, ended_s), (killed, _, killed_s) = two_ranks("kill", slide)
+    assert killed == -9
+    assert code == 1, log[-3000:]
+    assert re.search(r"rank 1 \(process \d+ on \S+\) is gone", last_line(log)), log[-3000:]
+    assert ended_s - killed_s < HANG_TIMEOUT_S + MARGIN_S
+
+
+def test_a_rank_leaves_a_collective_out(two_ranks: Runs) -> None:
+    ends = two_ranks("skip", {"gpu_states": 0})
+    for code, log, _ in ends:
+        assert code == 1, log[-3000:]
+    text = " ".join(last_line(log) for _, log, _ in ends)
+    assert re.search("waits for the other ranks in|have called different collectives", text), text
+
+
+def test_the_end_of_an_update_is_lost(two_ranks: Runs) -> None:
+    ends = two_ranks("drop", {"gpu_states": 0})
+    for code, log, _ in ends:
+        assert code == 1, log[-3000:]
+    assert re.search(r"waits for the update of (edge|.*layers\.\d+)", " ".join(last_line(log) for _, log, _ in ends))
