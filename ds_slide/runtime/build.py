@@ -197,7 +197,7 @@ def _wire(
         d2h=Lane("d2h", device, failures, meters["d2h"], delays[1]),
         update=UpdateLane(device, failures, meters["update"], delays[2]),
     )
-    uploads = Uploads(device, units, {} if shared is None else shared.parts, ssd)
+    uploads = Uploads(device, units, {} if shared is None else shared.parts, ssd, failures)
     streamed = [unit for unit in units if unit.is_streamed]
     updating = Updating(lanes.update, host_update(updater), ssd)
     window = None
