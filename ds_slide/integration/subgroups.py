@@ -20,7 +20,7 @@ from torch import nn
 from ds_slide.errors import SlideError
 from ds_slide.integration.checkpoint_mapped import MappedFiles
 from ds_slide.integration.checkpoint_pickle import PIECE, Planned
-from ds_slide.integration.planes import MASTER, STATE_KEYS, pieces, read_values, write_values
+from ds_slide.integration.planes import MASTER, STATE_KEYS, as_weights, pieces, read_values, write_values
 from ds_slide.model.layout import Entry
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.unit import Unit
@@ -107,7 +107,7 @@ class SubGroups:
             self.runtime.settle(unit)
             for span in pieces(unit.layout.trainable_numel, PIECE):
                 values = _values(unit, span, sources, files)
-                write_values(unit, key, span, values.to(unit.parameters[0].dtype).float() if rounded else values)
+                write_values(unit, key, span, as_weights(values, unit.state.dtype_of("weight")) if rounded else values)
 
     def _check(self, flats: Sequence[torch.Tensor], what: str) -> None:
         expected = [sum(self.places[parameter][1].partition_numel for parameter in group) for group in self.groups]
