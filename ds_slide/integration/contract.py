@@ -109,7 +109,6 @@ def values_of_config(config: Any) -> dict[str, Any]:
         "autotp_size": config.tensor_parallel_config.autotp_size,
         "expert_parallel": getattr(getattr(config, "expert_parallel_config", None), "enabled", False),
         "sequence_parallel_size": config._param_dict.get("sequence_parallel_size", 1),
-        "load_universal": config.load_universal_checkpoint,
         "pipeline_loading_checkpoint": zero.pipeline_loading_checkpoint,
         "managed_gradient_accumulation": getattr(config, "managed_gradient_accumulation", True),
     }

@@ -8,6 +8,7 @@ that are set here: parameter groups, sub-groups, loss scale properties, the back
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +28,11 @@ from ds_slide.integration.access import StateAccess
 from ds_slide.integration.assemble import assemble, runtime_settings
 from ds_slide.integration.checkpoint_mapped import MappedFiles
 from ds_slide.integration.checkpoint_pickle import PIECE, materialized
+from ds_slide.integration.checkpoint_universal import UniversalCheckpoint
 from ds_slide.integration.contract import check_supported
 from ds_slide.integration.norm_watch import NormWatch
 from ds_slide.integration.planes import require_stepped
-from ds_slide.integration.subgroups import SubGroups
+from ds_slide.integration.subgroups import SubGroups, load_settings
 from ds_slide.optim.hyper import AdamWHyper
 
 
@@ -276,16 +278,21 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def planned_state_dict(self) -> dict[str, Any]:
         """`state_dict` whose tensors are made when they are written."""
-        step = self.runtime.step_count
         return {
             "zero_stage": 3,
             "loss_scaler": self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             "partition_count": self.partition_count,
-            "optimizer_state_dict": self.sub_groups.optimizer_state(self.optimizer.param_groups, step),
+            "optimizer_state_dict": self.sub_groups.optimizer_state(self.optimizer.param_groups, self._saved_step),
             "fp32_flat_groups": self.sub_groups.masters(),
         }
+
+    def _saved_step(self) -> int | torch.Tensor:
+        """The step count as the optimizer keeps it: torch's Adam in a tensor, which it takes for one when a universal
+        checkpoint is loaded; DeepSpeed's as a number, which its kernels take."""
+        step = self.runtime.step_count
+        return torch.tensor(float(step)) if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW) else step
 
     def load_state_dict(
         self,
@@ -297,11 +304,14 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         param_shapes: Any = None,
     ) -> None:
         """Load this rank's part of a ZeRO-3 checkpoint, DS-Slide's or stock's."""
-        if checkpoint_folder or load_serial is not None:
+        if load_serial is not None:
             raise SlideError(
-                "universal and serially loaded checkpoints are not supported by DS-Slide; remove "
-                "checkpoint.load_universal and checkpoint.pipeline_loading_checkpoint from the DeepSpeed config"
+                "serially loaded checkpoints are not supported by DS-Slide; remove "
+                "zero_optimization.pipeline_loading_checkpoint from the DeepSpeed config"
             )
+        if checkpoint_folder:
+            self._load_universal(Path(checkpoint_folder), load_optimizer_states, load_from_fp32_weights)
+            return
         saved = state_dict_list[dist.get_rank(group=self.dp_process_group)]
         files = self.mapped_files or MappedFiles()
         self.loss_scaler = saved["loss_scaler"]
@@ -311,6 +321,22 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         if load_optimizer_states:
             groups = self.optimizer.param_groups
             self.runtime.step_count = self.sub_groups.load_optimizer_state(saved["optimizer_state_dict"], groups, files)
+
+    def universal_checkpoint(self, path: Path) -> UniversalCheckpoint:
+        """The universal checkpoint of a tag's directory, for this model."""
+        return UniversalCheckpoint(path, self.param_names)
+
+    def _load_universal(self, path: Path, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
+        checkpoint = self.universal_checkpoint(path)
+        rank = dist.get_rank(group=self.dp_process_group)
+        keys = (planes.MASTER, *planes.STATE_KEYS) if load_optimizer_states else (planes.MASTER,)
+        checkpoint.load(self.sub_groups, rank, keys, rounded=not (load_optimizer_states or load_from_fp32_weights))
+        if load_optimizer_states:
+            saved = checkpoint.global_state()
+            for name, value in saved.scale.items():
+                setattr(self, name, value)
+            load_settings(self.optimizer.param_groups, saved.param_groups)
+            self.runtime.step_count = saved.step
 
     def refresh_fp32_params(self) -> None:
         """The low-precision weights become the masters."""

@@ -52,13 +52,6 @@ REFUSED_ENGINE_SETTINGS = (
         "set it to 1",
     ),
     Refused(
-        "load_universal",
-        "checkpoint.load_universal",
-        (False,),
-        "DS-Slide loads ordinary ZeRO-3 checkpoints only",
-        "set it to false",
-    ),
-    Refused(
         "pipeline_loading_checkpoint",
         "zero_optimization.pipeline_loading_checkpoint",
         (False,),

@@ -130,7 +130,6 @@ CONFIGS = [
     (ds_config(tensor_parallel={"autotp_size": 2}), "tensor_parallel.autotp_size is 2, but"),
     (ds_config(expert_parallel={"enabled": True}), "expert_parallel.enabled is true, but"),
     (ds_config(sequence_parallel_size=2), "sequence_parallel_size is 2, but"),
-    (ds_config(checkpoint={"load_universal": True}), "checkpoint.load_universal is true, but"),
     (ds_config({"pipeline_loading_checkpoint": True}), "zero_optimization.pipeline_loading_checkpoint is true, but"),
     (ds_config(managed_gradient_accumulation=False), "managed_gradient_accumulation is false, but"),
     (ds_config(optimizer=None), "no optimizer is given, but"),
