@@ -29,10 +29,11 @@ from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.gathers import Gathers
 from ds_slide.runtime.gradients import Gradients
 from ds_slide.runtime.handoff import Failures, Ticket
-from ds_slide.runtime.hooks import BlockHooks, EdgeHooks, RootHooks, RootState, SavedWeights
+from ds_slide.runtime.hooks import BlockHooks, EdgeHooks, RootHooks, RootState
 from ds_slide.runtime.lane import Lane
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.rows import MakeRows, StreamedRows
+from ds_slide.runtime.saved_weights import SavedWeights
 from ds_slide.runtime.shared_weights import SharedWeights
 from ds_slide.runtime.ssd import SsdStates
 from ds_slide.runtime.streamed_gradient import StreamedGradient
@@ -139,7 +140,7 @@ class SlideRuntime:
         self._hooks: list[BlockHooks | RootHooks | EdgeHooks] = [
             *(BlockHooks(unit, self, saved, self._root) for unit in self.blocks),
             *EdgeHooks.on(module, [unit for unit in self.units if unit.spec.kind == "edge"], self.bind_if_fetched),
-            RootHooks(module, self._root, saved, self._begin_forward, self._end_forward),
+            RootHooks(module, self._root, self._begin_forward, self._end_forward),
         ]
         self.bind_residents()
         # A daemon thread that is inside C++ when the interpreter ends would be torn down there, and take the process
