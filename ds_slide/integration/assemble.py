@@ -198,11 +198,8 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
     # The ranks of one machine share its memory.
     available = psutil.virtual_memory().available // local_ranks()
     if device.is_cuda:
-        free, total = torch.cuda.mem_get_info(device.torch)
-        fraction = torch.cuda.get_per_process_memory_fraction(device.torch) if _has_fraction() else 1.0
-        reserved = torch.cuda.memory_reserved(device.torch)
-        total = int(total * fraction)
-        free = min(free + reserved, total) - torch.cuda.memory_allocated(device.torch) + on_gpu
+        free, total = device.memory()
+        free += on_gpu
     else:
         # The accelerator is the host: its part comes out of the same memory, so nothing is placed there unasked.
         free = total = available
@@ -217,10 +214,6 @@ def _agreed(budgets: Budgets, ranks: Ranks) -> Budgets:
     everywhere."""
     gpu_total, gpu_free, host_free = ranks.least([budgets.gpu_total, budgets.gpu_free, budgets.host_free])
     return dataclasses.replace(budgets, gpu_total=gpu_total, gpu_free=gpu_free, host_free=host_free)
-
-
-def _has_fraction() -> bool:
-    return hasattr(torch.cuda, "get_per_process_memory_fraction")
 
 
 def _release_cached_host_memory() -> None:

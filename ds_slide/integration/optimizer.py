@@ -31,6 +31,7 @@ from ds_slide.integration.checkpoint_pickle import PIECE, materialized
 from ds_slide.integration.checkpoint_universal import UniversalCheckpoint
 from ds_slide.integration.contract import check_supported
 from ds_slide.integration.norm_watch import NormWatch
+from ds_slide.integration.parameter_offload import ParameterOffload
 from ds_slide.integration.planes import require_stepped
 from ds_slide.integration.subgroups import SubGroups, load_settings
 from ds_slide.optim.hyper import AdamWHyper
@@ -80,6 +81,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._empty_parameter_groups()
         self._link_all_hp_params()
         self._norm_watch = NormWatch(self.runtime)
+        self.parameter_offload = ParameterOffload(self.runtime, module)
 
     def _set_stock_attributes(
         self, module: nn.Module, init_optimizer: Any, param_names: Any, timers: Any, kwargs: dict[str, Any]
@@ -149,6 +151,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.runtime.begin_backward(self._hypers())
 
     def backward_prologue(self) -> None:
+        self.parameter_offload.require_hooks()
         self.runtime.begin_backward(self._hypers())
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
