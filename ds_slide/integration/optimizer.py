@@ -63,7 +63,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             for parameters, group_id in zip(self.fp16_groups, self._group_ids, strict=True)
             for parameter in parameters
         }
-        self.runtime, self._kernels = assemble(module, group_of, config, settings, self.dp_process_group)
+        self.runtime, self.kernels = assemble(module, group_of, config, settings, self.dp_process_group)
         try:
             self._take_over(module)
         except BaseException:
@@ -247,7 +247,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def slide_stats(self) -> dict[str, Any]:
         """Statistics of the newest finished step (see `ds_slide.report.statistics`); empty before the first."""
         statistics = self.runtime.parts.recorder.as_dict(self.runtime.parts.memory_report)
-        return statistics and {**statistics, "kernels": self._kernels.as_dict()}
+        return statistics and {**statistics, "kernels": self.kernels.as_dict()}
 
     # ---- states, for deepspeed.utils.safe_* ------------------------------------------------------------------
 
@@ -372,6 +372,6 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def destroy(self) -> None:
         """End the lanes and remove the hooks."""
         self.runtime.close()
-        self._kernels.undo()
+        self.kernels.undo()
         if self.module in FWD_MODULE_STACK:
             FWD_MODULE_STACK.remove(self.module)
