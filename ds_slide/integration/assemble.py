@@ -98,9 +98,11 @@ def runtime_settings(
     clips: bool,
 ) -> RuntimeSettings:
     """Decide what the DeepSpeed settings mean for the runtime (see `SlideConfig.hold_gradients`). `ds_config`: raw."""
-    needs_hold = clips or dtype == torch.float16 or accumulation_steps > 1
+    # Unmanaged, DeepSpeed does not say which backward is the last one: the script calls step() when it likes.
+    accumulates = accumulation_steps > 1 or not ds_config.get("managed_gradient_accumulation", True)
+    needs_hold = clips or dtype == torch.float16 or accumulates
     held = needs_hold if config.hold_gradients == "auto" else config.hold_gradients
-    held_dtype = accumulation_dtype if accumulation_steps > 1 else dtype
+    held_dtype = accumulation_dtype if accumulates else dtype
     threads, cores = update_cores(
         config.cpu_threads,
         config.cpu_cores,
@@ -112,7 +114,7 @@ def runtime_settings(
         held_dtype=held_dtype if held else None,
         moments=STATE_FORMATS[config.state_dtype],
         ssd=ssd_settings(config, ds_config),
-        accumulates=accumulation_steps > 1,
+        accumulates=accumulates,
         gradient_buffers=config.gradient_buffers,
         cpu_threads=threads,
         cpu_cores=cores,

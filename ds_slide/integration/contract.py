@@ -149,6 +149,8 @@ def holding_problems(values: Values, slide: SlideConfig) -> Iterator[str]:
         reasons.append(f"gradient_clipping is {clip}")
     if (steps := values.get("gradient_accumulation_steps", 1)) > 1:
         reasons.append(f"gradient_accumulation_steps is {steps}")
+    if not values.get("managed_gradient_accumulation", True):
+        reasons.append("managed_gradient_accumulation is false")
     if values.get("fp16"):
         reasons.append("fp16 can overflow")
     if reasons:

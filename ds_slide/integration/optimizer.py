@@ -33,6 +33,7 @@ from ds_slide.integration.contract import check_supported
 from ds_slide.integration.norm_watch import NormWatch
 from ds_slide.integration.parameter_offload import ParameterOffload
 from ds_slide.integration.planes import require_stepped
+from ds_slide.integration.stock_names import leaf_parameters, missing
 from ds_slide.integration.subgroups import SubGroups, load_settings
 from ds_slide.optim.hyper import AdamWHyper
 
@@ -65,7 +66,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             for parameters, group_id in zip(self.fp16_groups, self._group_ids, strict=True)
             for parameter in parameters
         }
-        self.runtime, self._kernels = assemble(module, group_of, config, settings, self.dp_process_group)
+        self.runtime, self.kernels = assemble(module, group_of, config, settings, self.dp_process_group)
         try:
             self._take_over(module)
         except BaseException:
@@ -118,6 +119,19 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.zenflow = False
         self.use_muon = False
         self.persistent_parameters: list[nn.Parameter] = []
+        self.offload_param = False
+        self.params_in_nvme_and_cpu = False
+        self.model_parallel_group = None
+        self.model_parallel_rank = 0
+        self._coalescing = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is neither here nor in the classes: most of it is stock's private state."""
+        raise missing(name)
+
+    @property
+    def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        return leaf_parameters(self.module, self.fp16_groups)
 
     def _make_sub_groups(self) -> None:
         self.trainable_param_groups = self._get_trainable_parameter_groups()
@@ -156,7 +170,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         super().set_gradient_accumulation_boundary(is_boundary)
-        self.runtime.set_final(bool(is_boundary))
+        self.runtime.set_final(bool(is_boundary) and not self._coalescing)
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         self.independent_gradient_partition_epilogue()
@@ -165,11 +179,27 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.runtime.end_backward()
         self._epilogue_ran_this_backward = True
 
+    @property
+    def _coalesce_grad_reduction(self) -> bool:
+        """Set by `engine.coalesce_grad_reduction()` for the length of its block, and read when that begins."""
+        self.runtime.require_held("engine.coalesce_grad_reduction()")
+        return self._coalescing
+
+    @_coalesce_grad_reduction.setter
+    def _coalesce_grad_reduction(self, coalesces: bool) -> None:
+        self._coalescing = coalesces
+
+    def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
+        """Of a parameter that still has a gradient when such a block ends: the epilogue, which follows, takes it."""
+
     def backward_epilogue(self) -> None:
-        pass
+        if self._coalescing:  # the engine leaves out the other epilogue, which runs when the block ends
+            self.independent_gradient_partition_epilogue()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        pass
+        """Under `managed_gradient_accumulation: false`, at the step: there will be no further backward."""
+        self.set_gradient_accumulation_boundary(True)
+        self.runtime.end_backward()
 
     # ---- step ------------------------------------------------------------------------------------------------
 
@@ -222,7 +252,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def slide_stats(self) -> dict[str, Any]:
         """Statistics of the newest finished step (see `ds_slide.report.statistics`); empty before the first."""
         statistics = self.runtime.parts.recorder.as_dict(self.runtime.parts.memory_report)
-        return statistics and {**statistics, "kernels": self._kernels.as_dict()}
+        return statistics and {**statistics, "kernels": self.kernels.as_dict()}
 
     # ---- states, for deepspeed.utils.safe_* ------------------------------------------------------------------
 
@@ -371,6 +401,6 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def destroy(self) -> None:
         """End the lanes and remove the hooks."""
         self.runtime.close()
-        self._kernels.undo()
+        self.kernels.undo()
         if self.module in FWD_MODULE_STACK:
             FWD_MODULE_STACK.remove(self.module)

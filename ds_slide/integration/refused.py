@@ -58,13 +58,6 @@ REFUSED_ENGINE_SETTINGS = (
         NO_SUPPORT,
         "set it to false",
     ),
-    Refused(
-        "managed_gradient_accumulation",
-        "managed_gradient_accumulation",
-        (True,),
-        "DS-Slide must know at each backward whether a step follows",
-        "set it to true",
-    ),
 )
 
 REFUSED_ZERO_SETTINGS = (

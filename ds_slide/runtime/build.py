@@ -349,4 +349,6 @@ def _memory_report(
         "parameters": sum(entry.numel for unit in units for entry in unit.layout.entries),
         "gpu_units": len(on_gpu),
         "units": len(units),
+        "blocks": sum(unit.spec.kind == "block" for unit in units),
+        "slots": 0 if window is None else len(window.slots),
     }

@@ -131,7 +131,10 @@ CONFIGS = [
     (ds_config(expert_parallel={"enabled": True}), "expert_parallel.enabled is true, but"),
     (ds_config(sequence_parallel_size=2), "sequence_parallel_size is 2, but"),
     (ds_config({"pipeline_loading_checkpoint": True}), "zero_optimization.pipeline_loading_checkpoint is true, but"),
-    (ds_config(managed_gradient_accumulation=False), "managed_gradient_accumulation is false, but"),
+    (
+        ds_config(slide={"hold_gradients": False}, gradient_clipping=0.0, managed_gradient_accumulation=False),
+        "ds_slide.hold_gradients is false, but managed_gradient_accumulation is false,",
+    ),
     (ds_config(optimizer=None), "no optimizer is given, but"),
     *(
         (
