@@ -27,7 +27,7 @@ from ds_slide.integration.access import StateAccess
 from ds_slide.integration.assemble import assemble, runtime_settings
 from ds_slide.integration.checkpoint_mapped import MappedFiles
 from ds_slide.integration.checkpoint_pickle import PIECE, materialized
-from ds_slide.integration.contract import check_supported
+from ds_slide.integration.contract import check_supported, gradient_dtype
 from ds_slide.integration.norm_watch import NormWatch
 from ds_slide.integration.planes import require_stepped
 from ds_slide.integration.subgroups import SubGroups
@@ -52,7 +52,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         settings = runtime_settings(
             config,
             ds_config,
-            self.dtype,
+            gradient_dtype(kwargs, module),
             self.gradient_accumulation_dtype,
             self.gradient_accumulation_steps,
             self.clip_grad > 0,

@@ -104,7 +104,7 @@ class SavedWeights:
             return saved
         slot = self._enter_backward(saved.unit)
         assert slot is not None
-        return slot.buffer.as_strided(saved.size, saved.stride, saved.offset)
+        return slot.buffer.view(saved.unit.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
 
 class BlockHooks:
@@ -135,7 +135,7 @@ class BlockHooks:
         if in_backward():
             self._events.enter_backward(self._unit)
         else:
-            counted = (bool(places) or bool(self._unit.trainable)) and self._root.expects_backward()
+            counted = (bool(places) or self._unit.trains) and self._root.expects_backward()
             self._events.enter_forward(self._unit, with_backward=counted)
             if torch.is_grad_enabled() and not self._root.active:
                 # The block was called without its root: the root's context is missing here.
