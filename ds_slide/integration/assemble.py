@@ -52,7 +52,7 @@ def assemble(
     """
     device = Device(torch.device(get_accelerator().current_device_name()))
     ranks = Ranks.over(process_group, device)
-    head = find_streamed_head(module, ranks.world_size) if config.stream_head else None
+    head = find_streamed_head(module, ranks.world_size, settings.gradient_dtype) if config.stream_head else None
     structure = find_structure(module, config.blocks, () if head is None else (head.path,))
     if head is not None:
         check_is_edge(head, structure)
@@ -92,7 +92,7 @@ def assemble(
 def runtime_settings(
     config: SlideConfig,
     ds_config: Mapping[str, Any],
-    dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
     accumulation_dtype: torch.dtype,
     accumulation_steps: int,
     clips: bool,
@@ -100,9 +100,9 @@ def runtime_settings(
     """Decide what the DeepSpeed settings mean for the runtime (see `SlideConfig.hold_gradients`). `ds_config`: raw."""
     # Unmanaged, DeepSpeed does not say which backward is the last one: the script calls step() when it likes.
     accumulates = accumulation_steps > 1 or not ds_config.get("managed_gradient_accumulation", True)
-    needs_hold = clips or dtype == torch.float16 or accumulates
+    needs_hold = clips or gradient_dtype == torch.float16 or accumulates
     held = needs_hold if config.hold_gradients == "auto" else config.hold_gradients
-    held_dtype = accumulation_dtype if accumulates else dtype
+    held_dtype = accumulation_dtype if accumulates else gradient_dtype
     threads, cores = update_cores(
         config.cpu_threads,
         config.cpu_cores,
@@ -110,7 +110,7 @@ def runtime_settings(
         local_ranks(),
     )
     return RuntimeSettings(
-        dtype=dtype,
+        gradient_dtype=gradient_dtype,
         held_dtype=held_dtype if held else None,
         moments=STATE_FORMATS[config.state_dtype],
         ssd=ssd_settings(config, ds_config),
@@ -164,9 +164,7 @@ def _plan(
     held = 0 if settings.held_dtype is None else settings.held_dtype.itemsize
     rings = settings.held_dtype is None or settings.accumulates
     needs = Needs(
-        specs=settings.specs,
-        weight_bytes=settings.dtype.itemsize,
-        gradient_bytes=settings.dtype.itemsize,
+        gradient_bytes=settings.gradient_dtype.itemsize,
         held_bytes=held,
         window=LEAST_WINDOW if config.window == "auto" else config.window,
         window_grows=config.window == "auto" and budgets.gpu_is_own,
@@ -177,7 +175,17 @@ def _plan(
         shares_weights=shares_weights,
         ssd=None if settings.ssd is None else settings.ssd.needs,
     )
-    sizes = [UnitSize(plan.spec.name, plan.layout, plan.spec.kind == "edge", plan.passing_numel) for plan in unit_plans]
+    sizes = [
+        UnitSize(
+            plan.spec.name,
+            plan.layout,
+            plan.spec.kind,
+            settings.specs(plan.dtype),
+            plan.dtype.itemsize,
+            plan.passing_numel,
+        )
+        for plan in unit_plans
+    ]
     return make_plan(sizes, needs, budgets)
 
 

@@ -29,7 +29,7 @@ from ds_slide.integration.assemble import assemble, runtime_settings
 from ds_slide.integration.checkpoint_mapped import MappedFiles
 from ds_slide.integration.checkpoint_pickle import PIECE, materialized
 from ds_slide.integration.checkpoint_universal import UniversalCheckpoint
-from ds_slide.integration.contract import check_supported
+from ds_slide.integration.contract import check_supported, gradient_dtype
 from ds_slide.integration.norm_watch import NormWatch
 from ds_slide.integration.parameter_offload import ParameterOffload
 from ds_slide.integration.planes import require_stepped
@@ -56,7 +56,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         settings = runtime_settings(
             config,
             ds_config,
-            self.dtype,
+            gradient_dtype(kwargs, module),
             self.gradient_accumulation_dtype,
             self.gradient_accumulation_steps,
             self.clip_grad > 0,

@@ -206,7 +206,7 @@ class SlideRuntime:
 
     def _unbind(self, unit: Unit) -> None:
         for parameter in unit.parameters:
-            parameter.data = self.parts.empty.tensor
+            parameter.data = self.parts.empty.tensors[unit.dtype]
         self._availability(unit.parameters, False)
 
     def _bind_slot(self, unit: Unit, direction: str) -> Slot:
@@ -279,7 +279,8 @@ class SlideRuntime:
             unit.uses += 1
         if unit.is_streamed and unit.order not in self._bound:
             self._bind_slot(unit, "forward" if with_backward or self._root.expects_backward() else "inference")
-        self.bind_if_fetched(unit)
+        for resident in (unit, *unit.parts):
+            self.bind_if_fetched(resident)
 
     def leave_forward(self, unit: Unit) -> None:
         if not unit.in_backward:
@@ -305,7 +306,8 @@ class SlideRuntime:
         unit.in_backward = False
         self._unbind_slot(unit)
         if unit.uses_done >= unit.uses:
-            self._finalize(unit)
+            for finished in (*unit.parts, unit):
+                self._finalize(finished)
 
     def begin_backward(self, hypers: Sequence[AdamWHyper]) -> None:
         """Before the first gradient. `hypers`: of the coming step, for updates that do not wait for it."""

@@ -23,7 +23,7 @@ from ds_slide.runtime.unit import Unit
 
 
 def own_part(unit: Unit, buffer: torch.Tensor) -> torch.Tensor:
-    """Where this rank's part of a gathered unit lies in a GPU buffer made for it ([local_numel])."""
+    """Where this rank's part of a gathered unit lies in a GPU buffer of its data type made for it ([local_numel])."""
     return buffer[buffer.numel() - unit.layout.local_numel :]
 
 
@@ -46,12 +46,14 @@ class Uploads:
         blocks = [unit for unit in units if unit.order in shared and unit.is_streamed]
         self._scratch: torch.Tensor | None = None
         if blocks:
-            largest = max(blocks, key=lambda unit: unit.layout.local_numel)
+            largest = max(blocks, key=lambda unit: unit.layout.local_numel * unit.dtype.itemsize)
             parts = shared[largest.order]
-            self._scratch = torch.empty(len(parts) * parts[0].numel(), dtype=parts[0].dtype, device=device.torch)
+            nbytes = len(parts) * parts[0].numel() * parts[0].element_size()
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=device.torch)
 
     def fill(self, unit: Unit, buffer: torch.Tensor) -> int:
         """A `ds_slide.runtime.window.Fill`: bring what is to come up of the unit into `buffer`."""
+        buffer = buffer.view(unit.dtype)
         if (parts := self._shared.get(unit.order)) is not None:
             return self._fill_from_all(unit, parts, buffer)
         numel = unit.layout.local_numel
@@ -64,9 +66,10 @@ class Uploads:
         numel = unit.layout.local_numel
         if unit.is_streamed:
             assert self._scratch is not None
+            scratch = self._scratch.view(unit.dtype)
             for rank, part in enumerate(parts):
-                self._scratch[rank * numel : (rank + 1) * numel].copy_(part, non_blocking=True)
-            lay_out(unit, self._scratch, buffer)
+                scratch[rank * numel : (rank + 1) * numel].copy_(part, non_blocking=True)
+            lay_out(unit, scratch, buffer)
             return len(parts) * numel * buffer.element_size()
         moved = 0
         for rank, source, place in pieces(unit):
