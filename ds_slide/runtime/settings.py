@@ -49,11 +49,13 @@ class RuntimeSettings:
     seed: int
     hang_timeout_s: float
     """After which a run that stands still is ended; 0: never."""
+    trains: bool = True
+    """False: no parameter has an optimizer; there are weights only, and nothing comes down from the GPU."""
 
     @property
     def specs(self) -> tuple[PlaneSpec, ...]:
         """The optimizer planes."""
-        return optimizer_planes(self.dtype, self.moments)
+        return optimizer_planes(self.dtype, self.moments) if self.trains else ()
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,6 @@ CONFIGS = [
     (ds_config(checkpoint={"load_universal": True}), "checkpoint.load_universal is true, but"),
     (ds_config({"pipeline_loading_checkpoint": True}), "zero_optimization.pipeline_loading_checkpoint is true, but"),
     (ds_config(managed_gradient_accumulation=False), "managed_gradient_accumulation is false, but"),
-    (ds_config(optimizer=None), "no optimizer is given, but"),
     *(
         (
             ds_config(optimizer={"type": name, "params": {}}),
@@ -351,7 +350,6 @@ INITIALIZE = textwrap.dedent(
 END_TO_END = {
     "stage 2": (ds_config({"stage": 2}), None, "zero_optimization.stage is 2, but"),
     "no ZeRO": (ds_config(zero_optimization=None), None, "zero_optimization.stage is 0, but"),
-    "no optimizer": (ds_config(optimizer=None), None, "no optimizer is given, but"),
     "SGD": (ds_config(optimizer=None), "SGD", "the optimizer is torch.optim.sgd.SGD, but"),
     "nvme": (
         ds_config({"offload_param": {"device": "nvme"}}),
