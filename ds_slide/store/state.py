@@ -156,7 +156,7 @@ class HostMemory:
         self._huge_pages = huge_pages
         self.total_bytes = 0
         self.pinned_bytes = 0
-        self._ranges: list[tuple[int, int]] = []
+        self._tensors: list[torch.Tensor] = []
 
     def tensor(self, numel: int, dtype: torch.dtype, *, transfers: bool) -> torch.Tensor:
         """A zeroed flat tensor. `transfers`: the GPU copies from or to it, so it is page-locked."""
@@ -188,12 +188,12 @@ class HostMemory:
         whole = torch.frombuffer(slab, dtype=torch.uint8, count=size)
         if counts:
             self._count(size, pin)
-            self._ranges.append((whole.data_ptr(), size))
+            self._tensors.append(whole)
         return whole.view(dtype)
 
     def untouched_bytes(self) -> int:
         """Of the tensors, which are all in use still: what the operating system counts as free."""
-        return untouched_bytes(self._ranges)
+        return untouched_bytes((tensor.data_ptr(), tensor.numel()) for tensor in self._tensors)
 
     def pool(self, nbytes: int, count: int, *, transfers: bool) -> Any:
         """A `_native.Pool` of `count` page-aligned buffers. `transfers`: as in `tensor`.
