@@ -25,6 +25,7 @@ from ds_slide.patching.apply import Replaced
 from ds_slide.patching.streamed_head import stream_head
 from ds_slide.plan.memory import Budgets, Plan, make_plan
 from ds_slide.plan.placement import Needs, UnitSize
+from ds_slide.runtime import running
 from ds_slide.runtime.build import STAGINGS, build_runtime
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import SlideRuntime
@@ -125,6 +126,25 @@ def runtime_settings(
     )
 
 
+def forward_settings(config: SlideConfig, ds_config: Mapping[str, Any], dtype: torch.dtype) -> RuntimeSettings:
+    """Of an engine without an optimizer: what the JSON says of updates and gradients does not concern it."""
+    return RuntimeSettings(
+        gradient_dtype=dtype,
+        held_dtype=dtype,
+        moments=STATE_FORMATS["fp32"],
+        ssd=ssd_settings(config, ds_config),
+        accumulates=False,
+        gradient_buffers=0,
+        cpu_threads=0,
+        cpu_cores=(),
+        huge_pages=config.huge_pages,
+        delay_ms=config.debug.lane_delay_ms,
+        seed=config.debug.seed,
+        hang_timeout_s=config.hang_timeout,
+        trains=False,
+    )
+
+
 def local_ranks() -> int:
     """Ranks on this machine, as launchers announce them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
@@ -168,6 +188,7 @@ def _plan(
         held_bytes=held,
         window=LEAST_WINDOW if config.window == "auto" else config.window,
         window_grows=config.window == "auto" and budgets.gpu_is_own,
+        trains=settings.trains,
         stagings=STAGINGS,
         ring=settings.gradient_buffers if rings else 0,
         ring_to_ssd=settings.gradient_buffers,
@@ -205,8 +226,8 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
     gpu_states = None if config.gpu_states == "auto" else config.gpu_states
     if config.state_dtype != "fp32":
         gpu_states = 0  # the short formats are updated on the CPU; the contract has refused another wish
-    # The ranks of one machine share its memory.
-    available = psutil.virtual_memory().available // local_ranks()
+    # The ranks of one machine share its memory. Every rank has the same engines, so each subtracts its own.
+    available = max(0, psutil.virtual_memory().available // local_ranks() - running.untouched_host_bytes())
     if device.is_cuda:
         free, total = device.memory()
         free += on_gpu
@@ -215,7 +236,14 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
         free = total = available
         gpu_states = gpu_states or 0
     return Budgets(
-        total, free, available + on_host, gpu_states, config.gpu_memory, config.host_memory, gpu_is_own=device.is_cuda
+        total,
+        free,
+        available + on_host,
+        gpu_states,
+        config.gpu_memory,
+        config.host_memory,
+        gpu_is_own=device.is_cuda,
+        taken=running.taken(),
     )
 
 

@@ -47,13 +47,14 @@ def check_deepspeed_config(
         problem = f"zero_optimization.stage is {stage}, but DS-Slide is an engine for stage 3"
         raise SlideConfigError(f'{problem}; set it to 3 or remove "ds_slide"')
     values = values_of_config(config) | {"mpu": mpu}
+    trains = has_optimizer(config.optimizer_name, client_optimizer)
     _raise(
         *setting_problems(values, (*REFUSED_ENGINE_SETTINGS, *REFUSED_ZERO_SETTINGS)),
         *parallel_problems(values),
         *offload_problems(values),
         *ssd_problems(slide, config._param_dict),
-        *state_dtype_problems(slide),
-        *holding_problems(values, slide),
+        *(state_dtype_problems(slide) if trains else ()),
+        *(holding_problems(values, slide) if trains else ()),
         *model_problems(model),
         *optimizer_choice_problems(config.optimizer_name, client_optimizer),
     )
@@ -81,6 +82,17 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, ds_c
         *model_problems(module),
         *optimizer_problems(init_optimizer),
     )
+
+
+def check_without_optimizer(module: nn.Module) -> None:
+    """Refuse a model, as it is when the engine is built, of which DS-Slide cannot run forwards. Raises
+    SlideConfigError."""
+    _raise(*dtype_problems({}, module), *model_problems(module))
+
+
+def has_optimizer(json_name: str | None, client_optimizer: Any) -> bool:
+    """As DeepSpeed decides it. Without one the engine runs forwards only."""
+    return bool(client_optimizer) or bool(json_name)
 
 
 def values_of_config(config: Any) -> dict[str, Any]:
@@ -185,12 +197,7 @@ def optimizer_choice_problems(json_name: str | None, client_optimizer: Any) -> I
         yield from optimizer_problems(client_optimizer)
     elif client_optimizer is not None:
         return  # a callable: what it makes is checked when it is made
-    elif json_name is None:
-        yield (
-            'no optimizer is given, but DS-Slide exists to update parameters; add an "optimizer" of type AdamW to the '
-            "DeepSpeed config, or set ds_slide.enabled to false for inference"
-        )
-    elif json_name.lower() not in _ADAM_NAMES:
+    elif json_name is not None and json_name.lower() not in _ADAM_NAMES:
         yield f'optimizer.type is "{json_name}", but DS-Slide updates with Adam only; use "AdamW" or "Adam"'
 
 

@@ -15,15 +15,14 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
-from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import _init_external_params
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideError
+from ds_slide.integration import ownership, planes
 from ds_slide.integration import parameters as protocol
-from ds_slide.integration import planes
 from ds_slide.integration.access import StateAccess
 from ds_slide.integration.assemble import assemble, runtime_settings
 from ds_slide.integration.checkpoint_mapped import MappedFiles
@@ -45,6 +44,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self, module: nn.Module, init_optimizer: Any, param_names: Any, timers: Any, ds_config: Any, **kwargs: Any
     ) -> None:
         ZeROOptimizer.__init__(self)
+        ownership.end_earlier_engine(module)
         check_supported(kwargs, init_optimizer, module, ds_config)
         config = SlideConfig.from_deepspeed(ds_config)
         assert config is not None
@@ -75,7 +75,6 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def _take_over(self, module: nn.Module) -> None:
         """Make the model's parameters, and what asks for their states, those of the runtime."""
-        FWD_MODULE_STACK.append(module)  # where DeepSpeed registers a parameter that is used outside its module
         self.protocol = protocol.ParameterProtocol(self.runtime, self.dp_process_group)
         self.access = StateAccess(self.runtime, self.protocol.places, self.dp_process_group)
         self.sub_groups = SubGroups(self.fp16_groups, self._group_ids, self.protocol.places, self.runtime)
@@ -83,6 +82,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._link_all_hp_params()
         self._norm_watch = NormWatch(self.runtime)
         self.parameter_offload = ParameterOffload(self.runtime, module)
+        ownership.enter(self, module)
 
     def _set_stock_attributes(
         self, module: nn.Module, init_optimizer: Any, param_names: Any, timers: Any, kwargs: dict[str, Any]
@@ -402,5 +402,4 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         """End the lanes and remove the hooks."""
         self.runtime.close()
         self.kernels.undo()
-        if self.module in FWD_MODULE_STACK:
-            FWD_MODULE_STACK.remove(self.module)
+        ownership.leave(self, self.module)

@@ -135,7 +135,6 @@ CONFIGS = [
         ds_config(slide={"hold_gradients": False}, gradient_clipping=0.0, managed_gradient_accumulation=False),
         "ds_slide.hold_gradients is false, but managed_gradient_accumulation is false,",
     ),
-    (ds_config(optimizer=None), "no optimizer is given, but"),
     *(
         (
             ds_config(optimizer={"type": name, "params": {}}),
@@ -354,7 +353,6 @@ INITIALIZE = textwrap.dedent(
 END_TO_END = {
     "stage 2": (ds_config({"stage": 2}), None, "zero_optimization.stage is 2, but"),
     "no ZeRO": (ds_config(zero_optimization=None), None, "zero_optimization.stage is 0, but"),
-    "no optimizer": (ds_config(optimizer=None), None, "no optimizer is given, but"),
     "SGD": (ds_config(optimizer=None), "SGD", "the optimizer is torch.optim.sgd.SGD, but"),
     "nvme": (
         ds_config({"offload_param": {"device": "nvme"}}),
