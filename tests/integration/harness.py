@@ -158,8 +158,8 @@ def half_up(masters: torch.Tensor) -> torch.Tensor:
 
 
 def exchanged(states: dict[str, dict[str, torch.Tensor]], *, to_stock: bool) -> dict[str, dict[str, torch.Tensor]]:
-    """States in the form of `states_of`, as the other engine has them after loading: of one bf16 weight in 131,072, whose
-    master is a tie, the engines make different ones."""
+    """States in the form of `states_of`, as the other engine has them after loading: of one bf16 weight in 131,072,
+    whose master is a tie, the engines make different ones."""
     there = {name: dict(tensors) for name, tensors in states.items()}
     for tensors in there.values():
         if "master" in tensors and tensors["weight"].dtype == torch.bfloat16:
