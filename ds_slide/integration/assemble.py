@@ -25,6 +25,7 @@ from ds_slide.patching.apply import Replaced
 from ds_slide.patching.streamed_head import stream_head
 from ds_slide.plan.memory import Budgets, Plan, make_plan
 from ds_slide.plan.placement import Needs, UnitSize
+from ds_slide.runtime import running
 from ds_slide.runtime.build import STAGINGS, build_runtime
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import SlideRuntime
@@ -52,7 +53,7 @@ def assemble(
     """
     device = Device(torch.device(get_accelerator().current_device_name()))
     ranks = Ranks.over(process_group, device)
-    head = find_streamed_head(module, ranks.world_size) if config.stream_head else None
+    head = find_streamed_head(module, ranks.world_size, settings.gradient_dtype) if config.stream_head else None
     structure = find_structure(module, config.blocks, () if head is None else (head.path,))
     if head is not None:
         check_is_edge(head, structure)
@@ -92,15 +93,17 @@ def assemble(
 def runtime_settings(
     config: SlideConfig,
     ds_config: Mapping[str, Any],
-    dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
     accumulation_dtype: torch.dtype,
     accumulation_steps: int,
     clips: bool,
 ) -> RuntimeSettings:
     """Decide what the DeepSpeed settings mean for the runtime (see `SlideConfig.hold_gradients`). `ds_config`: raw."""
-    needs_hold = clips or dtype == torch.float16 or accumulation_steps > 1
+    # Unmanaged, DeepSpeed does not say which backward is the last one: the script calls step() when it likes.
+    accumulates = accumulation_steps > 1 or not ds_config.get("managed_gradient_accumulation", True)
+    needs_hold = clips or gradient_dtype == torch.float16 or accumulates
     held = needs_hold if config.hold_gradients == "auto" else config.hold_gradients
-    held_dtype = accumulation_dtype if accumulation_steps > 1 else dtype
+    held_dtype = accumulation_dtype if accumulates else gradient_dtype
     threads, cores = update_cores(
         config.cpu_threads,
         config.cpu_cores,
@@ -108,11 +111,11 @@ def runtime_settings(
         local_ranks(),
     )
     return RuntimeSettings(
-        dtype=dtype,
+        gradient_dtype=gradient_dtype,
         held_dtype=held_dtype if held else None,
         moments=STATE_FORMATS[config.state_dtype],
         ssd=ssd_settings(config, ds_config),
-        accumulates=accumulation_steps > 1,
+        accumulates=accumulates,
         gradient_buffers=config.gradient_buffers,
         cpu_threads=threads,
         cpu_cores=cores,
@@ -120,6 +123,25 @@ def runtime_settings(
         delay_ms=config.debug.lane_delay_ms,
         seed=config.debug.seed,
         hang_timeout_s=config.hang_timeout,
+    )
+
+
+def forward_settings(config: SlideConfig, ds_config: Mapping[str, Any], dtype: torch.dtype) -> RuntimeSettings:
+    """Of an engine without an optimizer: what the JSON says of updates and gradients does not concern it."""
+    return RuntimeSettings(
+        gradient_dtype=dtype,
+        held_dtype=dtype,
+        moments=STATE_FORMATS["fp32"],
+        ssd=ssd_settings(config, ds_config),
+        accumulates=False,
+        gradient_buffers=0,
+        cpu_threads=0,
+        cpu_cores=(),
+        huge_pages=config.huge_pages,
+        delay_ms=config.debug.lane_delay_ms,
+        seed=config.debug.seed,
+        hang_timeout_s=config.hang_timeout,
+        trains=False,
     )
 
 
@@ -162,12 +184,11 @@ def _plan(
     held = 0 if settings.held_dtype is None else settings.held_dtype.itemsize
     rings = settings.held_dtype is None or settings.accumulates
     needs = Needs(
-        specs=settings.specs,
-        weight_bytes=settings.dtype.itemsize,
-        gradient_bytes=settings.dtype.itemsize,
+        gradient_bytes=settings.gradient_dtype.itemsize,
         held_bytes=held,
         window=LEAST_WINDOW if config.window == "auto" else config.window,
         window_grows=config.window == "auto" and budgets.gpu_is_own,
+        trains=settings.trains,
         stagings=STAGINGS,
         ring=settings.gradient_buffers if rings else 0,
         ring_to_ssd=settings.gradient_buffers,
@@ -175,7 +196,17 @@ def _plan(
         shares_weights=shares_weights,
         ssd=None if settings.ssd is None else settings.ssd.needs,
     )
-    sizes = [UnitSize(plan.spec.name, plan.layout, plan.spec.kind == "edge", plan.passing_numel) for plan in unit_plans]
+    sizes = [
+        UnitSize(
+            plan.spec.name,
+            plan.layout,
+            plan.spec.kind,
+            settings.specs(plan.dtype),
+            plan.dtype.itemsize,
+            plan.passing_numel,
+        )
+        for plan in unit_plans
+    ]
     return make_plan(sizes, needs, budgets)
 
 
@@ -195,8 +226,8 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
     gpu_states = None if config.gpu_states == "auto" else config.gpu_states
     if config.state_dtype != "fp32":
         gpu_states = 0  # the short formats are updated on the CPU; the contract has refused another wish
-    # The ranks of one machine share its memory.
-    available = psutil.virtual_memory().available // local_ranks()
+    # The ranks of one machine share its memory. Every rank has the same engines, so each subtracts its own.
+    available = max(0, psutil.virtual_memory().available // local_ranks() - running.untouched_host_bytes())
     if device.is_cuda:
         free, total = device.memory()
         free += on_gpu
@@ -205,7 +236,14 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
         free = total = available
         gpu_states = gpu_states or 0
     return Budgets(
-        total, free, available + on_host, gpu_states, config.gpu_memory, config.host_memory, gpu_is_own=device.is_cuda
+        total,
+        free,
+        available + on_host,
+        gpu_states,
+        config.gpu_memory,
+        config.host_memory,
+        gpu_is_own=device.is_cuda,
+        taken=running.taken(),
     )
 
 

@@ -254,5 +254,5 @@ class ParameterProtocol:
                 whole = unit.resident[entry.slot_offset : entry.slot_offset + entry.numel].view(entry.shape)
                 parameter.data = whole
             elif not self._runtime.is_bound(unit):
-                parameter.data = self._runtime.parts.empty.tensor
+                parameter.data = self._runtime.parts.empty.tensors[unit.dtype]
                 parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE

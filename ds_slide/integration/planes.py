@@ -14,7 +14,7 @@ from ds_slide.runtime.unit import Unit
 
 MASTER = "master"
 STATE_KEYS = ("exp_avg", "exp_avg_sq")
-# encode_planar works in 64-bit integers: 2 MiB a temporary, which stays in a core's cache.
+# encode_planar works in 32-bit integers: 1 MiB a temporary, which stays in a core's cache.
 _CHUNK = 1 << 18
 
 
@@ -74,6 +74,13 @@ def write_values(unit: Unit, key: str, span: slice, values: torch.Tensor) -> Non
         if state.has("remainder"):
             state.write("remainder", span, values)
         state.write("weight", span, values.to(dtype))
+
+
+def as_weights(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Flat fp32 masters, rounded to the weights that an engine with these masters has."""
+    if dtype != torch.bfloat16:
+        return values.to(dtype).float()
+    return torch.cat([encode_planar(values[part])[0].view(dtype).float() for part in pieces(values.numel())])
 
 
 def read_weights(unit: Unit, entry: Entry, start: int, stop: int) -> torch.Tensor:

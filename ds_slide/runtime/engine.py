@@ -23,7 +23,9 @@ from torch import nn
 
 from ds_slide.errors import SlideError
 from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.plan.memory import NOTHING_TAKEN, Taken
 from ds_slide.report.statistics import StepRecorder
+from ds_slide.runtime import running
 from ds_slide.runtime.apply import device_update
 from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.gathers import Gathers
@@ -102,11 +104,15 @@ class Parts:
     gathers: Gathers
     shared: SharedWeights | None
     updating: Updating
+    trains: bool = True
+    """False: weights only, for forwards that no step follows."""
     ssd: SsdStates | None = None
     make_rows: MakeRows | None = None
     """Of the edge whose rows pass through the GPU."""
     watchdog: Watchdog | None = None
     memory_report: dict[str, int] = field(default_factory=dict)
+    taken: Taken = NOTHING_TAKEN
+    """Of the limits that all engines of a process share."""
 
 
 def _close_at_exit(runtime: weakref.ref[SlideRuntime], owner: int) -> None:
@@ -206,7 +212,7 @@ class SlideRuntime:
 
     def _unbind(self, unit: Unit) -> None:
         for parameter in unit.parameters:
-            parameter.data = self.parts.empty.tensor
+            parameter.data = self.parts.empty.tensors[unit.dtype]
         self._availability(unit.parameters, False)
 
     def _bind_slot(self, unit: Unit, direction: str) -> Slot:
@@ -278,8 +284,10 @@ class SlideRuntime:
         if with_backward:
             unit.uses += 1
         if unit.is_streamed and unit.order not in self._bound:
-            self._bind_slot(unit, "forward" if with_backward or self._root.expects_backward() else "inference")
-        self.bind_if_fetched(unit)
+            trains = self.parts.trains and (with_backward or self._root.expects_backward())
+            self._bind_slot(unit, "forward" if trains else "inference")
+        for resident in (unit, *unit.parts):
+            self.bind_if_fetched(resident)
 
     def leave_forward(self, unit: Unit) -> None:
         if not unit.in_backward:
@@ -305,7 +313,8 @@ class SlideRuntime:
         unit.in_backward = False
         self._unbind_slot(unit)
         if unit.uses_done >= unit.uses:
-            self._finalize(unit)
+            for finished in (*unit.parts, unit):
+                self._finalize(finished)
 
     def begin_backward(self, hypers: Sequence[AdamWHyper]) -> None:
         """Before the first gradient. `hypers`: of the coming step, for updates that do not wait for it."""
@@ -515,6 +524,7 @@ class SlideRuntime:
 
     def close(self) -> None:
         """Run what is queued, end the threads, remove the hooks. Harmless when called twice."""
+        running.leave(self)
         self.detach()
         if self.rows is not None:
             self.rows.close()

@@ -305,10 +305,9 @@ class Gradients:
         packed, own = staging.packed[: self._ranks.world_size * numel], staging.own[:numel]
         packed.zero_()
         targets, sources = [], []
-        for parameter, entry in unit.trainable:
-            if parameter.grad is None:
+        for (_, entry), flat in zip(unit.trainable, unit.gradients(), strict=True):
+            if flat is None:
                 continue
-            flat = parameter.grad.reshape(-1)
             for rank in range(self._ranks.world_size):
                 start, stop = piece(entry, rank)
                 if stop > start:

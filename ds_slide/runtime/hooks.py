@@ -93,7 +93,7 @@ class BlockHooks:
         if in_backward():
             self._events.enter_backward(self._unit)
         else:
-            counted = (bool(places) or bool(self._unit.trainable)) and self._root.expects_backward()
+            counted = (bool(places) or self._unit.trains) and self._root.expects_backward()
             self._events.enter_forward(self._unit, with_backward=counted)
         if places and torch.is_grad_enabled():
             leave = self._events.leave_backward

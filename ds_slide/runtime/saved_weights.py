@@ -80,7 +80,7 @@ class SavedWeights:
         if isinstance(saved, ParameterReference):
             return saved.parameter
         assert slot is not None
-        return slot.buffer.as_strided(saved.size, saved.stride, saved.offset)
+        return slot.buffer.view(saved.unit.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
 
 def hooks_around() -> tuple[Pack, Unpack] | None:

@@ -26,8 +26,9 @@ Direction = Literal["forward", "backward", "inference"]
 
 
 class Slot:
-    """One GPU buffer. Owners: the h2d lane from `fill` until `ready` is kept; then the compute lane, as long
-    as it is bound and until `free` has been passed on the compute stream; then the h2d lane again."""
+    """One GPU buffer, of bytes: what it holds has its unit's data type. Owners: the h2d lane from `fill` until `ready`
+    is kept; then the compute lane, as long as it is bound and until `free` has been passed on the compute stream; then
+    the h2d lane again."""
 
     def __init__(self, index: int, buffer: torch.Tensor) -> None:
         self.index = index
@@ -90,6 +91,10 @@ class Window:
         self.by_storage = {slot.buffer.untyped_storage().data_ptr(): slot for slot in self.slots}
         self.misses = 0
         """Blocks that nobody had requested before they were needed."""
+
+    def nbytes(self) -> int:
+        """Of the slots."""
+        return sum(slot.buffer.numel() * slot.buffer.element_size() for slot in self.slots)
 
     def acquire(self, unit: Unit, direction: Direction) -> Slot:
         """The slot that holds `unit`, bound once more; requests what `direction` needs next."""

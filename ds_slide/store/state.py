@@ -19,6 +19,7 @@ from ds_slide.model.layout import UnitLayout
 from ds_slide.optim.low_precision import from_fp32, to_fp32
 from ds_slide.store.planes import Planes, PlaneSpec
 from ds_slide.store.ssd_unit import SsdUnit
+from ds_slide.store.untouched import untouched_bytes
 
 Tier = Literal["host", "gpu", "ssd"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -155,6 +156,7 @@ class HostMemory:
         self._huge_pages = huge_pages
         self.total_bytes = 0
         self.pinned_bytes = 0
+        self._tensors: list[torch.Tensor] = []
 
     def tensor(self, numel: int, dtype: torch.dtype, *, transfers: bool) -> torch.Tensor:
         """A zeroed flat tensor. `transfers`: the GPU copies from or to it, so it is page-locked."""
@@ -183,9 +185,15 @@ class HostMemory:
                 slab = _native.Slab(*place, size, pin, self._huge_pages)
         except (RuntimeError, MemoryError, ValueError) as error:
             raise self.refusal(size, transfers, error) from error
+        whole = torch.frombuffer(slab, dtype=torch.uint8, count=size)
         if counts:
             self._count(size, pin)
-        return torch.frombuffer(slab, dtype=torch.uint8, count=size).view(dtype)
+            self._tensors.append(whole)
+        return whole.view(dtype)
+
+    def untouched_bytes(self) -> int:
+        """Of the tensors, which are all in use still: what the operating system counts as free."""
+        return untouched_bytes((tensor.data_ptr(), tensor.numel()) for tensor in self._tensors)
 
     def pool(self, nbytes: int, count: int, *, transfers: bool) -> Any:
         """A `_native.Pool` of `count` page-aligned buffers. `transfers`: as in `tensor`.

@@ -1,4 +1,5 @@
-"""Trains with Hugging Face's Trainer on stock ZeRO-3 and on DS-Slide, then DS-Slide resumed from its checkpoint.
+"""Trains with Hugging Face's Trainer on stock ZeRO-3 and on DS-Slide, then DS-Slide resumed from its checkpoint; and
+evaluates on both without a training.
 
     python hf_trainer_worker.py FOLDER
 
@@ -23,6 +24,7 @@ import ds_slide  # noqa: F401  (for a source tree on the path; an installed pack
 
 STEPS, SAVED_AT = 8, 4
 RUNS = ("stock", "slide", "resumed")
+EVALUATIONS = ("stock-evaluation", "slide-evaluation")
 VOCABULARY, LENGTH = 256, 32
 
 
@@ -53,7 +55,7 @@ def ds_config(run: str) -> dict[str, Any]:
             },
         },
     }
-    return config if run == "stock" else {**config, "ds_slide": {"enabled": True}}
+    return config if run.startswith("stock") else {**config, "ds_slide": {"enabled": True}}
 
 
 def model() -> LlamaForCausalLM:
@@ -66,8 +68,7 @@ def model() -> LlamaForCausalLM:
     )
 
 
-def train(run: str, folder: Path) -> dict[str, Any]:
-    out = folder / ("stock" if run == "stock" else "slide")
+def trainer_of(run: str, out: Path) -> Trainer:
     arguments = TrainingArguments(
         str(out),
         per_device_train_batch_size=2,
@@ -88,7 +89,26 @@ def train(run: str, folder: Path) -> dict[str, Any]:
     )
     tokens = torch.randint(VOCABULARY, (40, LENGTH), generator=torch.Generator().manual_seed(3))
     data = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = Trainer(model=model(), args=arguments, train_dataset=data, eval_dataset=data[:4])
+    return Trainer(model=model(), args=arguments, train_dataset=data, eval_dataset=data[:4])
+
+
+def evaluate(run: str, folder: Path) -> dict[str, Any]:
+    """Nothing is trained: the Trainer takes the optimizer out of the JSON."""
+    trainer = trainer_of(run, folder / run)
+    evaluated = trainer.evaluate()["eval_loss"]
+    predicted = trainer.predict(trainer.eval_dataset)
+    trainer.save_model(str(folder / run / "final"))
+    return {
+        "optimizer": type(trainer.model_wrapped.optimizer).__name__,
+        "eval_loss": evaluated,
+        "logits": torch.tensor(predicted.predictions),
+        "weights": load_file(folder / run / "final" / "model.safetensors"),
+    }
+
+
+def train(run: str, folder: Path) -> dict[str, Any]:
+    out = folder / ("stock" if run == "stock" else "slide")
+    trainer = trainer_of(run, out)
     trainer.train(resume_from_checkpoint=str(out / f"checkpoint-{SAVED_AT}") if run == "resumed" else None)
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(out / "final"))
@@ -105,12 +125,12 @@ def main(folder: Path) -> None:
     require_one_thread()
     launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ.update(launcher)
-    for run in RUNS:
+    for run in (*RUNS, *EVALUATIONS):
         if child := os.fork():
             if os.waitpid(child, 0)[1]:
                 sys.exit(f"the run {run} has failed")
             continue
-        torch.save(train(run, folder), folder / f"{run}.pt")
+        torch.save((train if run in RUNS else evaluate)(run, folder), folder / f"{run}.pt")
         return
 
 
