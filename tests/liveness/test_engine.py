@@ -31,7 +31,9 @@ def test_all_schedules(configuration: Configuration) -> None:
     check(count)
 
 
-@pytest.mark.parametrize("configuration", [*ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *BESIDE], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "configuration", [*ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *BESIDE], ids=lambda each: each.name
+)
 def test_lanes_of_any_speed(configuration: Configuration) -> None:
     """Each lane the slowest of all, and a few random orders."""
     small = configuration.blocks < 5
