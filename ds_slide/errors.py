@@ -8,12 +8,9 @@ class SlideError(RuntimeError):
     """Something DS-Slide cannot do, refused before it could change a result."""
 
 
-class SlideAttributeError(SlideError, AttributeError):
-    """An attribute that DeepSpeed's own object would have. An AttributeError, so that `hasattr` is false."""
-
-    def __init__(self, message: str, *, name: str, obj: object) -> None:
-        AttributeError.__init__(self, message, name=name, obj=obj)
-
-
 class SlideConfigError(SlideError, ValueError):
     """A value in the DeepSpeed config, or an argument of the same kind, that DS-Slide cannot use."""
+
+
+class SlideAttributeError(SlideError, AttributeError):
+    """An attribute of a stock object that DS-Slide's has not; `hasattr` and `getattr` with a default work as ever."""

@@ -85,7 +85,9 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
         else:
             from ds_slide.integration.contract import check_deepspeed_config
             from ds_slide.integration.selfcheck import check_deepspeed, check_extension
+            from ds_slide.report.log import show
 
+            show()
             check_deepspeed()
             check_extension()
             check_deepspeed_config(

@@ -53,7 +53,7 @@ def assemble(
     """
     device = Device(torch.device(get_accelerator().current_device_name()))
     ranks = Ranks.over(process_group, device)
-    head = find_streamed_head(module, ranks.world_size) if config.stream_head else None
+    head = find_streamed_head(module, ranks.world_size, settings.gradient_dtype) if config.stream_head else None
     structure = find_structure(module, config.blocks, () if head is None else (head.path,))
     if head is not None:
         check_is_edge(head, structure)
@@ -93,15 +93,17 @@ def assemble(
 def runtime_settings(
     config: SlideConfig,
     ds_config: Mapping[str, Any],
-    dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
     accumulation_dtype: torch.dtype,
     accumulation_steps: int,
     clips: bool,
 ) -> RuntimeSettings:
     """Decide what the DeepSpeed settings mean for the runtime (see `SlideConfig.hold_gradients`). `ds_config`: raw."""
-    needs_hold = clips or dtype == torch.float16 or accumulation_steps > 1
+    # Unmanaged, DeepSpeed does not say which backward is the last one: the script calls step() when it likes.
+    accumulates = accumulation_steps > 1 or not ds_config.get("managed_gradient_accumulation", True)
+    needs_hold = clips or gradient_dtype == torch.float16 or accumulates
     held = needs_hold if config.hold_gradients == "auto" else config.hold_gradients
-    held_dtype = accumulation_dtype if accumulation_steps > 1 else dtype
+    held_dtype = accumulation_dtype if accumulates else gradient_dtype
     threads, cores = update_cores(
         config.cpu_threads,
         config.cpu_cores,
@@ -109,11 +111,11 @@ def runtime_settings(
         local_ranks(),
     )
     return RuntimeSettings(
-        dtype=dtype,
+        gradient_dtype=gradient_dtype,
         held_dtype=held_dtype if held else None,
         moments=STATE_FORMATS[config.state_dtype],
         ssd=ssd_settings(config, ds_config),
-        accumulates=accumulation_steps > 1,
+        accumulates=accumulates,
         gradient_buffers=config.gradient_buffers,
         cpu_threads=threads,
         cpu_cores=cores,
@@ -127,7 +129,7 @@ def runtime_settings(
 def forward_settings(config: SlideConfig, ds_config: Mapping[str, Any], dtype: torch.dtype) -> RuntimeSettings:
     """Of an engine without an optimizer: what the JSON says of updates and gradients does not concern it."""
     return RuntimeSettings(
-        dtype=dtype,
+        gradient_dtype=dtype,
         held_dtype=dtype,
         moments=STATE_FORMATS["fp32"],
         ssd=ssd_settings(config, ds_config),
@@ -182,9 +184,7 @@ def _plan(
     held = 0 if settings.held_dtype is None else settings.held_dtype.itemsize
     rings = settings.held_dtype is None or settings.accumulates
     needs = Needs(
-        specs=settings.specs,
-        weight_bytes=settings.dtype.itemsize,
-        gradient_bytes=settings.dtype.itemsize,
+        gradient_bytes=settings.gradient_dtype.itemsize,
         held_bytes=held,
         window=LEAST_WINDOW if config.window == "auto" else config.window,
         window_grows=config.window == "auto" and budgets.gpu_is_own,
@@ -196,7 +196,17 @@ def _plan(
         shares_weights=shares_weights,
         ssd=None if settings.ssd is None else settings.ssd.needs,
     )
-    sizes = [UnitSize(plan.spec.name, plan.layout, plan.spec.kind == "edge", plan.passing_numel) for plan in unit_plans]
+    sizes = [
+        UnitSize(
+            plan.spec.name,
+            plan.layout,
+            plan.spec.kind,
+            settings.specs(plan.dtype),
+            plan.dtype.itemsize,
+            plan.passing_numel,
+        )
+        for plan in unit_plans
+    ]
     return make_plan(sizes, needs, budgets)
 
 
@@ -219,11 +229,8 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
     # The ranks of one machine share its memory. Every rank has the same engines, so each subtracts its own.
     available = max(0, psutil.virtual_memory().available // local_ranks() - running.untouched_host_bytes())
     if device.is_cuda:
-        free, total = torch.cuda.mem_get_info(device.torch)
-        fraction = torch.cuda.get_per_process_memory_fraction(device.torch) if _has_fraction() else 1.0
-        reserved = torch.cuda.memory_reserved(device.torch)
-        total = int(total * fraction)
-        free = min(free + reserved, total) - torch.cuda.memory_allocated(device.torch) + on_gpu
+        free, total = device.memory()
+        free += on_gpu
     else:
         # The accelerator is the host: its part comes out of the same memory, so nothing is placed there unasked.
         free = total = available
@@ -245,10 +252,6 @@ def _agreed(budgets: Budgets, ranks: Ranks) -> Budgets:
     everywhere."""
     gpu_total, gpu_free, host_free = ranks.least([budgets.gpu_total, budgets.gpu_free, budgets.host_free])
     return dataclasses.replace(budgets, gpu_total=gpu_total, gpu_free=gpu_free, host_free=host_free)
-
-
-def _has_fraction() -> bool:
-    return hasattr(torch.cuda, "get_per_process_memory_fraction")
 
 
 def _release_cached_host_memory() -> None:

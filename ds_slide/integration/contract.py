@@ -26,6 +26,7 @@ from ds_slide.integration.ssd_settings import ssd_problems
 # (package, class) of what is supported: a subclass may change the update rule, so the type must be exact.
 _ADAM_CLASSES = (("deepspeed", "DeepSpeedCPUAdam"), ("deepspeed", "FusedAdam"), ("torch", "Adam"), ("torch", "AdamW"))
 _ADAM_NAMES = ("adam", "adamw")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FOREIGN_MODULES = {
     ("deepspeed", "PipelineModule"): "pipeline parallelism",
     ("deepspeed", "MoE"): "expert parallelism",
@@ -71,7 +72,7 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, ds_c
     # These two arrive under other names than they are set with.
     values["prescale_gradients"] = not values.get("postscale_gradients", True)
     values["zero_quantized_gradients"] = values.get("all2all_process_group") is not None
-    values["fp16"] = model_dtype(module) == torch.float16
+    values["fp16"] = gradient_dtype(kwargs, module) == torch.float16
     _raise(
         *setting_problems(values, REFUSED_ZERO_SETTINGS),
         *parallel_problems(values),
@@ -121,7 +122,6 @@ def values_of_config(config: Any) -> dict[str, Any]:
         "autotp_size": config.tensor_parallel_config.autotp_size,
         "expert_parallel": getattr(getattr(config, "expert_parallel_config", None), "enabled", False),
         "sequence_parallel_size": config._param_dict.get("sequence_parallel_size", 1),
-        "load_universal": config.load_universal_checkpoint,
         "pipeline_loading_checkpoint": zero.pipeline_loading_checkpoint,
         "managed_gradient_accumulation": getattr(config, "managed_gradient_accumulation", True),
     }
@@ -162,6 +162,8 @@ def holding_problems(values: Values, slide: SlideConfig) -> Iterator[str]:
         reasons.append(f"gradient_clipping is {clip}")
     if (steps := values.get("gradient_accumulation_steps", 1)) > 1:
         reasons.append(f"gradient_accumulation_steps is {steps}")
+    if not values.get("managed_gradient_accumulation", True):
+        reasons.append("managed_gradient_accumulation is false")
     if values.get("fp16"):
         reasons.append("fp16 can overflow")
     if reasons:
@@ -172,21 +174,21 @@ def holding_problems(values: Values, slide: SlideConfig) -> Iterator[str]:
 
 
 def dtype_problems(values: Values, module: nn.Module) -> Iterator[str]:
-    """A model of several data types, and gradients of another one than the model's."""
-    dtype = model_dtype(module)
-    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
-        yield f"the model's parameters are {dtype}, but DS-Slide trains bfloat16, float16 and float32; convert it"
-        return
+    """Parameters of a data type that cannot be trained, and gradients that would be added up in a shorter one."""
     for name, parameter in module.named_parameters():
-        if parameter.dtype != dtype:
-            yield f"parameter {name} is {parameter.dtype} and others are {dtype}; convert the model to one data type"
+        if parameter.dtype not in _DTYPES:
+            kind = f"parameter {name} is {parameter.dtype}"
+            yield f"{kind}, but DS-Slide trains bfloat16, float16 and float32; convert it"
             break
-    communication = values.get("communication_data_type")
-    if communication not in (None, dtype):
-        yield f"communication_data_type is {communication}, but DS-Slide reduces gradients in {dtype}; remove it"
+    reduced = gradient_dtype(values, module)
+    if reduced not in _DTYPES:
+        yield f"communication_data_type is {reduced}, but DS-Slide reduces bfloat16, float16 and float32; remove it"
     accumulation = values.get("gradient_accumulation_dtype")
-    if accumulation not in (None, dtype, torch.float32):
-        yield f"data_types.grad_accum_dtype is {accumulation}, but the model is {dtype}; remove it or use fp32"
+    if accumulation not in (None, reduced, torch.float32):
+        yield (
+            f"gradients are reduced in {reduced} (communication_data_type) and added up in {accumulation} "
+            "(data_types.grad_accum_dtype), which loses what the first keeps; set the second to fp32"
+        )
 
 
 def optimizer_choice_problems(json_name: str | None, client_optimizer: Any) -> Iterator[str]:
@@ -229,10 +231,12 @@ def model_problems(model: nn.Module) -> Iterator[str]:
                 return
 
 
-def model_dtype(module: nn.Module) -> torch.dtype | None:
-    """Data type of the first trainable parameter, else of the first one; None without parameters."""
+def gradient_dtype(values: Values, module: nn.Module) -> torch.dtype:
+    """In which gradients are reduced: DeepSpeed gives it, by default that of the precision which is enabled in the JSON
+    whatever the parameters have. Without it that of the first trainable parameter, or of the first one."""
+    given: torch.dtype | None = values.get("communication_data_type")
     parameters = sorted(module.parameters(), key=lambda parameter: not parameter.requires_grad)
-    return parameters[0].dtype if parameters else None
+    return given or (parameters[0].dtype if parameters else torch.float32)
 
 
 def _package(kind: type) -> str:

@@ -84,9 +84,7 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
         pass
 
     def __getattr__(self, name: str) -> Any:
-        raise SlideAttributeError(
-            f"this engine has no optimizer, and DS-Slide keeps no '{name}' for it; {GIVE_ONE}", name=name, obj=self
-        )
+        raise SlideAttributeError(f"this engine has no optimizer, and DS-Slide keeps no '{name}' for it; {GIVE_ONE}")
 
     def destroy(self) -> None:
         """End the lanes and remove the hooks. Harmless when called twice."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_slide.errors import SlideConfigError
@@ -22,8 +23,9 @@ class StreamedHead:
     module: nn.Linear
 
 
-def find_streamed_head(model: nn.Module, world_size: int) -> StreamedHead:
-    """The head of `model`, a plain linear layer with a weight of its own. Raises SlideConfigError for another one."""
+def find_streamed_head(model: nn.Module, world_size: int, gradient_dtype: torch.dtype) -> StreamedHead:
+    """The head of `model`, a plain linear layer with a weight of its own. Raises SlideConfigError for another one.
+    `gradient_dtype`: in which gradients leave the GPU."""
     if world_size > 1:
         raise SlideConfigError(
             f"{ASKED}, but the rows of a head pass through one GPU and there are {world_size} ranks; {WAY_OUT}"
@@ -54,6 +56,11 @@ def find_streamed_head(model: nn.Module, world_size: int) -> StreamedHead:
         raise SlideConfigError(
             f"{ASKED}, but the weight of the head {path} has hooks for its gradient, which never exists as a whole; "
             f"{WAY_OUT}"
+        )
+    if head.weight.requires_grad and head.weight.dtype != gradient_dtype:
+        raise SlideConfigError(
+            f"{ASKED}, but the head {path} is {head.weight.dtype} and gradients are reduced in {gradient_dtype} "
+            f"(communication_data_type), while its own goes down as it is made; {WAY_OUT}"
         )
     return StreamedHead(path, head)
 

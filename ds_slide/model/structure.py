@@ -1,5 +1,8 @@
 """What a model is made of: blocks (elements of its repeated layer lists) and edges (everything else).
 
+A unit has one data type. A block of several (adapters in fp32 beside frozen weights in bf16) keeps the one that most of
+its elements have; the others are its parts.
+
 Found from the module tree alone: no forward, no trace. Parameters may be ZeRO-3 partitions (empty data, the real size
 in `ds_numel` and `ds_shape`).
 """
@@ -12,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import nn
 
 from ds_slide.errors import SlideConfigError
@@ -25,6 +29,7 @@ LARGE_EDGE_NUMEL = 1_000_000
 LIST_TYPES = (nn.ModuleList, nn.Sequential)
 
 _Kind = tuple[type[nn.Module], tuple[tuple[int, ...], ...]]
+_Named = list[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,16 +37,22 @@ class UnitSpec:
     """What is moved and updated as one."""
 
     name: str
-    """Module path of a block; "edge:<module path>" or "edge" for an edge."""
-    kind: Literal["block", "edge"]
+    """Module path of a block; "edge:<module path>" or "edge" for an edge. Parts, and edges in another data type than
+    the model's, have that in parentheses behind it."""
+    kind: Literal["block", "part", "edge"]
     index: int
     """Position among the units of the same kind, in registration order."""
     module: nn.Module | None
-    """The block's module; None for edges."""
+    """The module of the block, or of the block that it is a part of; None for edges."""
     parameters: tuple[tuple[str, nn.Parameter], ...]
     """(name in `named_parameters()`, parameter) in registration order."""
     numel: int
     """Elements of the whole (unpartitioned) parameters."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all its parameters."""
+        return self.parameters[0][1].dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,14 +61,16 @@ class ModelStructure:
 
     blocks: tuple[UnitSpec, ...]
     """Blocks of all layer lists in registration order (T5: encoder, then decoder)."""
+    parts: tuple[UnitSpec, ...]
+    """What blocks have in other data types, one for each of these."""
     edges: tuple[UnitSpec, ...]
     lists: tuple[str, ...]
     """Module paths of the layer lists; "" is the model itself."""
 
     @property
     def units(self) -> tuple[UnitSpec, ...]:
-        """Edges, then blocks."""
-        return self.edges + self.blocks
+        """Edges, then blocks, then their parts."""
+        return self.edges + self.blocks + self.parts
 
 
 def parameter_numel(parameter: nn.Parameter) -> int:
@@ -231,35 +244,68 @@ def _not_a_list(path: str, modules: dict[str, nn.Module]) -> str:
 def _split(
     root: nn.Module, lists: Sequence[_LayerList], ownership: _Ownership, apart: Collection[str]
 ) -> ModelStructure:
-    """Hand every parameter to its block, or to an edge."""
+    """Hand every parameter to its block, to a part of that, or to an edge."""
     layers = [layer for layer_list in lists for layer in layer_list.layers]
     block_of = {id(p): path for path, layer in layers for p in ownership.exclusive(layer)}
-    of_block: dict[str, list[tuple[str, nn.Parameter]]] = defaultdict(list)
-    of_edge: dict[str, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    of_block: dict[str, _Named] = defaultdict(list)
+    of_edge: dict[str, _Named] = defaultdict(list)
     for name, parameter in root.named_parameters():
         if id(parameter) in block_of:
             of_block[block_of[id(parameter)]].append((name, parameter))
         else:
             of_edge[name.rpartition(".")[0]].append((name, parameter))
 
-    edges: dict[str, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    model_dtype = _main_dtype(list(root.named_parameters()))
+    edges: dict[str, _Named] = defaultdict(list)
     for path, parameters in of_edge.items():
         large = bool(layers) and bool(path) and _numel(parameters) >= LARGE_EDGE_NUMEL
-        edges[f"edge:{path}" if large or path in apart else "edge"].extend(parameters)
+        name = f"edge:{path}" if large or path in apart else "edge"
+        for dtype, same in _by_dtype(parameters).items():
+            edges[name if dtype is model_dtype else _with_dtype(name, dtype)].extend(same)
 
     # A block whose parameters are all shared has nothing to move.
-    blocks = [(path, layer) for path, layer in layers if path in of_block]
+    blocks: list[tuple[str, nn.Module, _Named]] = []
+    parts: list[tuple[str, nn.Module, _Named]] = []
+    for path, layer in layers:
+        if path in of_block:
+            main = _main_dtype(of_block[path])
+            for dtype, same in _by_dtype(of_block[path]).items():
+                if dtype is main:
+                    blocks.append((path, layer, same))
+                else:
+                    parts.append((_with_dtype(path, dtype), layer, same))
     return ModelStructure(
-        blocks=tuple(
-            UnitSpec(path, "block", index, layer, tuple(of_block[path]), _numel(of_block[path]))
-            for index, (path, layer) in enumerate(blocks)
-        ),
-        edges=tuple(
-            UnitSpec(name, "edge", index, None, tuple(parameters), _numel(parameters))
-            for index, (name, parameters) in enumerate(edges.items())
-        ),
+        blocks=_specs("block", blocks),
+        parts=_specs("part", parts),
+        edges=_specs("edge", [(name, None, parameters) for name, parameters in edges.items()]),
         lists=tuple(layer_list.path for layer_list in lists),
     )
+
+
+def _specs(
+    kind: Literal["block", "part", "edge"], units: Sequence[tuple[str, nn.Module | None, _Named]]
+) -> tuple[UnitSpec, ...]:
+    return tuple(
+        UnitSpec(name, kind, index, module, tuple(parameters), _numel(parameters))
+        for index, (name, module, parameters) in enumerate(units)
+    )
+
+
+def _by_dtype(parameters: _Named) -> dict[torch.dtype, _Named]:
+    found: dict[torch.dtype, _Named] = defaultdict(list)
+    for name, parameter in parameters:
+        found[parameter.dtype].append((name, parameter))
+    return found
+
+
+def _main_dtype(parameters: _Named) -> torch.dtype | None:
+    """The data type that most elements have, of two with as many the one that comes first; None without parameters."""
+    found = _by_dtype(parameters)
+    return max(found, key=lambda dtype: _numel(found[dtype]), default=None)
+
+
+def _with_dtype(name: str, dtype: torch.dtype) -> str:
+    return f"{name} ({str(dtype).removeprefix('torch.')})"
 
 
 def _numel(parameters: Sequence[tuple[str, nn.Parameter]]) -> int:

@@ -85,9 +85,9 @@ class Plan:
 def gpu_cost(unit: UnitSize, needs: Needs) -> int:
     """Bytes more on the GPU when the unit's states (and its held gradient) move there."""
     trainable = unit.layout.trainable_numel
-    cost = optimizer_bytes(needs.specs, trainable) + trainable * max(needs.gradient_bytes, needs.held_bytes)
-    if not unit.is_edge:
-        cost += unit.layout.slot_numel * needs.weight_bytes
+    cost = optimizer_bytes(unit.specs, trainable) + trainable * max(needs.gradient_bytes, needs.held_bytes)
+    if not unit.stays:
+        cost += unit.layout.slot_numel * unit.weight_bytes
     return cost
 
 
@@ -97,12 +97,12 @@ def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan
     on_gpu: set[int] = set()
     left = allowance
     candidates = [index for index, unit in enumerate(units) if needs.trains and not unit.passing_numel]
-    for index in sorted(candidates, key=lambda index: (not units[index].is_edge, index)):
+    for index in sorted(candidates, key=lambda index: (not units[index].stays, index)):
         cost = gpu_cost(units[index], needs)
         if cost <= left:
             on_gpu.add(index)
             left -= cost
-        elif not units[index].is_edge:
+        elif not units[index].stays:
             break  # blocks in order: a gap would be fetched anyway
     placed = frozenset(on_gpu)
     host = place_on_host(units, needs, placed, budgets.host_free, budgets.host_limit)
@@ -140,34 +140,36 @@ def _window(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int], bud
 
 def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
     streamed = _streamed(units, on_gpu)
-    staging = max((unit.layout.slot_trainable_numel for unit in streamed), default=0)
+    packed = [unit for index, unit in enumerate(units) if not unit.is_edge and index not in on_gpu]
+    staging = max((unit.layout.slot_trainable_numel for unit in packed), default=0)
     gathered = 0
     if needs.world_size > 1:
         # The gradients of all units pass the staging buffers, whole and once more this rank's part.
         staging = max((unit.layout.trainable_numel for unit in units), default=0) * (needs.world_size + 1)
-        gathered = _passing_numel(units, needs, on_gpu) * needs.weight_bytes
+        gathered = _passing_bytes(units, needs, on_gpu)
     window = min(needs.window, len(streamed)) * _slot_bytes(streamed, needs)
     total = gathered + window + needs.stagings * staging * needs.gradient_bytes
-    total += sum(unit.passing_numel or unit.layout.slot_numel for unit in units if unit.is_edge) * needs.weight_bytes
+    resident = [unit for unit in units if unit.stays]
+    total += sum((unit.passing_numel or unit.layout.slot_numel) * unit.weight_bytes for unit in resident)
     return total + sum(gpu_cost(units[index], needs) for index in on_gpu)
 
 
-def _passing_numel(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
-    """Elements that the parts of several ranks take on their way into a slot or an edge: a scratch buffer in which the
+def _passing_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
+    """Bytes that the shares of several ranks take on their way into a slot or an edge: a scratch buffer in which the
     parts of gathered units meet, one for shared ones, and room for this rank's part beside each edge that is gathered
     (beside slots: `_slot_bytes`)."""
     streamed = _streamed(units, on_gpu)
-    edges = [unit for index, unit in enumerate(units) if unit.is_edge and index not in on_gpu]
+    resident = [unit for index, unit in enumerate(units) if unit.stays and index not in on_gpu]
     meeting = [units[index] for index in on_gpu]
-    numel = 0
+    nbytes = 0
     if needs.shares_weights:
-        numel += needs.world_size * _largest_part(streamed)
+        nbytes += needs.world_size * _largest_share(streamed)
     if _may_gather_blocks(needs):
         meeting += streamed
     if not needs.shares_weights:
-        numel += sum(edge.layout.local_numel for edge in edges)
-        meeting += edges
-    return numel + needs.world_size * _largest_part(meeting)
+        nbytes += sum(_share(unit) for unit in resident)
+        meeting += resident
+    return nbytes + needs.world_size * _largest_share(meeting)
 
 
 def _may_gather_blocks(needs: Needs) -> bool:
@@ -176,20 +178,24 @@ def _may_gather_blocks(needs: Needs) -> bool:
     return not needs.shares_weights or (needs.ssd is not None and needs.ssd.weights)
 
 
-def _largest_part(units: Sequence[UnitSize]) -> int:
-    """Elements of one rank's part."""
-    return max((unit.layout.local_numel for unit in units), default=0)
+def _share(unit: UnitSize) -> int:
+    """Bytes of one rank's weights."""
+    return unit.layout.local_numel * unit.weight_bytes
+
+
+def _largest_share(units: Sequence[UnitSize]) -> int:
+    return max((_share(unit) for unit in units), default=0)
 
 
 def _streamed(units: Sequence[UnitSize], on_gpu: frozenset[int]) -> list[UnitSize]:
     """Blocks that pass through the window."""
-    return [unit for index, unit in enumerate(units) if not unit.is_edge and index not in on_gpu]
+    return [unit for index, unit in enumerate(units) if not unit.stays and index not in on_gpu]
 
 
 def _slot_bytes(streamed: Sequence[UnitSize], needs: Needs) -> int:
-    """Of one slot, with room for this rank's part where blocks are gathered."""
-    numel = max((unit.layout.slot_numel for unit in streamed), default=0)
-    return (numel + (_largest_part(streamed) if _may_gather_blocks(needs) else 0)) * needs.weight_bytes
+    """Of one slot, with room for this rank's share where blocks are gathered."""
+    nbytes = max((unit.layout.slot_numel * unit.weight_bytes for unit in streamed), default=0)
+    return nbytes + (_largest_share(streamed) if _may_gather_blocks(needs) else 0)
 
 
 def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:

@@ -1,7 +1,8 @@
 """Which states stay in host memory and which go to SSD: unit by unit, as far as the memory reaches.
 
 Memory goes first to what saves most SSD traffic per byte: a block's weights (2 bytes a parameter save 6 a step: two
-reads and a write), then the edges' optimizer states (their update is the one that nothing hides), then those of the
+reads and a write), then the edges' optimizer states (their update is the one that nothing hides) and, few as they are,
+those of the blocks' parts in another data type (`ds_slide.model.structure`), then those of the
 blocks (10 bytes save 20). What stays is spread evenly over the blocks, so that the disk has work all through the step
 instead of a burst at one end of the model.
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ds_slide.model.layout import UnitLayout
 from ds_slide.store.planes import PlaneSpec, optimizer_bytes
@@ -26,14 +28,25 @@ EXTRA_WEIGHT_BUFFERS = 4
 
 @dataclass(frozen=True)
 class UnitSize:
-    """What the plan knows of a unit. The weights of `is_edge` units are always in host memory, and on the GPU as well
-    unless they pass through it."""
+    """What the plan knows of a unit. The weights of edges and parts of blocks are always in host memory, and on the GPU
+    as well unless they pass through it. `specs`: the optimizer planes. `weight_bytes`: of one element."""
 
     name: str
     layout: UnitLayout
-    is_edge: bool
+    kind: Literal["block", "part", "edge"]
+    specs: Sequence[PlaneSpec]
+    weight_bytes: int
     passing_numel: int = 0
     """Elements of the GPU buffers through which an edge passes in chunks; 0 where it is there as a whole."""
+
+    @property
+    def is_edge(self) -> bool:
+        return self.kind == "edge"
+
+    @property
+    def stays(self) -> bool:
+        """Whether its weights do not pass through the window."""
+        return self.kind != "block"
 
 
 @dataclass(frozen=True)
@@ -50,10 +63,8 @@ class SsdNeeds:
 
 @dataclass(frozen=True)
 class Needs:
-    """Storage settings that set the bytes. `specs`: the optimizer planes. Item sizes in bytes."""
+    """Storage settings that set the bytes. Item sizes in bytes."""
 
-    specs: Sequence[PlaneSpec]
-    weight_bytes: int
     gradient_bytes: int
     held_bytes: int
     """Bytes a parameter of a held host gradient; 0 when gradients are not held."""
@@ -99,17 +110,17 @@ def place_on_host(
     """Place what is not on the GPU. `host_memory`: budget in bytes of the states, None for what `host_free` leaves."""
     on_host = [index for index in range(len(units)) if index not in on_gpu]
     around = _gradient_bytes(units, needs, on_host, frozenset())
-    everything = sum(_weights(units[i], needs) + _records(units[i], needs) for i in on_host)
+    everything = sum(_weights(units[i]) + _records(units[i]) for i in on_host)
     usable = int(host_free * USABLE_SHARE) - around
     if needs.ssd is None or everything <= (usable if host_memory is None else min(usable, host_memory)):
         return HostPlacement(frozenset(), frozenset(), frozenset(), 0, 0, everything, 0, everything + around)
 
     ssd = needs.ssd
-    may_move_weights = [i for i in on_host if ssd.weights and not units[i].is_edge]
+    may_move_weights = [i for i in on_host if ssd.weights and not units[i].stays]
     may_move_records = [i for i in on_host if ssd.records and units[i].layout.trainable_numel]
     pools = _pool_bytes(units, needs, ssd, may_move_weights, may_move_records)
-    movable = sum(_weights(units[i], needs) for i in may_move_weights)
-    movable += sum(_records(units[i], needs) for i in may_move_records)
+    movable = sum(_weights(units[i]) for i in may_move_weights)
+    movable += sum(_records(units[i]) for i in may_move_records)
     gradients: frozenset[int] = frozenset()
     if ssd.records and everything - movable + sum(pools) > usable:
         free = int(host_free * USABLE_SHARE) - (everything - movable) - sum(pools)
@@ -119,18 +130,18 @@ def place_on_host(
     budget = max(0, usable - sum(pools)) if host_memory is None else min(host_memory, max(0, usable - sum(pools)))
     left = budget - everything + movable
 
-    def stay(candidates: Sequence[int], size: Callable[[UnitSize, Needs], int]) -> set[int]:
+    def stay(candidates: Sequence[int], size: Callable[[UnitSize], int]) -> set[int]:
         nonlocal left
-        kept = _spread([(i, size(units[i], needs)) for i in candidates], left)
-        left -= sum(size(units[i], needs) for i in kept)
+        kept = _spread([(i, size(units[i])) for i in candidates], left)
+        left -= sum(size(units[i]) for i in kept)
         return kept
 
     weights_stay = stay(may_move_weights, _weights)
-    records_stay = stay([i for i in may_move_records if units[i].is_edge], _records)
-    records_stay |= stay([i for i in may_move_records if not units[i].is_edge], _records)
+    records_stay = stay([i for i in may_move_records if units[i].stays], _records)
+    records_stay |= stay([i for i in may_move_records if not units[i].stays], _records)
     weights = frozenset(may_move_weights) - weights_stay
     records = frozenset(may_move_records) - records_stay
-    moved = sum(_weights(units[i], needs) for i in weights) + sum(_records(units[i], needs) for i in records)
+    moved = sum(_weights(units[i]) for i in weights) + sum(_records(units[i]) for i in records)
     buffers = _pool_bytes(units, needs, ssd, weights, records)
     return HostPlacement(
         weights,
@@ -144,12 +155,12 @@ def place_on_host(
     )
 
 
-def _weights(unit: UnitSize, needs: Needs) -> int:
-    return unit.layout.local_numel * needs.weight_bytes
+def _weights(unit: UnitSize) -> int:
+    return unit.layout.local_numel * unit.weight_bytes
 
 
-def _records(unit: UnitSize, needs: Needs) -> int:
-    return optimizer_bytes(needs.specs, unit.layout.trainable_numel)
+def _records(unit: UnitSize) -> int:
+    return optimizer_bytes(unit.specs, unit.layout.trainable_numel)
 
 
 def _held(unit: UnitSize, needs: Needs) -> int:
@@ -158,7 +169,7 @@ def _held(unit: UnitSize, needs: Needs) -> int:
 
 def _gradients_that_leave(units: Sequence[UnitSize], needs: Needs, on_host: Sequence[int], free: int) -> frozenset[int]:
     """Blocks whose held gradients go to SSD so that the others', and what the way there takes, need `free` bytes."""
-    blocks = [i for i in on_host if not units[i].is_edge and _held(units[i], needs)]
+    blocks = [i for i in on_host if not units[i].stays and _held(units[i], needs)]
     free -= _gradient_bytes(units, needs, on_host, frozenset(blocks))
     return frozenset(blocks) - _spread([(i, _held(units[i], needs)) for i in blocks], free)
 
@@ -198,12 +209,12 @@ def _pool_bytes(
     weights: Sequence[int] | frozenset[int],
     records: Sequence[int] | frozenset[int],
 ) -> tuple[int, int]:
-    plane = max((whole_pages(_weights(units[i], needs)) for i in weights), default=0)
-    chunk = max((min(ssd.chunk_numel, units[i].layout.trainable_numel) for i in records), default=0)
-    return (
-        _weight_buffers(needs, ssd, weights) * plane,
-        _record_buffers(units, ssd, records) * record_bytes(needs.specs, chunk),
+    plane = max((whole_pages(_weights(units[i])) for i in weights), default=0)
+    chunk = max(
+        (record_bytes(units[i].specs, min(ssd.chunk_numel, units[i].layout.trainable_numel)) for i in records),
+        default=0,
     )
+    return _weight_buffers(needs, ssd, weights) * plane, _record_buffers(units, ssd, records) * chunk
 
 
 def _weight_buffers(needs: Needs, ssd: SsdNeeds, weights: Sequence[int] | frozenset[int]) -> int:

@@ -73,7 +73,7 @@ def build_runtime(
         ranks.require_equal(_choices(unit_plans, plan, settings), "what is to be where")
     recorder = StepRecorder(device)
     memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.huge_pages)
-    empty = Empty.on(device.torch, settings.dtype)
+    empty = Empty.on(device.torch, {unit_plan.dtype for unit_plan in unit_plans})
     store, on_ssd = open_store(unit_plans, plan, settings, ranks, failures)
     shared = None
     if sharing is not None:
@@ -87,6 +87,7 @@ def build_runtime(
             units.append(_make_unit(unit_plan, order, on_gpu, ssd, settings, ranks, device, memory, shared, failures))
             _load_weights(units[-1], ranks, take_weights)
             adopt(units[-1])
+        _join_parts(units)
         if shared is not None:
             shared.map_others([unit for unit in units if not unit.is_gathered])
         runtime = _wire(
@@ -108,13 +109,13 @@ def build_runtime(
 
 def _choices(unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettings) -> dict[str, object]:
     """What all ranks have to have decided alike, because it sets which collectives they call in which order."""
-    host, model = plan.host, repr([(unit.spec.name, unit.layout) for unit in unit_plans])
+    host, model = plan.host, repr([(unit.spec.name, unit.dtype, unit.layout) for unit in unit_plans])
     return {
         "the digest of the model's layout": f"{zlib.crc32(model.encode()):08x}",
         "the units whose states are on the GPU": sorted(plan.on_gpu),
         "the units whose weights are on SSD": sorted(host.weights_on_ssd),
         "the number of slots": plan.window,
-        "the dtype of weights": str(settings.dtype),
+        "the dtype of gradients": str(settings.gradient_dtype),
         "the dtype of held gradients": str(settings.held_dtype),
     }
 
@@ -131,22 +132,31 @@ def _make_unit(
     shared: SharedWeights | None,
     failures: Failures,
 ) -> Unit:
-    layout, is_edge = unit_plan.layout, unit_plan.spec.kind == "edge"
+    layout, dtype, stays = unit_plan.layout, unit_plan.dtype, unit_plan.spec.kind != "block"
+    specs = settings.specs(dtype)
     if on_gpu:
-        gradient_dtype = settings.held_dtype or settings.dtype
-        state = gpu_state(device.torch, layout, settings.specs, settings.dtype, gradient_dtype)
+        state = gpu_state(device.torch, layout, specs, dtype, settings.held_dtype or settings.gradient_dtype)
     else:
         weights = None if shared is None else shared.memory
-        state = memory_state(memory, layout, settings.specs, settings.dtype, settings.held_dtype, ssd, weights)
-    unit = Unit(unit_plan.spec, layout, unit_plan.parameters, state, order, Ticket.kept(failures))
+        state = memory_state(memory, layout, specs, dtype, settings.held_dtype, ssd, weights)
+    first = Ticket.kept(failures)
+    unit = Unit(unit_plan.spec, layout, unit_plan.parameters, state, order, first, settings.gradient_dtype)
     unit.chunk_rows = unit_plan.chunk_rows
     unit.is_gathered = ranks.world_size > 1 and (shared is None or on_gpu or state.weight is None)
     if on_gpu and ranks.world_size == 1:
         unit.resident = state.weight
-    elif on_gpu or (is_edge and not unit_plan.chunk_rows):
+    elif on_gpu or (stays and not unit_plan.chunk_rows):
         numel = layout.slot_numel + (layout.local_numel if unit.is_gathered and not on_gpu else 0)
-        unit.resident = torch.zeros(numel, dtype=settings.dtype, device=device.torch)
+        unit.resident = torch.zeros(numel, dtype=dtype, device=device.torch)
     return unit
+
+
+def _join_parts(units: Sequence[Unit]) -> None:
+    """Tell blocks which units are parts of them."""
+    block_of = {unit.spec.module: unit for unit in units if unit.spec.kind == "block"}
+    for unit in units:
+        if unit.spec.kind == "part":
+            block_of[unit.spec.module].parts.append(unit)
 
 
 def _load_weights(unit: Unit, ranks: Ranks, take_weights: TakeWeights) -> None:
@@ -208,16 +218,16 @@ def _wire(
         d2h=Lane("d2h", device, failures, meters["d2h"], delays[1], idle=idle),
         update=UpdateLane(device, failures, meters["update"], delays[2], idle=idle),
     )
-    uploads = Uploads(device, units, {} if shared is None else shared.parts, ssd)
+    uploads = Uploads(device, units, {} if shared is None else shared.parts, ssd, failures)
     streamed = [unit for unit in units if unit.is_streamed]
     updating = Updating(lanes.update, host_update(updater), ssd)
     window = None
     if streamed:
-        slot_numel = max(unit.layout.slot_numel for unit in streamed)
-        slot_numel += max((unit.layout.local_numel for unit in streamed if unit.is_gathered), default=0)
+        nbytes = max(unit.layout.slot_numel * unit.dtype.itemsize for unit in streamed)
+        own = (unit.layout.local_numel * unit.dtype.itemsize for unit in streamed if unit.is_gathered)
+        nbytes += max(own, default=0)
         buffers = [
-            torch.zeros(slot_numel, dtype=settings.dtype, device=device.torch)
-            for _ in range(min(plan.window, len(streamed)))
+            torch.zeros(nbytes, dtype=torch.uint8, device=device.torch) for _ in range(min(plan.window, len(streamed)))
         ]
         window = Window(device, lanes.h2d, failures, streamed, buffers, uploads.fill, *announcer(ssd, settings))
     stagings = _stagings(units, settings, ranks, device, failures)
@@ -231,7 +241,7 @@ def _wire(
         failures=failures,
         route=GradientRoute(
             held=settings.held_dtype is not None,
-            first_accumulates=settings.held_dtype not in (None, settings.dtype),
+            first_accumulates=settings.held_dtype not in (None, settings.gradient_dtype),
         ),
         stagings=stagings,
         ring=_rings(units, settings, memory, failures),
@@ -242,7 +252,7 @@ def _wire(
     )
     if ssd is not None:
         recorder.watch_ssd(ssd.statistics)
-    passing = [RowBuffers.on(device, unit, unit.chunk_rows, settings.dtype) for unit in units if unit.chunk_rows]
+    passing = [RowBuffers.on(device, unit, unit.chunk_rows) for unit in units if unit.chunk_rows]
     parts = Parts(
         device=device,
         ranks=ranks,
@@ -258,7 +268,7 @@ def _wire(
         gradients=gradients,
         uploads=uploads,
         shared=shared,
-        gathers=Gathers.on(device, ranks, units, settings, all_fit=plan.window >= len(streamed)),
+        gathers=Gathers.on(device, ranks, units, all_fit=plan.window >= len(streamed)),
         updating=updating,
         ssd=ssd,
         make_rows=_make_rows(passing[0], device, lanes, failures, gradients) if passing else None,
@@ -298,12 +308,13 @@ def _stagings(
     if ranks.world_size > 1:
         passing = list(units)
     else:
-        passing = [unit for unit in units if unit.state.tier != "gpu" and unit.spec.kind == "block"]
+        passing = [unit for unit in units if unit.state.tier != "gpu" and unit.spec.kind != "edge"]
     numel = max((unit.layout.trainable_numel for unit in passing), default=0)
 
     def staging() -> Staging:
-        packed = torch.zeros(ranks.world_size * numel, dtype=settings.dtype, device=device.torch)
-        own = packed if ranks.world_size == 1 else torch.zeros(numel, dtype=settings.dtype, device=device.torch)
+        dtype = settings.gradient_dtype
+        packed = torch.zeros(ranks.world_size * numel, dtype=dtype, device=device.torch)
+        own = packed if ranks.world_size == 1 else torch.zeros(numel, dtype=dtype, device=device.torch)
         return Staging(packed, own, failures)
 
     return [staging() for _ in range(STAGINGS)]
@@ -312,28 +323,30 @@ def _stagings(
 def _rings(
     units: Sequence[Unit], settings: RuntimeSettings, memory: HostMemory, failures: Failures
 ) -> Callable[[Unit], HostRing]:
-    """Blocks share a ring. Edges, a few and each larger than many blocks, have one buffer between them."""
+    """Blocks and their parts share a ring. Edges, a few and each larger than many blocks, have one buffer between
+    them."""
     host = [unit for unit in units if unit.state.tier != "gpu" and unit.layout.trainable_numel]
-    needed = settings.held_dtype is None or settings.accumulates or settings.held_dtype is not settings.dtype
+    dtype = settings.gradient_dtype
+    needed = settings.held_dtype is None or settings.accumulates or settings.held_dtype is not dtype
     to_ssd = any(unit.state.gradient_on_ssd for unit in host)
 
     def ring(count: int, numel: int) -> HostRing:
         def buffer() -> torch.Tensor:
-            return memory.tensor(numel, settings.dtype, transfers=True)
+            return memory.tensor(numel, dtype, transfers=True)
 
         return HostRing([buffer() for _ in range(count)], failures, spare=buffer)
 
-    def largest(kind: str) -> int:
-        return max((unit.layout.trainable_numel for unit in host if unit.spec.kind == kind), default=0)
+    def largest(*kinds: str) -> int:
+        return max((unit.layout.trainable_numel for unit in host if unit.spec.kind in kinds), default=0)
 
-    blocks, edges, size = largest("block"), largest("edge"), settings.dtype.itemsize
+    blocks, edges, size = largest("block", "part"), largest("edge"), dtype.itemsize
     if to_ssd:
         blocks = whole_pages(blocks * size) // size  # written from where they have arrived
     rings = {
         "block": ring(settings.gradient_buffers if (needed or to_ssd) and blocks else 0, blocks),
         "edge": ring(1 if needed and edges else 0, edges),
     }
-    return lambda unit: rings[unit.spec.kind]
+    return lambda unit: rings["edge" if unit.spec.kind == "edge" else "block"]
 
 
 def _make_rows(buffers: RowBuffers, device: Device, lanes: Lanes, failures: Failures, gradients: Gradients) -> MakeRows:
@@ -367,4 +380,6 @@ def _memory_report(
         "parameters": sum(entry.numel for unit in units for entry in unit.layout.entries),
         "gpu_units": len(on_gpu),
         "units": len(units),
+        "blocks": sum(unit.spec.kind == "block" for unit in units),
+        "slots": 0 if window is None else len(window.slots),
     }

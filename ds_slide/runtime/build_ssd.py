@@ -17,7 +17,7 @@ from ds_slide.runtime.ssd_gradients import SsdGradients
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.window import Announce
 from ds_slide.store.ssd import SsdStore
-from ds_slide.store.ssd_places import place_unit, record_bytes, whole_pages
+from ds_slide.store.ssd_places import place_unit, whole_pages
 from ds_slide.store.ssd_unit import SsdUnit
 from ds_slide.store.state import HostMemory
 
@@ -34,8 +34,8 @@ def open_store(
             layout, held = unit_plan.layout, settings.held_dtype
             places[order] = place_unit(
                 end,
-                settings.specs,
-                weight_bytes=layout.local_numel * settings.dtype.itemsize if order in host.weights_on_ssd else 0,
+                settings.specs(unit_plan.dtype),
+                weight_bytes=layout.local_numel * unit_plan.dtype.itemsize if order in host.weights_on_ssd else 0,
                 records_of=layout.trainable_numel if order in host.records_on_ssd else 0,
                 chunk_numel=settings.ssd.needs.chunk_numel,
                 gradient_bytes=layout.trainable_numel * held.itemsize if held and order in host.gradients_on_ssd else 0,
@@ -54,8 +54,9 @@ def open_store(
         delay=Delay(settings.delay_ms, settings.seed + 4),
         waiting=failures.waiting,
     )
+    dtypes = [unit_plan.dtype for unit_plan in unit_plans]
     return store, {
-        order: SsdUnit(store, place, settings.specs, settings.dtype, settings.held_dtype)
+        order: SsdUnit(store, place, settings.specs(dtypes[order]), dtypes[order], settings.held_dtype)
         for order, place in places.items()
     }
 
@@ -70,8 +71,7 @@ def make_ssd_states(
 ) -> SsdStates:
     """The pools in front of the disk. Weights are page-locked, because the GPU copies from them."""
     records = [unit.state.ssd for unit in units if unit.state.ssd is not None]
-    chunks = [chunk for ssd in records for chunk in ssd.places.chunks]
-    largest = max((chunk.span.stop - chunk.span.start for chunk in chunks), default=0)
+    largest = max((chunk.nbytes for ssd in records for chunk in ssd.places.chunks), default=0)
 
     def buffers(nbytes: int, count: int, *, transfers: bool) -> list[torch.Tensor]:
         return _buffers(store, memory, nbytes, count, transfers=transfers)
@@ -79,7 +79,7 @@ def make_ssd_states(
     return SsdStates(
         units,
         store,
-        buffers(record_bytes(settings.specs, largest), plan.host.record_buffers, transfers=False),
+        buffers(largest, plan.host.record_buffers, transfers=False),
         buffers(max((ssd.places.weight_pages for ssd in records), default=0), plan.host.weight_buffers, transfers=True),
         failures,
         updates_under_backward=settings.held_dtype is None,

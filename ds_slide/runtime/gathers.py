@@ -15,15 +15,14 @@ import torch
 from ds_slide.runtime.device import PASSED, Device, Marker
 from ds_slide.runtime.handoff import Ticket
 from ds_slide.runtime.ranks import Ranks
-from ds_slide.runtime.settings import RuntimeSettings
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.uploads import own_part
 from ds_slide.runtime.window import Slot
 
 
 class Gathers:
-    """Called by the thread that computes. `scratch` ([world_size * the largest local_numel], None where nothing is
-    gathered) belongs to the collectives stream."""
+    """Called by the thread that computes. `scratch` (bytes of world_size times the largest rank's part, None where
+    nothing is gathered) belongs to the collectives stream."""
 
     def __init__(self, ranks: Ranks, scratch: torch.Tensor | None, *, all_fit: bool) -> None:
         """`all_fit`: the window has a slot for each block that passes through it."""
@@ -34,12 +33,10 @@ class Gathers:
         """The upload that was gathered last, by slot."""
 
     @classmethod
-    def on(
-        cls, device: Device, ranks: Ranks, units: Sequence[Unit], settings: RuntimeSettings, *, all_fit: bool
-    ) -> Gathers:
-        largest = max((unit.layout.local_numel for unit in units if unit.is_gathered), default=0)
-        numel = ranks.world_size * largest
-        scratch = torch.empty(numel, dtype=settings.dtype, device=device.torch) if numel else None
+    def on(cls, device: Device, ranks: Ranks, units: Sequence[Unit], *, all_fit: bool) -> Gathers:
+        parts = (unit.layout.local_numel * unit.dtype.itemsize for unit in units if unit.is_gathered)
+        nbytes = ranks.world_size * max(parts, default=0)
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=device.torch) if nbytes else None
         return cls(ranks, scratch, all_fit=all_fit)
 
     def into_slot(self, unit: Unit, slot: Slot) -> Marker:
@@ -55,6 +52,7 @@ class Gathers:
     def into(self, unit: Unit, buffer: torch.Tensor, *after: Marker) -> Marker:
         """Gather the unit into a buffer in slot layout, from its weights on the GPU or from what was uploaded."""
         assert self._scratch is not None
+        buffer = buffer.view(unit.dtype)
         own = unit.state.weight if unit.state.tier == "gpu" else own_part(unit, buffer)
         assert own is not None
-        return self._ranks.gather_weights(unit, own, self._scratch, buffer, *after)
+        return self._ranks.gather_weights(unit, own, self._scratch.view(unit.dtype), buffer, *after)

@@ -84,8 +84,9 @@ class Gradients:
     def finalize(self, unit: Unit, *, final: bool, source: Source | None = None) -> None:
         """Take the gradients out of the unit's parameters. `final`: the last micro-batch before the step.
 
-        Parameters without a gradient (unused in this pass) count as zero, as in stock ZeRO-3. `source`: where the
-        gradient comes from if not from the parameters.
+        Parameters without a gradient (unused since the last step) count as zero, as in ZeRO-1 and 2 and in ZeRO-3's
+        leaf modules; elsewhere ZeRO-3 updates them once more from the last gradient that they had, which its partition
+        buffer still holds. `source`: where the gradient comes from if not from the parameters.
         """
         unit.finalized = True
         if not unit.layout.trainable_numel:
@@ -305,10 +306,9 @@ class Gradients:
         packed, own = staging.packed[: self._ranks.world_size * numel], staging.own[:numel]
         packed.zero_()
         targets, sources = [], []
-        for parameter, entry in unit.trainable:
-            if parameter.grad is None:
+        for (_, entry), flat in zip(unit.trainable, unit.gradients(), strict=True):
+            if flat is None:
                 continue
-            flat = parameter.grad.reshape(-1)
             for rank in range(self._ranks.world_size):
                 start, stop = piece(entry, rank)
                 if stop > start:

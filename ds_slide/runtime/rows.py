@@ -55,11 +55,11 @@ class RowBuffers:
     gradients: Sequence[torch.Tensor]
 
     @classmethod
-    def on(cls, device: Device, unit: Unit, rows: int, dtype: torch.dtype) -> RowBuffers:
+    def on(cls, device: Device, unit: Unit, rows: int) -> RowBuffers:
         entry = unit.layout.entries[0]
 
         def buffer() -> torch.Tensor:
-            return torch.zeros(rows * entry.shape[1], dtype=dtype, device=device.torch)
+            return torch.zeros(rows * entry.shape[1], dtype=unit.dtype, device=device.torch)
 
         count = ROW_BUFFERS if entry.trainable else 0
         return cls(unit, rows, [buffer() for _ in range(ROW_BUFFERS)], [buffer() for _ in range(count)])

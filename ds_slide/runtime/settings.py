@@ -32,10 +32,11 @@ class SsdSettings:
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """`dtype`: of weights and gradients. `held_dtype`: of held gradients (None: not held). `moments`: storage format of
-    the optimizer's moments. `ssd`: None without an SSD tier."""
+    """`gradient_dtype`: in which the gradients of all parameters are reduced and go to host memory. `held_dtype`: of
+    held ones (None: not held). `moments`: storage format of the optimizer's moments. `ssd`: None without an SSD tier.
+    """
 
-    dtype: torch.dtype
+    gradient_dtype: torch.dtype
     held_dtype: torch.dtype | None
     moments: StateFormat
     ssd: SsdSettings | None
@@ -52,10 +53,9 @@ class RuntimeSettings:
     trains: bool = True
     """False: no parameter has an optimizer; there are weights only, and nothing comes down from the GPU."""
 
-    @property
-    def specs(self) -> tuple[PlaneSpec, ...]:
-        """The optimizer planes."""
-        return optimizer_planes(self.dtype, self.moments) if self.trains else ()
+    def specs(self, dtype: torch.dtype) -> tuple[PlaneSpec, ...]:
+        """The optimizer planes of weights of `dtype`."""
+        return optimizer_planes(dtype, self.moments) if self.trains else ()
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,11 @@ class UnitPlan:
     parameters: Sequence[nn.Parameter]
     chunk_rows: int = 0
     """Rows of a chunk of an edge, one matrix, that passes through the GPU; 0: the unit is on the GPU as a whole."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.spec.dtype
 
     @property
     def passing_numel(self) -> int:

@@ -33,20 +33,18 @@ def collect_in_one_pass(unit: Unit, plane: torch.Tensor, *, accumulate: bool) ->
     from ds_slide.kernels.gradient_pack import pack_gradients
 
     square_sum = torch.empty((), dtype=torch.float64, device=plane.device)
-    sources = [parameter.grad for parameter, _ in unit.trainable]
     offsets = [entry.offset for _, entry in unit.trainable]
-    pack_gradients(sources, plane, offsets, square_sum, accumulate=accumulate)
+    pack_gradients(unit.gradients(), plane, offsets, square_sum, accumulate=accumulate)
     return square_sum
 
 
 def collect_by_torch(unit: Unit, plane: torch.Tensor, *, accumulate: bool) -> None:
     """`collect` without a GPU; the bits are the same."""
-    with_gradient = [(p, e) for p, e in unit.trainable if p.grad is not None]
-    covered = sum(entry.numel for _, entry in with_gradient)
-    if not accumulate and covered != plane.numel():
+    given = [(entry, flat) for (_, entry), flat in zip(unit.trainable, unit.gradients(), strict=True)]
+    sources = [flat for _, flat in given if flat is not None]
+    if not accumulate and sum(flat.numel() for flat in sources) != plane.numel():
         plane.zero_()  # alignment gaps and unused parameters
-    targets = [plane[entry.offset : entry.offset + entry.numel] for _, entry in with_gradient]
-    sources = [parameter.grad.reshape(-1) for parameter, _ in with_gradient if parameter.grad is not None]
+    targets = [plane[entry.offset : entry.offset + entry.numel] for entry, flat in given if flat is not None]
     if targets:
         (torch._foreach_add_ if accumulate else torch._foreach_copy_)(targets, sources)
 
@@ -109,8 +107,7 @@ class Scattered:
     @classmethod
     def of(cls, unit: Unit, d2h: Lane) -> Scattered:
         places: list[tuple[int, int, torch.Tensor | None]] = []
-        for parameter, entry in unit.trainable:
-            flat = None if parameter.grad is None else parameter.grad.reshape(-1)
+        for (_, entry), flat in zip(unit.trainable, unit.gradients(), strict=True):
             if flat is not None and flat.is_cuda:
                 # Freed before the copy has run, its memory must not be handed to the compute stream yet.
                 flat.record_stream(d2h.stream)

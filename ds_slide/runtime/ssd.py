@@ -185,7 +185,7 @@ def _update_order(units: Sequence[Unit], *, under_backward: bool) -> list[ChunkK
     """Chunks in the order in which their updates become ready: by deadline, or as backward finishes the units."""
     ordered = sorted(units, key=lambda unit: unit.order)
     if under_backward:
-        blocks = [unit for unit in reversed(ordered) if unit.spec.kind == "block"]
+        blocks = [unit for unit in reversed(ordered) if unit.spec.kind != "edge"]
         # A streamed head is finished before backward has come to the blocks, the other edges after them.
         edges = [unit for unit in ordered if unit.spec.kind == "edge"]
         first = [unit for unit in edges if unit.chunk_rows]

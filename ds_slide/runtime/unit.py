@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -85,11 +85,18 @@ class Unit:
         state: UnitState,
         order: int,
         updated: Ticket,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
+        """`gradient_dtype`: in which its gradient leaves the parameters, the weights' if None."""
         self.spec = spec
         self.layout = layout
         self.parameters = list(parameters)
         self.state = state
+        self.dtype = state.dtype_of("weight")
+        self.gradient_dtype = gradient_dtype or self.dtype
+        self.parts: list[Unit] = []
+        """Of a block: its parameters in other data types. They are on the GPU all the time, as an edge's are; their
+        gradients leave with the block's."""
         self.order = order
         """Place in the order of the next forward: the deadline of this unit's update. Edges come first."""
         self.updated = updated
@@ -140,6 +147,11 @@ class Unit:
         return self.resident is None and self.spec.kind == "block"
 
     @property
+    def trains(self) -> bool:
+        """Whether it, or a part of it, has trainable parameters."""
+        return bool(self.trainable) or any(part.trainable for part in self.parts)
+
+    @property
     def awaits_backward(self) -> bool:
         return self.uses > self.uses_done
 
@@ -151,8 +163,16 @@ class Unit:
         self.span_updated, self.updated = update.spans, update.done
         return update
 
+    def gradients(self) -> list[torch.Tensor | None]:
+        """What the trainable parameters have, flat, in `gradient_dtype`; None where one has none."""
+        return [
+            None if parameter.grad is None else parameter.grad.reshape(-1).to(self.gradient_dtype)
+            for parameter, _ in self.trainable
+        ]
+
     def slot_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """One view per parameter, in its own shape, of a buffer in slot layout ([slot_numel])."""
+        """One view per parameter, in its own shape, of a buffer in slot layout (of `slot_numel` elements, or more)."""
+        buffer = buffer.view(self.dtype)
         return [
             buffer[entry.slot_offset : entry.slot_offset + entry.numel].view(entry.shape)
             for entry in self.layout.entries
@@ -172,10 +192,10 @@ def _spans(numel: int, kind: str, world_size: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class Empty:
-    """What a parameter holds while its unit is not on the GPU: ZeRO-3's empty tensor."""
+    """What a parameter holds while its unit is not on the GPU: ZeRO-3's empty tensor, of its own data type."""
 
-    tensor: torch.Tensor
+    tensors: Mapping[torch.dtype, torch.Tensor]
 
     @classmethod
-    def on(cls, device: torch.device, dtype: torch.dtype) -> Empty:
-        return cls(torch.empty(0, dtype=dtype, device=device))
+    def on(cls, device: torch.device, dtypes: Iterable[torch.dtype]) -> Empty:
+        return cls({dtype: torch.empty(0, dtype=dtype, device=device) for dtype in dtypes})

@@ -16,13 +16,14 @@ from contextlib import contextmanager
 import torch
 
 from ds_slide.runtime.device import Device
+from ds_slide.runtime.handoff import Failures, synchronize
 from ds_slide.runtime.ranks import lay_out, pieces
 from ds_slide.runtime.ssd import SsdStates
 from ds_slide.runtime.unit import Unit
 
 
 def own_part(unit: Unit, buffer: torch.Tensor) -> torch.Tensor:
-    """Where this rank's part of a gathered unit lies in a GPU buffer made for it ([local_numel])."""
+    """Where this rank's part of a gathered unit lies in a GPU buffer of its data type made for it ([local_numel])."""
     return buffer[buffer.numel() - unit.layout.local_numel :]
 
 
@@ -31,20 +32,28 @@ class Uploads:
     by the order of their unit. The scratch buffer belongs to the lane of the blocks."""
 
     def __init__(
-        self, device: Device, units: Sequence[Unit], shared: Mapping[int, list[torch.Tensor]], ssd: SsdStates | None
+        self,
+        device: Device,
+        units: Sequence[Unit],
+        shared: Mapping[int, list[torch.Tensor]],
+        ssd: SsdStates | None,
+        failures: Failures,
     ) -> None:
         self._device = device
+        self._failures = failures
         self._shared = shared
         self._ssd = ssd
         blocks = [unit for unit in units if unit.order in shared and unit.is_streamed]
         self._scratch: torch.Tensor | None = None
         if blocks:
-            largest = max(blocks, key=lambda unit: unit.layout.local_numel)
+            largest = max(blocks, key=lambda unit: unit.layout.local_numel * unit.dtype.itemsize)
             parts = shared[largest.order]
-            self._scratch = torch.empty(len(parts) * parts[0].numel(), dtype=parts[0].dtype, device=device.torch)
+            nbytes = len(parts) * parts[0].numel() * parts[0].element_size()
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=device.torch)
 
     def fill(self, unit: Unit, buffer: torch.Tensor) -> int:
         """A `ds_slide.runtime.window.Fill`: bring what is to come up of the unit into `buffer`."""
+        buffer = buffer.view(unit.dtype)
         if (parts := self._shared.get(unit.order)) is not None:
             return self._fill_from_all(unit, parts, buffer)
         numel = unit.layout.local_numel
@@ -57,9 +66,10 @@ class Uploads:
         numel = unit.layout.local_numel
         if unit.is_streamed:
             assert self._scratch is not None
+            scratch = self._scratch.view(unit.dtype)
             for rank, part in enumerate(parts):
-                self._scratch[rank * numel : (rank + 1) * numel].copy_(part, non_blocking=True)
-            lay_out(unit, self._scratch, buffer)
+                scratch[rank * numel : (rank + 1) * numel].copy_(part, non_blocking=True)
+            lay_out(unit, scratch, buffer)
             return len(parts) * numel * buffer.element_size()
         moved = 0
         for rank, source, place in pieces(unit):
@@ -77,4 +87,4 @@ class Uploads:
         with self._ssd.weight(unit) as weight:
             yield weight
             # The buffer goes back to the pool, so this lane waits until the copy has read it.
-            self._device.mark(host_waits=True).synchronize()
+            synchronize(self._failures, self._device.mark(host_waits=True), f"the upload of the weights of {unit.name}")

@@ -26,8 +26,9 @@ Direction = Literal["forward", "backward", "inference"]
 
 
 class Slot:
-    """One GPU buffer. Owners: the h2d lane from `fill` until `ready` is kept; then the compute lane, as long
-    as it is bound and until `free` has been passed on the compute stream; then the h2d lane again."""
+    """One GPU buffer, of bytes: what it holds has its unit's data type. Owners: the h2d lane from `fill` until `ready`
+    is kept; then the compute lane, as long as it is bound and until `free` has been passed on the compute stream; then
+    the h2d lane again."""
 
     def __init__(self, index: int, buffer: torch.Tensor) -> None:
         self.index = index

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ds_slide.optim.hyper import AdamWHyper
-from ds_slide.optim.reference import adamw_reference_, decode_planar
+from ds_slide.optim.reference import adamw_reference_, decode_planar, encode_planar
 
 deepspeed_logger.setLevel(logging.ERROR)
 
@@ -151,6 +151,30 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left.view(bits), right.view(bits))
 
 
+def half_up(masters: torch.Tensor) -> torch.Tensor:
+    """The bf16 weights of fp32 masters. Torch's cast differs from it in ties (low half 0x8000) with an even upper half:
+    it rounds half to even, by which masters could not be told from their weights and remainders."""
+    return encode_planar(masters)[0].view(torch.bfloat16)
+
+
+def exchanged(states: dict[str, dict[str, torch.Tensor]], *, to_stock: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """States in the form of `states_of`, as the other engine has them after loading: of one bf16 weight in 131,072,
+    whose master is a tie, the engines make different ones."""
+    there = {name: dict(tensors) for name, tensors in states.items()}
+    for tensors in there.values():
+        if "master" in tensors and tensors["weight"].dtype == torch.bfloat16:
+            tensors["weight"] = tensors["master"].bfloat16() if to_stock else half_up(tensors["master"])
+    return there
+
+
+def with_every_low_half(masters: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """fp32 `masters` whose low halves count up from `first` in the even elements and are ties in the odd ones."""
+    low = torch.arange(first, first + masters.numel()) & 0xFFFF
+    low[1::2] = 0x8000
+    bits = masters.view(-1).view(torch.int32)
+    return ((bits & ~0xFFFF) | low.int()).view(torch.float32).view(masters.shape)
+
+
 def differences(left: Result, right: Result) -> list[str]:
     """Names of the states in which two runs differ; empty when they agree to the bit, losses included."""
     found = ["losses"] if left.losses != right.losses else []
@@ -169,18 +193,22 @@ def to_bf16(model: nn.Module) -> nn.Module:
 
 
 class PlainAdamW:
-    """What the engine has to do, without one: global norm in fp64, fp32 masters in two planes, each parameter by itself
-    through the reference update. A parameter without gradient counts as zero, as in stock ZeRO-3.
+    """What the engine has to do, without one: global norm in fp64, fp32 masters of bf16 weights in two planes, each
+    parameter by itself through the reference update. A parameter without gradient counts as zero.
 
-    `hypers` of `step`: by parameter name, where they are not HYPER.
+    `gradient_dtype`: in which gradients are reduced. `hypers` of `step`: by parameter name, where they are not HYPER.
     """
 
-    def __init__(self, model: nn.Module, clip: float) -> None:
+    def __init__(self, model: nn.Module, clip: float, gradient_dtype: torch.dtype = torch.bfloat16) -> None:
         self.clip = clip
+        self.gradient_dtype = gradient_dtype
         self.count = 0
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        self.remainder = {name: torch.zeros(p.numel(), dtype=torch.int16) for name, p in self.parameters.items()}
+        self.remainder = {
+            name: None if p.dtype == torch.float32 else torch.zeros(p.numel(), dtype=torch.int16)
+            for name, p in self.parameters.items()
+        }
         self.moments = {name: (torch.zeros(p.numel()), torch.zeros(p.numel())) for name, p in self.parameters.items()}
 
     def step(
@@ -189,7 +217,8 @@ class PlainAdamW:
         """Update from `gradients`, or from `parameter.grad`, which is cleared; returns the norm."""
         self.count += 1
         gradients = gradients or {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in self.parameters.items()
+            name: torch.zeros_like(p) if p.grad is None else p.grad.detach().to(self.gradient_dtype)
+            for name, p in self.parameters.items()
         }
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
         scale = 1.0 / max(1.0, (norm + 1e-6) / self.clip) if self.clip > 0 else 1.0
@@ -204,7 +233,8 @@ class PlainAdamW:
         """In the form of `states_of`."""
         states = {name: {"weight": p.detach()} for name, p in self.frozen.items()}
         for name, p in self.parameters.items():
-            master = decode_planar(p.data.view(-1).view(torch.int16), self.remainder[name])
+            remainder, flat = self.remainder[name], p.detach().view(-1)
+            master = flat if remainder is None else decode_planar(flat.view(torch.int16), remainder)
             values = zip(("master", "exp_avg", "exp_avg_sq"), (master, *self.moments[name]), strict=True)
             states[name] = {"weight": p.detach(), **{key: value.view(p.shape) for key, value in values}}
         return states

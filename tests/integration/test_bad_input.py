@@ -130,9 +130,11 @@ CONFIGS = [
     (ds_config(tensor_parallel={"autotp_size": 2}), "tensor_parallel.autotp_size is 2, but"),
     (ds_config(expert_parallel={"enabled": True}), "expert_parallel.enabled is true, but"),
     (ds_config(sequence_parallel_size=2), "sequence_parallel_size is 2, but"),
-    (ds_config(checkpoint={"load_universal": True}), "checkpoint.load_universal is true, but"),
     (ds_config({"pipeline_loading_checkpoint": True}), "zero_optimization.pipeline_loading_checkpoint is true, but"),
-    (ds_config(managed_gradient_accumulation=False), "managed_gradient_accumulation is false, but"),
+    (
+        ds_config(slide={"hold_gradients": False}, gradient_clipping=0.0, managed_gradient_accumulation=False),
+        "ds_slide.hold_gradients is false, but managed_gradient_accumulation is false,",
+    ),
     *(
         (
             ds_config(optimizer={"type": name, "params": {}}),
@@ -288,20 +290,21 @@ class TestConstructorArguments:
         assert message.startswith("zero_optimization.zero_quantized_gradients is true, but")
 
     def test_dtypes(self):
-        message = self.refused(communication_data_type=torch.float32)
-        assert message.startswith(
-            "communication_data_type is torch.float32, but DS-Slide reduces gradients in torch.bf"
+        message = self.refused(communication_data_type=torch.float32, gradient_accumulation_dtype=torch.bfloat16)
+        assert message == (
+            "gradients are reduced in torch.float32 (communication_data_type) and added up in torch.bfloat16 "
+            "(data_types.grad_accum_dtype), which loses what the first keeps; set the second to fp32"
         )
         message = self.refused(gradient_accumulation_dtype=torch.float16)
-        assert message.startswith("data_types.grad_accum_dtype is torch.float16, but the model is torch.bfloat16")
-        assert self.refused(dtype=torch.float64).startswith("the model's parameters are torch.float64, but")
+        assert message.startswith("gradients are reduced in torch.bfloat16 (communication_data_type) and added up in")
+        assert self.refused(dtype=torch.float64).startswith("parameter weight is torch.float64, but")
 
-    def test_a_model_of_two_dtypes_is_refused_by_the_parameter(self):
-        model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)).bfloat16()
-        model[1].float()
-        assert self.refused(model=model).startswith(
-            "parameter 1.weight is torch.float32 and others are torch.bfloat16;"
-        )
+    def test_what_deepspeed_gives_for_parameters_of_other_dtypes_is_accepted(self):
+        """The keys are the engine's defaults, which follow the enabled precision and not the parameters."""
+        adapters = nn.Sequential(nn.Linear(2, 2).bfloat16().requires_grad_(False), nn.Linear(2, 2))
+        bf16, fp32 = torch.bfloat16, torch.float32
+        self.check(model=adapters, communication_data_type=bf16, gradient_accumulation_dtype=bf16)
+        self.check(bf16, communication_data_type=fp32, gradient_accumulation_dtype=fp32)
 
     def test_fp16_and_unheld_gradients(self):
         message = self.refused(dtype=torch.float16, slide={"hold_gradients": False})

@@ -30,6 +30,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stdout[-6000:]
+    # Of the runs with the key; it is Trainer that says how often steps are printed: never.
+    own = [line for line in done.stdout.splitlines() if "[ds_slide]" in line]
+    assert [line.partition("] DS-Slide ")[1] for line in own] == ["] DS-Slide "] * 2, own
     return {run: torch.load(folder / f"{run}.pt") for run in (*RUNS, *EVALUATIONS)}
 
 

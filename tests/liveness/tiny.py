@@ -167,7 +167,7 @@ def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
     held = torch.bfloat16 if configuration.accumulation == 1 else torch.float32
     settings = _made(
         RuntimeSettings,
-        dtype=torch.bfloat16,
+        gradient_dtype=torch.bfloat16,
         held_dtype=held if configuration.held else None,
         moments=STATE_FORMATS["fp32"],
         ssd=ssd,

@@ -34,7 +34,8 @@ def check_structure(model: nn.Module, structure: ModelStructure) -> None:
         assert unit.numel == sum(parameter.numel() for _, parameter in unit.parameters)
         order = [positions[name] for name, _ in unit.parameters]
         assert order == sorted(order)
-    for kind, units in (("block", structure.blocks), ("edge", structure.edges)):
+        assert {parameter.dtype for _, parameter in unit.parameters} == {unit.dtype}
+    for kind, units in (("block", structure.blocks), ("part", structure.parts), ("edge", structure.edges)):
         assert [unit.index for unit in units] == list(range(len(units)))
         assert all(unit.kind == kind for unit in units)
     for block in structure.blocks:
@@ -43,3 +44,8 @@ def check_structure(model: nn.Module, structure: ModelStructure) -> None:
         inside = {id(parameter) for parameter in block.module.parameters()}
         assert all(id(parameter) in inside for _, parameter in block.parameters)
     assert all(edge.module is None for edge in structure.edges)
+    block_of = {block.module: block for block in structure.blocks}
+    for part in structure.parts:
+        assert part.dtype != block_of[part.module].dtype
+        inside = {id(parameter) for parameter in part.module.parameters()}
+        assert all(id(parameter) in inside for _, parameter in part.parameters)

@@ -8,25 +8,30 @@ import pytest
 import torch
 
 from ds_slide.errors import SlideError
-from ds_slide.model.layout import ParameterInfo, build_layout
+from ds_slide.model.layout import ParameterInfo, UnitLayout, build_layout
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.memory import NOTHING_TAKEN, Budgets, Plan, Taken, gpu_cost, make_plan
 from ds_slide.plan.placement import Needs, SsdNeeds, UnitSize
 from ds_slide.store.planes import optimizer_planes
 
 EDGE, BLOCK = 64_000, 6_400
+SPECS = optimizer_planes(torch.bfloat16, STATE_FORMATS["fp32"])
 PLENTY = 1 << 40
+
+
+def size_of(name: str, layout: UnitLayout) -> UnitSize:
+    return UnitSize(name, layout, "edge" if name.startswith("edge") else "block", SPECS, 2)
 
 
 def unit(name: str, numel: int, frozen: int = 0) -> UnitSize:
     infos = [ParameterInfo("weight", (numel,), numel, 0)] if numel else []
     infos += [ParameterInfo("frozen", (frozen,), frozen, None)] if frozen else []
-    return UnitSize(name, build_layout(infos, 1), name.startswith("edge"))
+    return size_of(name, build_layout(infos, 1))
 
 
 UNITS = [unit("edge", EDGE), *(unit(f"blocks.{index}", BLOCK) for index in range(4))]
 # bf16, gradients held.
-NEEDS = Needs(optimizer_planes(torch.bfloat16, STATE_FORMATS["fp32"]), 2, 2, held_bytes=2, window=2, stagings=2, ring=0)
+NEEDS = Needs(2, held_bytes=2, window=2, stagings=2, ring=0)
 BUDGETS = Budgets(PLENTY, PLENTY, PLENTY, gpu_states=0, gpu_memory=None, host_memory=None)
 EDGE_COST = EDGE * (2 + 8 + 2)
 BLOCK_COST = BLOCK * (2 + 2 + 8 + 2)
@@ -131,7 +136,7 @@ def test_spare_gpu_memory_becomes_slots(budgets: dict[str, int], window: int) ->
 
 
 def of_two_ranks(name: str, numel: int) -> UnitSize:
-    return UnitSize(name, build_layout([ParameterInfo("weight", (numel,), numel, 0)], 2), name.startswith("edge"))
+    return size_of(name, build_layout([ParameterInfo("weight", (numel,), numel, 0)], 2))
 
 
 TWO_RANKS = [of_two_ranks("edge", EDGE), *(of_two_ranks(f"blocks.{index}", BLOCK) for index in range(4))]

@@ -21,7 +21,7 @@ from ds_slide.store.ssd_places import record_bytes, whole_pages
 SPECS = optimizer_planes(torch.bfloat16, STATE_FORMATS["fp32"])
 CHUNK = 2048
 BOTH = SsdNeeds(weights=True, records=True, chunk_numel=CHUNK)
-NEEDS = Needs(SPECS, 2, 2, held_bytes=2, window=2, stagings=2, ring=0, ssd=BOTH)
+NEEDS = Needs(2, held_bytes=2, window=2, stagings=2, ring=0, ssd=BOTH)
 EDGE, BLOCK, BLOCKS = 64_000, 6_400, 12
 PLENTY = 1 << 40
 
@@ -29,7 +29,7 @@ PLENTY = 1 << 40
 def unit(name: str, numel: int, frozen: int = 0) -> UnitSize:
     infos = [ParameterInfo("weight", (numel,), numel, 0)] if numel else []
     infos += [ParameterInfo("frozen", (frozen,), frozen, None)] if frozen else []
-    return UnitSize(name, build_layout(infos, 1), name.startswith("edge"))
+    return UnitSize(name, build_layout(infos, 1), "edge" if name.startswith("edge") else "block", SPECS, 2)
 
 
 UNITS = [unit("edge", EDGE), *(unit(f"blocks.{index}", BLOCK) for index in range(BLOCKS))]
@@ -97,8 +97,8 @@ def test_the_budget_is_kept_and_every_byte_is_counted(
     budget: int, held: int, movable_weights: bool, on_gpu: frozenset[int], moments: str
 ) -> None:
     specs = optimizer_planes(torch.bfloat16, STATE_FORMATS[moments])
-    needs = replace(NEEDS, specs=specs, held_bytes=held, ssd=replace(BOTH, weights=movable_weights))
-    placed = place_on_host(UNITS, needs, on_gpu, PLENTY, budget)
+    needs = replace(NEEDS, held_bytes=held, ssd=replace(BOTH, weights=movable_weights))
+    placed = place_on_host([replace(unit, specs=specs) for unit in UNITS], needs, on_gpu, PLENTY, budget)
     on_host = [index for index in range(len(UNITS)) if index not in on_gpu]
     numel = {index: UNITS[index].layout.trainable_numel for index in on_host}
     everything = sum(2 * n + optimizer_bytes(specs, n) for n in numel.values())

@@ -48,12 +48,13 @@ def rows(device: Device, failures: Failures, make_lane: Callable[[str], Lane]) -
     unit: Any = SimpleNamespace(
         name="head",
         layout=layout,
+        dtype=torch.float32,
         parameters=[torch.nn.Parameter(torch.empty(0))],
         state=SimpleNamespace(weight=torch.zeros(ROWS * WIDTH)),
         spans=SPANS,
         span_updated=[Ticket(failures) for _ in SPANS],
     )
-    buffers = RowBuffers.on(device, unit, CHUNK, torch.float32)
+    buffers = RowBuffers.on(device, unit, CHUNK)
     streamed = StreamedRows(buffers, device, make_lane("h2d"), make_lane("d2h"), failures, None, Events())  # type: ignore[arg-type]
     return SimpleNamespace(unit=unit, streamed=streamed)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +16,16 @@ pytest.importorskip("triton")
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.runtime.norm import square_sum
 from ds_slide.runtime.sources import Packed, collect, collect_by_torch, collect_in_one_pass
+from ds_slide.runtime.unit import Unit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(3, 17), (64,), (5,), (2, 3, 11), (128,)]
 
 
-def unit(unused: set[int], seed: int) -> Any:
+def unit(unused: set[int], seed: int, dtype: torch.dtype = torch.bfloat16) -> Any:
     """What `collect` sees of a unit: a layout with gaps, and parameters with gradients, the last one frozen."""
     generator = torch.Generator().manual_seed(seed)
-    parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE)) for shape in SHAPES]
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype, device=DEVICE)) for shape in SHAPES]
     infos = [
         ParameterInfo(str(index), shape, torch.Size(shape).numel(), None if index == len(SHAPES) - 1 else 0)
         for index, shape in enumerate(SHAPES)
@@ -31,10 +34,12 @@ def unit(unused: set[int], seed: int) -> Any:
     for index, parameter in enumerate(parameters[:-1]):
         if index not in unused:
             # Whole numbers, whose sums bf16 holds: Triton's interpreter does not round to bf16 as GPUs do.
-            gradient = torch.randint(-9, 9, parameter.shape[::-1], generator=generator).to(DEVICE, torch.bfloat16)
+            gradient = torch.randint(-9, 9, parameter.shape[::-1], generator=generator).to(DEVICE, dtype)
             parameter.grad = gradient.permute(*reversed(range(gradient.dim())))  # not contiguous
     trainable = [(p, e) for p, e in zip(parameters, layout.entries, strict=True) if e.trainable]
-    return SimpleNamespace(layout=layout, trainable=trainable)
+    seen = SimpleNamespace(layout=layout, trainable=trainable, gradient_dtype=torch.bfloat16)
+    seen.gradients = functools.partial(Unit.gradients, seen)
+    return seen
 
 
 @pytest.mark.parametrize("unused", [set(), {1}, {0, 3}, {0, 1, 2, 3}])
@@ -48,6 +53,20 @@ def test_bits_and_square_sum(unused: set[int]) -> None:
         collect_by_torch(of_micro_batch, expected, accumulate=accumulate)
         assert torch.equal(plane.view(torch.int16), expected.view(torch.int16))
         torch.testing.assert_close(summed, square_sum(expected), rtol=1e-13, atol=0.0)
+
+
+@pytest.mark.parametrize("by", [collect_in_one_pass, collect_by_torch])
+def test_gradients_in_fp32_are_rounded_before_they_are_added(by: Callable[..., object]) -> None:
+    """2^-8 beside 1 is half a bf16 ulp, which fp32 keeps: three of them would be seen, if they were added in fp32."""
+    plane = torch.zeros(build_numel(), dtype=torch.float32, device=DEVICE)
+    for accumulate, value in ((False, 1.0 + 2**-8), (True, 1.0 + 3 * 2**-8)):
+        micro_batch = unit(set(), 1, torch.float32)
+        for parameter, _ in micro_batch.trainable:
+            parameter.grad = torch.full_like(parameter, value)
+        by(micro_batch, plane, accumulate=accumulate)
+    for _, entry in micro_batch.trainable:
+        part = plane[entry.offset : entry.offset + entry.numel]
+        assert (part == 1.0 + (1.0 + 2 * 2**-7)).all()  # ties go to even
 
 
 def build_numel() -> int:
