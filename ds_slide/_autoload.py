@@ -3,8 +3,8 @@
 torch calls that entry point at the end of `import torch`, so every script that trains with DeepSpeed calls it. It must
 cost nothing there (0.2 ms of 2.5 s), so this module imports the standard library only, and it must not fail, because an
 exception in an entry point breaks `import torch`. All it does is to leave a finder on `sys.meta_path` that waits for
-`deepspeed.runtime.engine` and then wraps the engine class; what that does is in integration/activation.py. It waits, too,
-for the module of accelerate that reads the JSON for Trainer, which may be before DeepSpeed is imported.
+`deepspeed.runtime.engine` and then wraps the engine class; what that does is in integration/activation.py. It waits
+as well for the module of accelerate that reads the JSON for Trainer, which may be before DeepSpeed is imported.
 
 Why not a `.pth` file, the other way in: Python reads `.pth` files in site directories only (not in a `--target` folder
 on PYTHONPATH), an editable install does not place extra ones, and every Python process of the environment pays for it.
