@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideAttributeError, SlideError
-from ds_slide.integration import ownership
+from ds_slide.integration import monitor, ownership
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.assemble import assemble, forward_settings
 from ds_slide.integration.checkpoint_files import SlideCheckpointEngine
@@ -52,7 +52,7 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
         self.backward_hooks: list[Any] = []
         protocol.convert(module, dp_process_group, self.dtype)
         settings = forward_settings(config, ds_config, self.dtype)
-        self.runtime, self._kernels = assemble(module, {}, config, settings, dp_process_group)
+        self.runtime, self.kernels = assemble(module, {}, config, settings, dp_process_group)
         try:
             self.protocol = protocol.ParameterProtocol(self.runtime, dp_process_group)
             ownership.enter(self, module)
@@ -66,7 +66,7 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
         return {
             "memory": dict(parts.memory_report),
             "ssd": {} if parts.ssd is None else parts.ssd.statistics(),
-            "kernels": self._kernels.as_dict(),
+            "kernels": self.kernels.as_dict(),
         }
 
     # ---- what the engine and clients call ----------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
     def destroy(self) -> None:
         """End the lanes and remove the hooks. Harmless when called twice."""
         self.runtime.close()
-        self._kernels.undo()
+        self.kernels.undo()
         ownership.leave(self, self.module)
 
 
@@ -97,6 +97,8 @@ def attach(engine: Any) -> None:
     """For `engine`, whose optimizer is a `SlideZeroOffload`: `save_16bit_model`, which needs a checkpoint engine, and a
     sentence for what only an engine that trains can do. Attributes of the object, not of the class."""
     engine.checkpoint_engine = SlideCheckpointEngine()
+    if engine.global_rank == 0:
+        monitor.report_start(engine)
     for name in ("backward", "step", "save_checkpoint", "load_checkpoint"):
         setattr(engine, name, _refusing(f"{name}()"))
     engine._backward_prologue = _refusing("backward() of its outputs")  # of torch; the module's own run as in stock
