@@ -20,6 +20,7 @@ from ds_slide.integration import parameters as protocol
 from ds_slide.integration.assemble import assemble, forward_settings
 from ds_slide.integration.checkpoint_files import SlideCheckpointEngine
 from ds_slide.integration.contract import check_without_optimizer
+from ds_slide.integration.parameter_offload import ParameterOffload
 
 GIVE_ONE = (
     'give it an "optimizer" of type AdamW in the DeepSpeed config, or pass an optimizer to deepspeed.initialize, if it '
@@ -46,15 +47,12 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
         self.offload_device = getattr(kwargs.get("offload_param_config"), "device", None)
         self.zenflow = False
         self.persistent_parameters: list[nn.Parameter] = []
-        # Of tools that take the hooks away for a generation (`unwrap_model_for_generation`): they find none, and what
-        # they run is streamed.
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
         protocol.convert(module, dp_process_group, self.dtype)
         settings = forward_settings(config, ds_config, self.dtype)
         self.runtime, self.kernels = assemble(module, {}, config, settings, dp_process_group)
         try:
             self.protocol = protocol.ParameterProtocol(self.runtime, dp_process_group)
+            self.parameter_offload = ParameterOffload(self.runtime, module)
             ownership.enter(self, module)
         except BaseException:
             self.destroy()
@@ -72,7 +70,7 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
     # ---- what the engine and clients call ----------------------------------------------------------------------------
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        """The hooks have never been taken away."""
+        self.parameter_offload._register_deepspeed_module(module)
 
     def partition_all_parameters(self) -> None:
         """A forward leaves nothing behind that could be let go of."""
