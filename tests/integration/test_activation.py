@@ -318,6 +318,13 @@ class TestEngines:
         assert found["optimizer"] == SLIDE
         assert found["local_rank"] == 0
 
+    def test_one_line_at_the_start_and_the_refusal_last_on_the_screen(self, launched):
+        lines = launched.stderr.splitlines()
+        (start,) = [line for line in lines if "[ds_slide]" in line]
+        assert "] [INFO] [ds_slide] DS-Slide " in start and "4 blocks" in start
+        sentence = "zero_optimization.stage is 2, but DS-Slide is an engine for stage 3; set it to 3 or remove"
+        assert f"ds_slide.errors.SlideConfigError: {sentence}" in lines[-1], launched.stderr
+
     def test_the_launcher_with_the_run_module_needs_no_metadata(self, script, tmp_path):
         config = config_file(tmp_path, {"enabled": True})
         arguments = ["--module", "ds_slide.run", script, "--deepspeed_config", config, "--note", "two words"]

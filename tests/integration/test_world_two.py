@@ -37,6 +37,15 @@ def unequal(left: Any, right: Any) -> list[str]:
     return [] if same_bits(left, right) else [""]
 
 
+def test_the_first_rank_says_what_was_decided(folder):
+    starts = [
+        [line for line in (folder / f"rank{rank}.log").read_text().splitlines() if "[ds_slide] DS-Slide " in line]
+        for rank in range(2)
+    ]
+    assert starts[0] and all("; ranks: 2; " in line for line in starts[0])
+    assert starts[1] == []
+
+
 @trainings
 def test_both_ranks_end_with_the_same_states(name, seen):
     assert unequal(seen[0][name]["states"], seen[1][name]["states"]) == []

@@ -40,7 +40,7 @@ pass() {  # $1: slide or stock
             -p upstream_plugin -p no:cacheprovider -q --continue-on-collection-errors --tb=short --no-header \
             "${@:2}" >> "$out/$1.log" 2>&1 || status=$?
         [ -e "$again" ] && continue
-        case $status in 0 | 1 | 5) return ;; *) tail -30 "$out/$1.log"; exit 1 ;; esac  # 1: failures, 5: nothing left
+        case $status in 0 | 1 | 5) return 0 ;; *) tail -30 "$out/$1.log"; exit 1 ;; esac  # 1: failures, 5: nothing left
     done
 }
 touch "$out/slide.jsonl" "$out/stock.jsonl"

@@ -64,7 +64,7 @@ def page(slide: list[dict[str, Any]], stock: list[dict[str, Any]]) -> str:
     ]
     for kind in ("failed", "private", "refused", "stock"):
         if found[kind]:
-            lines += ["", f"## {KINDS[kind].capitalize()}"]
+            lines += ["", f"## {KINDS[kind][0].upper()}{KINDS[kind][1:]}"]
         for text, tests in sorted(found[kind].items(), key=lambda row: -len(row[1])):
             lines += ["", f"{len(tests)} x `{text}`", "", *(f"* `{test}`" for test in tests)]
     return "\n".join(lines)
