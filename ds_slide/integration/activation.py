@@ -6,13 +6,14 @@ a run that cannot work ends before it has taken memory. `_configure_zero_optimiz
 of a module, so replacing that for the length of the call is enough; its ~45 keyword
 arguments remain DeepSpeed's business. `_configure_basic_optimizer` is spared the compilation of kernels that are never
 called, `_configure_distributed_model` the move of all weights to the accelerator. An engine without the key runs the
-originals.
+originals. So is the DeepSpeedCPUAdam that accelerate builds before the engine, where accelerate's config has the key.
 """
 
 import difflib
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -36,11 +37,18 @@ def install(engine_module: ModuleType) -> None:
         engine_class._configure_basic_optimizer = _sparing(engine_class._configure_basic_optimizer)
     if hasattr(engine_class, "_configure_distributed_model"):
         engine_class._configure_distributed_model = _keeping(engine_class._configure_distributed_model)
+    from deepspeed.ops.adam import cpu_adam
+    from deepspeed.ops.op_builder import builder
     from deepspeed.runtime.zero import partition_parameters
 
+    from ds_slide.integration.compile_lock import install_lock_line
     from ds_slide.integration.zero_init import install_zero_init
 
     install_zero_init(partition_parameters.Init, slide_config)
+    if hasattr(cpu_adam, "DeepSpeedCPUAdam"):
+        cpu_adam.DeepSpeedCPUAdam.__init__ = _sparing_clients(cpu_adam.DeepSpeedCPUAdam.__init__)
+    if hasattr(getattr(builder, "OpBuilder", None), "jit_load"):
+        install_lock_line(builder.OpBuilder)
     _wrapped_classes.add(engine_class)
 
 
@@ -174,6 +182,29 @@ def _sparing(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
 
     return _configure_basic_optimizer
+
+
+def _sparing_clients(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if slide_config(_config_of_accelerate()) is None:
+            original(self, *args, **kwargs)
+            return
+        from ds_slide.integration.bare_optimizers import kernels_on_use
+
+        with kernels_on_use():
+            original(self, *args, **kwargs)
+
+    return __init__
+
+
+def _config_of_accelerate() -> Any:
+    """The DeepSpeed config with which accelerate will call `initialize`; None where it is not used or not set up."""
+    state = sys.modules.get("accelerate.state")
+    if state is None or not state.is_initialized():
+        return None
+    plugin = state.AcceleratorState().deepspeed_plugin
+    return None if plugin is None else plugin.deepspeed_config
 
 
 def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:

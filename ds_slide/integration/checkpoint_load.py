@@ -16,7 +16,7 @@ from ds_slide.integration.checkpoint_manifest import Manifest, newest_whole_tag
 from ds_slide.integration.checkpoint_pickle import PIECE
 from ds_slide.integration.checkpoint_place import checked_tag, recover
 from ds_slide.integration.checkpoint_ranks import together
-from ds_slide.integration.checkpoint_save import is_publisher
+from ds_slide.integration.checkpoint_save import finish_save, is_publisher
 from ds_slide.integration.checkpoint_universal import LATEST
 from ds_slide.integration.planes import MASTER, STATE_KEYS, write_frozen
 
@@ -39,6 +39,7 @@ def load_checkpoint(
     the tag that is asked for, and with `load_module_only` alone too, where stock loads no weights at all.
     """
     directory = Path(load_dir)
+    finish_save(engine)
     if engine.load_universal_checkpoint():
         everything = load_optimizer_states and not load_module_only
         tag = _universal_tag(engine, directory, tag, everything=everything)

@@ -41,14 +41,10 @@ def check_deepspeed_config(
 
     `client_optimizer` and `mpu` are those given to `deepspeed.initialize`. Raises SlideConfigError.
     """
-    stage = int(config.zero_optimization_stage)
-    if stage != 3:
-        # Alone: what else is wrong for an engine of stage 3 was not meant for one.
-        problem = f"zero_optimization.stage is {stage}, but DS-Slide is an engine for stage 3"
-        raise SlideConfigError(f'{problem}; set it to 3 or remove "ds_slide"')
+    require_stage(int(config.zero_optimization_stage))
     values = values_of_config(config) | {"mpu": mpu}
     trains = has_optimizer(config.optimizer_name, client_optimizer)
-    _raise(
+    raise_all(
         *setting_problems(values, (*REFUSED_ENGINE_SETTINGS, *REFUSED_ZERO_SETTINGS)),
         *parallel_problems(values),
         *offload_problems(values),
@@ -73,7 +69,7 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, ds_c
     values["prescale_gradients"] = not values.get("postscale_gradients", True)
     values["zero_quantized_gradients"] = values.get("all2all_process_group") is not None
     values["fp16"] = gradient_dtype(kwargs, module) == torch.float16
-    _raise(
+    raise_all(
         *setting_problems(values, REFUSED_ZERO_SETTINGS),
         *parallel_problems(values),
         *offload_problems(values),
@@ -87,12 +83,19 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, ds_c
 def check_without_optimizer(module: nn.Module) -> None:
     """Refuse a model, as it is when the engine is built, of which DS-Slide cannot run forwards. Raises
     SlideConfigError."""
-    _raise(*dtype_problems({}, module), *model_problems(module))
+    raise_all(*dtype_problems({}, module), *model_problems(module))
 
 
 def has_optimizer(json_name: str | None, client_optimizer: Any) -> bool:
     """As DeepSpeed decides it. Without one the engine runs forwards only."""
     return bool(client_optimizer) or bool(json_name)
+
+
+def require_stage(stage: Any) -> None:
+    """Alone: what else is wrong for an engine of stage 3 was not meant for one."""
+    if stage != 3:
+        problem = f"zero_optimization.stage is {stage}, but DS-Slide is an engine for stage 3"
+        raise SlideConfigError(f'{problem}; set it to 3 or remove "ds_slide"')
 
 
 def values_of_config(config: Any) -> dict[str, Any]:
@@ -213,11 +216,24 @@ def optimizer_problems(optimizer: Any) -> Iterator[str]:
     if not getattr(optimizer, "fp32_optimizer_states", True):
         yield f"optimizer.params.fp32_optimizer_states is false, but {FP32_STATES}; remove it"
     for index, group in enumerate(optimizer.param_groups):
+        if not _is_adam_group(group):
+            yield (
+                f"parameter group {index} of {kind.__name__} has eps {group.get('eps')!r} and betas "
+                f"{group.get('betas')!r}, which are not Adam's (accelerate makes a DeepSpeedCPUAdam of any optimizer, "
+                'such as Adafactor); use AdamW, which is optim="adamw_torch" in the Trainer'
+            )
+            return
         if kind is torch.optim.Adam and group.get("decoupled_weight_decay"):
             yield f"decoupled_weight_decay is true in parameter group {index} of Adam; use torch.optim.AdamW instead"
         for option in ("amsgrad", "maximize", "differentiable"):
             if group.get(option):
                 yield f"{option} is true in parameter group {index}, but {NO_SUPPORT}; set it to false"
+
+
+def _is_adam_group(group: Mapping[str, Any]) -> bool:
+    betas = group.get("betas", (0.9, 0.999))
+    numbers = [group.get("eps", 0.0), *(betas if isinstance(betas, tuple | list) and len(betas) == 2 else [None])]
+    return all(isinstance(number, int | float | torch.Tensor) for number in numbers)
 
 
 def model_problems(model: nn.Module) -> Iterator[str]:
@@ -243,6 +259,7 @@ def _package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
-def _raise(*problems: str) -> None:
+def raise_all(*problems: str) -> None:
+    """One error for all of them, if there are any."""
     if problems:
         raise SlideConfigError("\n".join(problems))

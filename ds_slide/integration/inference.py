@@ -15,11 +15,12 @@ from torch import nn
 
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideAttributeError, SlideError
-from ds_slide.integration import ownership
+from ds_slide.integration import monitor, ownership
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.assemble import assemble, forward_settings
 from ds_slide.integration.checkpoint_files import SlideCheckpointEngine
 from ds_slide.integration.contract import check_without_optimizer
+from ds_slide.integration.parameter_offload import ParameterOffload
 
 GIVE_ONE = (
     'give it an "optimizer" of type AdamW in the DeepSpeed config, or pass an optimizer to deepspeed.initialize, if it '
@@ -46,15 +47,12 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
         self.offload_device = getattr(kwargs.get("offload_param_config"), "device", None)
         self.zenflow = False
         self.persistent_parameters: list[nn.Parameter] = []
-        # Of tools that take the hooks away for a generation (`unwrap_model_for_generation`): they find none, and what
-        # they run is streamed.
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
         protocol.convert(module, dp_process_group, self.dtype)
         settings = forward_settings(config, ds_config, self.dtype)
-        self.runtime, self._kernels = assemble(module, {}, config, settings, dp_process_group)
+        self.runtime, self.kernels = assemble(module, {}, config, settings, dp_process_group)
         try:
             self.protocol = protocol.ParameterProtocol(self.runtime, dp_process_group)
+            self.parameter_offload = ParameterOffload(self.runtime, module)
             ownership.enter(self, module)
         except BaseException:
             self.destroy()
@@ -66,13 +64,13 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
         return {
             "memory": dict(parts.memory_report),
             "ssd": {} if parts.ssd is None else parts.ssd.statistics(),
-            "kernels": self._kernels.as_dict(),
+            "kernels": self.kernels.as_dict(),
         }
 
     # ---- what the engine and clients call ----------------------------------------------------------------------------
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        """The hooks have never been taken away."""
+        self.parameter_offload._register_deepspeed_module(module)
 
     def partition_all_parameters(self) -> None:
         """A forward leaves nothing behind that could be let go of."""
@@ -89,7 +87,7 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
     def destroy(self) -> None:
         """End the lanes and remove the hooks. Harmless when called twice."""
         self.runtime.close()
-        self._kernels.undo()
+        self.kernels.undo()
         ownership.leave(self, self.module)
 
 
@@ -97,6 +95,8 @@ def attach(engine: Any) -> None:
     """For `engine`, whose optimizer is a `SlideZeroOffload`: `save_16bit_model`, which needs a checkpoint engine, and a
     sentence for what only an engine that trains can do. Attributes of the object, not of the class."""
     engine.checkpoint_engine = SlideCheckpointEngine()
+    if engine.global_rank == 0:
+        monitor.report_start(engine)
     for name in ("backward", "step", "save_checkpoint", "load_checkpoint"):
         setattr(engine, name, _refusing(f"{name}()"))
     engine._backward_prologue = _refusing("backward() of its outputs")  # of torch; the module's own run as in stock

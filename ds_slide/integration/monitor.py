@@ -22,10 +22,7 @@ def attach(engine: Any) -> None:
     """Report the start and every step of `engine`, whose optimizer is a SlideZeroOptimizer. Rank 0 writes."""
     if engine.global_rank != 0:
         return
-    optimizer = engine.optimizer
-    parts, kernels = optimizer.runtime.parts, optimizer.kernels.counts
-    ranks = optimizer.partition_count
-    log.info(start_line(ds_slide.__version__, parts.memory_report, ranks=ranks, held=parts.held, kernels=kernels))
+    report_start(engine)
     take_model_step = type(engine)._take_model_step
     owner = weakref.ref(engine)  # not the engine itself, which would then own itself and outlive its last user
     reported = 0
@@ -43,6 +40,14 @@ def attach(engine: Any) -> None:
         return result
 
     engine._take_model_step = _take_model_step
+
+
+def report_start(engine: Any) -> None:
+    """Log what `engine`, with or without an optimizer, has decided. Called on rank 0."""
+    parts = engine.optimizer.runtime.parts
+    held = parts.held if parts.trains else None
+    kernels, ranks = engine.optimizer.kernels.counts, parts.ranks.world_size
+    log.info(start_line(ds_slide.__version__, parts.memory_report, ranks=ranks, held=held, kernels=kernels))
 
 
 def events_of(statistics: dict[str, Any], samples: int) -> list[Event]:

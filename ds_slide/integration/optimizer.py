@@ -25,6 +25,7 @@ from ds_slide.integration import ownership, planes
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.access import StateAccess
 from ds_slide.integration.assemble import assemble, runtime_settings
+from ds_slide.integration.checkpoint_background import BackgroundSave
 from ds_slide.integration.checkpoint_mapped import MappedFiles
 from ds_slide.integration.checkpoint_pickle import PIECE, materialized
 from ds_slide.integration.checkpoint_universal import UniversalCheckpoint
@@ -33,7 +34,7 @@ from ds_slide.integration.norm_watch import NormWatch
 from ds_slide.integration.parameter_offload import ParameterOffload
 from ds_slide.integration.planes import require_stepped
 from ds_slide.integration.stock_names import leaf_parameters, missing
-from ds_slide.integration.subgroups import SubGroups, load_settings
+from ds_slide.integration.subgroups import States, SubGroups, load_settings
 from ds_slide.optim.hyper import AdamWHyper
 
 
@@ -48,6 +49,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         check_supported(kwargs, init_optimizer, module, ds_config)
         config = SlideConfig.from_deepspeed(ds_config)
         assert config is not None
+        self.async_save = config.async_save
         self._set_stock_attributes(module, init_optimizer, param_names, timers, kwargs)
         protocol.convert(module, self.dp_process_group, self.dtype)
         self._make_sub_groups()
@@ -303,22 +305,28 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     mapped_files: MappedFiles | None = None
     """Of the load that runs (see checkpoint_load)."""
+    saving: BackgroundSave | None = None
+    """The asynchronous save that was begun last, until its end has been noticed (see checkpoint_save)."""
+    has_said_that_saves_wait = False
 
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's ZeRO-3 format, readable by zero_to_fp32.py, ds_to_universal.py and stock DeepSpeed."""
         state: dict[str, Any] = materialized(self.planned_state_dict())
         return state
 
-    def planned_state_dict(self) -> dict[str, Any]:
-        """`state_dict` whose tensors are made when they are written."""
+    def planned_state_dict(self, states: States | None = None) -> dict[str, Any]:
+        """`state_dict` whose tensors are made when they are written, from `states` if not from the units."""
+        states = states or self.sub_groups.settled
         return {
             "zero_stage": 3,
             "loss_scaler": self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             "partition_count": self.partition_count,
-            "optimizer_state_dict": self.sub_groups.optimizer_state(self.optimizer.param_groups, self._saved_step),
-            "fp32_flat_groups": self.sub_groups.masters(),
+            "optimizer_state_dict": self.sub_groups.optimizer_state(
+                self.optimizer.param_groups, self._saved_step, states
+            ),
+            "fp32_flat_groups": self.sub_groups.masters(states),
         }
 
     def _saved_step(self) -> int | torch.Tensor:
@@ -399,7 +407,15 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         raise SlideError("engine.reload_states() is not supported by DS-Slide: there is nothing to reload")
 
     def destroy(self) -> None:
-        """End the lanes and remove the hooks."""
-        self.runtime.close()
-        self.kernels.undo()
-        ownership.leave(self, self.module)
+        """End the lanes and remove the hooks. Waits for an asynchronous save; raises SlideError where that failed."""
+        saving, self.saving = self.saving, None
+        try:
+            if saving is not None:
+                saving.wait()
+        finally:
+            self.runtime.close()
+            self.kernels.undo()
+            ownership.leave(self, self.module)
+        if saving is not None:
+            saving.close(all_have_ended=saving.alone)
+            saving.require()

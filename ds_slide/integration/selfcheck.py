@@ -54,6 +54,9 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("deepspeed.runtime.engine", "DeepSpeedEngine._configure_zero_optimizer", ("self", "optimizer")),
     Symbol("deepspeed.runtime.superoffload.superoffload_stage3", "SuperOffloadOptimizer_Stage3"),
     Symbol("deepspeed.runtime.engine", "DeepSpeedZeRoOffload"),
+    Symbol("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.__init__", ("self", "model_params")),
+    # compile_lock.py
+    Symbol("deepspeed.ops.op_builder.builder", "OpBuilder.jit_load", ("self",)),
     # inference.py
     Symbol("deepspeed.runtime.engine", "DeepSpeedEngine._backward_prologue", ("self",)),
     Symbol(_OFFLOAD, "DeepSpeedZeRoOffload.__init__", ("self", "module", "timers", "ds_config"), ("dp_process_group",)),

@@ -20,12 +20,22 @@ from torch import nn
 from ds_slide.errors import SlideError
 from ds_slide.integration.checkpoint_mapped import MappedFiles
 from ds_slide.integration.checkpoint_pickle import PIECE, Planned
-from ds_slide.integration.planes import MASTER, STATE_KEYS, as_weights, pieces, read_values, write_values
+from ds_slide.integration.planes import (
+    MASTER,
+    STATE_KEYS,
+    HasState,
+    as_weights,
+    pieces,
+    read_values,
+    write_values,
+)
 from ds_slide.model.layout import Entry
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.unit import Unit
 
 Places = dict[nn.Parameter, tuple[Unit, Entry]]
+States = Callable[[Unit], HasState]
+"""Where the states of a unit are read: in the unit itself once it has settled, or in a copy."""
 Flat = tuple[torch.Tensor, int]
 """A flat tensor, and where in it the partition of a parameter begins."""
 
@@ -39,17 +49,22 @@ class SubGroups:
     places: Places
     runtime: SlideRuntime
 
-    def masters(self) -> list[Planned]:
+    def settled(self, unit: Unit) -> Unit:
+        """`unit`, whose pending update has ended."""
+        self.runtime.settle(unit)
+        return unit
+
+    def masters(self, states: States) -> list[Planned]:
         """fp32 masters by sub-group (`fp32_flat_groups`)."""
-        return [self._planned(group, MASTER) for group in self.groups]
+        return [self._planned(group, MASTER, states) for group in self.groups]
 
     def optimizer_state(
-        self, param_groups: Sequence[dict[str, Any]], step: Callable[[], int | torch.Tensor]
+        self, param_groups: Sequence[dict[str, Any]], step: Callable[[], int | torch.Tensor], states: States
     ) -> dict[str, Any]:
         """The state dict that a torch optimizer over the flat sub-groups would have. `step`: makes one for each of
         them, since optimizers that keep tensors count in place."""
         state = {
-            number: {"step": step(), **{key: self._planned(group, key) for key in STATE_KEYS}}
+            number: {"step": step(), **{key: self._planned(group, key, states) for key in STATE_KEYS}}
             for number, group in enumerate(self.groups)
         }
         packed = []
@@ -59,7 +74,7 @@ class SubGroups:
             packed.append({**settings, "params": members})
         return {"state": state, "param_groups": packed}
 
-    def _planned(self, group: Sequence[nn.Parameter], key: str) -> Planned:
+    def _planned(self, group: Sequence[nn.Parameter], key: str, states: States) -> Planned:
         places = [self.places[parameter] for parameter in group]
         ends = list(accumulate(entry.partition_numel for _, entry in places))
 
@@ -70,8 +85,8 @@ class SubGroups:
                 unit, entry = places[index]
                 end = min(ends[index], stop)
                 offset = entry.offset + entry.partition_numel - ends[index]
-                self.runtime.settle(unit)
-                values[done - start : end - start] = read_values(unit, key, slice(offset + done, offset + end))
+                run = slice(offset + done, offset + end)
+                values[done - start : end - start] = read_values(states(unit), key, run)
                 index, done = index + 1, end
             return values
 

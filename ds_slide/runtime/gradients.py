@@ -84,8 +84,9 @@ class Gradients:
     def finalize(self, unit: Unit, *, final: bool, source: Source | None = None) -> None:
         """Take the gradients out of the unit's parameters. `final`: the last micro-batch before the step.
 
-        Parameters without a gradient (unused in this pass) count as zero, as in stock ZeRO-3. `source`: where the
-        gradient comes from if not from the parameters.
+        Parameters without a gradient (unused since the last step) count as zero, as in ZeRO-1 and 2 and in ZeRO-3's
+        leaf modules; elsewhere ZeRO-3 updates them once more from the last gradient that they had, which its partition
+        buffer still holds. `source`: where the gradient comes from if not from the parameters.
         """
         unit.finalized = True
         if not unit.layout.trainable_numel:

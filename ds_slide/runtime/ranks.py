@@ -37,12 +37,18 @@ from ds_slide.runtime.unit import Unit
 _NOWHERE = Device(torch.device("cpu"))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Channel:
-    """The process group and the stream of the collectives between certain ranks."""
+    """The process group and the stream of the collectives between certain ranks, for all engines of a process."""
 
-    group: Any
-    stream: Any
+    group: Any = None
+    stream: Any = None
+    engines: int = 0
+    """That have been built on it."""
+    issued: int = 0
+    """Collectives so far, of all engines."""
+    digest: int = 0
+    """Of what they were, in order: the same on all ranks."""
 
 
 _channels: dict[tuple[int, ...], Channel] = {}
@@ -76,13 +82,22 @@ class Ranks:
         self.rank = rank
         self.world_size = world_size
         self._device = device
-        self._group = None if channel is None else channel.group
-        self._stream = None if channel is None else channel.stream
+        self._channel = channel or Channel()
+        self._group = self._channel.group
+        self._stream = self._channel.stream
+        self._channel.engines += 1
+        self._engine = self._channel.engines
         self._failures: Failures | None = None
-        self.issued = 0
-        """Collectives so far."""
-        self.digest = 0
-        """Of what they were, in order: the same on all ranks."""
+
+    @property
+    def issued(self) -> int:
+        """Collectives so far, of all engines."""
+        return self._channel.issued
+
+    @property
+    def digest(self) -> int:
+        """Of what they were, and of which engine: the same on all ranks."""
+        return self._channel.digest
 
     @classmethod
     def over(cls, group: Any, device: Device) -> Ranks:
@@ -115,9 +130,10 @@ class Ranks:
     @contextmanager
     def _issue(self, what: str, *after: Marker) -> Iterator[None]:
         """One collective on the collectives stream, behind `after`. On the CPU accelerator it blocks."""
-        self.issued += 1
-        self.digest = zlib.crc32(what.encode(), self.digest)
-        sentence = f"collective {self.issued} of rank {self.rank}: {what}"
+        channel = self._channel
+        channel.issued += 1
+        channel.digest = zlib.crc32(f"{self._engine}: {what}".encode(), channel.digest)
+        sentence = f"collective {channel.issued} of rank {self.rank}: {what}"
         with self.on_stream(), nullcontext() if self._failures is None else self._failures.collective(sentence):
             for marker in after:
                 self._device.wait(marker)

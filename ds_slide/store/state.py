@@ -82,11 +82,19 @@ class UnitState:
         moments in fp32."""
         scale = self._scale_of(name)
         if scale is None:
-            raw = self._raw(name, span)
+            raw = self.raw(name, span)
             return raw.float() if name in MOMENTS else raw
         whole = _groups(span, scale.elements_per_item, self._items(name))
-        values = to_fp32(self._raw(name, whole), self._raw(scale.name, scale.cut(whole)), signed=name == "exp_avg")
+        values = to_fp32(self.raw(name, whole), self.raw(scale.name, scale.cut(whole)), signed=name == "exp_avg")
         return values[span.start - whole.start : span.stop - whole.start]
+
+    def raw(self, name: str, items: slice) -> torch.Tensor:
+        """Items of a plane as they are stored: a view, or a copy of what is on SSD."""
+        plane = self._in_memory(name)
+        if plane is not None:
+            return plane[items]
+        assert self.ssd is not None
+        return self.ssd.read(name, items)
 
     def write(self, name: str, span: slice, values: torch.Tensor) -> None:
         """Set the parameters `span` of a plane; moments from fp32, rounded to nearest where they are stored shorter."""
@@ -126,13 +134,6 @@ class UnitState:
         if name == "gradient":
             return self.gradient
         return self.weight if name == "weight" else self.optimizer.get(name)
-
-    def _raw(self, name: str, items: slice) -> torch.Tensor:
-        plane = self._in_memory(name)
-        if plane is not None:
-            return plane[items]
-        assert self.ssd is not None
-        return self.ssd.read(name, items)
 
     def _set_raw(self, name: str, items: slice, values: torch.Tensor) -> None:
         plane = self._in_memory(name)

@@ -20,12 +20,12 @@ RANK = 4
 class Adapter(nn.Module):
     """A linear layer with a low-rank addition, which computes in its own data type."""
 
-    def __init__(self, base: nn.Linear, dtype: torch.dtype) -> None:
+    def __init__(self, base: nn.Linear, dtype: torch.dtype, rank: int = RANK) -> None:
         super().__init__()
         self.base = base
         # Under zero.Init the base has no elements, but its sizes.
-        self.down = nn.Parameter(torch.randn(RANK, base.in_features).mul_(0.1).to(dtype))
-        self.up = nn.Parameter(torch.randn(base.out_features, RANK).mul_(0.1).to(dtype))
+        self.down = nn.Parameter(torch.randn(rank, base.in_features).mul_(0.1).to(dtype))
+        self.up = nn.Parameter(torch.randn(base.out_features, rank).mul_(0.1).to(dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.base(x)

@@ -157,6 +157,16 @@ def half_up(masters: torch.Tensor) -> torch.Tensor:
     return encode_planar(masters)[0].view(torch.bfloat16)
 
 
+def exchanged(states: dict[str, dict[str, torch.Tensor]], *, to_stock: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """States in the form of `states_of`, as the other engine has them after loading: of one bf16 weight in 131,072,
+    whose master is a tie, the engines make different ones."""
+    there = {name: dict(tensors) for name, tensors in states.items()}
+    for tensors in there.values():
+        if "master" in tensors and tensors["weight"].dtype == torch.bfloat16:
+            tensors["weight"] = tensors["master"].bfloat16() if to_stock else half_up(tensors["master"])
+    return there
+
+
 def with_every_low_half(masters: torch.Tensor, first: int = 0) -> torch.Tensor:
     """fp32 `masters` whose low halves count up from `first` in the even elements and are ties in the odd ones."""
     low = torch.arange(first, first + masters.numel()) & 0xFFFF

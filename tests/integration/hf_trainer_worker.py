@@ -4,7 +4,8 @@ evaluates on both without a training.
     python hf_trainer_worker.py FOLDER
 
 Each run is a fork, because accelerate keeps one configuration for a process. Leaves FOLDER/RUN.pt: what a run logged,
-and the weights that its Trainer saved. Not a test module.
+and the weights that its Trainer saved; or FOLDER/RUN.err: the standard error of one that must be refused. Not a test
+module.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import ds_slide  # noqa: F401  (for a source tree on the path; an installed pack
 STEPS, SAVED_AT = 8, 4
 RUNS = ("stock", "slide", "resumed")
 EVALUATIONS = ("stock-evaluation", "slide-evaluation")
+REFUSED = ("json", "adafactor")
+"""A value in the JSON, which TrainingArguments refuse, and an optimizer, which Trainer brings to `initialize`."""
 VOCABULARY, LENGTH = 256, 32
 
 
@@ -55,6 +58,10 @@ def ds_config(run: str) -> dict[str, Any]:
             },
         },
     }
+    if run == "json":
+        config["zero_optimization"]["zero_hpz_partition_size"] = 2
+    if run == "adafactor":
+        del config["optimizer"], config["scheduler"]
     return config if run.startswith("stock") else {**config, "ds_slide": {"enabled": True}}
 
 
@@ -83,10 +90,12 @@ def trainer_of(run: str, out: Path) -> Trainer:
         gradient_checkpointing_kwargs={"use_reentrant": False},
         deepspeed=ds_config(run),
         logging_steps=1,
+        optim="adafactor" if run == "adafactor" else "adamw_torch",
         report_to=[],
         disable_tqdm=True,
         seed=1,
     )
+    print(f"{run}: the arguments are made", file=sys.stderr, flush=True)
     tokens = torch.randint(VOCABULARY, (40, LENGTH), generator=torch.Generator().manual_seed(3))
     data = [{"input_ids": row, "labels": row} for row in tokens]
     return Trainer(model=model(), args=arguments, train_dataset=data, eval_dataset=data[:4])
@@ -125,12 +134,14 @@ def main(folder: Path) -> None:
     require_one_thread()
     launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ.update(launcher)
-    for run in (*RUNS, *EVALUATIONS):
+    for run in (*REFUSED, *RUNS, *EVALUATIONS):
         if child := os.fork():
-            if os.waitpid(child, 0)[1]:
-                sys.exit(f"the run {run} has failed")
+            if (os.waitpid(child, 0)[1] != 0) != (run in REFUSED):
+                sys.exit(f"the run {run} has {'not ' if run in REFUSED else ''}failed")
             continue
-        torch.save((train if run in RUNS else evaluate)(run, folder), folder / f"{run}.pt")
+        if run in REFUSED:
+            os.dup2(os.open(folder / f"{run}.err", os.O_WRONLY | os.O_CREAT, 0o600), 2)
+        torch.save((evaluate if run in EVALUATIONS else train)(run, folder), folder / f"{run}.pt")
         return
 
 

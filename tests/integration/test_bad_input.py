@@ -7,8 +7,10 @@ import subprocess
 import sys
 import textwrap
 
+import deepspeed
 import pytest
 import torch
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -25,6 +27,7 @@ from ds_slide.integration.contract import (
     optimizer_choice_problems,
     optimizer_problems,
 )
+from ds_slide.integration.early import check_json
 from ds_slide.integration.refused import REFUSED_ENGINE_SETTINGS, REFUSED_ZERO_SETTINGS, Refused, setting_problems
 
 SLIDE = {"enabled": True}
@@ -166,6 +169,38 @@ def test_refused_configs(config, message):
     assert "; " in found[0], "what to do is missing"
 
 
+JSON_ALONE = [row for row in CONFIGS if not row[1].startswith(("optimizer.type", "no optimizer"))]
+
+
+@pytest.mark.parametrize(("config", "message"), JSON_ALONE, ids=[message for _, message in JSON_ALONE])
+def test_refused_where_the_json_is_read(config, message):
+    for read in (HfDeepSpeedConfig, check_json, lambda raw: deepspeed.zero.Init(config_dict_or_path=raw)):
+        with pytest.raises(SlideConfigError, match=re.escape(message)):
+            read(config)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "gradient_accumulation_steps": "auto"},
+        {"slide": {"hold_gradients": False}, "gradient_clipping": "auto", "fp16": {"enabled": "auto"}},
+        {"optimizer": {"type": "Lamb", "params": {"lr": "auto"}}},  # the script may bring its own
+        {"optimizer": None},
+    ],
+    ids=json.dumps,
+)
+def test_what_the_json_alone_does_not_decide(others):
+    config = ds_config(**others)
+    HfDeepSpeedConfig(config)
+    check_json(config)
+
+
+def test_off_is_off_where_the_json_is_read():
+    HfDeepSpeedConfig(ds_config({"stage": 2}, ds_slide=None))
+    HfDeepSpeedConfig(ds_config({"stage": 2}, ds_slide={"enabled": False, "windw": 2}))
+
+
 def test_every_setting_of_the_tables_is_refused_in_a_config_above():
     messages = [message for _, message in CONFIGS]
     for setting in (*REFUSED_ENGINE_SETTINGS, *REFUSED_ZERO_SETTINGS):
@@ -205,6 +240,15 @@ class TestOptimizers:
     @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
     def test_adam_in_every_implementation_is_accepted(self, kind, options):
         assert self.problems(kind(self.parameters, **options)) == []
+
+    @pytest.mark.parametrize("values", [{"eps": (1e-30, 1e-3)}, {"betas": 0.9}, {"eps": None}], ids=json.dumps)
+    def test_groups_of_another_optimizer_are_refused_once(self, values):
+        optimizer = torch.optim.AdamW([{"params": [nn.Parameter(torch.zeros(2))]} for _ in range(2)])
+        for group in optimizer.param_groups:
+            group.update(values)
+        (problem,) = self.problems(optimizer)
+        assert problem.startswith("parameter group 0 of AdamW has eps ")
+        assert 'use AdamW, which is optim="adamw_torch" in the Trainer' in problem
 
     @pytest.mark.parametrize("option", ["amsgrad", "maximize", "differentiable"])
     def test_variants_of_the_rule_are_refused(self, option):

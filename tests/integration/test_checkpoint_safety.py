@@ -101,7 +101,7 @@ def killed_while_saving(engine: Any, folder: Path, tag: str, prepare: Callable[[
     child = os.fork()
     if child == 0:
         try:
-            engine.optimizer.planned_state_dict = lambda: state
+            engine.optimizer.planned_state_dict = lambda _states: state
             checkpoint_save.read_weights = lambda _unit, entry, start, stop: weights[entry.name][start:stop]
             engine.optimizer.checkpoint_event_epilogue = lambda: None  # waits for threads that the child does not have
             prepare(lambda: os.kill(os.getpid(), signal.SIGKILL))

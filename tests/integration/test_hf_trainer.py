@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from forking import ONE_THREAD
-from hf_trainer_worker import EVALUATIONS, RUNS, SAVED_AT, STEPS, model
+from hf_trainer_worker import EVALUATIONS, REFUSED, RUNS, SAVED_AT, STEPS, model
 
 HERE = Path(__file__).resolve().parent
 PATIENCE_S = 240
@@ -32,8 +32,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     assert done.returncode == 0, done.stdout[-6000:]
     # Of the runs with the key; it is Trainer that says how often steps are printed: never.
     own = [line for line in done.stdout.splitlines() if "[ds_slide]" in line]
-    assert [line.partition("] DS-Slide ")[1] for line in own] == ["] DS-Slide "] * 2, own
-    return {run: torch.load(folder / f"{run}.pt") for run in (*RUNS, *EVALUATIONS)}
+    assert [line.partition("] DS-Slide ")[1] for line in own] == ["] DS-Slide "] * 3, own
+    refused = {run: (folder / f"{run}.err").read_text() for run in REFUSED}
+    return {run: torch.load(folder / f"{run}.pt") for run in (*RUNS, *EVALUATIONS)} | refused
 
 
 def test_the_key_chooses_the_engine(trained: dict[str, Any]) -> None:
@@ -80,3 +81,18 @@ def test_an_evaluation_without_a_training_is_stocks_to_the_bit(trained: dict[str
     assert torch.equal(ours["logits"], theirs["logits"])
     assert ours["weights"].keys() == theirs["weights"].keys()
     assert all(torch.equal(ours["weights"][name], weight) for name, weight in theirs["weights"].items())
+
+
+@pytest.mark.parametrize(
+    ("run", "sentence", "arguments_are_made"),
+    [
+        ("json", "zero_optimization.zero_hpz_partition_size is 2, but DS-Slide does not support ZeRO++; use 1", False),
+        ("adafactor", "parameter group 0 of DeepSpeedCPUAdam has eps (1e-30, 0.001) and betas", True),
+    ],
+)
+def test_a_refusal_is_the_last_line_on_the_screen(
+    trained: dict[str, Any], run: str, sentence: str, arguments_are_made: bool
+) -> None:
+    last = trained[run].splitlines()[-1].removeprefix("[rank0]: ")
+    assert last.startswith(f"ds_slide.errors.SlideConfigError: {sentence}"), trained[run]
+    assert (f"{run}: the arguments are made" in trained[run]) == arguments_are_made

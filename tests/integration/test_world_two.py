@@ -10,7 +10,7 @@ import pytest
 import torch
 import two_ranks
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from harness import engine_for, half_up, same_bits
+from harness import engine_for, exchanged, half_up, same_bits
 from world_two_worker import STEPS, TRAININGS, config_of, tokens_of
 from world_two_worker import train as train_tokens
 
@@ -42,7 +42,9 @@ def test_both_ranks_end_with_the_same_states(name, seen):
     assert unequal(seen[0][name]["states"], seen[1][name]["states"]) == []
     assert seen[0][name]["norm"] == seen[1][name]["norm"] > 0
     for tensors in seen[0][name]["states"].values():
-        assert "master" not in tensors or same_bits(half_up(tensors["master"]), tensors["weight"])
+        if (master := tensors.get("master")) is not None:
+            in_fp32 = tensors["weight"].dtype == torch.float32
+            assert same_bits(master if in_fp32 else half_up(master), tensors["weight"])
 
 
 @trainings
@@ -51,7 +53,7 @@ def test_every_trainable_parameter_has_moved_to_its_last_element(name, seen):
     build, _ = TRAININGS[name]
     for parameter_name, parameter in build(0).named_parameters():
         tensors = seen[0][name]["states"][parameter_name]
-        before = parameter.detach().bfloat16()
+        before = parameter.detach().to(tensors["weight"].dtype)
         if parameter.requires_grad:
             assert tensors["exp_avg"].view(-1)[-1] != 0, parameter_name
             assert not same_bits(tensors["master"], before.float()), parameter_name
@@ -96,10 +98,11 @@ def test_losses_are_those_of_one_rank_with_both_batches(name, seen):
     assert seen[0][name]["norm"] == pytest.approx(norm, rel=2e-2)
 
 
-def test_stock_loads_the_checkpoint(seen):
+@pytest.mark.parametrize("name", ["clipping", "adapters"])
+def test_stock_loads_the_checkpoint(name, seen):
     for rank in range(2):
-        stock, slide = seen[rank]["stock"], seen[rank]["clipping"]
-        assert unequal(stock["states"], slide["half"]) == []
+        stock, slide = seen[rank]["stock"][name], seen[rank][name]
+        assert unequal(stock["states"], exchanged(slide["half"], to_stock=True)) == []
         assert stock["losses"] == pytest.approx(slide["losses"][STEPS // 2 :], rel=2e-3)
 
 

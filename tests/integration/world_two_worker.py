@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 import two_ranks
+from adapters import Adapter, under_zero_init
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -31,6 +32,7 @@ from ds_slide.errors import SlideError
 STEPS = 12
 HIDDEN, TOKENS = 33, 257
 DELAYED = {"window": 2, "debug": {"lane_delay_ms": 1.0, "seed": 3}}
+GATHERED = {**DELAYED, "share_weights": False, "gpu_states": 20_000}
 GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
 Seen = dict[str, Any]
 
@@ -74,12 +76,31 @@ def freeze(model: OddModel) -> OddModel:
     return model
 
 
+def adapt(model: OddModel) -> OddModel:
+    """As PEFT does: fp32 adapters beside frozen weights in bf16."""
+    model.bfloat16().requires_grad_(False)
+    for layer in model.layers:
+        layer.up, layer.down = (Adapter(base, torch.float32, rank=3) for base in (layer.up, layer.down))
+    return model
+
+
+def adapt_and_train_more(model: OddModel) -> OddModel:
+    """And a norm of every block, the embedding and the head in bf16."""
+    adapt(model)
+    for module in (model.embed, model.head, *(layer.norm for layer in model.layers)):
+        module.requires_grad_(True)
+    return model
+
+
 # What differs between the trainings: the model, and arguments of `config_of`.
 TRAININGS: dict[str, tuple[Callable[[int], OddModel], dict[str, Any]]] = {
     "clipping": (OddModel, {}),
     "no_clipping": (OddModel, {"clip": 0.0}),
     "frozen": (lambda seed: freeze(OddModel(seed)), {}),
     "tied": (lambda seed: OddModel(seed, tied=True), {"clip": 0.0}),
+    "adapters": (lambda seed: adapt(OddModel(seed)), {}),
+    "adapters_and_bf16": (lambda seed: adapt_and_train_more(OddModel(seed)), {"clip": 0.0}),
+    "adapters_gathered": (lambda seed: adapt_and_train_more(OddModel(seed)), {"slide": GATHERED, "accumulation": 2}),
     "accumulation_with_gpu_states": (OddModel, {"accumulation": 2, "slide": {**DELAYED, "gpu_states": 150_000}}),
 }
 
@@ -96,6 +117,14 @@ def tokens_of(rank: int, count: int) -> list[torch.Tensor]:
     return list(torch.randint(0, TOKENS, (count, 2, 24), generator=generator))
 
 
+def model_of(name: str, seed: int) -> OddModel:
+    """Of the training `name`. DeepSpeed leaves several data types as they are in a model made under `zero.Init`."""
+    model = TRAININGS[name][0](seed)
+    if name.startswith("adapters"):
+        under_zero_init(model)
+    return model
+
+
 def train(engine: Any, data: list[torch.Tensor]) -> list[float]:
     losses = []
     for tokens in data:
@@ -108,8 +137,8 @@ def train(engine: Any, data: list[torch.Tensor]) -> list[float]:
 
 def train_and_resume(name: str, folder: Path, data: list[torch.Tensor]) -> Seen:
     """Train, save half way and go on; load on another engine and do the second half again."""
-    build, arguments = TRAININGS[name]
-    with engine_for(build(0), config_of(**arguments)) as engine:
+    arguments = TRAININGS[name][1]
+    with engine_for(model_of(name, 0), config_of(**arguments)) as engine:
         losses = train(engine, data[: STEPS // 2])
         engine.save_checkpoint(folder / name)
         half = states_of(engine.module)
@@ -117,16 +146,16 @@ def train_and_resume(name: str, folder: Path, data: list[torch.Tensor]) -> Seen:
         seen: Seen = {"losses": losses, "half": half, "states": states_of(engine.module)}
         seen["norm"] = float(engine.get_global_grad_norm())
         seen["sixteen_bit"] = engine._zero3_consolidated_16bit_state_dict()
-    with engine_for(build(7), config_of(**arguments)) as engine:
+    with engine_for(model_of(name, 7), config_of(**arguments)) as engine:
         engine.load_checkpoint(folder / name)
         seen["resumed_losses"] = train(engine, data[STEPS // 2 :])
         seen["resumed_states"] = states_of(engine.module)
     return seen
 
 
-def load_on_stock(folder: Path, data: list[torch.Tensor]) -> Seen:
-    with engine_for(OddModel(7), config_of(slide=None)) as engine:
-        engine.load_checkpoint(folder / "clipping")
+def load_on_stock(name: str, folder: Path, data: list[torch.Tensor]) -> Seen:
+    with engine_for(model_of(name, 7), config_of(slide=None)) as engine:
+        engine.load_checkpoint(folder / name)
         return {"states": states_of(engine.module), "losses": train(engine, data[STEPS // 2 :])}
 
 
@@ -182,7 +211,7 @@ def main(rank: int, folder: Path) -> None:
     with two_ranks.as_rank(rank, folder) as seen:
         data = tokens_of(rank, STEPS)
         seen.update({name: train_and_resume(name, folder, data) for name in TRAININGS})
-        seen["stock"] = load_on_stock(folder, data)
+        seen["stock"] = {name: load_on_stock(name, folder, data) for name in ("clipping", "adapters")}
         seen["access"] = access(rank, folder, data)
         seen["astray"] = astray(rank, data)
 
