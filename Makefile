@@ -41,7 +41,7 @@ test-clients: $(CLIENTS)/trl/.installed
 # `addsitedir`, so that the .pth files there count, the editable installation's among them.
 $(CLIENTS)/%/.installed: tests/clients/requirements-%.txt | install
 	$(BIN)/python -m venv $(CLIENTS)/$*
-	@$(BIN)/python -c 'import sysconfig; print(f"import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})")' \
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(CLIENTS)/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/layer.pth"
 	$(CLIENTS)/$*/bin/python -m pip install --quiet $(PIP_FLAGS) -r $<
 	@touch $@
