@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideAttributeError, SlideError
-from ds_slide.integration import ownership
+from ds_slide.integration import monitor, ownership
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.assemble import assemble, forward_settings
 from ds_slide.integration.checkpoint_files import SlideCheckpointEngine
@@ -49,7 +49,7 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
         self.persistent_parameters: list[nn.Parameter] = []
         protocol.convert(module, dp_process_group, self.dtype)
         settings = forward_settings(config, ds_config, self.dtype)
-        self.runtime, self._kernels = assemble(module, {}, config, settings, dp_process_group)
+        self.runtime, self.kernels = assemble(module, {}, config, settings, dp_process_group)
         try:
             self.protocol = protocol.ParameterProtocol(self.runtime, dp_process_group)
             self.parameter_offload = ParameterOffload(self.runtime, module)
@@ -64,7 +64,7 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
         return {
             "memory": dict(parts.memory_report),
             "ssd": {} if parts.ssd is None else parts.ssd.statistics(),
-            "kernels": self._kernels.as_dict(),
+            "kernels": self.kernels.as_dict(),
         }
 
     # ---- what the engine and clients call ----------------------------------------------------------------------------
@@ -87,13 +87,15 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
     def destroy(self) -> None:
         """End the lanes and remove the hooks. Harmless when called twice."""
         self.runtime.close()
-        self._kernels.undo()
+        self.kernels.undo()
         ownership.leave(self, self.module)
 
 
 def attach(engine: Any) -> None:
-    """For `engine`, whose optimizer is a `SlideZeroOffload`: `save_16bit_model`, which needs a checkpoint engine, and a
-    sentence for what only an engine that trains can do. Attributes of the object, not of the class."""
+    """For `engine`, whose optimizer is a `SlideZeroOffload`: the line at its start, `save_16bit_model`, which needs a
+    checkpoint engine, and a sentence for what only an engine that trains can do. Attributes of the object, not of the
+    class."""
+    monitor.log_start(engine)
     engine.checkpoint_engine = SlideCheckpointEngine()
     for name in ("backward", "step", "save_checkpoint", "load_checkpoint"):
         setattr(engine, name, _refusing(f"{name}()"))

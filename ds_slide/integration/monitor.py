@@ -22,10 +22,7 @@ def attach(engine: Any) -> None:
     """Report the start and every step of `engine`, whose optimizer is a SlideZeroOptimizer. Rank 0 writes."""
     if engine.global_rank != 0:
         return
-    optimizer = engine.optimizer
-    parts, kernels = optimizer.runtime.parts, optimizer.kernels.counts
-    ranks = optimizer.partition_count
-    log.info(start_line(ds_slide.__version__, parts.memory_report, ranks=ranks, held=parts.held, kernels=kernels))
+    log_start(engine)
     take_model_step = type(engine)._take_model_step
     owner = weakref.ref(engine)  # not the engine itself, which would then own itself and outlive its last user
     reported = 0
@@ -43,6 +40,22 @@ def attach(engine: Any) -> None:
         return result
 
     engine._take_model_step = _take_model_step
+
+
+def log_start(engine: Any) -> None:
+    """Report what `engine`, whose optimizer is one of ours, has decided. Rank 0 writes."""
+    if engine.global_rank != 0:
+        return
+    parts, kernels = engine.optimizer.runtime.parts, engine.optimizer.kernels.counts
+    log.info(
+        start_line(
+            ds_slide.__version__,
+            parts.memory_report,
+            ranks=parts.ranks.world_size,
+            held=parts.held if parts.trains else None,
+            kernels=kernels,
+        )
+    )
 
 
 def events_of(statistics: dict[str, Any], samples: int) -> list[Event]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,7 +105,8 @@ def test_other_data_types(settings: dict[str, Any], dtype: torch.dtype, monkeypa
         assert all(parameter.dtype == dtype for parameter in engine.module.parameters())
 
 
-def test_only_the_weights_are_held() -> None:
+def test_only_the_weights_are_held(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ds_slide")
     model = llama()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     before = own_threads()
@@ -121,6 +123,8 @@ def test_only_the_weights_are_held() -> None:
             new.remove(name)
         assert new == ["ds_slide-h2d", "ds_slide-watchdog"]
     assert own_threads() == before
+    (line,) = [record.message for record in caplog.records if "parameters in 6 blocks" in record.message]
+    assert "no optimizer, forwards only" in line
 
 
 def test_blocks_are_uploaded_ahead_and_once_a_forward() -> None:
