@@ -92,11 +92,11 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
 
 
 def attach(engine: Any) -> None:
-    """For `engine`, whose optimizer is a `SlideZeroOffload`: `save_16bit_model`, which needs a checkpoint engine, and a
-    sentence for what only an engine that trains can do. Attributes of the object, not of the class."""
+    """For `engine`, whose optimizer is a `SlideZeroOffload`: the line at its start, `save_16bit_model`, which needs a
+    checkpoint engine, and a sentence for what only an engine that trains can do. Attributes of the object, not of the
+    class."""
+    monitor.log_start(engine)
     engine.checkpoint_engine = SlideCheckpointEngine()
-    if engine.global_rank == 0:
-        monitor.report_start(engine)
     for name in ("backward", "step", "save_checkpoint", "load_checkpoint"):
         setattr(engine, name, _refusing(f"{name}()"))
     engine._backward_prologue = _refusing("backward() of its outputs")  # of torch; the module's own run as in stock

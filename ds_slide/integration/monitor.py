@@ -22,7 +22,7 @@ def attach(engine: Any) -> None:
     """Report the start and every step of `engine`, whose optimizer is a SlideZeroOptimizer. Rank 0 writes."""
     if engine.global_rank != 0:
         return
-    report_start(engine)
+    log_start(engine)
     take_model_step = type(engine)._take_model_step
     owner = weakref.ref(engine)  # not the engine itself, which would then own itself and outlive its last user
     reported = 0
@@ -42,12 +42,20 @@ def attach(engine: Any) -> None:
     engine._take_model_step = _take_model_step
 
 
-def report_start(engine: Any) -> None:
-    """Log what `engine`, with or without an optimizer, has decided. Called on rank 0."""
-    parts = engine.optimizer.runtime.parts
-    held = parts.held if parts.trains else None
-    kernels, ranks = engine.optimizer.kernels.counts, parts.ranks.world_size
-    log.info(start_line(ds_slide.__version__, parts.memory_report, ranks=ranks, held=held, kernels=kernels))
+def log_start(engine: Any) -> None:
+    """Report what `engine`, whose optimizer is one of ours, has decided. Rank 0 writes."""
+    if engine.global_rank != 0:
+        return
+    parts, kernels = engine.optimizer.runtime.parts, engine.optimizer.kernels.counts
+    log.info(
+        start_line(
+            ds_slide.__version__,
+            parts.memory_report,
+            ranks=parts.ranks.world_size,
+            held=parts.held if parts.trains else None,
+            kernels=kernels,
+        )
+    )
 
 
 def events_of(statistics: dict[str, Any], samples: int) -> list[Event]:

@@ -13,9 +13,14 @@ from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ds_slide.errors import SlideError
+from ds_slide.runtime.engine import SlideRuntime
+
 
 class Owner(Protocol):
     """What DeepSpeed's engine calls its optimizer."""
+
+    runtime: SlideRuntime
 
     def destroy(self) -> None: ...
 
@@ -43,11 +48,17 @@ def leave(owner: Owner, module: nn.Module) -> None:
 
 def end_earlier_engine(module: nn.Module) -> None:
     """Before an engine is built: the one that has any parameter of `module` ends, as by its `destroy`. Its updates run
-    first; what it had in host memory stays with the parameters."""
+    first; what it had in host memory stays with the parameters. SlideError where weights would go with its SSD tier."""
     for parameter in module.parameters():
         owner = _owner_of(parameter)
-        if owner is not None:
-            owner.destroy()
+        if owner is None:
+            continue
+        if any(unit.state.weight is None for unit in owner.runtime.units):
+            raise SlideError(
+                "the model belongs to an engine that has weights on SSD, from where another engine cannot take them; "
+                "build the model again, or load it, for the second deepspeed.initialize"
+            )
+        owner.destroy()
 
 
 def _owner_of(parameter: nn.Parameter) -> Any:

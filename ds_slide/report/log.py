@@ -47,22 +47,23 @@ def size(nbytes: float) -> str:
 
 
 def start_line(version: str, memory: dict[str, int], *, ranks: int, held: bool | None, kernels: dict[str, Any]) -> str:
-    """What an engine has decided. `memory`: `Parts.memory_report`. `held`: whether gradients are, None without an
-    optimizer. `kernels`: replaced modules by kind."""
+    """What an engine has decided. `memory`: `Parts.memory_report`. `held`: None without an optimizer. `kernels`:
+    replaced modules by kind."""
     blocks, parameters = memory["blocks"], memory["parameters"]
     replaced = ", ".join(f"{kind} {count}" for kind, count in kernels.items()) or "none"
-    gradients = {
-        None: "no optimizer",
-        True: "gradients wait for the step",
-        False: "gradients are applied under backward",
-    }
     return (
         f"DS-Slide {version}: {parameters:,} parameters in {blocks} blocks and the modules outside them, "
         f"window of {memory['slots']} slots ({size(memory['window_bytes'])}); states: "
         f"{size(memory['gpu_state_bytes'])} on the GPU, {size(memory['host_state_bytes'])} in host memory, "
-        f"{size(memory['ssd_bytes'])} on SSD; ranks: {ranks}; "
-        f"{gradients[held]}; kernels: {replaced}"
+        f"{size(memory['ssd_bytes'])} on SSD; ranks: {ranks}; {_UPDATES[held]}; kernels: {replaced}"
     )
+
+
+_UPDATES = {
+    True: "gradients wait for the step",
+    False: "gradients are applied under backward",
+    None: "no optimizer, forwards only",
+}
 
 
 def _handled_elsewhere() -> bool:

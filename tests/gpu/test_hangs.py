@@ -105,3 +105,23 @@ def test_the_end_of_an_update_is_lost(two_ranks: Runs) -> None:
     for code, log, _ in ends:
         assert code == 1, log[-3000:]
     assert re.search(r"waits for the update of (edge|.*layers\.\d+)", " ".join(last_line(log) for _, log, _ in ends))
+
+
+@pytest.mark.parametrize("slide", PLACES, ids=str)
+def test_a_second_engine_changes_nothing(two_ranks: Runs, slide: dict[str, Any]) -> None:
+    for (alone_code, alone, _), (code, log, _) in zip(
+        two_ranks("nothing", slide), two_ranks("reference", slide), strict=True
+    ):
+        assert alone_code == code == 0, log[-3000:]
+        losses, references = said(log, "losses"), said(log, "references")
+        assert losses == pytest.approx(said(alone, "losses"), rel=1e-3)
+        assert references[0] == pytest.approx(losses[0], rel=1e-3)
+        assert references != losses
+
+
+def said(log: str, name: str) -> list[float]:
+    """The list behind `name` at the begin of a line."""
+    values: list[float] = next(
+        json.loads(line.removeprefix(name)) for line in log.splitlines() if line.startswith(f"{name} [")
+    )
+    return values

@@ -2,7 +2,9 @@
 
     RANK=... WORLD_SIZE=2 LOCAL_RANK=... python two_ranks_worker.py FAULT '{"hang_timeout": 20}'
 
-FAULT: nothing, or one of `FAULTS`, done by rank 1. A rank that comes to its end prints "losses" and a JSON list.
+FAULT: nothing, or one of `FAULTS`, done by rank 1; or "reference", for a second engine without an optimizer, whose
+forward precedes each one of the training. A rank that comes to its end prints "losses" and a JSON list, of the second
+engine "references" and another.
 """
 
 from __future__ import annotations
@@ -69,15 +71,25 @@ def main(fault: str, slide: dict[str, Any]) -> None:
     device = torch.device(get_accelerator().current_device_name())
     model = llama()
     engine, *_ = deepspeed.initialize(model=model, config=ds_config(slide), model_parameters=list(model.parameters()))
-    losses = []
+    reference = None
+    if fault == "reference":
+        # A model with the weights of the first, so that the losses of the first step are the same.
+        reference, *_ = deepspeed.initialize(model=llama(), config=ds_config(slide, optimizer=None))
+    losses, references = [], []
     for step in range(STEPS):
-        if step == FAULT_IN and rank == 1 and fault != "nothing":
+        if step == FAULT_IN and rank == 1 and fault in FAULTS:
             FAULTS[fault](engine)
-        batch = batches(dist.get_world_size(), seed=step)[rank]
-        loss = engine(**{name: value.to(device) for name, value in batch.items()}).loss
+        batch = {name: value.to(device) for name, value in batches(dist.get_world_size(), seed=step)[rank].items()}
+        if reference is not None:
+            with torch.no_grad():
+                references.append(reference(**batch).loss.item())
+        loss = engine(**batch).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
+    if reference is not None:
+        print("references", json.dumps(references), flush=True)
+        reference.destroy()
     print("losses", json.dumps(losses), flush=True)
     engine.destroy()
     dist.destroy_process_group()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -28,7 +30,10 @@ from harness import (
 )
 from torch import nn
 
+from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideError
+from ds_slide.integration import assemble
+from ds_slide.runtime.device import Device
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -104,7 +109,32 @@ def test_other_data_types(settings: dict[str, Any], dtype: torch.dtype, monkeypa
         assert all(parameter.dtype == dtype for parameter in engine.module.parameters())
 
 
-def test_only_the_weights_are_held() -> None:
+def test_a_model_that_was_built_in_partitions() -> None:
+    data, plain = batches(2), to_bf16(llama(seed=1))  # imports transformers outside of zero.Init
+    with deepspeed.zero.Init(config_dict_or_path=forward_config({}), dtype=torch.bfloat16):
+        model = llama()
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plain.load_state_dict(weights)
+    for name, module in plain.named_modules():  # zero.Init makes the rotary tables in bf16, too
+        for key in module._buffers:
+            module._buffers[key] = model.get_submodule(name)._buffers[key]
+    with forward_engine(model, forward_config({"window": 2})) as engine:
+        assert_same(logits_of(engine, data), logits_of(plain.eval(), data))
+
+
+def test_a_streamed_head() -> None:
+    data = batches(2)
+    slide = {"window": 2, "stream_head": True}
+    with engine_for(llama(), ds_config(slide)) as engine:
+        expected = logits_of(engine, data)
+    with forward_engine(llama(), forward_config(slide)) as engine:
+        assert engine.optimizer.runtime.rows is not None
+        assert_same(logits_of(engine, data), expected)
+
+
+def test_only_the_weights_are_held(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ds_slide")
     model = llama()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     before = own_threads()
@@ -121,6 +151,8 @@ def test_only_the_weights_are_held() -> None:
             new.remove(name)
         assert new == ["ds_slide-h2d", "ds_slide-watchdog"]
     assert own_threads() == before
+    (line,) = [record.message for record in caplog.records if "parameters in 6 blocks" in record.message]
+    assert "no optimizer, forwards only" in line
 
 
 def test_blocks_are_uploaded_ahead_and_once_a_forward() -> None:
@@ -297,6 +329,15 @@ def test_a_model_that_was_trained_is_evaluated() -> None:
     trained.destroy()
 
 
+def test_weights_on_ssd_are_not_taken_from_an_engine_that_runs(disk: Path) -> None:
+    model, data = llama(), batches(1)
+    with forward_engine(model, nvme(forward_config({"host_memory": 0}), disk)) as engine:
+        before = logits_of(engine, data)
+        with pytest.raises(SlideError, match=r"belongs to an engine that has weights on SSD, .* build the model again"):
+            deepspeed.initialize(model=model, config=ds_config({}), model_parameters=list(model.parameters()))
+        assert_same(logits_of(engine, data), before)
+
+
 # ---- beside an engine that trains ------------------------------------------------------------------------------------
 
 
@@ -397,6 +438,32 @@ def test_weights_go_from_one_engine_to_the_other() -> None:
             with deepspeed.zero.GatheredParameters([target, source], modifier_rank=0):
                 target.data.copy_(source.data)
         assert_same(logits_of(reference, data), logits_of(engine, data))
+
+
+def test_memory_that_an_engine_has_not_touched_yet_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments are written by the first update; until then the operating system counts them as free."""
+    monkeypatch.setattr(assemble.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**9))
+    monkeypatch.setenv("LOCAL_SIZE", "1")
+    config, device = SlideConfig(), Device(torch.device("cpu"))
+
+    def host_free() -> int:
+        return assemble._budgets(nn.Module(), config, device).host_free
+
+    gc.collect()
+    alone = host_free()
+    with engine_for(llama(), ds_config({"window": 2})) as engine:
+        moments = sum(
+            tensor.numel() * tensor.element_size()
+            for unit in engine.optimizer.runtime.units
+            for name, tensor in unit.state.optimizer.items()
+            if name.startswith("exp_avg")
+        )
+        assert moments > 2_000_000
+        assert alone - host_free() >= moments
+        train(engine, batches(2))
+        states_of(engine.module)  # waits for the updates
+        assert alone - host_free() < moments // 10
+    assert host_free() == alone
 
 
 def test_the_limits_are_for_all_engines_together() -> None:
