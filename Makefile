@@ -11,6 +11,7 @@ PYTEST_FLAGS ?=
 TEST_WORKERS ?= 2
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
+CLIENTS := $(CURDIR)/.venv-clients
 NATIVE_SOURCES := $(shell find csrc -name '*.[ch]pp' 2>/dev/null)
 
 # A file at a time: its tests share engines and the results of processes. In the order of their names: sorted by their
@@ -24,14 +25,26 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export DS_ACCELERATOR := cpu
 
-.PHONY: demo test lint sanitize native install clean
+.PHONY: demo test test-clients lint sanitize native install clean
 
 demo: install
 	$(ACTIVATE) $(BIN)/deepspeed --log_level warning --num_gpus 1 examples/finetune.py \
 		--deepspeed_config configs/slide_cpu.json --model tiny --batch 8 --seq 128 --steps 100 --log runs/demo.jsonl
 
 test: install lint
-	$(ACTIVATE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" $(WORKERS) $(PYTEST_FLAGS)
+	$(ACTIVATE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu and not clients" $(WORKERS) $(PYTEST_FLAGS)
+
+# Programs that people fine-tune with, each in an environment of its own packages on top of the one above.
+test-clients: $(CLIENTS)/trl/.installed
+	$(ACTIVATE) OMP_NUM_THREADS=1 $(CLIENTS)/trl/bin/python -m pytest -m clients tests/clients/test_trl.py $(PYTEST_FLAGS)
+
+# `addsitedir`, so that the .pth files there count, the editable installation's among them.
+$(CLIENTS)/%/.installed: tests/clients/requirements-%.txt | install
+	$(BIN)/python -m venv $(CLIENTS)/$*
+	@$(BIN)/python -c 'import sysconfig; print(f"import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})")' \
+		> "$$($(CLIENTS)/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/layer.pth"
+	$(CLIENTS)/$*/bin/python -m pip install --quiet $(PIP_FLAGS) -r $<
+	@touch $@
 
 lint: install
 	$(BIN)/ruff check .
@@ -73,5 +86,5 @@ $(VENV)/.installed: $(VENV)/.operators setup.py pyproject.toml $(NATIVE_SOURCES)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist runs *.egg-info ds_slide/_native*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist runs *.egg-info ds_slide/_native*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

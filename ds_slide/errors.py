@@ -10,3 +10,7 @@ class SlideError(RuntimeError):
 
 class SlideConfigError(SlideError, ValueError):
     """A value in the DeepSpeed config, or an argument of the same kind, that DS-Slide cannot use."""
+
+
+class SlideAttributeError(SlideError, AttributeError):
+    """An attribute of a stock object that DS-Slide's has not; `hasattr` and `getattr` with a default work as ever."""

@@ -69,15 +69,10 @@ def _adamw_planar_kernel(
     w = _flush(w - _flush(_flush(tl.div_rn(m, denominator)) * step_size))
 
     bits = w.to(tl.int32, bitcast=True)
-    upper = (bits >> 16) & 0xFFFF
-    odd = upper & 1
-    rest = bits & 0xFFFF
-    # A remainder of exactly one half could not be told apart from its twin: nudge it by one unit (see the reference).
-    rest = tl.where(rest == 0x8000, tl.where(odd == 1, 0x8001, 0x7FFF), rest)
-    rounded = ((bits + 0x7FFF + odd) >> 16) & 0xFFFF
+    # Rounded half up, never half to even: every fp32 number has planes of its own (see the reference).
     is_nan = w != w
-    new_high = tl.where(is_nan, upper | 0x0040, rounded)
-    new_low = tl.where(is_nan, 0, rest)
+    new_high = tl.where(is_nan, bits | 0x00400000, bits + 0x8000) >> 16
+    new_low = tl.where(is_nan, 0, bits)
     tl.store(high_plane + offsets, new_high.to(tl.int16), mask=mask)
     tl.store(low_plane + offsets, new_low.to(tl.int16), mask=mask)
     tl.store(exp_avg + offsets, m, mask=mask)
@@ -215,7 +210,8 @@ def adamw_planar_(
     """One AdamW (or Adam with L2) step in place, without waiting, with the bits of `ds_slide.optim.reference`.
 
     All tensors are flat [n], contiguous and on one device; n may be 0.
-    weight: bf16, the upper plane of the fp32 master. remainder: int16, its low 16 bits. exp_avg, exp_avg_sq: fp32.
+    weight: bf16, the upper plane of the fp32 master, rounded half up. remainder: int16, its low 16 bits.
+    exp_avg, exp_avg_sq: fp32.
     gradient: bf16, fp16 or fp32; only read.
     hyper: numbers of this step. grad_scale: factor on the gradient (clip factor / loss scale), a Python number, for
         reading one from the GPU would wait for it.

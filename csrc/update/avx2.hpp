@@ -59,18 +59,12 @@ struct Avx2 {
   }
   static void store_planar(std::uint16_t* hi, std::uint16_t* lo, __m256 value) {
     __m256i const bits = _mm256_castps_si256(value);
-    // A tie (low half 0x8000) moves by one: up where the upper half is odd, down where it is even.
-    __m256i const odd_twice = _mm256_and_si256(_mm256_srli_epi32(bits, 15), _mm256_set1_epi32(2));
-    __m256i const nudge = _mm256_sub_epi32(odd_twice, _mm256_set1_epi32(1));
-    __m256i const tie = _mm256_cmpeq_epi32(_mm256_slli_epi32(bits, 16), _mm256_set1_epi32(INT32_MIN));
-    __m256i const resolved = _mm256_add_epi32(bits, _mm256_and_si256(tie, nudge));
-    // Without ties, adding half rounds to nearest. A NaN is not rounded but made quiet.
+    // A NaN is not rounded but made quiet.
     __m256i const nan = is_nan(value);
-    __m256i const quiet = _mm256_or_si256(resolved, _mm256_set1_epi32(0x00400000));
-    __m256i const rounded =
-        _mm256_blendv_epi8(_mm256_add_epi32(resolved, _mm256_set1_epi32(0x8000)), quiet, nan);
+    __m256i const quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
+    __m256i const rounded = _mm256_blendv_epi8(_mm256_add_epi32(bits, _mm256_set1_epi32(0x8000)), quiet, nan);
     store16(hi, narrow(_mm256_srli_epi32(rounded, 16)));
-    store16(lo, narrow(_mm256_andnot_si256(nan, _mm256_and_si256(resolved, _mm256_set1_epi32(0xFFFF)))));
+    store16(lo, narrow(_mm256_andnot_si256(nan, _mm256_and_si256(bits, _mm256_set1_epi32(0xFFFF)))));
   }
 
   /// bf16 of value: round to nearest even, NaN kept and made quiet.

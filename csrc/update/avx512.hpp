@@ -52,18 +52,12 @@ struct Avx512 {
   }
   static void store_planar(std::uint16_t* hi, std::uint16_t* lo, __m512 value) {
     __m512i const bits = _mm512_castps_si512(value);
-    // A tie (low half 0x8000) moves by one: up where the upper half is odd, down where it is even.
-    __m512i const odd_twice = _mm512_and_si512(_mm512_srli_epi32(bits, 15), _mm512_set1_epi32(2));
-    __m512i const nudge = _mm512_sub_epi32(odd_twice, _mm512_set1_epi32(1));
-    __mmask16 const tie = _mm512_cmpeq_epi32_mask(_mm512_slli_epi32(bits, 16), _mm512_set1_epi32(INT32_MIN));
-    __m512i const resolved = _mm512_mask_add_epi32(bits, tie, bits, nudge);
-    // Without ties, adding half rounds to nearest. A NaN is not rounded but made quiet.
-    __mmask16 const nan = is_nan(value);
-    __mmask16 const number = _knot_mask16(nan);
-    __m512i const quiet = _mm512_mask_or_epi32(resolved, nan, resolved, _mm512_set1_epi32(0x00400000));
-    __m512i const rounded = _mm512_mask_add_epi32(quiet, number, resolved, _mm512_set1_epi32(0x8000));
+    // A NaN is not rounded but made quiet.
+    __mmask16 const number = _mm512_cmp_ps_mask(value, value, _CMP_ORD_Q);
+    __m512i const quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x00400000));
+    __m512i const rounded = _mm512_mask_add_epi32(quiet, number, bits, _mm512_set1_epi32(0x8000));
     store16(hi, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
-    store16(lo, _mm512_maskz_cvtepi32_epi16(number, resolved));
+    store16(lo, _mm512_maskz_cvtepi32_epi16(number, bits));
   }
 
   /// bf16 of value: round to nearest even, NaN kept and made quiet.

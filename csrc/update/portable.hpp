@@ -113,14 +113,14 @@ struct Portable {
     std::uint32_t const remainder = static_cast<std::uint32_t>(static_cast<std::int16_t>(*lo));
     return float_of((static_cast<std::uint32_t>(*hi) << 16) + remainder);
   }
-  /// Leaves no tie behind: low half 0x8000 could have been rounded either way, so load_planar could not undo
-  /// it. It becomes 0x8001 where the upper half is odd (rounds up) and 0x7FFF where it is even: one fp32 ulp,
-  /// and the upper half rounds as it would have.
+  /// hi: value rounded to bf16, half up (ties away from zero), so that the low half of value's bits, read as
+  /// a signed number, is what hi lacks of it: load_planar gives every value back. Rounding half to even would
+  /// give two values (low half 0x8000, one rounded up and one down) the same hi and lo. A NaN is made quiet.
   static void store_planar(std::uint16_t* hi, std::uint16_t* lo, float value) {
-    std::uint32_t bits = bits_of(value);
-    std::uint32_t const odd = (bits >> 16) & 1u;
-    bits += (bits & 0xFFFFu) == 0x8000u ? 2u * odd - 1u : 0u;
-    *hi = float_to_bf16(float_of(bits));
+    std::uint32_t const bits = bits_of(value);
+    std::uint32_t const rounded = (bits + 0x8000u) >> 16;
+    std::uint32_t const quiet = (bits >> 16) | 0x0040u;
+    *hi = static_cast<std::uint16_t>(is_nan_bits(bits) ? quiet : rounded);
     *lo = static_cast<std::uint16_t>(is_nan_bits(bits) ? 0u : bits);
   }
 

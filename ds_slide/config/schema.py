@@ -184,6 +184,12 @@ class SlideConfig(_Block):
     "auto": all of them on a GPU with Triton, none elsewhere. A list needs a GPU.
     """
 
+    async_save: StrictBool = Field(default=False, description="true or false")
+    """Whether `save_checkpoint` returns when the states have been copied in host memory, and a thread writes the copy.
+
+    Where the copy does not fit what is free, saving waits for the end of the write, as it does without this option.
+    """
+
     hang_timeout: float = Field(
         default=300.0, ge=0, allow_inf_nan=False, strict=True, description="a number of seconds, 0 or more"
     )

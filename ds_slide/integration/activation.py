@@ -1,18 +1,21 @@
-"""The switch: an engine whose config enables "ds_slide" gets SlideZeroOptimizer in place of the stage-3 optimizer.
+"""The switch: an engine whose config enables "ds_slide" gets SlideZeroOptimizer in place of the stage-3 optimizer, or
+SlideZeroOffload in place of what stands there when no optimizer is given.
 
 Four methods of DeepSpeedEngine are wrapped. The constructor checks first (DeepSpeed's names, then the config), so that
-a run that cannot work ends before it has taken memory. `_configure_zero_optimizer` chooses its class by an import
-inside the function, so replacing the attribute of the module for the length of that call is enough; its ~45 keyword
+a run that cannot work ends before it has taken memory. `_configure_zero_optimizer` chooses its class by a name
+of a module, so replacing that for the length of the call is enough; its ~45 keyword
 arguments remain DeepSpeed's business. `_configure_basic_optimizer` is spared the compilation of kernels that are never
 called, `_configure_distributed_model` the move of all weights to the accelerator. An engine without the key runs the
-originals.
+originals. So is the DeepSpeedCPUAdam that accelerate builds before the engine, where accelerate's config has the key.
 """
 
 import difflib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -29,16 +32,23 @@ def install(engine_module: ModuleType) -> None:
     engine_class.__init__ = _checking(engine_class.__init__)
     # Where the method is gone the constructor's check says so, when and only when an engine wants DS-Slide.
     if hasattr(engine_class, "_configure_zero_optimizer"):
-        engine_class._configure_zero_optimizer = _choosing(engine_class._configure_zero_optimizer)
+        engine_class._configure_zero_optimizer = _choosing(engine_class._configure_zero_optimizer, engine_module)
     if hasattr(engine_class, "_configure_basic_optimizer"):
         engine_class._configure_basic_optimizer = _sparing(engine_class._configure_basic_optimizer)
     if hasattr(engine_class, "_configure_distributed_model"):
         engine_class._configure_distributed_model = _keeping(engine_class._configure_distributed_model)
+    from deepspeed.ops.adam import cpu_adam
+    from deepspeed.ops.op_builder import builder
     from deepspeed.runtime.zero import partition_parameters
 
+    from ds_slide.integration.compile_lock import install_lock_line
     from ds_slide.integration.zero_init import install_zero_init
 
     install_zero_init(partition_parameters.Init, slide_config)
+    if hasattr(cpu_adam, "DeepSpeedCPUAdam"):
+        cpu_adam.DeepSpeedCPUAdam.__init__ = _sparing_clients(cpu_adam.DeepSpeedCPUAdam.__init__)
+    if hasattr(getattr(builder, "OpBuilder", None), "jit_load"):
+        install_lock_line(builder.OpBuilder)
     _wrapped_classes.add(engine_class)
 
 
@@ -83,7 +93,9 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
         else:
             from ds_slide.integration.contract import check_deepspeed_config
             from ds_slide.integration.selfcheck import check_deepspeed, check_extension
+            from ds_slide.report.log import show
 
+            show()
             check_deepspeed()
             check_extension()
             check_deepspeed_config(
@@ -92,12 +104,15 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
         if slide is None:
             original(self, *args, **kwargs)
             return
-        from ds_slide.integration import checkpoint, monitor
+        from ds_slide.integration import checkpoint, inference, monitor
 
         try:
             original(self, *args, **kwargs)
-            monitor.attach(self)
-            checkpoint.attach(self)
+            if isinstance(self.optimizer, inference.SlideZeroOffload):
+                inference.attach(self)
+            else:
+                monitor.attach(self)
+                checkpoint.attach(self)
         except BaseException:
             _discard(self)
             raise
@@ -109,14 +124,14 @@ def _discard(engine: Any) -> None:
     """An engine whose constructor failed: nobody else can end its lanes, give back memory and disk, and take its hooks
     from the model, where they would run under the next engine."""
     found = vars(engine)
-    if (optimizer := found.get("optimizer")) is not None:  # a SlideZeroOptimizer, by `_choosing`
+    if (optimizer := found.get("optimizer")) is not None:  # ours, by `_choosing`
         optimizer.destroy()
     for name in ("module_forward_pre_hook", "module_forward_post_hook"):
         if (handle := found.get(name)) is not None:
             handle.remove()
 
 
-def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _choosing(original: Callable[..., Any], engine_module: ModuleType) -> Callable[..., Any]:
     @functools.wraps(original)
     def _configure_zero_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
         if slide_config(self._config) is None:
@@ -126,15 +141,17 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
         from deepspeed.runtime.zero import stage3
 
         from ds_slide.errors import SlideError
+        from ds_slide.integration.inference import SlideZeroOffload
         from ds_slide.integration.optimizer import SlideZeroOptimizer
 
-        stock = stage3.DeepSpeedZeroOptimizer_Stage3
-        stage3.DeepSpeedZeroOptimizer_Stage3 = SlideZeroOptimizer
-        try:
+        # Stock gives the second one no process group: it takes that of the parameters.
+        without_optimizer = functools.partial(SlideZeroOffload, dp_process_group=self.seq_data_parallel_group)
+        with (
+            _replaced(stage3, "DeepSpeedZeroOptimizer_Stage3", SlideZeroOptimizer),
+            _replaced(engine_module, "DeepSpeedZeRoOffload", without_optimizer),
+        ):
             optimizer = original(self, *args, **kwargs)
-        finally:
-            stage3.DeepSpeedZeroOptimizer_Stage3 = stock
-        if not isinstance(optimizer, SlideZeroOptimizer):
+        if not isinstance(optimizer, SlideZeroOptimizer | SlideZeroOffload):
             raise SlideError(
                 f"ds_slide.enabled is true, but DeepSpeed built a {type(optimizer).__name__}; set ds_slide.enabled to "
                 "false, or report this with the DeepSpeed config"
@@ -142,6 +159,16 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
         return optimizer
 
     return _configure_zero_optimizer
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    stock = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, stock)
 
 
 def _sparing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,6 +182,29 @@ def _sparing(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
 
     return _configure_basic_optimizer
+
+
+def _sparing_clients(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if slide_config(_config_of_accelerate()) is None:
+            original(self, *args, **kwargs)
+            return
+        from ds_slide.integration.bare_optimizers import kernels_on_use
+
+        with kernels_on_use():
+            original(self, *args, **kwargs)
+
+    return __init__
+
+
+def _config_of_accelerate() -> Any:
+    """The DeepSpeed config with which accelerate will call `initialize`; None where it is not used or not set up."""
+    state = sys.modules.get("accelerate.state")
+    if state is None or not state.is_initialized():
+        return None
+    plugin = state.AcceleratorState().deepspeed_plugin
+    return None if plugin is None else plugin.deepspeed_config
 
 
 def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from ds_slide.patching.apply import Replaced
 from ds_slide.patching.streamed_head import stream_head
 from ds_slide.plan.memory import Budgets, Plan, make_plan
 from ds_slide.plan.placement import Needs, UnitSize
+from ds_slide.runtime import running
 from ds_slide.runtime.build import STAGINGS, build_runtime
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import SlideRuntime
@@ -98,9 +99,11 @@ def runtime_settings(
     clips: bool,
 ) -> RuntimeSettings:
     """Decide what the DeepSpeed settings mean for the runtime (see `SlideConfig.hold_gradients`). `ds_config`: raw."""
-    needs_hold = clips or gradient_dtype == torch.float16 or accumulation_steps > 1
+    # Unmanaged, DeepSpeed does not say which backward is the last one: the script calls step() when it likes.
+    accumulates = accumulation_steps > 1 or not ds_config.get("managed_gradient_accumulation", True)
+    needs_hold = clips or gradient_dtype == torch.float16 or accumulates
     held = needs_hold if config.hold_gradients == "auto" else config.hold_gradients
-    held_dtype = accumulation_dtype if accumulation_steps > 1 else gradient_dtype
+    held_dtype = accumulation_dtype if accumulates else gradient_dtype
     threads, cores = update_cores(
         config.cpu_threads,
         config.cpu_cores,
@@ -112,7 +115,7 @@ def runtime_settings(
         held_dtype=held_dtype if held else None,
         moments=STATE_FORMATS[config.state_dtype],
         ssd=ssd_settings(config, ds_config),
-        accumulates=accumulation_steps > 1,
+        accumulates=accumulates,
         gradient_buffers=config.gradient_buffers,
         cpu_threads=threads,
         cpu_cores=cores,
@@ -120,6 +123,25 @@ def runtime_settings(
         delay_ms=config.debug.lane_delay_ms,
         seed=config.debug.seed,
         hang_timeout_s=config.hang_timeout,
+    )
+
+
+def forward_settings(config: SlideConfig, ds_config: Mapping[str, Any], dtype: torch.dtype) -> RuntimeSettings:
+    """Of an engine without an optimizer: what the JSON says of updates and gradients does not concern it."""
+    return RuntimeSettings(
+        gradient_dtype=dtype,
+        held_dtype=dtype,
+        moments=STATE_FORMATS["fp32"],
+        ssd=ssd_settings(config, ds_config),
+        accumulates=False,
+        gradient_buffers=0,
+        cpu_threads=0,
+        cpu_cores=(),
+        huge_pages=config.huge_pages,
+        delay_ms=config.debug.lane_delay_ms,
+        seed=config.debug.seed,
+        hang_timeout_s=config.hang_timeout,
+        trains=False,
     )
 
 
@@ -166,6 +188,7 @@ def _plan(
         held_bytes=held,
         window=LEAST_WINDOW if config.window == "auto" else config.window,
         window_grows=config.window == "auto" and budgets.gpu_is_own,
+        trains=settings.trains,
         stagings=STAGINGS,
         ring=settings.gradient_buffers if rings else 0,
         ring_to_ssd=settings.gradient_buffers,
@@ -203,20 +226,24 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
     gpu_states = None if config.gpu_states == "auto" else config.gpu_states
     if config.state_dtype != "fp32":
         gpu_states = 0  # the short formats are updated on the CPU; the contract has refused another wish
-    # The ranks of one machine share its memory.
-    available = psutil.virtual_memory().available // local_ranks()
+    # The ranks of one machine share its memory. Every rank has the same engines, so each subtracts its own.
+    available = max(0, psutil.virtual_memory().available // local_ranks() - running.untouched_host_bytes())
     if device.is_cuda:
-        free, total = torch.cuda.mem_get_info(device.torch)
-        fraction = torch.cuda.get_per_process_memory_fraction(device.torch) if _has_fraction() else 1.0
-        reserved = torch.cuda.memory_reserved(device.torch)
-        total = int(total * fraction)
-        free = min(free + reserved, total) - torch.cuda.memory_allocated(device.torch) + on_gpu
+        free, total = device.memory()
+        free += on_gpu
     else:
         # The accelerator is the host: its part comes out of the same memory, so nothing is placed there unasked.
         free = total = available
         gpu_states = gpu_states or 0
     return Budgets(
-        total, free, available + on_host, gpu_states, config.gpu_memory, config.host_memory, gpu_is_own=device.is_cuda
+        total,
+        free,
+        available + on_host,
+        gpu_states,
+        config.gpu_memory,
+        config.host_memory,
+        gpu_is_own=device.is_cuda,
+        taken=running.taken(),
     )
 
 
@@ -225,10 +252,6 @@ def _agreed(budgets: Budgets, ranks: Ranks) -> Budgets:
     everywhere."""
     gpu_total, gpu_free, host_free = ranks.least([budgets.gpu_total, budgets.gpu_free, budgets.host_free])
     return dataclasses.replace(budgets, gpu_total=gpu_total, gpu_free=gpu_free, host_free=host_free)
-
-
-def _has_fraction() -> bool:
-    return hasattr(torch.cuda, "get_per_process_memory_fraction")
 
 
 def _release_cached_host_memory() -> None:

@@ -3,12 +3,15 @@
 With an Adam in the JSON, DeepSpeed builds DeepSpeedCPUAdam or FusedAdam, and their constructors compile an op: about
 50 s on two cores, and a failure without a compiler. Here the object only carries hyper-parameters, so the op builder
 is replaced for the length of the construction; type, parameter groups and attributes are the real ones.
+
+accelerate turns a script's Adam into a DeepSpeedCPUAdam before it calls `initialize`. Where its config has the key that
+one gets kernels that are compiled when they are first called, which nobody does who goes on to `initialize`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,15 +33,56 @@ class _NoKernels:
         """And frees it here."""
 
 
+class _KernelsOnUse:
+    """The op of one DeepSpeedCPUAdam, compiled when it is first called."""
+
+    def __init__(self, builder: Callable[[], Any]) -> None:
+        self._builder = builder
+        self._created: tuple[Any, ...] = ()
+        self._op: Any = None
+
+    def load(self) -> _KernelsOnUse:
+        return self
+
+    def create_adam(self, *args: Any) -> None:
+        self._created = args
+
+    def destroy_adam(self, *args: Any) -> None:
+        if self._op is not None:
+            self._op.destroy_adam(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # copy and pickle ask for such
+            raise AttributeError(name)
+        if self._op is None:
+            op = self._builder().load()
+            op.create_adam(*self._created)
+            self._op = op
+        return getattr(self._op, name)
+
+
 @contextmanager
 def without_kernels() -> Iterator[None]:
     """Optimizers constructed inside have hyper-parameters and no kernels."""
+    with _built(lambda _builder: _NoKernels):
+        yield
+
+
+@contextmanager
+def kernels_on_use() -> Iterator[None]:
+    """Each DeepSpeedCPUAdam constructed inside compiles its kernels when it first calls them."""
+    with _built(lambda builder: lambda: _KernelsOnUse(builder), _BUILDERS[:1]):
+        yield
+
+
+@contextmanager
+def _built(instead_of: Callable[[Any], Any], builders: Sequence[tuple[str, str]] = _BUILDERS) -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = []
-    for module_name, name in _BUILDERS:
+    for module_name, name in builders:
         module = importlib.import_module(module_name)
         if hasattr(module, name):  # elsewhere in this DeepSpeed: then the op is compiled, as in stock
             replaced.append((module, name, getattr(module, name)))
-            setattr(module, name, _NoKernels)
+            setattr(module, name, instead_of(getattr(module, name)))
     try:
         yield
     finally:

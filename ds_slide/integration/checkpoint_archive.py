@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from ds_slide.errors import SlideError
 from ds_slide.integration.checkpoint_pickle import Record, records_of
 from ds_slide.integration.checkpoint_sums import THREADS, Sum, sum_of, total
 
+Wrote = Callable[[int], None]
 _ROOT = "archive"
 _LIMIT = 0xFFFFFFFF  # of 32-bit fields; from here on zip64
 _VERSION, _UTF8, _STORED = 45, 1 << 11, 0
@@ -29,15 +30,17 @@ _ALIGNMENT, _LARGE, _PAGE = 64, 1 << 16, 4096
 
 @dataclass
 class Archive:
-    """The file that will hold `value`. `nbytes`: its exact size. The pickle is made at once, the rest in `write`."""
+    """The file that will hold `value`. `nbytes`: its exact size. The pickle is made at once, the rest in `write`;
+    `copied`: the tensors in it that are no planned ones may change before that."""
 
     value: Any
+    copied: bool = False
     _records: list[Record] = field(init=False)
     _offsets: list[int] = field(init=False)
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._records = records_of(self.value)
+        self._records = records_of(self.value, copied=self.copied)
         self._offsets = []
         end = 0
         for record in self._records:
@@ -45,15 +48,21 @@ class Archive:
             end += len(self._local_header(record, end, 0)) + record.nbytes
         self.nbytes = end + len(self._directory([0] * len(self._records), end))
 
-    def write(self, path: str | os.PathLike[str]) -> Sum:
-        """Write and fsync the file, which must not exist. Raises SlideError when the file cannot be written."""
+    def write(self, path: str | os.PathLike[str], wrote: Wrote | None = None) -> Sum:
+        """Write and fsync the file, which must not exist. Raises SlideError when the file cannot be written.
+
+        `wrote`: is told the bytes of every piece; the calling thread then does all of it by itself.
+        """
         written = 0
         try:
             with open(path, "xb", buffering=0) as file:
                 sums = []
                 for record, offset in zip(self._records, self._offsets, strict=True):
                     data_offset = offset + len(self._local_header(record, offset, 0))
-                    sums.append(_write_record(file.fileno(), record, data_offset))
+                    if wrote is None:
+                        sums.append(_write_record(file.fileno(), record, data_offset))
+                    else:
+                        sums.append(_write_record_alone(file.fileno(), record, data_offset, wrote))
                     written = data_offset + record.nbytes
                 result = self._write_headers(file.fileno(), sums)
                 os.fsync(file.fileno())
@@ -118,6 +127,15 @@ def _write_record(descriptor: int, record: Record, offset: int) -> Sum:
             pending.append(pool.submit(_sum_and_write, descriptor, piece, place))
         for future in pending:
             found += future.result()
+    assert found.nbytes == record.nbytes, f"{record.name}: {found.nbytes} of {record.nbytes} bytes"
+    return found
+
+
+def _write_record_alone(descriptor: int, record: Record, offset: int, wrote: Wrote) -> Sum:
+    found = Sum()
+    for piece, place in _placed(record, offset):
+        found += _sum_and_write(descriptor, piece, place)
+        wrote(len(piece))
     assert found.nbytes == record.nbytes, f"{record.name}: {found.nbytes} of {record.nbytes} bytes"
     return found
 

@@ -42,13 +42,14 @@ class SlideCheckpointEngine(TorchCheckpointEngine):
         super().__init__()
         self.name = type(self).__name__
         self._collected: list[tuple[Path, Archive]] | None = None
+        self._copies = False
         self._reading: Reading | None = None
 
     def save(self, state_dict: Any, path: str) -> None:
-        archive = Archive(state_dict)
         if self._collected is not None:
-            self._collected.append((Path(path), archive))
+            self._collected.append((Path(path), Archive(state_dict, copied=self._copies)))
             return
+        archive = Archive(state_dict)
         target = Path(path)
         beside = target.with_name(f".{target.name}.ds_slide_saving")
         beside.unlink(missing_ok=True)
@@ -66,10 +67,10 @@ class SlideCheckpointEngine(TorchCheckpointEngine):
         return self._reading.load(path, map_location)
 
     @contextlib.contextmanager
-    def collecting(self) -> Iterator[list[tuple[Path, Archive]]]:
-        """Meanwhile `save` only plans its files, which are the list."""
+    def collecting(self, *, copied: bool = False) -> Iterator[list[tuple[Path, Archive]]]:
+        """Meanwhile `save` only plans its files, which are the list. `copied`: as in Archive."""
         collected: list[tuple[Path, Archive]] = []
-        self._collected = collected
+        self._collected, self._copies = collected, copied
         try:
             yield collected
         finally:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from ds_slide.integration.checkpoint_manifest import Manifest, newest_whole_tag
 from ds_slide.integration.checkpoint_pickle import PIECE
 from ds_slide.integration.checkpoint_place import checked_tag, recover
 from ds_slide.integration.checkpoint_ranks import together
-from ds_slide.integration.checkpoint_save import is_publisher
-from ds_slide.integration.planes import write_frozen
+from ds_slide.integration.checkpoint_save import finish_save, is_publisher
+from ds_slide.integration.checkpoint_universal import LATEST
+from ds_slide.integration.planes import MASTER, STATE_KEYS, write_frozen
 
 Loaded = tuple[str | None, dict[str, Any] | None]
 
@@ -37,44 +39,93 @@ def load_checkpoint(
     the tag that is asked for, and with `load_module_only` alone too, where stock loads no weights at all.
     """
     directory = Path(load_dir)
+    finish_save(engine)
+    if engine.load_universal_checkpoint():
+        everything = load_optimizer_states and not load_module_only
+        tag = _universal_tag(engine, directory, tag, everything=everything)
+        with _reading(engine):
+            universal: Loaded = engine._load_checkpoint(
+                str(load_dir),
+                tag,
+                load_module_strict=load_module_strict,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
+            engine._load_zero_checkpoint(str(load_dir), tag, load_optimizer_states=everything)
+        return universal
     if tag is None and not (directory / "latest").is_file():
         stock: Loaded = type(engine).load_checkpoint(engine, load_dir)  # warns and loads nothing
         return stock
     everything = load_optimizer_states and not load_module_only
     tag = _whole_tag(engine, directory, tag, every_rank=not everything)
+    with _reading(engine) as reading:
+        through_module = not everything and (custom_load_fn is not None or _ranks_of(directory / tag) != _ranks())
+        if through_module:
+            _require_latest(directory, tag)
+        loaded: Loaded = engine._load_checkpoint(
+            str(load_dir),
+            tag,
+            load_module_strict=load_module_strict,
+            # False makes DeepSpeed build the whole fp32 model in memory. Nothing else depends on it under ZeRO-3.
+            load_optimizer_states=not through_module,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+        if everything:
+            _load_frozen(engine, reading)
+            engine._load_zero_checkpoint(str(load_dir), tag, load_optimizer_states=True)
+        elif through_module:
+            engine.optimizer._restore_from_bit16_weights()
+        else:
+            _load_frozen(engine, reading)
+            _load_weights(engine, reading, str(load_dir), tag)
+    return loaded
+
+
+@contextmanager
+def _reading(engine: Any) -> Iterator[Reading]:
+    """Meanwhile every parameter is partitioned, and the files that are loaded are mapped."""
     engine.optimizer.checkpoint_event_prologue()
     complete = False
     try:
         with engine.checkpoint_engine.reading() as reading:
             engine.optimizer.mapped_files = reading.files
-            through_module = not everything and (custom_load_fn is not None or _ranks_of(directory / tag) != _ranks())
-            if through_module:
-                _require_latest(directory, tag)
-            loaded: Loaded = engine._load_checkpoint(
-                str(load_dir),
-                tag,
-                load_module_strict=load_module_strict,
-                # False makes DeepSpeed build the whole fp32 model in memory. Nothing else depends on it under ZeRO-3.
-                load_optimizer_states=not through_module,
-                load_lr_scheduler_states=load_lr_scheduler_states,
-                load_module_only=load_module_only,
-                custom_load_fn=custom_load_fn,
-            )
-            if everything:
-                _load_frozen(engine, reading)
-                engine._load_zero_checkpoint(str(load_dir), tag, load_optimizer_states=True)
-            elif through_module:
-                engine.optimizer._restore_from_bit16_weights()
-            else:
-                _load_frozen(engine, reading)
-                _load_weights(engine, reading, str(load_dir), tag)
+            yield reading
         complete = True
     finally:
         engine.optimizer.mapped_files = None
         # Alone, a rank that has failed must not wait for the others, which this needs.
         if complete or _ranks() == 1:
             engine.optimizer.checkpoint_event_epilogue()
-    return loaded
+
+
+def _universal_tag(engine: Any, directory: Path, tag: Any, *, everything: bool) -> str:
+    """The universal tag to load, when each of its files holds what this model needs."""
+
+    def verify() -> str:
+        chosen = str(tag)
+        try:
+            if tag is None:
+                chosen = (directory / LATEST).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SlideError(
+                f"{directory / LATEST}, which names the universal checkpoint to load, cannot be read ({error}); "
+                "convert a checkpoint with ds_to_universal.py, pass its tag, or set checkpoint.load_universal to false"
+            ) from error
+        path = directory / chosen
+        if not engine._get_all_ckpt_names(str(directory), chosen):
+            raise SlideError(
+                f"{path} has no file zero_pp_rank_0_mp_rank_00_model_states.pt, so it is no universal checkpoint of "
+                "ZeRO-3; convert one with ds_to_universal.py, or set checkpoint.load_universal to false"
+            )
+        optimizer = engine.optimizer
+        keys = (MASTER, *STATE_KEYS) if everything else (MASTER,)
+        optimizer.universal_checkpoint(path).check(optimizer.sub_groups, len(optimizer.optimizer.param_groups), keys)
+        return chosen
+
+    return together(verify)[0]
 
 
 def _whole_tag(engine: Any, directory: Path, tag: Any, *, every_rank: bool) -> str:

@@ -58,13 +58,17 @@ class Record:
     pieces: Callable[[], Iterator[memoryview]]
 
 
-def records_of(value: Any) -> list[Record]:
-    """The records of `value`. The planned tensors in it are read when the pieces are taken, the others are kept."""
+def records_of(value: Any, *, copied: bool = False) -> list[Record]:
+    """The records of `value`. The planned tensors in it are read when the pieces are taken, the others are kept, or
+    `copied` at once."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(value)
     small = {"data.pkl": buffer.getvalue(), "byteorder": sys.byteorder.encode(), "version": b"3\n"}
-    data = [_storage_record(key, storage) for key, storage in pickler.storages.items()]
+    storages = pickler.storages
+    if copied:
+        storages = {key: kept if isinstance(kept, Planned) else kept.cpu().clone() for key, kept in storages.items()}
+    data = [_storage_record(key, storage) for key, storage in storages.items()]
     return [*(_bytes_record(name, content) for name, content in small.items()), *data]
 
 

@@ -102,12 +102,16 @@ class Staging:
         fsync_directory(self.save_dir)
         reached("published")
 
+    def remove(self) -> None:
+        """Remove the directory with what is left in it, as any rank may that has published. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            _remove(self.path)
+
     def discard(self) -> None:
         """Remove the directory with what is left in it: a failed save, or the checkpoint that was replaced."""
         if self._lock is None:
             return
-        with contextlib.suppress(FileNotFoundError):
-            _remove(self.path)
+        self.remove()
         os.close(self._lock)
         self._lock = None
 

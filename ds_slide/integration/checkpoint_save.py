@@ -1,4 +1,7 @@
-"""`save_checkpoint`: DeepSpeed's files, written piece by piece, whole or not at all."""
+"""`save_checkpoint`: DeepSpeed's files, written piece by piece, whole or not at all.
+
+At once; or, with `ds_slide.async_save`, by a thread from a copy of the states.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,28 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 from deepspeed.checkpoint.constants import DS_VERSION, OPTIMIZER_STATE_DICT
 from deepspeed.git_version_info import version
 from torch import nn
 
 from ds_slide.errors import SlideError
-from ds_slide.integration.checkpoint_archive import Archive
+from ds_slide.integration.checkpoint_agreement import Agreement
+from ds_slide.integration.checkpoint_archive import Archive, Wrote
+from ds_slide.integration.checkpoint_background import BackgroundSave
 from ds_slide.integration.checkpoint_manifest import manifest_now
 from ds_slide.integration.checkpoint_pickle import Planned
 from ds_slide.integration.checkpoint_place import Staging, checked_tag, new_name, reached
 from ds_slide.integration.checkpoint_ranks import together
+from ds_slide.integration.checkpoint_snapshot import Snapshot
 from ds_slide.integration.checkpoint_sums import Sum
 from ds_slide.integration.planes import read_weights
+from ds_slide.integration.subgroups import States
 
 logger = logging.getLogger(__name__)
 
@@ -43,58 +53,129 @@ def save_checkpoint(
     if not save_dir:
         raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
     tag = checked_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
+    finish_save(engine)
     together(engine.optimizer.checkpoint_event_prologue)
     try:
         engine._checkpoint_tag_validation(tag)
         staging = Staging(Path(save_dir), together(new_name)[0])
+        snapshot = _snapshot(engine, staging.save_dir / tag, frozen=not exclude_frozen_parameters)
+        request = _Request(staging, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         try:
-            _write(engine, staging, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+            _save(engine, request, snapshot)
         finally:
-            _discard(staging)
+            if engine.optimizer.saving is None:
+                _discard(staging)
     finally:
         engine.optimizer.checkpoint_event_epilogue()
     return True
 
 
-def _write(
-    engine: Any, staging: Staging, tag: str, client_state: dict[str, Any], save_latest: bool, exclude_frozen: bool
-) -> None:
+def finish_save(engine: Any) -> None:
+    """Wait for an asynchronous save that is under way. Collective. Raises SlideError, on all ranks, where it failed."""
+    saving, engine.optimizer.saving = engine.optimizer.saving, None
+    if saving is None:
+        return
+    try:
+        together(saving.require)
+        together(saving.complete if is_publisher(engine) else lambda: None)
+    finally:
+        saving.close(all_have_ended=True)
+
+
+@dataclass(frozen=True)
+class _Request:
+    staging: Staging
+    tag: str
+    client_state: dict[str, Any]
+    save_latest: bool
+    exclude_frozen: bool
+
+
+def _snapshot(engine: Any, target: Path, *, frozen: bool) -> Snapshot | None:
+    """What to copy for an asynchronous save; None for one that waits. Collective."""
+    optimizer = engine.optimizer
+    if not optimizer.async_save:
+        return None
+    snapshot = Snapshot(optimizer.runtime.units, frozen)
+    if engine.use_node_local_storage():
+        reason = "checkpoint.use_node_local_storage leaves the ranks no directory in which they could agree"
+    elif not all(together(snapshot.fits)):
+        free = psutil.virtual_memory().available
+        reason = f"a copy of the states needs {snapshot.nbytes():,} bytes a rank and {free:,} are free on the machine"
+    else:
+        return snapshot
+    if not optimizer.has_said_that_saves_wait:
+        optimizer.has_said_that_saves_wait = True
+        logger.warning("saving %s waits for the end of the write in spite of ds_slide.async_save: %s", target, reason)
+    return None
+
+
+def _save(engine: Any, request: _Request, snapshot: Snapshot | None) -> None:
+    staging, tag = request.staging, request.tag
     archives: list[tuple[Path, Archive]] = []
 
     def plan() -> int:
-        archives.extend(_planned_files(engine, staging.path, tag, client_state, exclude_frozen))
+        archives.extend(_planned_files(engine, request, snapshot))
         return sum(archive.nbytes for _, archive in archives)
 
     sizes = together(plan)
     needed = sizes[engine.global_rank] if engine.use_node_local_storage() else sum(sizes)
     together(functools.partial(_open, engine, staging, tag, needed))
     reached("opened")
-    written = together(lambda: _write_files(archives))
-    together(functools.partial(_publish, engine, staging, tag, written, save_latest))
+    if snapshot is None:
+        written = together(lambda: _write_files(archives))
+        together(functools.partial(_publish, engine, staging, tag, written, request.save_latest))
+        return
+    together(snapshot.take)
+    reached("copied")
+    agreement = Agreement(staging, tag, len(sizes), request.save_latest)
+    engine.optimizer.saving = _begin(engine, agreement, archives)
 
 
-def _planned_files(
-    engine: Any, directory: Path, tag: str, client_state: dict[str, Any], exclude_frozen: bool
-) -> list[tuple[Path, Archive]]:
-    """This rank's files as DeepSpeed composes them."""
-    with engine.checkpoint_engine.collecting() as collected, _planned_fragments(engine):
-        arguments = {"client_state": client_state, "exclude_frozen_parameters": exclude_frozen}
+def _begin(engine: Any, agreement: Agreement, archives: list[tuple[Path, Archive]]) -> BackgroundSave:
+    """The thread knows nothing of the engine, which may be destroyed under it."""
+    target, rank = agreement.staging.save_dir / agreement.tag, engine.global_rank
+    nbytes = sum(archive.nbytes for _, archive in archives)
+
+    def write(wrote: Wrote) -> None:
+        with _as_failure(target, nbytes):
+            agreement.finish(rank, _write_files(archives, wrote))
+            archives.clear()  # with them goes the copy of the states
+
+    def complete() -> None:
+        with _as_failure(target, nbytes):
+            agreement.publish_if_complete()
+
+    release = functools.partial(_discard, agreement.staging)
+    return BackgroundSave(target, nbytes, write, complete, release, alone=agreement.ranks == 1)
+
+
+def _planned_files(engine: Any, request: _Request, snapshot: Snapshot | None) -> list[tuple[Path, Archive]]:
+    """This rank's files as DeepSpeed composes them. `snapshot`: holds the states when they are written."""
+    directory, tag = request.staging.path, request.tag
+    copied = snapshot is not None
+    states = engine.optimizer.sub_groups.settled if snapshot is None else snapshot.of
+    with engine.checkpoint_engine.collecting(copied=copied) as collected, _planned_fragments(engine, states):
+        arguments = {"client_state": request.client_state, "exclude_frozen_parameters": request.exclude_frozen}
         engine._save_checkpoint(str(directory), tag, **arguments)
-        optimizer_state = engine.optimizer.planned_state_dict()
+        optimizer_state = engine.optimizer.planned_state_dict(states)
         content = {OPTIMIZER_STATE_DICT: optimizer_state, "ds_config": engine.config, DS_VERSION: version}
         engine.checkpoint_engine.save(content, engine._get_zero_ckpt_name(str(directory), tag))
     return collected
 
 
 @contextmanager
-def _planned_fragments(engine: Any) -> Iterator[None]:
+def _planned_fragments(engine: Any, states: States) -> Iterator[None]:
     """DeepSpeed saves `ds_tensor` of frozen parameters, a view, with which the whole plane would be pickled."""
     places = engine.optimizer.protocol.places
 
     def fragment(parameter: nn.Parameter) -> Planned:
         unit, entry = places[parameter]
-        engine.optimizer.runtime.settle(unit)
-        return Planned(entry.partition_numel, parameter.dtype, functools.partial(read_weights, unit, entry))
+
+        def read(start: int, stop: int) -> torch.Tensor:
+            return read_weights(states(unit), entry, start, stop)
+
+        return Planned(entry.partition_numel, parameter.dtype, read)
 
     engine._get_param_fragment_func = fragment
     try:
@@ -107,11 +188,11 @@ def _open(engine: Any, staging: Staging, tag: str, needed: int) -> None:
     if not is_publisher(engine):
         return
     target = staging.save_dir / tag
-    try:
+    with _as_failure(target, needed):
         staging.open(tag)
+        if engine.global_rank == 0:
+            engine._copy_recovery_script(str(staging.path))
         free = staging.free_bytes()
-    except OSError as error:
-        raise _failed(target, needed, error) from error
     if free < needed:
         raise SlideError(
             f"saving {target} needs {needed:,} bytes, but {free:,} are free there; remove an older checkpoint (one "
@@ -119,10 +200,10 @@ def _open(engine: Any, staging: Staging, tag: str, needed: int) -> None:
         )
 
 
-def _write_files(archives: list[tuple[Path, Archive]]) -> dict[str, Sum]:
+def _write_files(archives: list[tuple[Path, Archive]], wrote: Wrote | None = None) -> dict[str, Sum]:
     written = {}
     for path, archive in archives:
-        written[path.name] = archive.write(path)
+        written[path.name] = archive.write(path, wrote)
         reached(f"wrote {path.name}")
     return written
 
@@ -134,23 +215,24 @@ def _publish(engine: Any, staging: Staging, tag: str, written: list[dict[str, Su
     files = {name: found for rank in written for name, found in rank.items()}
     if engine.use_node_local_storage():
         files = {name: found for name, found in files.items() if (new / name).exists()}
-    try:
+    with _as_failure(staging.save_dir / tag, sum(found.nbytes for found in files.values())):
         manifest = manifest_now(files)
         manifest.check(new, lambda _name: False)
         manifest.write(new)
-        if engine.global_rank == 0:
-            engine._copy_recovery_script(str(staging.path))
         scripts = [path.name for path in staging.path.glob("*.py")]
         staging.publish(tag, scripts=scripts, latest=save_latest and engine.global_rank == 0)
+
+
+@contextmanager
+def _as_failure(target: Path, nbytes: int) -> Iterator[None]:
+    """What the operating system says becomes a sentence."""
+    try:
+        yield
     except OSError as error:
-        raise _failed(staging.save_dir / tag, sum(found.nbytes for found in files.values()), error) from error
-
-
-def _failed(target: Path, nbytes: int, error: OSError) -> SlideError:
-    return SlideError(
-        f"saving {target} ({nbytes:,} bytes) failed at {error.filename or target} ({error.strerror}); earlier "
-        "checkpoints are as they were; make the directory writable or choose another one"
-    )
+        raise SlideError(
+            f"saving {target} ({nbytes:,} bytes) failed at {error.filename or target} ({error.strerror}); earlier "
+            "checkpoints are as they were; make the directory writable or choose another one"
+        ) from error
 
 
 def _discard(staging: Staging) -> None:

@@ -41,19 +41,16 @@ def check_deepspeed_config(
 
     `client_optimizer` and `mpu` are those given to `deepspeed.initialize`. Raises SlideConfigError.
     """
-    stage = int(config.zero_optimization_stage)
-    if stage != 3:
-        # Alone: what else is wrong for an engine of stage 3 was not meant for one.
-        problem = f"zero_optimization.stage is {stage}, but DS-Slide is an engine for stage 3"
-        raise SlideConfigError(f'{problem}; set it to 3 or remove "ds_slide"')
+    require_stage(int(config.zero_optimization_stage))
     values = values_of_config(config) | {"mpu": mpu}
-    _raise(
+    trains = has_optimizer(config.optimizer_name, client_optimizer)
+    raise_all(
         *setting_problems(values, (*REFUSED_ENGINE_SETTINGS, *REFUSED_ZERO_SETTINGS)),
         *parallel_problems(values),
         *offload_problems(values),
         *ssd_problems(slide, config._param_dict),
-        *state_dtype_problems(slide),
-        *holding_problems(values, slide),
+        *(state_dtype_problems(slide) if trains else ()),
+        *(holding_problems(values, slide) if trains else ()),
         *model_problems(model),
         *optimizer_choice_problems(config.optimizer_name, client_optimizer),
     )
@@ -72,7 +69,7 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, ds_c
     values["prescale_gradients"] = not values.get("postscale_gradients", True)
     values["zero_quantized_gradients"] = values.get("all2all_process_group") is not None
     values["fp16"] = gradient_dtype(kwargs, module) == torch.float16
-    _raise(
+    raise_all(
         *setting_problems(values, REFUSED_ZERO_SETTINGS),
         *parallel_problems(values),
         *offload_problems(values),
@@ -81,6 +78,24 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, ds_c
         *model_problems(module),
         *optimizer_problems(init_optimizer),
     )
+
+
+def check_without_optimizer(module: nn.Module) -> None:
+    """Refuse a model, as it is when the engine is built, of which DS-Slide cannot run forwards. Raises
+    SlideConfigError."""
+    raise_all(*dtype_problems({}, module), *model_problems(module))
+
+
+def has_optimizer(json_name: str | None, client_optimizer: Any) -> bool:
+    """As DeepSpeed decides it. Without one the engine runs forwards only."""
+    return bool(client_optimizer) or bool(json_name)
+
+
+def require_stage(stage: Any) -> None:
+    """Alone: what else is wrong for an engine of stage 3 was not meant for one."""
+    if stage != 3:
+        problem = f"zero_optimization.stage is {stage}, but DS-Slide is an engine for stage 3"
+        raise SlideConfigError(f'{problem}; set it to 3 or remove "ds_slide"')
 
 
 def values_of_config(config: Any) -> dict[str, Any]:
@@ -110,7 +125,6 @@ def values_of_config(config: Any) -> dict[str, Any]:
         "autotp_size": config.tensor_parallel_config.autotp_size,
         "expert_parallel": getattr(getattr(config, "expert_parallel_config", None), "enabled", False),
         "sequence_parallel_size": config._param_dict.get("sequence_parallel_size", 1),
-        "load_universal": config.load_universal_checkpoint,
         "pipeline_loading_checkpoint": zero.pipeline_loading_checkpoint,
         "managed_gradient_accumulation": getattr(config, "managed_gradient_accumulation", True),
     }
@@ -151,6 +165,8 @@ def holding_problems(values: Values, slide: SlideConfig) -> Iterator[str]:
         reasons.append(f"gradient_clipping is {clip}")
     if (steps := values.get("gradient_accumulation_steps", 1)) > 1:
         reasons.append(f"gradient_accumulation_steps is {steps}")
+    if not values.get("managed_gradient_accumulation", True):
+        reasons.append("managed_gradient_accumulation is false")
     if values.get("fp16"):
         reasons.append("fp16 can overflow")
     if reasons:
@@ -184,12 +200,7 @@ def optimizer_choice_problems(json_name: str | None, client_optimizer: Any) -> I
         yield from optimizer_problems(client_optimizer)
     elif client_optimizer is not None:
         return  # a callable: what it makes is checked when it is made
-    elif json_name is None:
-        yield (
-            'no optimizer is given, but DS-Slide exists to update parameters; add an "optimizer" of type AdamW to the '
-            "DeepSpeed config, or set ds_slide.enabled to false for inference"
-        )
-    elif json_name.lower() not in _ADAM_NAMES:
+    elif json_name is not None and json_name.lower() not in _ADAM_NAMES:
         yield f'optimizer.type is "{json_name}", but DS-Slide updates with Adam only; use "AdamW" or "Adam"'
 
 
@@ -205,11 +216,24 @@ def optimizer_problems(optimizer: Any) -> Iterator[str]:
     if not getattr(optimizer, "fp32_optimizer_states", True):
         yield f"optimizer.params.fp32_optimizer_states is false, but {FP32_STATES}; remove it"
     for index, group in enumerate(optimizer.param_groups):
+        if not _is_adam_group(group):
+            yield (
+                f"parameter group {index} of {kind.__name__} has eps {group.get('eps')!r} and betas "
+                f"{group.get('betas')!r}, which are not Adam's (accelerate makes a DeepSpeedCPUAdam of any optimizer, "
+                'such as Adafactor); use AdamW, which is optim="adamw_torch" in the Trainer'
+            )
+            return
         if kind is torch.optim.Adam and group.get("decoupled_weight_decay"):
             yield f"decoupled_weight_decay is true in parameter group {index} of Adam; use torch.optim.AdamW instead"
         for option in ("amsgrad", "maximize", "differentiable"):
             if group.get(option):
                 yield f"{option} is true in parameter group {index}, but {NO_SUPPORT}; set it to false"
+
+
+def _is_adam_group(group: Mapping[str, Any]) -> bool:
+    betas = group.get("betas", (0.9, 0.999))
+    numbers = [group.get("eps", 0.0), *(betas if isinstance(betas, tuple | list) and len(betas) == 2 else [None])]
+    return all(isinstance(number, int | float | torch.Tensor) for number in numbers)
 
 
 def model_problems(model: nn.Module) -> Iterator[str]:
@@ -235,6 +259,7 @@ def _package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
-def _raise(*problems: str) -> None:
+def raise_all(*problems: str) -> None:
+    """One error for all of them, if there are any."""
     if problems:
         raise SlideConfigError("\n".join(problems))

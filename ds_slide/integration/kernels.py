@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import log_dist
 from torch import nn
 
 from ds_slide.patching.apply import Replaced, apply_kernels
 from ds_slide.patching.kinds import Which
+from ds_slide.report.log import log
 
 
 def install_kernels(module: nn.Module, which: Which) -> Replaced:
-    """Put the kernels `which` into `module` for the accelerator in use, and log what was replaced on rank 0.
+    """Put the kernels `which` into `module` for the accelerator in use.
 
     Raises SlideConfigError where they are listed and cannot run.
     """
     replaced = apply_kernels(module, which, get_accelerator().device_name())
-    if replaced.counts or replaced.reasons:
-        log_dist(f"ds_slide: kernels: {replaced}", ranks=[0])
+    log.debug("kernels: %s", replaced)
     return replaced

@@ -1,4 +1,5 @@
-"""Step statistics into DeepSpeed's log and monitors (TensorBoard, W&B, Comet, CSV), beside DeepSpeed's own events.
+"""What the engine has decided, once, and step statistics: into the log of DS-Slide and, beside DeepSpeed's own events,
+into its monitors (TensorBoard, W&B, Comet, CSV).
 
 An engine that runs DS-Slide gets its own `_take_model_step`, as an attribute of the object: the class, and with it
 every engine without the key, keeps DeepSpeed's. After that method the engine has counted the step, so events have the
@@ -11,15 +12,17 @@ import functools
 import weakref
 from typing import Any
 
-from deepspeed.utils import log_dist
+import ds_slide
+from ds_slide.report.log import log, start_line
 
 Event = tuple[str, float, int]
 
 
 def attach(engine: Any) -> None:
-    """Report every optimizer step of `engine`, whose optimizer is a SlideZeroOptimizer. Rank 0 writes."""
+    """Report the start and every step of `engine`, whose optimizer is a SlideZeroOptimizer. Rank 0 writes."""
     if engine.global_rank != 0:
         return
+    report_start(engine)
     take_model_step = type(engine)._take_model_step
     owner = weakref.ref(engine)  # not the engine itself, which would then own itself and outlive its last user
     reported = 0
@@ -37,6 +40,14 @@ def attach(engine: Any) -> None:
         return result
 
     engine._take_model_step = _take_model_step
+
+
+def report_start(engine: Any) -> None:
+    """Log what `engine`, with or without an optimizer, has decided. Called on rank 0."""
+    parts = engine.optimizer.runtime.parts
+    held = parts.held if parts.trains else None
+    kernels, ranks = engine.optimizer.kernels.counts, parts.ranks.world_size
+    log.info(start_line(ds_slide.__version__, parts.memory_report, ranks=ranks, held=held, kernels=kernels))
 
 
 def events_of(statistics: dict[str, Any], samples: int) -> list[Event]:
@@ -57,9 +68,8 @@ def _report(engine: Any, statistics: dict[str, Any]) -> None:
     if interval is not None and engine.global_steps % interval == 0:
         ssd = statistics["ssd"]
         wear = f", SSD {ssd['written_tb_per_day']:.1f} TB/day written" if ssd else ""
-        log_dist(
-            f"ds_slide: step={engine.global_steps}, time={statistics['step_s']:.3f} s, "
+        log.info(
+            f"step={engine.global_steps}, time={statistics['step_s']:.3f} s, "
             f"bound={statistics['bound_s']:.3f} s ({statistics['bound_lane']}), "
-            f"efficiency={statistics['efficiency']:.1%}{wear}",
-            ranks=[0],
+            f"efficiency={statistics['efficiency']:.1%}{wear}"
         )

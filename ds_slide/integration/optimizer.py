@@ -8,29 +8,33 @@ that are set here: parameter groups, sub-groups, loss scale properties, the back
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
-from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import _init_external_params
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideError
+from ds_slide.integration import ownership, planes
 from ds_slide.integration import parameters as protocol
-from ds_slide.integration import planes
 from ds_slide.integration.access import StateAccess
 from ds_slide.integration.assemble import assemble, runtime_settings
+from ds_slide.integration.checkpoint_background import BackgroundSave
 from ds_slide.integration.checkpoint_mapped import MappedFiles
 from ds_slide.integration.checkpoint_pickle import PIECE, materialized
+from ds_slide.integration.checkpoint_universal import UniversalCheckpoint
 from ds_slide.integration.contract import check_supported, gradient_dtype
 from ds_slide.integration.norm_watch import NormWatch
+from ds_slide.integration.parameter_offload import ParameterOffload
 from ds_slide.integration.planes import require_stepped
-from ds_slide.integration.subgroups import SubGroups
+from ds_slide.integration.stock_names import leaf_parameters, missing
+from ds_slide.integration.subgroups import States, SubGroups, load_settings
 from ds_slide.optim.hyper import AdamWHyper
 
 
@@ -41,9 +45,11 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self, module: nn.Module, init_optimizer: Any, param_names: Any, timers: Any, ds_config: Any, **kwargs: Any
     ) -> None:
         ZeROOptimizer.__init__(self)
+        ownership.end_earlier_engine(module)
         check_supported(kwargs, init_optimizer, module, ds_config)
         config = SlideConfig.from_deepspeed(ds_config)
         assert config is not None
+        self.async_save = config.async_save
         self._set_stock_attributes(module, init_optimizer, param_names, timers, kwargs)
         protocol.convert(module, self.dp_process_group, self.dtype)
         self._make_sub_groups()
@@ -62,7 +68,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             for parameters, group_id in zip(self.fp16_groups, self._group_ids, strict=True)
             for parameter in parameters
         }
-        self.runtime, self._kernels = assemble(module, group_of, config, settings, self.dp_process_group)
+        self.runtime, self.kernels = assemble(module, group_of, config, settings, self.dp_process_group)
         try:
             self._take_over(module)
         except BaseException:
@@ -71,13 +77,14 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def _take_over(self, module: nn.Module) -> None:
         """Make the model's parameters, and what asks for their states, those of the runtime."""
-        FWD_MODULE_STACK.append(module)  # where DeepSpeed registers a parameter that is used outside its module
         self.protocol = protocol.ParameterProtocol(self.runtime, self.dp_process_group)
         self.access = StateAccess(self.runtime, self.protocol.places, self.dp_process_group)
         self.sub_groups = SubGroups(self.fp16_groups, self._group_ids, self.protocol.places, self.runtime)
         self._empty_parameter_groups()
         self._link_all_hp_params()
         self._norm_watch = NormWatch(self.runtime)
+        self.parameter_offload = ParameterOffload(self.runtime, module)
+        ownership.enter(self, module)
 
     def _set_stock_attributes(
         self, module: nn.Module, init_optimizer: Any, param_names: Any, timers: Any, kwargs: dict[str, Any]
@@ -114,6 +121,19 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.zenflow = False
         self.use_muon = False
         self.persistent_parameters: list[nn.Parameter] = []
+        self.offload_param = False
+        self.params_in_nvme_and_cpu = False
+        self.model_parallel_group = None
+        self.model_parallel_rank = 0
+        self._coalescing = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is neither here nor in the classes: most of it is stock's private state."""
+        raise missing(name)
+
+    @property
+    def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        return leaf_parameters(self.module, self.fp16_groups)
 
     def _make_sub_groups(self) -> None:
         self.trainable_param_groups = self._get_trainable_parameter_groups()
@@ -147,11 +167,12 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.runtime.begin_backward(self._hypers())
 
     def backward_prologue(self) -> None:
+        self.parameter_offload.require_hooks()
         self.runtime.begin_backward(self._hypers())
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         super().set_gradient_accumulation_boundary(is_boundary)
-        self.runtime.set_final(bool(is_boundary))
+        self.runtime.set_final(bool(is_boundary) and not self._coalescing)
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         self.independent_gradient_partition_epilogue()
@@ -160,11 +181,27 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.runtime.end_backward()
         self._epilogue_ran_this_backward = True
 
+    @property
+    def _coalesce_grad_reduction(self) -> bool:
+        """Set by `engine.coalesce_grad_reduction()` for the length of its block, and read when that begins."""
+        self.runtime.require_held("engine.coalesce_grad_reduction()")
+        return self._coalescing
+
+    @_coalesce_grad_reduction.setter
+    def _coalesce_grad_reduction(self, coalesces: bool) -> None:
+        self._coalescing = coalesces
+
+    def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
+        """Of a parameter that still has a gradient when such a block ends: the epilogue, which follows, takes it."""
+
     def backward_epilogue(self) -> None:
-        pass
+        if self._coalescing:  # the engine leaves out the other epilogue, which runs when the block ends
+            self.independent_gradient_partition_epilogue()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        pass
+        """Under `managed_gradient_accumulation: false`, at the step: there will be no further backward."""
+        self.set_gradient_accumulation_boundary(True)
+        self.runtime.end_backward()
 
     # ---- step ------------------------------------------------------------------------------------------------
 
@@ -217,7 +254,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def slide_stats(self) -> dict[str, Any]:
         """Statistics of the newest finished step (see `ds_slide.report.statistics`); empty before the first."""
         statistics = self.runtime.parts.recorder.as_dict(self.runtime.parts.memory_report)
-        return statistics and {**statistics, "kernels": self._kernels.as_dict()}
+        return statistics and {**statistics, "kernels": self.kernels.as_dict()}
 
     # ---- states, for deepspeed.utils.safe_* ------------------------------------------------------------------
 
@@ -268,24 +305,35 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     mapped_files: MappedFiles | None = None
     """Of the load that runs (see checkpoint_load)."""
+    saving: BackgroundSave | None = None
+    """The asynchronous save that was begun last, until its end has been noticed (see checkpoint_save)."""
+    has_said_that_saves_wait = False
 
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's ZeRO-3 format, readable by zero_to_fp32.py, ds_to_universal.py and stock DeepSpeed."""
         state: dict[str, Any] = materialized(self.planned_state_dict())
         return state
 
-    def planned_state_dict(self) -> dict[str, Any]:
-        """`state_dict` whose tensors are made when they are written."""
-        step = self.runtime.step_count
+    def planned_state_dict(self, states: States | None = None) -> dict[str, Any]:
+        """`state_dict` whose tensors are made when they are written, from `states` if not from the units."""
+        states = states or self.sub_groups.settled
         return {
             "zero_stage": 3,
             "loss_scaler": self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             "partition_count": self.partition_count,
-            "optimizer_state_dict": self.sub_groups.optimizer_state(self.optimizer.param_groups, step),
-            "fp32_flat_groups": self.sub_groups.masters(),
+            "optimizer_state_dict": self.sub_groups.optimizer_state(
+                self.optimizer.param_groups, self._saved_step, states
+            ),
+            "fp32_flat_groups": self.sub_groups.masters(states),
         }
+
+    def _saved_step(self) -> int | torch.Tensor:
+        """The step count as the optimizer keeps it: torch's Adam in a tensor, which it takes for one when a universal
+        checkpoint is loaded; DeepSpeed's as a number, which its kernels take."""
+        step = self.runtime.step_count
+        return torch.tensor(float(step)) if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW) else step
 
     def load_state_dict(
         self,
@@ -297,11 +345,14 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         param_shapes: Any = None,
     ) -> None:
         """Load this rank's part of a ZeRO-3 checkpoint, DS-Slide's or stock's."""
-        if checkpoint_folder or load_serial is not None:
+        if load_serial is not None:
             raise SlideError(
-                "universal and serially loaded checkpoints are not supported by DS-Slide; remove "
-                "checkpoint.load_universal and checkpoint.pipeline_loading_checkpoint from the DeepSpeed config"
+                "serially loaded checkpoints are not supported by DS-Slide; remove "
+                "zero_optimization.pipeline_loading_checkpoint from the DeepSpeed config"
             )
+        if checkpoint_folder:
+            self._load_universal(Path(checkpoint_folder), load_optimizer_states, load_from_fp32_weights)
+            return
         saved = state_dict_list[dist.get_rank(group=self.dp_process_group)]
         files = self.mapped_files or MappedFiles()
         self.loss_scaler = saved["loss_scaler"]
@@ -311,6 +362,22 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         if load_optimizer_states:
             groups = self.optimizer.param_groups
             self.runtime.step_count = self.sub_groups.load_optimizer_state(saved["optimizer_state_dict"], groups, files)
+
+    def universal_checkpoint(self, path: Path) -> UniversalCheckpoint:
+        """The universal checkpoint of a tag's directory, for this model."""
+        return UniversalCheckpoint(path, self.param_names)
+
+    def _load_universal(self, path: Path, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
+        checkpoint = self.universal_checkpoint(path)
+        rank = dist.get_rank(group=self.dp_process_group)
+        keys = (planes.MASTER, *planes.STATE_KEYS) if load_optimizer_states else (planes.MASTER,)
+        checkpoint.load(self.sub_groups, rank, keys, rounded=not (load_optimizer_states or load_from_fp32_weights))
+        if load_optimizer_states:
+            saved = checkpoint.global_state()
+            for name, value in saved.scale.items():
+                setattr(self, name, value)
+            load_settings(self.optimizer.param_groups, saved.param_groups)
+            self.runtime.step_count = saved.step
 
     def refresh_fp32_params(self) -> None:
         """The low-precision weights become the masters."""
@@ -340,8 +407,15 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         raise SlideError("engine.reload_states() is not supported by DS-Slide: there is nothing to reload")
 
     def destroy(self) -> None:
-        """End the lanes and remove the hooks."""
-        self.runtime.close()
-        self._kernels.undo()
-        if self.module in FWD_MODULE_STACK:
-            FWD_MODULE_STACK.remove(self.module)
+        """End the lanes and remove the hooks. Waits for an asynchronous save; raises SlideError where that failed."""
+        saving, self.saving = self.saving, None
+        try:
+            if saving is not None:
+                saving.wait()
+        finally:
+            self.runtime.close()
+            self.kernels.undo()
+            ownership.leave(self, self.module)
+        if saving is not None:
+            saving.close(all_have_ended=saving.alone)
+            saving.require()

@@ -163,30 +163,58 @@ class ParameterProtocol:
         parameter.partition = partition
 
     def gather(self, parameters: Iterable[Any]) -> None:
-        """Put the whole parameters on the accelerator. Collective over the ranks for those that are not there."""
+        """Put the whole parameters on the accelerator, each in memory of its own: what the caller does to them there
+        (merging an adapter and taking it out again) is not done to the weights. Waits for the updates of their units
+        only. Collective over the ranks for those that are not there.
+        """
+        mine: list[Any] = []
         for parameter in parameters:
-            if parameter not in self.places:  # of another engine, named in the same call
+            if parameter in self.places:
+                mine.append(parameter)
+            else:  # of another engine, named in the same call
                 parameter.all_gather()
-                continue
+        self._require_room(mine)
+        for parameter in mine:
             unit, entry = self.places[parameter]
-            if parameter.ds_status == ZeroParamStatus.AVAILABLE:
-                if unit.resident is unit.state.weight:
-                    # What the GPU reads is the plane itself: a write in place could not be told from the old weight.
-                    parameter.data = parameter.data.clone()
+            if unit.resident is None and parameter.ds_status == ZeroParamStatus.AVAILABLE:
                 continue
             planes.require_stepped(self._runtime, unit, "gathering a parameter")
-            self._runtime.settle(unit)
-            if unit.resident is not None:
-                self._runtime.bind_resident(unit)
+            if unit.resident is None:
+                parameter.data = self._whole(unit, entry)
+                parameter.ds_status = ZeroParamStatus.AVAILABLE
                 continue
-            own = unit.state.read("weight", slice(entry.offset, entry.offset + entry.partition_numel))
-            own = own.to(self._runtime.device.torch, copy=True)
-            whole = own
-            if self._runtime.parts.ranks.world_size > 1:
-                whole = own.new_empty(self._runtime.parts.ranks.world_size * entry.partition_numel)
-                dist.all_gather_into_tensor(whole, own, group=self._group)
-            parameter.data = whole[: entry.numel].view(entry.shape)
-            parameter.ds_status = ZeroParamStatus.AVAILABLE
+            if parameter.ds_status != ZeroParamStatus.AVAILABLE:
+                self._runtime.bind_resident(unit)
+            parameter.data = parameter.data.clone()
+
+    def _require_room(self, parameters: Sequence[Any]) -> None:
+        """SlideError where the GPU cannot hold all of them, before any of them is there."""
+        device = self._runtime.device
+        if not device.is_cuda or len(parameters) < 2:
+            return
+        needed = sum(
+            self.places[parameter][1].numel * parameter.element_size()
+            for parameter in parameters
+            if parameter.ds_status != ZeroParamStatus.AVAILABLE or self.places[parameter][0].resident is not None
+        )
+        free, _ = device.memory()
+        if needed > free:
+            raise SlideError(
+                f"gathering {len(parameters)} parameters takes {needed:,} bytes of the GPU, where {free:,} are free; "
+                "gather fewer at once (for TRL's generation: ds3_gather_for_generation=False, which streams the "
+                "weights through the window), or lower ds_slide.window or ds_slide.gpu_states"
+            )
+
+    def _whole(self, unit: Unit, entry: Entry) -> torch.Tensor:
+        """The weights of a parameter that is not on the accelerator, in its shape."""
+        self._runtime.settle(unit)
+        own = unit.state.read("weight", slice(entry.offset, entry.offset + entry.partition_numel))
+        own = own.to(self._runtime.device.torch, copy=True)
+        whole = own
+        if self._runtime.parts.ranks.world_size > 1:
+            whole = own.new_empty(self._runtime.parts.ranks.world_size * entry.partition_numel)
+            dist.all_gather_into_tensor(whole, own, group=self._group)
+        return whole[: entry.numel].view(entry.shape)
 
     def _take_back(self, parameters: Iterable[Any]) -> None:
         """Write what the caller left in the parameters to the planes."""

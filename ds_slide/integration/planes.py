@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
@@ -11,11 +12,19 @@ from ds_slide.model.layout import Entry
 from ds_slide.optim.reference import encode_planar
 from ds_slide.runtime.engine import HOLD_HINT, SlideRuntime
 from ds_slide.runtime.unit import Unit
+from ds_slide.store.state import UnitState
 
 MASTER = "master"
 STATE_KEYS = ("exp_avg", "exp_avg_sq")
-# encode_planar works in 64-bit integers: 2 MiB a temporary, which stays in a core's cache.
+# encode_planar works in 32-bit integers: 1 MiB a temporary, which stays in a core's cache.
 _CHUNK = 1 << 18
+
+
+class HasState(Protocol):
+    """A unit, or a copy of its states."""
+
+    @property
+    def state(self) -> UnitState: ...
 
 
 def require_stepped(runtime: SlideRuntime, unit: Unit, what: str) -> None:
@@ -37,7 +46,7 @@ def local_span(entry: Entry) -> slice:
     return slice(entry.offset, entry.offset + entry.partition_numel)
 
 
-def read_values(unit: Unit, key: str, span: slice) -> torch.Tensor:
+def read_values(unit: HasState, key: str, span: slice) -> torch.Tensor:
     """fp32 values of `key` (MASTER or one of STATE_KEYS) of the trainable elements `span`, where the planes are:
     a new tensor or a view."""
     state = unit.state
@@ -76,7 +85,14 @@ def write_values(unit: Unit, key: str, span: slice, values: torch.Tensor) -> Non
         state.write("weight", span, values.to(dtype))
 
 
-def read_weights(unit: Unit, entry: Entry, start: int, stop: int) -> torch.Tensor:
+def as_weights(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Flat fp32 masters, rounded to the weights that an engine with these masters has."""
+    if dtype != torch.bfloat16:
+        return values.to(dtype).float()
+    return torch.cat([encode_planar(values[part])[0].view(dtype).float() for part in pieces(values.numel())])
+
+
+def read_weights(unit: HasState, entry: Entry, start: int, stop: int) -> torch.Tensor:
     """Elements [start, stop) of this rank's partition in the model's dtype, in host memory."""
     return unit.state.read("weight", slice(entry.offset + start, entry.offset + stop)).cpu()
 

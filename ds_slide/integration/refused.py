@@ -58,25 +58,11 @@ REFUSED_ENGINE_SETTINGS = (
         "set it to 1",
     ),
     Refused(
-        "load_universal",
-        "checkpoint.load_universal",
-        (False,),
-        "DS-Slide loads ordinary ZeRO-3 checkpoints only",
-        "set it to false",
-    ),
-    Refused(
         "pipeline_loading_checkpoint",
         "zero_optimization.pipeline_loading_checkpoint",
         (False,),
         NO_SUPPORT,
         "set it to false",
-    ),
-    Refused(
-        "managed_gradient_accumulation",
-        "managed_gradient_accumulation",
-        (True,),
-        "DS-Slide must know at each backward whether a step follows",
-        "set it to true",
     ),
 )
 

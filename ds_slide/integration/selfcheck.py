@@ -53,6 +53,22 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol("deepspeed.runtime.engine", "DeepSpeedEngine._configure_zero_optimizer", ("self", "optimizer")),
     Symbol("deepspeed.runtime.superoffload.superoffload_stage3", "SuperOffloadOptimizer_Stage3"),
+    Symbol("deepspeed.runtime.engine", "DeepSpeedZeRoOffload"),
+    Symbol("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.__init__", ("self", "model_params")),
+    # compile_lock.py
+    Symbol("deepspeed.ops.op_builder.builder", "OpBuilder.jit_load", ("self",)),
+    # inference.py
+    Symbol("deepspeed.runtime.engine", "DeepSpeedEngine._backward_prologue", ("self",)),
+    Symbol(_OFFLOAD, "DeepSpeedZeRoOffload.__init__", ("self", "module", "timers", "ds_config"), ("dp_process_group",)),
+    *_methods(
+        _OFFLOAD,
+        "DeepSpeedZeRoOffload",
+        _register_deepspeed_module="module",
+        partition_all_parameters="",
+        release_backward_leftovers="",
+        empty_partition_cache="",
+        destroy="",
+    ),
     # host_weights.py
     *_methods("deepspeed.runtime.engine", "DeepSpeedEngine", _configure_distributed_model="model", _broadcast_model=""),
     # monitor.py

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -20,12 +20,22 @@ from torch import nn
 from ds_slide.errors import SlideError
 from ds_slide.integration.checkpoint_mapped import MappedFiles
 from ds_slide.integration.checkpoint_pickle import PIECE, Planned
-from ds_slide.integration.planes import MASTER, STATE_KEYS, pieces, read_values, write_values
+from ds_slide.integration.planes import (
+    MASTER,
+    STATE_KEYS,
+    HasState,
+    as_weights,
+    pieces,
+    read_values,
+    write_values,
+)
 from ds_slide.model.layout import Entry
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.unit import Unit
 
 Places = dict[nn.Parameter, tuple[Unit, Entry]]
+States = Callable[[Unit], HasState]
+"""Where the states of a unit are read: in the unit itself once it has settled, or in a copy."""
 Flat = tuple[torch.Tensor, int]
 """A flat tensor, and where in it the partition of a parameter begins."""
 
@@ -39,14 +49,22 @@ class SubGroups:
     places: Places
     runtime: SlideRuntime
 
-    def masters(self) -> list[Planned]:
-        """fp32 masters by sub-group (`fp32_flat_groups`)."""
-        return [self._planned(group, MASTER) for group in self.groups]
+    def settled(self, unit: Unit) -> Unit:
+        """`unit`, whose pending update has ended."""
+        self.runtime.settle(unit)
+        return unit
 
-    def optimizer_state(self, param_groups: Sequence[dict[str, Any]], step: int) -> dict[str, Any]:
-        """The state dict that a torch optimizer over the flat sub-groups would have."""
+    def masters(self, states: States) -> list[Planned]:
+        """fp32 masters by sub-group (`fp32_flat_groups`)."""
+        return [self._planned(group, MASTER, states) for group in self.groups]
+
+    def optimizer_state(
+        self, param_groups: Sequence[dict[str, Any]], step: Callable[[], int | torch.Tensor], states: States
+    ) -> dict[str, Any]:
+        """The state dict that a torch optimizer over the flat sub-groups would have. `step`: makes one for each of
+        them, since optimizers that keep tensors count in place."""
         state = {
-            number: {"step": step, **{key: self._planned(group, key) for key in STATE_KEYS}}
+            number: {"step": step(), **{key: self._planned(group, key, states) for key in STATE_KEYS}}
             for number, group in enumerate(self.groups)
         }
         packed = []
@@ -56,7 +74,7 @@ class SubGroups:
             packed.append({**settings, "params": members})
         return {"state": state, "param_groups": packed}
 
-    def _planned(self, group: Sequence[nn.Parameter], key: str) -> Planned:
+    def _planned(self, group: Sequence[nn.Parameter], key: str, states: States) -> Planned:
         places = [self.places[parameter] for parameter in group]
         ends = list(accumulate(entry.partition_numel for _, entry in places))
 
@@ -67,8 +85,8 @@ class SubGroups:
                 unit, entry = places[index]
                 end = min(ends[index], stop)
                 offset = entry.offset + entry.partition_numel - ends[index]
-                self.runtime.settle(unit)
-                values[done - start : end - start] = read_values(unit, key, slice(offset + done, offset + end))
+                run = slice(offset + done, offset + end)
+                values[done - start : end - start] = read_values(states(unit), key, run)
                 index, done = index + 1, end
             return values
 
@@ -91,23 +109,26 @@ class SubGroups:
             flats = [state[key].reshape(-1) for state in saved]
             self._check(flats, "optimizer_state_dict")
             self._load(key, flats, files)
-        for param_group, loaded in zip(param_groups, state_dict["param_groups"], strict=True):
-            settings = {key: value for key, value in loaded.items() if key != "params"}
-            param_group.update(copy.deepcopy(settings))  # a tensor among them would keep the file mapped
+        load_settings(param_groups, state_dict["param_groups"])
         return int(saved[-1]["step"]) if saved else 0
 
     def _load(self, key: str, flats: Sequence[torch.Tensor], files: MappedFiles, *, rounded: bool = False) -> None:
-        """In the order of the planes, padding included, and in pieces that start at a multiple of PIECE: planes with a
-        scale for each group of elements get whole groups."""
         sources: dict[nn.Parameter, Flat] = {}
         for group, flat in zip(self.groups, flats, strict=True):
             starts = accumulate((self.places[parameter][1].partition_numel for parameter in group), initial=0)
             sources |= {parameter: (flat, start) for parameter, start in zip(group, starts, strict=False)}
         for unit in self.runtime.units:
-            self.runtime.settle(unit)
-            for span in pieces(unit.layout.trainable_numel, PIECE):
-                values = _values(unit, span, sources, files)
-                write_values(unit, key, span, values.to(unit.parameters[0].dtype).float() if rounded else values)
+            self.load_unit(unit, key, sources, files, rounded=rounded)
+
+    def load_unit(
+        self, unit: Unit, key: str, sources: Mapping[nn.Parameter, Flat], files: MappedFiles, *, rounded: bool = False
+    ) -> None:
+        """Set one state of a unit, in the order of the planes, padding included, and in pieces that start at a multiple
+        of PIECE: planes with a scale for each group of elements get whole groups."""
+        self.runtime.settle(unit)
+        for span in pieces(unit.layout.trainable_numel, PIECE):
+            values = _values(unit, span, sources, files)
+            write_values(unit, key, span, as_weights(values, unit.state.dtype_of("weight")) if rounded else values)
 
     def _check(self, flats: Sequence[torch.Tensor], what: str) -> None:
         expected = [sum(self.places[parameter][1].partition_numel for parameter in group) for group in self.groups]
@@ -120,8 +141,16 @@ class SubGroups:
             )
 
 
-def _values(unit: Unit, span: slice, sources: dict[nn.Parameter, Flat], files: MappedFiles) -> torch.Tensor:
-    """Local elements `span` of a unit from the flat tensors; zeros between the parameters."""
+def load_settings(param_groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Give each parameter group its saved settings."""
+    for param_group, loaded in zip(param_groups, saved, strict=True):
+        settings = {key: value for key, value in loaded.items() if key != "params"}
+        param_group.update(copy.deepcopy(settings))  # a tensor among them would keep the file mapped
+
+
+def _values(unit: Unit, span: slice, sources: Mapping[nn.Parameter, Flat], files: MappedFiles) -> torch.Tensor:
+    """Local elements `span` of a unit from the flat tensors; zeros between the parameters and where a flat tensor ends
+    before the partition does."""
     values = torch.zeros(span.stop - span.start, dtype=torch.float32)
     for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True):
         first, last = max(entry.offset, span.start), min(entry.offset + entry.partition_numel, span.stop)
@@ -129,5 +158,5 @@ def _values(unit: Unit, span: slice, sources: dict[nn.Parameter, Flat], files: M
             flat, begin = sources[parameter]
             offset = begin - entry.offset
             with files.using(flat[offset + first : offset + last]) as source:
-                values[first - span.start : last - span.start] = source
+                values[first - span.start : first - span.start + source.numel()] = source
     return values

@@ -31,6 +31,9 @@ def install_zero_init(init_class: Any, slide_config: Callable[[Any], Any]) -> No
         for name in ("config_dict_or_path", "config"):
             raw = _raw(given.arguments.get(name))
             if raw is not None and slide_config(raw) is not None:
+                from ds_slide.integration.early import check_json
+
+                check_json(raw)
                 given.arguments[name] = in_host_memory(raw)
                 if given.arguments.get("remote_device") == "nvme":
                     given.arguments["remote_device"] = "cpu"

@@ -37,10 +37,12 @@ class CpuUpdater:
 
     Thread ``i`` is pinned to ``cores[i % len(cores)]`` unless ``cores`` is empty. Calls release the GIL, may come from
     any thread and run one after the other. No result depends on the number of threads. All tensors are contiguous and
-    on the CPU; anything else is refused with SlideError.
+    on the CPU; anything else is refused with SlideError. ``idle``: it is never called, and has no threads.
     """
 
-    def __init__(self, num_threads: int, cores: Sequence[int] = ()) -> None:
+    def __init__(self, num_threads: int, cores: Sequence[int] = (), *, idle: bool = False) -> None:
+        if idle:
+            return
         try:
             self._workers = _native.Workers(num_threads, list(cores))
         except (RuntimeError, ValueError) as error:

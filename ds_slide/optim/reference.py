@@ -20,22 +20,20 @@ _CHUNK = 1 << 22
 
 
 def encode_planar(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splits fp32 ``weight`` into ``(hi, lo)``, both int16 of its shape.
+    """Splits fp32 ``weight`` into ``(hi, lo)``, both int16 of its shape; ``decode_planar`` gives every number back.
 
-    ``hi`` holds the bits of the weight rounded to bf16, ``lo`` the low 16 bits of the fp32 number. Rounding hides
-    whether a tie (low half 0x8000) went up or down, so a tie is first moved by one fp32 ulp, which leaves ``hi`` as it
-    is. NaN stays NaN, its payload is not kept.
+    ``hi`` holds the bits of the weight rounded to bf16, half up: ties (low half 0x8000) go away from zero. ``lo`` is
+    what the fp32 bits exceed those of ``hi`` by, a signed number. Rounding half to even, as torch's cast does, would
+    give a tie that went up and another that went down the same ``hi`` and ``lo``; ``hi`` differs from that cast only
+    in ties with an even upper half, and is as near. From 0x7F7F8000 (3.396e38) on ``hi`` is infinity, in torch's
+    cast too, and ``lo`` is negative; infinity itself has 0 there. NaN stays NaN, its payload is not kept.
     """
     bits = weight.contiguous().view(torch.int32)
-    upper = (bits >> 16) & 0xFFFF
-    low = bits & 0xFFFF
-    odd = upper & 1
-    rounded = ((bits.long() + 0x7FFF + odd) >> 16) & 0xFFFF
-    low = torch.where(low == 0x8000, 0x7FFF + 2 * odd, low)
-    nan = torch.isnan(weight)
-    hi = torch.where(nan, upper | 0x0040, rounded.int())
-    lo = torch.where(nan, 0, low)
-    return _as_int16(hi), _as_int16(lo)
+    # A NaN is made quiet; without its low half the sum below cannot overflow.
+    bits = torch.where(torch.isnan(weight), (bits | 0x00400000) & ~0xFFFF, bits)
+    hi = (bits + 0x8000) >> 16
+    lo = bits - (hi << 16)
+    return hi.to(torch.int16), lo.to(torch.int16)
 
 
 def decode_planar(hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
@@ -158,7 +156,3 @@ def _mul(a: torch.Tensor, b: torch.Tensor | float) -> torch.Tensor:
 
 def _add(a: torch.Tensor, b: torch.Tensor | float) -> torch.Tensor:
     return _round(a.double() + (b.double() if isinstance(b, torch.Tensor) else b))
-
-
-def _as_int16(value: torch.Tensor) -> torch.Tensor:
-    return torch.where(value >= 1 << 15, value - (1 << 16), value).to(torch.int16)

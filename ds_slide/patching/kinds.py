@@ -58,7 +58,7 @@ def resolve_kinds(which: Which, device_type: str | None = None) -> tuple[KernelK
         if obstacle is None and device_type != "cuda":
             obstacle = "there is no GPU"
         if obstacle is not None:
-            logger.info("ds_slide.kernels is auto and no kernel is used: %s", obstacle)
+            logger.debug("ds_slide.kernels is auto and no kernel is used: %s", obstacle)
             return ()
         return KINDS
     if isinstance(which, str):

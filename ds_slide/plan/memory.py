@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from ds_slide.errors import SlideError
 from ds_slide.plan.placement import HostPlacement, Needs, UnitSize, place_on_host
@@ -24,8 +24,25 @@ AUTO_WINDOW_SHARE = 0.10
 
 
 @dataclass(frozen=True)
+class Taken:
+    """Bytes that other engines of this process hold: the limits are for all of them together."""
+
+    gpu: int = 0
+    gpu_states: int = 0
+    window: int = 0
+    host_states: int = 0
+
+    def __add__(self, other: Taken) -> Taken:
+        return Taken(*(own + more for own, more in zip(astuple(self), astuple(other), strict=True)))
+
+
+NOTHING_TAKEN = Taken()
+
+
+@dataclass(frozen=True)
 class Budgets:
-    """Bytes. `gpu_states`: None means automatic. `gpu_is_own`: not a part of host memory."""
+    """Bytes. `gpu_states`: None means automatic. `gpu_is_own`: not a part of host memory. `taken` is a part of what is
+    configured (`gpu_memory`, `host_memory`, `gpu_states`), and no part of what is free."""
 
     gpu_total: int
     gpu_free: int
@@ -34,11 +51,19 @@ class Budgets:
     gpu_memory: int | None
     host_memory: int | None
     gpu_is_own: bool = True
+    taken: Taken = NOTHING_TAKEN
 
     @property
     def gpu_limit(self) -> int:
-        """Of everything on the GPU."""
-        return self.gpu_free if self.gpu_memory is None else min(self.gpu_free, self.gpu_memory)
+        """Of everything that this engine may place on the GPU."""
+        if self.gpu_memory is None:
+            return self.gpu_free
+        return max(0, min(self.gpu_free, self.gpu_memory - self.taken.gpu))
+
+    @property
+    def host_limit(self) -> int | None:
+        """Of this engine's states in host memory; None: what is free."""
+        return None if self.host_memory is None else max(0, self.host_memory - self.taken.host_states)
 
 
 @dataclass(frozen=True)
@@ -68,13 +93,10 @@ def gpu_cost(unit: UnitSize, needs: Needs) -> int:
 
 def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan:
     """Place the units. Raises SlideError when a budget does not suffice, with what would."""
-    allowance = budgets.gpu_states
-    if allowance is None:
-        allowance = int(budgets.gpu_total * AUTO_GPU_STATE_SHARE)
-        allowance = max(0, min(allowance, budgets.gpu_limit - _gpu_bytes(units, needs, frozenset())))
+    allowance = _gpu_states_allowance(units, needs, budgets)
     on_gpu: set[int] = set()
     left = allowance
-    candidates = [index for index, unit in enumerate(units) if not unit.passing_numel]
+    candidates = [index for index, unit in enumerate(units) if needs.trains and not unit.passing_numel]
     for index in sorted(candidates, key=lambda index: (not units[index].stays, index)):
         cost = gpu_cost(units[index], needs)
         if cost <= left:
@@ -83,12 +105,22 @@ def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan
         elif not units[index].stays:
             break  # blocks in order: a gap would be fetched anyway
     placed = frozenset(on_gpu)
-    host = place_on_host(units, needs, placed, budgets.host_free, budgets.host_memory)
+    host = place_on_host(units, needs, placed, budgets.host_free, budgets.host_limit)
     window = _window(units, needs, placed, budgets)
     gpu_bytes = _gpu_bytes(units, dataclasses.replace(needs, window=window), placed)
     plan = Plan(placed, gpu_bytes, allowance - left, host, window)
     _check(plan, budgets, needs)
     return plan
+
+
+def _gpu_states_allowance(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> int:
+    """Of this engine."""
+    if not needs.trains:
+        return 0
+    if budgets.gpu_states is not None:
+        return max(0, budgets.gpu_states - budgets.taken.gpu_states)
+    allowance = int(budgets.gpu_total * AUTO_GPU_STATE_SHARE) - budgets.taken.gpu_states
+    return max(0, min(allowance, budgets.gpu_limit - _gpu_bytes(units, needs, frozenset())))
 
 
 def _window(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int], budgets: Budgets) -> int:
@@ -97,8 +129,13 @@ def _window(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int], bud
     slot = _slot_bytes(streamed, needs)
     if not needs.window_grows or not slot:
         return needs.window
-    room = min(int(budgets.gpu_total * AUTO_WINDOW_SHARE), budgets.gpu_limit - _gpu_bytes(units, needs, on_gpu))
-    return needs.window + max(0, min(room // slot, len(streamed) - needs.window))
+    share = int(budgets.gpu_total * AUTO_WINDOW_SHARE) - budgets.taken.window
+    room = min(share, budgets.gpu_limit - _gpu_bytes(units, needs, on_gpu))
+    more = max(0, min(room // slot, len(streamed) - needs.window))
+    if not needs.trains and needs.window + more < len(streamed):
+        # Each forward goes through all blocks: unless all of them fit, a slot more saves it no fetch.
+        return needs.window
+    return needs.window + more
 
 
 def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
@@ -164,9 +201,11 @@ def _slot_bytes(streamed: Sequence[UnitSize], needs: Needs) -> int:
 def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
     gpu_limit = budgets.gpu_limit
     if plan.gpu_bytes > gpu_limit:
-        source = "ds_slide.gpu_memory" if gpu_limit == budgets.gpu_memory else "free GPU memory"
+        source = "free GPU memory" if gpu_limit == budgets.gpu_free else "ds_slide.gpu_memory"
+        others = _beside(budgets.taken.gpu) if gpu_limit != budgets.gpu_free else ""
         raise SlideError(
-            f"GPU tier: window, edges and GPU states need {plan.gpu_bytes:,} bytes, but {source} is {gpu_limit:,}; "
+            f"GPU tier: window, edges and GPU states need {plan.gpu_bytes:,} bytes, but {source} is "
+            f"{gpu_limit:,}{others}; "
             f"lower ds_slide.window (now {plan.window}) or ds_slide.gpu_states (now {plan.gpu_state_bytes:,} bytes), "
             "or allow more"
         )
@@ -175,13 +214,17 @@ def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
 
 def _check_host(plan: Plan, budgets: Budgets, needs: Needs) -> None:
     host = plan.host
-    budget = budgets.host_memory
+    budget = budgets.host_limit
     if budget is not None and needs.ssd is None and host.state_bytes > budget:
+        section = "offload_optimizer" if needs.trains else "offload_param"
         raise SlideError(
-            f"host tier: the states need {host.state_bytes:,} bytes, but ds_slide.host_memory is {budget:,}; allow "
-            'more, or let the rest go to SSD with zero_optimization.offload_optimizer.device "nvme" and its nvme_path'
+            f"host tier: the states need {host.state_bytes:,} bytes, but ds_slide.host_memory is "
+            f"{budget:,}{_beside(budgets.taken.host_states)}; allow more, or let the rest go to SSD with "
+            f'zero_optimization.{section}.device "nvme" and its nvme_path'
         )
     if host.host_bytes > budgets.host_free:
+        if not needs.trains:
+            raise _no_room_for_weights(host, budgets, needs)
         held = " or ds_slide.hold_gradients (false, without clipping and accumulation)" if needs.held_bytes else ""
         if needs.ssd is None:
             way_out = 'zero_optimization.offload_optimizer.device (to "nvme", with its nvme_path)'
@@ -196,3 +239,19 @@ def _check_host(plan: Plan, budgets: Budgets, needs: Needs) -> None:
             f"free; change {way_out}, ds_slide.gpu_states (now {plan.gpu_state_bytes:,} bytes, more moves states to "
             f"the GPU){held}, or use more ranks or a machine with more memory"
         )
+
+
+def _no_room_for_weights(host: HostPlacement, budgets: Budgets, needs: Needs) -> SlideError:
+    if needs.ssd is None or not needs.ssd.weights:
+        way_out = 'zero_optimization.offload_param.device (to "nvme", with its nvme_path)'
+    else:
+        way_out = "ds_slide.host_memory (lower) or ds_slide.weight_buffers"
+    return SlideError(
+        f"host tier: the weights need {host.host_bytes:,} bytes, but {budgets.host_free:,} are free; change {way_out}, "
+        "or use more ranks or a machine with more memory"
+    )
+
+
+def _beside(taken: int) -> str:
+    """Part of a sentence, behind a limit that is less than the configured one."""
+    return f" beside the {taken:,} of other engines in this process" if taken else ""

@@ -82,6 +82,8 @@ class Needs:
     """None: there is no SSD tier."""
     window_grows: bool = False
     """Whether spare GPU memory becomes slots."""
+    trains: bool = True
+    """False: nothing is updated, so that there are weights only."""
 
 
 @dataclass(frozen=True)

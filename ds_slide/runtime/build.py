@@ -11,8 +11,9 @@ from tqdm import tqdm
 
 from ds_slide.model.layout import Entry
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.plan.memory import Plan
+from ds_slide.plan.memory import Plan, Taken
 from ds_slide.report.statistics import StepRecorder
+from ds_slide.runtime import running
 from ds_slide.runtime.apply import host_update
 from ds_slide.runtime.build_ssd import announcer, make_ssd_gradients, make_ssd_states, open_store
 from ds_slide.runtime.device import Device
@@ -102,6 +103,7 @@ def build_runtime(
     if runtime.parts.watchdog is not None:
         runtime.parts.watchdog.start()
     runtime.start()
+    running.enter(runtime)
     return runtime
 
 
@@ -195,7 +197,8 @@ def _wire(
 ) -> SlideRuntime:
     meters = recorder.meters
     delays = [Delay(settings.delay_ms, settings.seed + number) for number in range(4)]
-    updater = CpuUpdater(settings.cpu_threads, settings.cpu_cores)
+    idle = not settings.trains
+    updater = CpuUpdater(settings.cpu_threads, settings.cpu_cores, idle=idle)
     ssd = None if store is None else make_ssd_states(units, plan, settings, store, memory, failures)
     for unit in units:
         if ssd is not None and unit.state.ssd is not None:
@@ -203,11 +206,19 @@ def _wire(
     h2d = Lane("h2d", device, failures, meters["h2d"], delays[0])
     lanes = Lanes(
         h2d=h2d,
-        edges=Lane("h2d of edges", device, failures, meters["h2d"], delays[3]),
-        d2h=Lane("d2h", device, failures, meters["d2h"], delays[1]),
-        update=UpdateLane(device, failures, meters["update"], delays[2]),
+        # Without updates it has the chunks of a streamed head to bring.
+        edges=Lane(
+            "h2d of edges",
+            device,
+            failures,
+            meters["h2d"],
+            delays[3],
+            idle=idle and not any(unit.chunk_rows for unit in units),
+        ),
+        d2h=Lane("d2h", device, failures, meters["d2h"], delays[1], idle=idle),
+        update=UpdateLane(device, failures, meters["update"], delays[2], idle=idle),
     )
-    uploads = Uploads(device, units, {} if shared is None else shared.parts, ssd)
+    uploads = Uploads(device, units, {} if shared is None else shared.parts, ssd, failures)
     streamed = [unit for unit in units if unit.is_streamed]
     updating = Updating(lanes.update, host_update(updater), ssd)
     window = None
@@ -253,6 +264,7 @@ def _wire(
         window=window,
         empty=empty,
         held=settings.held_dtype is not None,
+        trains=settings.trains,
         gradients=gradients,
         uploads=uploads,
         shared=shared,
@@ -262,6 +274,12 @@ def _wire(
         make_rows=_make_rows(passing[0], device, lanes, failures, gradients) if passing else None,
         watchdog=_watchdog(settings, ranks, device, failures, ssd),
         memory_report=_memory_report(units, plan, window, passing, memory),
+        taken=Taken(
+            plan.gpu_bytes,
+            plan.gpu_state_bytes,
+            0 if window is None else window.nbytes(),
+            plan.host.state_bytes,
+        ),
     )
     return SlideRuntime(module, parts, availability)
 
@@ -342,7 +360,7 @@ def _memory_report(
     units: Sequence[Unit], plan: Plan, window: Window | None, passing: Sequence[RowBuffers], memory: HostMemory
 ) -> dict[str, int]:
     on_gpu = [unit for unit in units if unit.state.tier == "gpu"]
-    slots = 0 if window is None else sum(slot.buffer.numel() * slot.buffer.element_size() for slot in window.slots)
+    slots = 0 if window is None else window.nbytes()
     resident = sum(
         unit.resident.numel() * unit.resident.element_size()
         for unit in units
@@ -362,4 +380,6 @@ def _memory_report(
         "parameters": sum(entry.numel for unit in units for entry in unit.layout.entries),
         "gpu_units": len(on_gpu),
         "units": len(units),
+        "blocks": sum(unit.spec.kind == "block" for unit in units),
+        "slots": 0 if window is None else len(window.slots),
     }

@@ -82,3 +82,11 @@ class Device:
     def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize(self.torch)
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the GPU, free and in all, that this process may use; what torch keeps in reserve is free."""
+        free, total = torch.cuda.mem_get_info(self.torch)
+        if hasattr(torch.cuda, "get_per_process_memory_fraction"):
+            total = int(total * torch.cuda.get_per_process_memory_fraction(self.torch))
+        reserved = torch.cuda.memory_reserved(self.torch)
+        return min(free + reserved, total) - torch.cuda.memory_allocated(self.torch), total

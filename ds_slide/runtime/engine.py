@@ -23,16 +23,19 @@ from torch import nn
 
 from ds_slide.errors import SlideError
 from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.plan.memory import NOTHING_TAKEN, Taken
 from ds_slide.report.statistics import StepRecorder
+from ds_slide.runtime import running
 from ds_slide.runtime.apply import device_update
 from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.gathers import Gathers
 from ds_slide.runtime.gradients import Gradients
 from ds_slide.runtime.handoff import Failures, Ticket
-from ds_slide.runtime.hooks import BlockHooks, EdgeHooks, RootHooks, RootState, SavedWeights
+from ds_slide.runtime.hooks import BlockHooks, EdgeHooks, RootHooks, RootState
 from ds_slide.runtime.lane import Lane
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.rows import MakeRows, StreamedRows
+from ds_slide.runtime.saved_weights import SavedWeights
 from ds_slide.runtime.shared_weights import SharedWeights
 from ds_slide.runtime.ssd import SsdStates
 from ds_slide.runtime.streamed_gradient import StreamedGradient
@@ -101,11 +104,15 @@ class Parts:
     gathers: Gathers
     shared: SharedWeights | None
     updating: Updating
+    trains: bool = True
+    """False: weights only, for forwards that no step follows."""
     ssd: SsdStates | None = None
     make_rows: MakeRows | None = None
     """Of the edge whose rows pass through the GPU."""
     watchdog: Watchdog | None = None
     memory_report: dict[str, int] = field(default_factory=dict)
+    taken: Taken = NOTHING_TAKEN
+    """Of the limits that all engines of a process share."""
 
 
 def _close_at_exit(runtime: weakref.ref[SlideRuntime], owner: int) -> None:
@@ -135,16 +142,31 @@ class SlideRuntime:
         self._unstepped = False
         self._final = True
         self._totals = Totals(parts.ranks, self.device)
-        saved = SavedWeights({} if self._window is None else self._window.by_storage, self.enter_backward)
-        self._hooks: list[BlockHooks | RootHooks | EdgeHooks] = [
-            *(BlockHooks(unit, self, saved, self._root) for unit in self.blocks),
-            *EdgeHooks.on(module, [unit for unit in self.units if unit.spec.kind == "edge"], self.bind_if_fetched),
-            RootHooks(module, self._root, saved, self._begin_forward, self._end_forward),
-        ]
+        self._module = module
+        self._saved = SavedWeights({} if self._window is None else self._window.by_storage, self.enter_backward)
+        self.hooks: list[BlockHooks | RootHooks | EdgeHooks] = []
+        self.attach()
         self.bind_residents()
         # A daemon thread that is inside C++ when the interpreter ends would be torn down there, and take the process
         # along; so the lanes are ended first. Not in a forked child, which has no lanes.
         atexit.register(_close_at_exit, weakref.ref(self), os.getpid())
+
+    def attach(self) -> None:
+        """Put the hooks into the model, in place of those that are there: without them the model computes with what
+        its parameters hold (whole ones, gathered for generation)."""
+        self.detach()
+        edges = [unit for unit in self.units if unit.spec.kind == "edge"]
+        self.hooks = [
+            *(BlockHooks(unit, self, self._saved, self._root) for unit in self.blocks),
+            *EdgeHooks.on(self._module, edges, self.bind_if_fetched),
+            RootHooks(self._module, self._root, self._begin_forward, self._end_forward),
+        ]
+
+    def detach(self) -> None:
+        """Take them out."""
+        for hooks in self.hooks:
+            hooks.remove()
+        self.hooks = []
 
     def start(self) -> None:
         """Fetch the first blocks. Called when everything that was put on the device so far has arrived there."""
@@ -262,7 +284,8 @@ class SlideRuntime:
         if with_backward:
             unit.uses += 1
         if unit.is_streamed and unit.order not in self._bound:
-            self._bind_slot(unit, "forward" if with_backward or self._root.expects_backward() else "inference")
+            trains = self.parts.trains and (with_backward or self._root.expects_backward())
+            self._bind_slot(unit, "forward" if trains else "inference")
         for resident in (unit, *unit.parts):
             self.bind_if_fetched(resident)
 
@@ -501,9 +524,8 @@ class SlideRuntime:
 
     def close(self) -> None:
         """Run what is queued, end the threads, remove the hooks. Harmless when called twice."""
-        for hooks in self._hooks:
-            hooks.remove()
-        self._hooks.clear()
+        running.leave(self)
+        self.detach()
         if self.rows is not None:
             self.rows.close()
         why = self.parts.failures.message

@@ -13,16 +13,15 @@ autograd graph task; it binds the weights like the block's backward, and leaves 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import _pytree as pytree
 
+from ds_slide.runtime.saved_weights import OpenHooks, SavedWeights, hooks_around
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.window import Slot
 
@@ -66,47 +65,6 @@ def _is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex())
 
 
-@dataclass(frozen=True)
-class SlotReference:
-    """A saved tensor that lives in a slot, remembered by unit and place: by the time backward needs it, other
-    blocks have been through the slot and the unit may lie in another one."""
-
-    unit: Unit
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-class SavedWeights:
-    """Replaces saved tensors that alias a slot (weights, and views such as `weight.t()`) by references.
-
-    Without this, autograd would read whatever block occupies the slot when backward comes. It stays out of
-    checkpointed regions by itself: their own hooks are innermost there, and save nothing of the first forward.
-    """
-
-    def __init__(self, slots: dict[int, Slot], enter_backward: Callable[[Unit], Slot | None]) -> None:
-        self._slots = slots
-        self._enter_backward = enter_backward
-
-    def context(self) -> saved_tensors_hooks:
-        return saved_tensors_hooks(self._pack, self._unpack)
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SlotReference:
-        if tensor.layout is not torch.strided:
-            return tensor
-        slot = self._slots.get(tensor.untyped_storage().data_ptr())
-        if slot is None or slot.unit is None:
-            return tensor
-        return SlotReference(slot.unit, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
-
-    def _unpack(self, saved: torch.Tensor | SlotReference) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
-        slot = self._enter_backward(saved.unit)
-        assert slot is not None
-        return slot.buffer.view(saved.unit.dtype).as_strided(saved.size, saved.stride, saved.offset)
-
-
 class BlockHooks:
     """Hooks of one block."""
 
@@ -116,7 +74,7 @@ class BlockHooks:
         self._events = events
         self._saved = saved
         self._root = root
-        self._own_context: saved_tensors_hooks | None = None
+        self._open: OpenHooks | None = None
         module = unit.spec.module
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -137,10 +95,6 @@ class BlockHooks:
         else:
             counted = (bool(places) or self._unit.trains) and self._root.expects_backward()
             self._events.enter_forward(self._unit, with_backward=counted)
-            if torch.is_grad_enabled() and not self._root.active:
-                # The block was called without its root: the root's context is missing here.
-                self._own_context = self._saved.context()
-                self._own_context.__enter__()
         if places and torch.is_grad_enabled():
             leave = self._events.leave_backward
             if counted:
@@ -152,12 +106,15 @@ class BlockHooks:
             for place, tensor in zip(places, through, strict=True):
                 leaves[place] = tensor
             args, kwargs = pytree.tree_unflatten(leaves, tree)
+        # What a re-entrant recomputation saves needs no reference: the weights stay bound until its backward has ended.
+        if torch.is_grad_enabled() and (not in_backward() or hooks_around() is not None):
+            self._open = self._saved.open()
         return args, kwargs
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._own_context is not None:
-            self._own_context.__exit__()
-            self._own_context = None
+        if self._open is not None:
+            self._open.close()
+            self._open = None
         if in_backward():
             return
         self._events.leave_forward(self._unit)
@@ -224,18 +181,11 @@ class RootState:
         self.active = False
         self._with_gradient = False
 
-    @contextmanager
-    def forward(self, saved: SavedWeights) -> Iterator[None]:
+    def begin(self) -> None:
         self.active, self._with_gradient = True, torch.is_grad_enabled()
-        context = saved.context() if self._with_gradient else None
-        if context is not None:
-            context.__enter__()
-        try:
-            yield
-        finally:
-            if context is not None:
-                context.__exit__()
-            self.active = False
+
+    def end(self) -> None:
+        self.active = False
 
     def expects_backward(self) -> bool:
         return self._with_gradient if self.active else torch.is_grad_enabled()
@@ -244,19 +194,10 @@ class RootState:
 class RootHooks:
     """Hooks of the whole model: open and close the forward."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        root: RootState,
-        saved: SavedWeights,
-        begin: Callable[[], None],
-        end: Callable[[], None],
-    ) -> None:
+    def __init__(self, module: nn.Module, root: RootState, begin: Callable[[], None], end: Callable[[], None]) -> None:
         self._root = root
-        self._saved = saved
         self._begin = begin
         self._end = end
-        self._open: Any = None
         self._handles = [
             module.register_forward_pre_hook(self._before),
             module.register_forward_hook(self._after, always_call=True),
@@ -267,14 +208,11 @@ class RootHooks:
             handle.remove()
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if in_backward() or self._open is not None:
-            return
-        self._begin()
-        self._open = self._root.forward(self._saved)
-        self._open.__enter__()
+        if not in_backward() and not self._root.active:
+            self._begin()
+            self._root.begin()
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._open is not None and not in_backward():
-            context, self._open = self._open, None
-            context.__exit__(None, None, None)
+        if not in_backward() and self._root.active:
+            self._root.end()
             self._end()

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import Device
@@ -30,22 +31,30 @@ class Delay:
 class Lane:
     """Runs jobs first in, first out. A job may block its lane (for a buffer, for an update), never another."""
 
-    def __init__(self, name: str, device: Device, failures: Failures, meter: LaneMeter, delay: Delay) -> None:
+    def __init__(
+        self, name: str, device: Device, failures: Failures, meter: LaneMeter, delay: Delay, *, idle: bool = False
+    ) -> None:
+        """`idle`: it is given nothing, and has no thread and no stream."""
         self.name = name
         self.device = device
-        self.stream = device.stream()
+        self.stream: Any = None if idle else device.stream()
         self.meter = meter
         self._failures = failures
         self._delay = delay
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}{name}", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if not idle:
+            self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}{name}", daemon=True)
+            self._thread.start()
 
     def submit(self, job: Job) -> None:
+        assert self._thread is not None, f"the {self.name} lane is idle"
         self._jobs.put(job)
 
     def drain(self) -> None:
         """Block until every job submitted so far has been issued and has run."""
+        if self._thread is None:
+            return
         ticket = Ticket(self._failures, f"what the {self.name} lane was given")
         self.submit(lambda: ticket.keep(self.device.mark(self.stream, host_waits=True)))
         ticket.synchronize()
@@ -53,7 +62,7 @@ class Lane:
     def close(self) -> None:
         """End the thread after the jobs submitted so far; harmless when called twice."""
         self._jobs.put(None)
-        if threading.current_thread() is not self._thread:
+        if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(timeout=30.0)
 
     def _run(self) -> None:

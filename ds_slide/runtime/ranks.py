@@ -4,7 +4,7 @@ The rule that keeps several ranks alive: one order of collectives, the same on a
 
 * Every collective of the engine is issued by the thread that computes (the caller's thread, and autograd's while that
   runs a backward: one after the other, never both), in the order of the program, through one process group, onto one
-  stream, the collectives stream. No lane issues any.
+  stream, the collectives stream. No lane issues any. Several engines of a process have these two in common.
 * No lane waits for a collective that has not been issued yet: what a lane waits for (a marker, an update, another
   rank's weights) comes of collectives that precede, in the order of the program, the call that gave it the job.
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,22 +37,67 @@ from ds_slide.runtime.unit import Unit
 _NOWHERE = Device(torch.device("cpu"))
 
 
-class Ranks:
-    """`group`: the process group of the engine's collectives, None for one rank. All methods that communicate are
-    called by the thread that computes."""
+@dataclass(eq=False)
+class Channel:
+    """The process group and the stream of the collectives between certain ranks, for all engines of a process."""
 
-    def __init__(self, rank: int = 0, world_size: int = 1, group: Any = None, device: Device = _NOWHERE) -> None:
-        """`device`: of the collectives stream, which one rank does not have."""
+    group: Any = None
+    stream: Any = None
+    engines: int = 0
+    """That have been built on it."""
+    issued: int = 0
+    """Collectives so far, of all engines."""
+    digest: int = 0
+    """Of what they were, in order: the same on all ranks."""
+
+
+_channels: dict[tuple[int, ...], Channel] = {}
+"""Of this process, by the ranks' numbers. One for all engines: with one each, the collectives of two engines could run
+on a rank's GPU in another order than they were issued in, and wait for each other across two ranks."""
+
+
+def _channel_of(members: Sequence[int], device: Device) -> Channel:
+    """Collective, over the whole world, the first time; all ranks have the same engines."""
+    known = _channels.get(tuple(members))
+    if known is None or not _is_open(known.group):
+        known = _channels[tuple(members)] = Channel(dist.new_group(list(members)), device.stream())
+    return known
+
+
+def _is_open(group: Any) -> bool:
+    """Whether the process group it belongs to has not been destroyed since."""
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        return False
+
+
+class Ranks:
+    """`channel`: of the engine's collectives, None for one rank. All methods that communicate are called by the thread
+    that computes."""
+
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, channel: Channel | None = None, device: Device = _NOWHERE
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._device = device
-        self._group = group
-        self._stream = device.stream() if world_size > 1 else None
+        self._channel = channel or Channel()
+        self._group = self._channel.group
+        self._stream = self._channel.stream
+        self._channel.engines += 1
+        self._engine = self._channel.engines
         self._failures: Failures | None = None
-        self.issued = 0
-        """Collectives so far."""
-        self.digest = 0
-        """Of what they were, in order: the same on all ranks."""
+
+    @property
+    def issued(self) -> int:
+        """Collectives so far, of all engines."""
+        return self._channel.issued
+
+    @property
+    def digest(self) -> int:
+        """Of what they were, and of which engine: the same on all ranks."""
+        return self._channel.digest
 
     @classmethod
     def over(cls, group: Any, device: Device) -> Ranks:
@@ -60,7 +106,7 @@ class Ranks:
         if size == 1:
             return cls()
         members = dist.get_process_group_ranks(group) if group is not None else list(range(size))
-        return cls(dist.get_rank(group), size, dist.new_group(members), device)
+        return cls(dist.get_rank(group), size, _channel_of(members, device), device)
 
     def watched_by(self, failures: Failures) -> None:
         """From here on `failures` knows which collective is under way."""
@@ -84,9 +130,10 @@ class Ranks:
     @contextmanager
     def _issue(self, what: str, *after: Marker) -> Iterator[None]:
         """One collective on the collectives stream, behind `after`. On the CPU accelerator it blocks."""
-        self.issued += 1
-        self.digest = zlib.crc32(what.encode(), self.digest)
-        sentence = f"collective {self.issued} of rank {self.rank}: {what}"
+        channel = self._channel
+        channel.issued += 1
+        channel.digest = zlib.crc32(f"{self._engine}: {what}".encode(), channel.digest)
+        sentence = f"collective {channel.issued} of rank {self.rank}: {what}"
         with self.on_stream(), nullcontext() if self._failures is None else self._failures.collective(sentence):
             for marker in after:
                 self._device.wait(marker)
@@ -128,8 +175,10 @@ class Ranks:
 
     def connect(self, packed: torch.Tensor, own: torch.Tensor) -> None:
         """One collective of each kind over buffers of zeros, so that connections are made now and not in training."""
-        if self.world_size == 1 or not own.numel():
+        if self.world_size == 1:
             return
+        if not own.numel():  # nothing is trained; weights may be gathered
+            own, packed = own.new_zeros(1), own.new_zeros(self.world_size)
         with self._issue("connecting the ranks", self._device.mark()):
             dist.reduce_scatter_tensor(own, packed, group=self._group)
             dist.all_gather_into_tensor(packed, own, group=self._group)

@@ -50,10 +50,12 @@ class RuntimeSettings:
     seed: int
     hang_timeout_s: float
     """After which a run that stands still is ended; 0: never."""
+    trains: bool = True
+    """False: no parameter has an optimizer; there are weights only, and nothing comes down from the GPU."""
 
     def specs(self, dtype: torch.dtype) -> tuple[PlaneSpec, ...]:
         """The optimizer planes of weights of `dtype`."""
-        return optimizer_planes(dtype, self.moments)
+        return optimizer_planes(dtype, self.moments) if self.trains else ()
 
 
 @dataclass(frozen=True)

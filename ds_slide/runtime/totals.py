@@ -2,7 +2,7 @@
 
 A rank that runs other blocks than the others, or keeps a graph that they do not have, averages its gradients in another
 order: where blocks are of one size that does not hang, it mixes the gradients of different blocks. So a digest of what
-a rank has called travels with each sum: equal digests add up to world_size times one's own.
+a rank has called, in any of its engines, travels with each sum: equal digests add up to world_size times one's own.
 """
 
 from __future__ import annotations

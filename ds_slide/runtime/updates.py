@@ -34,7 +34,10 @@ class UpdateLane:
 
     name = "update"
 
-    def __init__(self, device: Device, failures: Failures, meter: LaneMeter, delay: Delay) -> None:
+    def __init__(
+        self, device: Device, failures: Failures, meter: LaneMeter, delay: Delay, *, idle: bool = False
+    ) -> None:
+        """`idle`: it is given nothing, and has no thread."""
         self._device = device
         self._failures = failures
         self._meter = meter
@@ -44,10 +47,13 @@ class UpdateLane:
         self._sequence = 0
         self._unfinished = 0
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}update", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if not idle:
+            self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}update", daemon=True)
+            self._thread.start()
 
     def submit(self, deadline: int, ready: Marker, run: Callable[[], int]) -> None:
+        assert self._thread is not None, "the update lane is idle"
         with self._changed:
             self._tasks.append(UpdateTask(deadline, self._sequence, ready, run))
             self._sequence += 1
@@ -64,7 +70,7 @@ class UpdateLane:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
+        if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(timeout=30.0)
 
     def _run(self) -> None:

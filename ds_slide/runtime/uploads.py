@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from ds_slide.runtime.device import Device
+from ds_slide.runtime.handoff import Failures, synchronize
 from ds_slide.runtime.ranks import lay_out, pieces
 from ds_slide.runtime.ssd import SsdStates
 from ds_slide.runtime.unit import Unit
@@ -31,9 +32,15 @@ class Uploads:
     by the order of their unit. The scratch buffer belongs to the lane of the blocks."""
 
     def __init__(
-        self, device: Device, units: Sequence[Unit], shared: Mapping[int, list[torch.Tensor]], ssd: SsdStates | None
+        self,
+        device: Device,
+        units: Sequence[Unit],
+        shared: Mapping[int, list[torch.Tensor]],
+        ssd: SsdStates | None,
+        failures: Failures,
     ) -> None:
         self._device = device
+        self._failures = failures
         self._shared = shared
         self._ssd = ssd
         blocks = [unit for unit in units if unit.order in shared and unit.is_streamed]
@@ -80,4 +87,4 @@ class Uploads:
         with self._ssd.weight(unit) as weight:
             yield weight
             # The buffer goes back to the pool, so this lane waits until the copy has read it.
-            self._device.mark(host_waits=True).synchronize()
+            synchronize(self._failures, self._device.mark(host_waits=True), f"the upload of the weights of {unit.name}")

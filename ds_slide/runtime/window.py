@@ -92,6 +92,10 @@ class Window:
         self.misses = 0
         """Blocks that nobody had requested before they were needed."""
 
+    def nbytes(self) -> int:
+        """Of the slots."""
+        return sum(slot.buffer.numel() * slot.buffer.element_size() for slot in self.slots)
+
     def acquire(self, unit: Unit, direction: Direction) -> Slot:
         """The slot that holds `unit`, bound once more; requests what `direction` needs next."""
         with self._lock:

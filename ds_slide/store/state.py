@@ -19,6 +19,7 @@ from ds_slide.model.layout import UnitLayout
 from ds_slide.optim.low_precision import from_fp32, to_fp32
 from ds_slide.store.planes import Planes, PlaneSpec
 from ds_slide.store.ssd_unit import SsdUnit
+from ds_slide.store.untouched import untouched_bytes
 
 Tier = Literal["host", "gpu", "ssd"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -81,11 +82,19 @@ class UnitState:
         moments in fp32."""
         scale = self._scale_of(name)
         if scale is None:
-            raw = self._raw(name, span)
+            raw = self.raw(name, span)
             return raw.float() if name in MOMENTS else raw
         whole = _groups(span, scale.elements_per_item, self._items(name))
-        values = to_fp32(self._raw(name, whole), self._raw(scale.name, scale.cut(whole)), signed=name == "exp_avg")
+        values = to_fp32(self.raw(name, whole), self.raw(scale.name, scale.cut(whole)), signed=name == "exp_avg")
         return values[span.start - whole.start : span.stop - whole.start]
+
+    def raw(self, name: str, items: slice) -> torch.Tensor:
+        """Items of a plane as they are stored: a view, or a copy of what is on SSD."""
+        plane = self._in_memory(name)
+        if plane is not None:
+            return plane[items]
+        assert self.ssd is not None
+        return self.ssd.read(name, items)
 
     def write(self, name: str, span: slice, values: torch.Tensor) -> None:
         """Set the parameters `span` of a plane; moments from fp32, rounded to nearest where they are stored shorter."""
@@ -126,13 +135,6 @@ class UnitState:
             return self.gradient
         return self.weight if name == "weight" else self.optimizer.get(name)
 
-    def _raw(self, name: str, items: slice) -> torch.Tensor:
-        plane = self._in_memory(name)
-        if plane is not None:
-            return plane[items]
-        assert self.ssd is not None
-        return self.ssd.read(name, items)
-
     def _set_raw(self, name: str, items: slice, values: torch.Tensor) -> None:
         plane = self._in_memory(name)
         if plane is not None:
@@ -155,6 +157,7 @@ class HostMemory:
         self._huge_pages = huge_pages
         self.total_bytes = 0
         self.pinned_bytes = 0
+        self._tensors: list[torch.Tensor] = []
 
     def tensor(self, numel: int, dtype: torch.dtype, *, transfers: bool) -> torch.Tensor:
         """A zeroed flat tensor. `transfers`: the GPU copies from or to it, so it is page-locked."""
@@ -183,9 +186,15 @@ class HostMemory:
                 slab = _native.Slab(*place, size, pin, self._huge_pages)
         except (RuntimeError, MemoryError, ValueError) as error:
             raise self.refusal(size, transfers, error) from error
+        whole = torch.frombuffer(slab, dtype=torch.uint8, count=size)
         if counts:
             self._count(size, pin)
-        return torch.frombuffer(slab, dtype=torch.uint8, count=size).view(dtype)
+            self._tensors.append(whole)
+        return whole.view(dtype)
+
+    def untouched_bytes(self) -> int:
+        """Of the tensors, which are all in use still: what the operating system counts as free."""
+        return untouched_bytes((tensor.data_ptr(), tensor.numel()) for tensor in self._tensors)
 
     def pool(self, nbytes: int, count: int, *, transfers: bool) -> Any:
         """A `_native.Pool` of `count` page-aligned buffers. `transfers`: as in `tensor`.

@@ -26,7 +26,7 @@ def adamw_planar_reference_(
         w = w - lr / (1 - beta1^step) * m / (sqrt(v) * (1 / sqrt(1 - beta2^step)) + eps)
 
     Each operation is rounded to fp32 by itself, and subnormal operands and results become zero of their sign; the
-    factors are rounded once to fp32 before (`AdamWHyper.constants`). The new w is split into both planes after a
-    remainder of exactly one half was moved by one unit (`encode_planar`).
+    factors are rounded once to fp32 before (`AdamWHyper.constants`). The new w is split into both planes, of which it
+    can be put together again exactly (`encode_planar`).
     """
     adamw_reference_(weight, remainder, exp_avg, exp_avg_sq, gradient, hyper, grad_scale)

@@ -44,6 +44,7 @@ def test_defaults():
     assert config.stream_head is False
     assert config.huge_pages is False
     assert config.kernels == "auto"
+    assert config.async_save is False
     assert config.hang_timeout == 300.0
     assert config.debug.lane_delay_ms == 0
     assert config.debug.seed == 0
@@ -71,6 +72,7 @@ def test_every_setting_is_read():
             "stream_head": True,
             "huge_pages": True,
             "kernels": ["loss", "norm"],
+            "async_save": True,
             "hang_timeout": 60.0,
             "debug": {"lane_delay_ms": 2.5, "seed": 11},
         }
@@ -95,6 +97,7 @@ def test_every_setting_is_read():
         "stream_head": True,
         "huge_pages": True,
         "kernels": ("loss", "norm"),
+        "async_save": True,
         "hang_timeout": 60.0,
         "debug": {"lane_delay_ms": 2.5, "seed": 11},
     }

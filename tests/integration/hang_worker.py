@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from harness import batches, ds_config, llama
 from ssd_fault_worker import Run, main, replace_call
@@ -36,6 +37,44 @@ class HangRun(Run):
                 self.engine.backward(loss)
                 self.engine.step()
             self.result["losses"][number] = loss.item()
+
+    # ---- a second engine ------------------------------------------------------------------------------------------
+
+    def start_reference(self, slide: dict[str, Any]) -> None:
+        """Make an engine without an optimizer, of another model."""
+        self.reference, *_ = deepspeed.initialize(model=llama(seed=3), config=ds_config(slide, optimizer=None))
+        self.reference.eval()
+
+    def train_beside(self, steps: int) -> None:
+        """A forward of the reference before each of the training."""
+        for _ in range(steps):
+            number = self.engine.global_steps
+            batch = self.own_batch(number)
+            self.refer(number)
+            loss = self.engine(**batch).loss
+            self.engine.backward(loss)
+            self.engine.step()
+            self.result["losses"][number] = loss.item()
+
+    def own_batch(self, number: int) -> dict[str, torch.Tensor]:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        return batches(size, seed=number)[rank]
+
+    def refer(self, number: int) -> None:
+        with torch.no_grad():
+            self.result.setdefault("referred", {})[number] = self.reference(**self.own_batch(number)).loss.item()
+
+    def infer(self, number: int) -> None:
+        """A forward without backward of the engine that trains."""
+        with torch.no_grad():
+            self.engine(**self.own_batch(number))
+
+    def in_the_reference(self, *action: Any) -> None:
+        """This action once, in the middle of the reference's next forward."""
+        self._once_in(self.reference, action)
+
+    def destroy_reference(self) -> None:
+        self.reference.destroy()
 
     # ---- hand-overs that are broken ------------------------------------------------------------------------------
 
@@ -73,7 +112,10 @@ class HangRun(Run):
 
     def in_forward(self, *action: Any) -> None:
         """This action once, in the middle of the next forward."""
-        block = self.engine.module.model.layers[3]
+        self._once_in(self.engine, action)
+
+    def _once_in(self, engine: Any, action: tuple[Any, ...]) -> None:
+        block = engine.module.model.layers[3]
 
         def act(*_: Any) -> None:
             handle.remove()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ds_slide.optim.hyper import AdamWHyper
-from ds_slide.optim.reference import adamw_reference_, decode_planar
+from ds_slide.optim.reference import adamw_reference_, decode_planar, encode_planar
 
 deepspeed_logger.setLevel(logging.ERROR)
 
@@ -149,6 +149,30 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal to the bit, so that 0 and -0 differ and NaN equals itself."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
     return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left.view(bits), right.view(bits))
+
+
+def half_up(masters: torch.Tensor) -> torch.Tensor:
+    """The bf16 weights of fp32 masters. Torch's cast differs from it in ties (low half 0x8000) with an even upper half:
+    it rounds half to even, by which masters could not be told from their weights and remainders."""
+    return encode_planar(masters)[0].view(torch.bfloat16)
+
+
+def exchanged(states: dict[str, dict[str, torch.Tensor]], *, to_stock: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """States in the form of `states_of`, as the other engine has them after loading: of one bf16 weight in 131,072,
+    whose master is a tie, the engines make different ones."""
+    there = {name: dict(tensors) for name, tensors in states.items()}
+    for tensors in there.values():
+        if "master" in tensors and tensors["weight"].dtype == torch.bfloat16:
+            tensors["weight"] = tensors["master"].bfloat16() if to_stock else half_up(tensors["master"])
+    return there
+
+
+def with_every_low_half(masters: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """fp32 `masters` whose low halves count up from `first` in the even elements and are ties in the odd ones."""
+    low = torch.arange(first, first + masters.numel()) & 0xFFFF
+    low[1::2] = 0x8000
+    bits = masters.view(-1).view(torch.int32)
+    return ((bits & ~0xFFFF) | low.int()).view(torch.float32).view(masters.shape)
 
 
 def differences(left: Result, right: Result) -> list[str]:

@@ -1,9 +1,11 @@
-"""Trains with Hugging Face's Trainer on stock ZeRO-3 and on DS-Slide, then DS-Slide resumed from its checkpoint.
+"""Trains with Hugging Face's Trainer on stock ZeRO-3 and on DS-Slide, then DS-Slide resumed from its checkpoint; and
+evaluates on both without a training.
 
     python hf_trainer_worker.py FOLDER
 
 Each run is a fork, because accelerate keeps one configuration for a process. Leaves FOLDER/RUN.pt: what a run logged,
-and the weights that its Trainer saved. Not a test module.
+and the weights that its Trainer saved; or FOLDER/RUN.err: the standard error of one that must be refused. Not a test
+module.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ import ds_slide  # noqa: F401  (for a source tree on the path; an installed pack
 
 STEPS, SAVED_AT = 8, 4
 RUNS = ("stock", "slide", "resumed")
+EVALUATIONS = ("stock-evaluation", "slide-evaluation")
+REFUSED = ("json", "adafactor")
+"""A value in the JSON, which TrainingArguments refuse, and an optimizer, which Trainer brings to `initialize`."""
 VOCABULARY, LENGTH = 256, 32
 
 
@@ -53,7 +58,11 @@ def ds_config(run: str) -> dict[str, Any]:
             },
         },
     }
-    return config if run == "stock" else {**config, "ds_slide": {"enabled": True}}
+    if run == "json":
+        config["zero_optimization"]["zero_hpz_partition_size"] = 2
+    if run == "adafactor":
+        del config["optimizer"], config["scheduler"]
+    return config if run.startswith("stock") else {**config, "ds_slide": {"enabled": True}}
 
 
 def model() -> LlamaForCausalLM:
@@ -66,8 +75,7 @@ def model() -> LlamaForCausalLM:
     )
 
 
-def train(run: str, folder: Path) -> dict[str, Any]:
-    out = folder / ("stock" if run == "stock" else "slide")
+def trainer_of(run: str, out: Path) -> Trainer:
     arguments = TrainingArguments(
         str(out),
         per_device_train_batch_size=2,
@@ -82,13 +90,34 @@ def train(run: str, folder: Path) -> dict[str, Any]:
         gradient_checkpointing_kwargs={"use_reentrant": False},
         deepspeed=ds_config(run),
         logging_steps=1,
+        optim="adafactor" if run == "adafactor" else "adamw_torch",
         report_to=[],
         disable_tqdm=True,
         seed=1,
     )
+    print(f"{run}: the arguments are made", file=sys.stderr, flush=True)
     tokens = torch.randint(VOCABULARY, (40, LENGTH), generator=torch.Generator().manual_seed(3))
     data = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = Trainer(model=model(), args=arguments, train_dataset=data, eval_dataset=data[:4])
+    return Trainer(model=model(), args=arguments, train_dataset=data, eval_dataset=data[:4])
+
+
+def evaluate(run: str, folder: Path) -> dict[str, Any]:
+    """Nothing is trained: the Trainer takes the optimizer out of the JSON."""
+    trainer = trainer_of(run, folder / run)
+    evaluated = trainer.evaluate()["eval_loss"]
+    predicted = trainer.predict(trainer.eval_dataset)
+    trainer.save_model(str(folder / run / "final"))
+    return {
+        "optimizer": type(trainer.model_wrapped.optimizer).__name__,
+        "eval_loss": evaluated,
+        "logits": torch.tensor(predicted.predictions),
+        "weights": load_file(folder / run / "final" / "model.safetensors"),
+    }
+
+
+def train(run: str, folder: Path) -> dict[str, Any]:
+    out = folder / ("stock" if run == "stock" else "slide")
+    trainer = trainer_of(run, out)
     trainer.train(resume_from_checkpoint=str(out / f"checkpoint-{SAVED_AT}") if run == "resumed" else None)
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(out / "final"))
@@ -105,12 +134,14 @@ def main(folder: Path) -> None:
     require_one_thread()
     launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ.update(launcher)
-    for run in RUNS:
+    for run in (*REFUSED, *RUNS, *EVALUATIONS):
         if child := os.fork():
-            if os.waitpid(child, 0)[1]:
-                sys.exit(f"the run {run} has failed")
+            if (os.waitpid(child, 0)[1] != 0) != (run in REFUSED):
+                sys.exit(f"the run {run} has {'not ' if run in REFUSED else ''}failed")
             continue
-        torch.save(train(run, folder), folder / f"{run}.pt")
+        if run in REFUSED:
+            os.dup2(os.open(folder / f"{run}.err", os.O_WRONLY | os.O_CREAT, 0o600), 2)
+        torch.save((evaluate if run in EVALUATIONS else train)(run, folder), folder / f"{run}.pt")
         return
 
 

@@ -205,6 +205,9 @@ IS_WRAPPED = textwrap.dedent(
     assert hasattr(chosen, "__wrapped__") and not hasattr(chosen.__wrapped__, "__wrapped__"), "not wrapped once"
     assert hasattr(DeepSpeedEngine.__init__, "__wrapped__")
     assert list(inspect.signature(DeepSpeedEngine.__init__).parameters)[:3] == ["self", "args", "model"]
+    import accelerate.utils.deepspeed as hf
+    assert hasattr(hf.HfDeepSpeedConfig.__init__, "__wrapped__")
+    assert not hasattr(hf.HfDeepSpeedConfig.__init__.__wrapped__, "__wrapped__"), "not wrapped once"
     assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("ds_slide")]
     import deepspeed.runtime.engine as engine
     assert type(engine.__loader__).__name__ == "SourceFileLoader" and inspect.getsource(engine)

@@ -7,8 +7,10 @@ import subprocess
 import sys
 import textwrap
 
+import deepspeed
 import pytest
 import torch
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -25,6 +27,7 @@ from ds_slide.integration.contract import (
     optimizer_choice_problems,
     optimizer_problems,
 )
+from ds_slide.integration.early import check_json
 from ds_slide.integration.refused import REFUSED_ENGINE_SETTINGS, REFUSED_ZERO_SETTINGS, Refused, setting_problems
 
 SLIDE = {"enabled": True}
@@ -130,10 +133,11 @@ CONFIGS = [
     (ds_config(tensor_parallel={"autotp_size": 2}), "tensor_parallel.autotp_size is 2, but"),
     (ds_config(expert_parallel={"enabled": True}), "expert_parallel.enabled is true, but"),
     (ds_config(sequence_parallel_size=2), "sequence_parallel_size is 2, but"),
-    (ds_config(checkpoint={"load_universal": True}), "checkpoint.load_universal is true, but"),
     (ds_config({"pipeline_loading_checkpoint": True}), "zero_optimization.pipeline_loading_checkpoint is true, but"),
-    (ds_config(managed_gradient_accumulation=False), "managed_gradient_accumulation is false, but"),
-    (ds_config(optimizer=None), "no optimizer is given, but"),
+    (
+        ds_config(slide={"hold_gradients": False}, gradient_clipping=0.0, managed_gradient_accumulation=False),
+        "ds_slide.hold_gradients is false, but managed_gradient_accumulation is false,",
+    ),
     *(
         (
             ds_config(optimizer={"type": name, "params": {}}),
@@ -163,6 +167,38 @@ def test_refused_configs(config, message):
     found = [line for line in str(caught.value).splitlines() if line.startswith(message)]
     assert len(found) == 1, str(caught.value)
     assert "; " in found[0], "what to do is missing"
+
+
+JSON_ALONE = [row for row in CONFIGS if not row[1].startswith(("optimizer.type", "no optimizer"))]
+
+
+@pytest.mark.parametrize(("config", "message"), JSON_ALONE, ids=[message for _, message in JSON_ALONE])
+def test_refused_where_the_json_is_read(config, message):
+    for read in (HfDeepSpeedConfig, check_json, lambda raw: deepspeed.zero.Init(config_dict_or_path=raw)):
+        with pytest.raises(SlideConfigError, match=re.escape(message)):
+            read(config)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "gradient_accumulation_steps": "auto"},
+        {"slide": {"hold_gradients": False}, "gradient_clipping": "auto", "fp16": {"enabled": "auto"}},
+        {"optimizer": {"type": "Lamb", "params": {"lr": "auto"}}},  # the script may bring its own
+        {"optimizer": None},
+    ],
+    ids=json.dumps,
+)
+def test_what_the_json_alone_does_not_decide(others):
+    config = ds_config(**others)
+    HfDeepSpeedConfig(config)
+    check_json(config)
+
+
+def test_off_is_off_where_the_json_is_read():
+    HfDeepSpeedConfig(ds_config({"stage": 2}, ds_slide=None))
+    HfDeepSpeedConfig(ds_config({"stage": 2}, ds_slide={"enabled": False, "windw": 2}))
 
 
 def test_every_setting_of_the_tables_is_refused_in_a_config_above():
@@ -204,6 +240,15 @@ class TestOptimizers:
     @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
     def test_adam_in_every_implementation_is_accepted(self, kind, options):
         assert self.problems(kind(self.parameters, **options)) == []
+
+    @pytest.mark.parametrize("values", [{"eps": (1e-30, 1e-3)}, {"betas": 0.9}, {"eps": None}], ids=json.dumps)
+    def test_groups_of_another_optimizer_are_refused_once(self, values):
+        optimizer = torch.optim.AdamW([{"params": [nn.Parameter(torch.zeros(2))]} for _ in range(2)])
+        for group in optimizer.param_groups:
+            group.update(values)
+        (problem,) = self.problems(optimizer)
+        assert problem.startswith("parameter group 0 of AdamW has eps ")
+        assert 'use AdamW, which is optim="adamw_torch" in the Trainer' in problem
 
     @pytest.mark.parametrize("option", ["amsgrad", "maximize", "differentiable"])
     def test_variants_of_the_rule_are_refused(self, option):
@@ -352,7 +397,6 @@ INITIALIZE = textwrap.dedent(
 END_TO_END = {
     "stage 2": (ds_config({"stage": 2}), None, "zero_optimization.stage is 2, but"),
     "no ZeRO": (ds_config(zero_optimization=None), None, "zero_optimization.stage is 0, but"),
-    "no optimizer": (ds_config(optimizer=None), None, "no optimizer is given, but"),
     "SGD": (ds_config(optimizer=None), "SGD", "the optimizer is torch.optim.sgd.SGD, but"),
     "nvme": (
         ds_config({"offload_param": {"device": "nvme"}}),

@@ -19,7 +19,7 @@ from ds_slide.integration.checkpoint_mapped import MappedFiles
 from ds_slide.integration.checkpoint_pickle import Planned, materialized
 from ds_slide.integration.checkpoint_sums import Sum, sum_of, sum_of_file, total
 from ds_slide.integration.planes import joined
-from ds_slide.optim.reference import decode_planar
+from ds_slide.optim.reference import decode_planar, encode_planar
 
 
 @dataclasses.dataclass
@@ -113,6 +113,14 @@ def test_planes_are_joined_as_the_reference_does_it():
         assert torch.equal(
             joined(every.view(torch.bfloat16), every.roll(shift)).view(torch.int32), expected.view(torch.int32)
         )
+
+
+def test_every_master_is_joined_from_its_planes():
+    uppers = torch.tensor([0x0000, 0x0080, 0x3F80, 0x3F81, 0x7F7F, 0x8000, 0xBF80, 0xBF81, 0xFF7F])
+    bits = ((uppers << 16)[:, None] + torch.arange(1 << 16)).flatten()
+    masters = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int()
+    high, low = encode_planar(masters.view(torch.float32))
+    assert torch.equal(joined(high.view(torch.bfloat16), low).view(torch.int32), masters)
 
 
 def test_a_failure_names_file_and_bytes(tmp_path):

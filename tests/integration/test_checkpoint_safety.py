@@ -101,7 +101,7 @@ def killed_while_saving(engine: Any, folder: Path, tag: str, prepare: Callable[[
     child = os.fork()
     if child == 0:
         try:
-            engine.optimizer.planned_state_dict = lambda: state
+            engine.optimizer.planned_state_dict = lambda _states: state
             checkpoint_save.read_weights = lambda _unit, entry, start, stop: weights[entry.name][start:stop]
             engine.optimizer.checkpoint_event_epilogue = lambda: None  # waits for threads that the child does not have
             prepare(lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -361,7 +361,9 @@ def test_custom_load_fn_is_given_the_whole_model(engine, old, folder):
     engine.load_checkpoint(folder, load_optimizer_states=False, custom_load_fn=load)
     assert seen.keys() == old[1].keys()
     loaded = states_of(engine.module)
-    assert all(same_bits(loaded[name]["weight"], tensors["weight"]) for name, tensors in old[1].items())
+    for name, tensors in old[1].items():
+        # The function casts the masters as torch does, which in a tie may be another weight than the engine's own.
+        assert same_bits(loaded[name]["weight"], tensors.get("master", tensors["weight"]).bfloat16()), name
     engine.save_checkpoint(folder, "new")
     with pytest.raises(SlideError, match=r"which is not 'old'; write 'old' into that file"):
         engine.load_checkpoint(folder, "old", load_optimizer_states=False, custom_load_fn=load)

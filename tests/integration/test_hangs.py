@@ -199,3 +199,59 @@ def test_the_other_rank_takes_its_time(launcher: Launcher, together: list[dict[s
     runs[1].kill(signal.SIGCONT)
     for result, expected in zip(results_of(runs), together, strict=True):
         assert same(result, expected)
+
+
+# ---- two engines -----------------------------------------------------------------------------------------------------
+
+GATHERED = {"share_weights": False, "window": 2}
+REFERRED = [["train_beside", 2], ["digest", "end"]]
+
+
+def beside(
+    launcher: Launcher, *actions: list[Any], second: Actions, limit_s: float = LIMIT_S, first: Actions = ()
+) -> list[Run]:
+    """An engine that trains and a reference on both ranks; `first`, `second`: what each rank does before `actions`."""
+    start = [
+        in_memory(limit_s, share_weights=False),
+        ["start_reference", {**GATHERED, "hang_timeout": limit_s}],
+        ["train_beside", 1],
+    ]
+    return launcher.begin_ranks([*start, *first, *actions], [*start, *second, *actions])
+
+
+def test_a_rank_takes_its_time_in_one_of_two_engines(launcher: Launcher) -> None:
+    """The other one waits in a collective of the first engine, and then of the second."""
+    expected = results_of(beside(launcher, *REFERRED, second=[], limit_s=0.0))
+    pauses = [["in_the_reference", "kill", signal.SIGSTOP], ["in_forward", "kill", signal.SIGSTOP]]
+    runs = beside(launcher, *REFERRED, second=pauses, limit_s=PATIENT_S)
+    for _ in pauses:
+        wait_for_stop(runs[1])
+        assert not runs[0].has_ended(LONGER_S), runs[0].log[-3000:]
+        runs[1].kill(signal.SIGCONT)
+    for result, one in zip(results_of(runs), expected, strict=True):
+        assert same(result, one) and result["referred"] == one["referred"]
+        assert len(result["referred"]) == 3
+
+
+def test_a_rank_is_killed_in_a_forward_of_the_second_engine(launcher: Launcher) -> None:
+    runs = beside(launcher, ["train_beside", 3], second=[["in_the_reference", "kill", signal.SIGKILL]])
+    check(sentence_of(runs[0]), rf"rank 1 \(process {runs[1].pid} on \S+\) is gone")
+    assert runs[1].end() == -signal.SIGKILL
+
+
+def test_a_rank_calls_the_two_engines_in_another_order(launcher: Launcher) -> None:
+    """Both gather as many weights as the other, of blocks alike: their bits are mixed, and nothing hangs."""
+    edges = ["infer", 1]  # once, after the last step
+    first, second = [edges, ["refer", 1], ["infer", 1]], [edges, ["infer", 1], ["refer", 1]]
+    runs = beside(launcher, ["train_beside", 3], first=first, second=second)
+    for run in runs:
+        check(sentence_of(run), "the ranks have called different collectives in this step")
+
+
+def test_a_rank_ends_one_engine_while_the_other_rank_uses_it(launcher: Launcher, tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "fifo")
+    runs = beside(launcher, ["train_beside", 2], second=[["destroy_reference"], ["hear", str(fifo)]])
+    sentence = sentence_of(runs[0])
+    check(sentence, rf"rank 1 \(process {runs[1].pid} on \S+\) has ended its engine: look there for the cause")
+    runs[1].kill(signal.SIGKILL)
+    runs[1].end()

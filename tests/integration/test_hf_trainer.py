@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from forking import ONE_THREAD
-from hf_trainer_worker import RUNS, SAVED_AT, STEPS, model
+from hf_trainer_worker import EVALUATIONS, REFUSED, RUNS, SAVED_AT, STEPS, model
 
 HERE = Path(__file__).resolve().parent
 PATIENCE_S = 240
@@ -30,11 +30,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    return {run: torch.load(folder / f"{run}.pt") for run in RUNS}
+    # Of the runs with the key; it is Trainer that says how often steps are printed: never.
+    own = [line for line in done.stdout.splitlines() if "[ds_slide]" in line]
+    assert [line.partition("] DS-Slide ")[1] for line in own] == ["] DS-Slide "] * 3, own
+    refused = {run: (folder / f"{run}.err").read_text() for run in REFUSED}
+    return {run: torch.load(folder / f"{run}.pt") for run in (*RUNS, *EVALUATIONS)} | refused
 
 
 def test_the_key_chooses_the_engine(trained: dict[str, Any]) -> None:
-    found = {run: result["optimizer"] for run, result in trained.items()}
+    found = {run: trained[run]["optimizer"] for run in RUNS}
     slide = "SlideZeroOptimizer"
     assert found == {"stock": "DeepSpeedZeroOptimizer_Stage3", "slide": slide, "resumed": slide}
 
@@ -68,3 +72,27 @@ def test_the_saved_model_is_the_trained_one(trained: dict[str, Any]) -> None:
     tokens = torch.randint(256, (40, 32), generator=torch.Generator().manual_seed(3))[:4]
     loss = fresh(input_ids=tokens, labels=tokens).loss.item()
     assert loss == pytest.approx(trained["slide"]["eval_loss"], abs=TOLERANCE)
+
+
+def test_an_evaluation_without_a_training_is_stocks_to_the_bit(trained: dict[str, Any]) -> None:
+    ours, theirs = trained["slide-evaluation"], trained["stock-evaluation"]
+    assert (ours["optimizer"], theirs["optimizer"]) == ("SlideZeroOffload", "DeepSpeedZeRoOffload")
+    assert ours["eval_loss"] == theirs["eval_loss"]
+    assert torch.equal(ours["logits"], theirs["logits"])
+    assert ours["weights"].keys() == theirs["weights"].keys()
+    assert all(torch.equal(ours["weights"][name], weight) for name, weight in theirs["weights"].items())
+
+
+@pytest.mark.parametrize(
+    ("run", "sentence", "arguments_are_made"),
+    [
+        ("json", "zero_optimization.zero_hpz_partition_size is 2, but DS-Slide does not support ZeRO++; use 1", False),
+        ("adafactor", "parameter group 0 of DeepSpeedCPUAdam has eps (1e-30, 0.001) and betas", True),
+    ],
+)
+def test_a_refusal_is_the_last_line_on_the_screen(
+    trained: dict[str, Any], run: str, sentence: str, arguments_are_made: bool
+) -> None:
+    last = trained[run].splitlines()[-1].removeprefix("[rank0]: ")
+    assert last.startswith(f"ds_slide.errors.SlideConfigError: {sentence}"), trained[run]
+    assert (f"{run}: the arguments are made" in trained[run]) == arguments_are_made

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed.utils import logger
 from harness import BATCH, batches, ds_config, engine_for, llama, train
+
+import ds_slide
+from ds_slide.report.log import size
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -76,27 +78,42 @@ def test_a_skipped_step_writes_nothing(tmp_path):
 
 
 @pytest.fixture
-def log(monkeypatch):
-    """Lines of DeepSpeed's log."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    monkeypatch.setattr(logger, "level", logging.INFO)
-    logger.manager._clear_cache()
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
-    logger.manager._clear_cache()
+def log(caplog):
+    """Lines of the logger "ds_slide"."""
+    caplog.set_level(logging.INFO, "ds_slide")
+    return Lines(caplog)
+
+
+class Lines:
+    """The lines so far, as a sequence that grows."""
+
+    def __init__(self, caplog):
+        self._caplog = caplog
+
+    def __iter__(self):
+        return (record.getMessage() for record in self._caplog.records if record.name == "ds_slide")
 
 
 def test_a_line_every_steps_per_print(log):
     with engine_of({}, steps_per_print=2) as engine:
         train(engine, batches(5))
-    own = [line for line in log if "ds_slide: step" in line]
-    line = r"ds_slide: step={}, time=\d+\.\d{{3}} s, bound=\d+\.\d{{3}} s \({}\), efficiency=\d+\.\d%"
+    line = r"step={}, time=\d+\.\d{{3}} s, bound=\d+\.\d{{3}} s \({}\), efficiency=\d+\.\d%$"
+    start, *own = log
+    assert start.startswith("DS-Slide ")
     assert len(own) == 2
     for step, text in zip((2, 4), own, strict=True):
-        assert re.search(line.format(step, f"({'|'.join(LANES)})"), text), text
+        assert re.match(line.format(step, f"({'|'.join(LANES)})"), text), text
+
+
+def test_one_line_at_the_start(log):
+    with engine_of({"window": 2}) as engine:
+        parameters = sum(parameter.ds_numel for parameter in engine.module.parameters())
+        slots = 2 * 2 * sum(parameter.ds_numel for parameter in engine.module.model.layers[0].parameters())
+    assert list(log) == [
+        f"DS-Slide {ds_slide.__version__}: {parameters:,} parameters in 2 blocks and the modules outside them, "
+        f"window of 2 slots ({size(slots)}); states: 0 B on the GPU, {size(12 * parameters)} in host memory, "
+        "0 B on SSD; ranks: 1; gradients wait for the step; kernels: none"
+    ]
 
 
 def test_nothing_without_the_key(tmp_path, log):
@@ -104,7 +121,7 @@ def test_nothing_without_the_key(tmp_path, log):
         train(engine, batches(2))
         assert "_take_model_step" not in vars(engine)
     assert not list(tmp_path.rglob("Slide*"))
-    assert not any("ds_slide" in line for line in log)
+    assert not list(log)
 
 
 def test_reporting_does_not_keep_the_engine(tmp_path):

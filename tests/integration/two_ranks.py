@@ -1,4 +1,4 @@
-"""Two ranks of one test module over gloo: forks of a process that runs a worker script once, and its side of it."""
+"""Ranks of one test module over gloo: forks of a process that runs a worker script once, and its side of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANKS = 2
 TIMEOUT_S = 240
 
 
-def run(worker: str, folder: Path) -> Path:
+def run(worker: str, folder: Path, timeout_s: float = TIMEOUT_S) -> Path:
     """Runs `python WORKER FOLDER`, which is to call `fork_ranks`; fails with the end of the logs. Returns `folder`."""
     environment = {
         **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
@@ -30,57 +30,70 @@ def run(worker: str, folder: Path) -> Path:
         "DS_ACCELERATOR": "cpu",
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
     }
-    logs = [folder / name for name in ("log", *(f"rank{rank}.log" for rank in range(RANKS)))]
-    with logs[0].open("w") as output:
+    with (folder / "log").open("w") as output:
         command = [sys.executable, str(HERE / worker), str(folder)]
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     code = None
     try:
-        code = process.wait(timeout=TIMEOUT_S)
+        code = process.wait(timeout=timeout_s)
     finally:
         if code != 0:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    assert code == 0, "\n".join(log.read_text(errors="replace")[-4000:] for log in logs if log.exists())
+    assert code == 0, "\n".join(log.read_text(errors="replace")[-4000:] for log in _logs(folder))
     return folder
 
 
-def seen_by(folder: Path) -> list[Any]:
+def _logs(folder: Path) -> list[Path]:
+    """That of the worker, and those of its ranks, the oldest first."""
+    return [folder / "log", *sorted(folder.rglob("rank*.log"), key=lambda log: log.stat().st_mtime)]
+
+
+def seen_by(folder: Path, ranks: int = RANKS) -> list[Any]:
     """What each rank has left."""
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
 
 
 def fork_ranks(main: Callable[[int, Path], None]) -> None:
     """The worker's script: `main(rank, folder)` on each rank. What takes seconds is done once, before the forks."""
-    folder = Path(sys.argv[1])
+    prepare()
+    fork_world(RANKS, main, Path(sys.argv[1]))
+
+
+def prepare() -> None:
+    """What takes seconds, for all ranks that are forked afterwards."""
     for name in ("deepspeed.runtime.zero.muon.muon_optimizer", "ds_slide.integration.optimizer", "torch._dynamo"):
         importlib.import_module(name)
     ask_cpu_once()
     require_one_thread()
-    for rank in range(RANKS):
+
+
+def fork_world(ranks: int, main: Callable[[int, Path], None], folder: Path) -> None:
+    """Run `main(rank, folder)` in a fork for each rank, and wait for them. Their output is in `folder`."""
+    for rank in range(ranks):
         if os.fork():
             continue
         log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT, 0o600)
         for stream in (1, 2):
             os.dup2(log, stream)
         main(rank, folder)
-        return
-    for _ in range(RANKS):
+        sys.exit()
+    for _ in range(ranks):
         if os.wait()[1]:
             sys.exit("a rank has failed")  # the other one may wait for it for ever
 
 
 @contextlib.contextmanager
-def as_rank(rank: int, folder: Path) -> Iterator[dict[str, Any]]:
+def as_rank(rank: int, folder: Path, ranks: int = RANKS) -> Iterator[dict[str, Any]]:
     """The worker's side: a process group, and a dictionary that is saved for `seen_by` at the end."""
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_SIZE=str(RANKS))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_SIZE=str(ranks))
     import ds_slide  # noqa: F401 - switches the "ds_slide" key on where the package is not installed
 
     torch.set_num_threads(1)
-    store = torch.distributed.FileStore(str(folder / "store"), RANKS)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    store = torch.distributed.FileStore(str(folder / "store"), ranks)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     deepspeed.init_distributed("gloo")
     seen: dict[str, Any] = {}
     yield seen

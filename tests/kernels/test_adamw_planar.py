@@ -92,6 +92,32 @@ def test_keeps_nan_and_infinity_apart_from_numbers() -> None:
     assert torch.isfinite(states[0][others]).all()
 
 
+def test_every_low_half_is_kept() -> None:
+    """With and without a tie (0x8000), below even and odd upper halves; the largest numbers, infinity and NaN too."""
+    uppers = torch.tensor([0x0080, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0xBF80, 0xBF81])
+    bits32 = ((uppers << 16)[:, None] + torch.arange(1 << 16)).flatten()
+    masters = torch.where(bits32 >= 1 << 31, bits32 - (1 << 32), bits32).int().view(torch.float32).to(DEVICE)
+    high, low = encode_planar(masters)
+    states = [high.view(torch.bfloat16).clone(), low.clone(), *torch.zeros(2, len(masters), device=DEVICE).unbind()]
+    adamw_planar_(*states, torch.zeros_like(masters), AdamWHyper(lr=0.0), 1.0)
+    assert_same_bits(states[:2], [high.view(torch.bfloat16), low])
+    number = ~masters.isnan()
+    assert torch.equal(bits(decode_planar(*states[:2])[number]), bits(masters[number]))
+
+
+@pytest.mark.parametrize("upper_half", [0x3F80, 0x3F81])
+def test_an_update_that_lands_on_a_tie_is_kept(upper_half: int) -> None:
+    """A step of 2^-9 onto 1.0 (or its odd neighbour) and half a unit of bf16: no reference has the last word here."""
+    target = torch.full((40,), (upper_half << 16) + 0x8000, dtype=torch.int32).view(torch.float32).to(DEVICE)
+    high, low = encode_planar(target + 2.0**-9)
+    states = [high.view(torch.bfloat16), low, *torch.zeros(2, 40, device=DEVICE).unbind()]
+    # With beta1 = beta2 = 0, eps = 0 and no bias correction the update is lr * sign(gradient).
+    hyper = AdamWHyper(lr=2.0**-9, betas=(0.0, 0.0), eps=0.0, bias_correction=False)
+    adamw_planar_(*states, torch.ones_like(target), hyper, 1.0)
+    assert (states[0].view(torch.int16) == upper_half + 1).all() and (states[1] == -0x8000).all()
+    assert torch.equal(decode_planar(*states[:2]), target)
+
+
 def test_no_elements() -> None:
     adamw_planar_(*planar_states(0, torch.bfloat16), AdamWHyper(lr=1e-3), 1.0)
 

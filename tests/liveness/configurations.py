@@ -109,4 +109,19 @@ SHARED = [
 if not HAS_SHARED_WEIGHTS:
     SHARED.clear()
 
-ALL = [*EXHAUSTIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED]
+BESIDE = [
+    replace(configuration, name=f"{configuration.name}, beside a reference", reference=True)
+    for configuration in (
+        replace(EXHAUSTIVE[0].in_memory(), name="in memory"),
+        replace(_TWO, name="two ranks on SSD", held=False),
+        replace(_TWO.in_memory(), name="two GPUs, one queue of collectives each", one_at_a_time=True),
+        replace(_TWO.in_memory(), name="two ranks in memory, closed", ending="close"),
+        replace(_SHARED.in_memory(), name="shared weights", shared=True),
+        replace(_SHARED, name="shared weights, records on SSD, closed", weights_on_ssd=False, ending="close"),
+    )
+]
+"""Two engines, one of which trains."""
+if not HAS_SHARED_WEIGHTS:
+    BESIDE.clear()
+
+ALL = [*EXHAUSTIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *BESIDE]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liveness.configurations import ALL, DEFAULTS, EXHAUSTIVE, ON_SSD, SHARED, TWO_RANKS
+from liveness.configurations import ALL, BESIDE, DEFAULTS, EXHAUSTIVE, ON_SSD, SHARED, TWO_RANKS
 from liveness.engine import Count
 from liveness.explore import explore_all, explore_by_chance, explore_orders
 from liveness.tiny import Configuration
@@ -31,7 +31,9 @@ def test_all_schedules(configuration: Configuration) -> None:
     check(count)
 
 
-@pytest.mark.parametrize("configuration", [*ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "configuration", [*ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *BESIDE], ids=lambda each: each.name
+)
 def test_lanes_of_any_speed(configuration: Configuration) -> None:
     """Each lane the slowest of all, and a few random orders."""
     small = configuration.blocks < 5

@@ -60,6 +60,8 @@ class Configuration:
     shared: bool = False
     """Weights of the ranks in memory that all of them read, else they are gathered."""
     only_rank_0_infers: bool = False
+    reference: bool = False
+    """A second engine without an optimizer, of which a forward precedes each one of the training."""
     one_at_a_time: bool = False
     """See `collectives.Collectives`."""
     steps: int = 2
@@ -110,7 +112,7 @@ class Tiny(nn.Module):
         work()
 
 
-def unit_plans(model: Tiny, configuration: Configuration) -> list[UnitPlan]:
+def unit_plans(model: Tiny, configuration: Configuration, *, trains: bool) -> list[UnitPlan]:
     blocks, plans = configuration.block_orders(), []
     for order, module in enumerate(model.units):
         parameter = module.weight
@@ -123,7 +125,7 @@ def unit_plans(model: Tiny, configuration: Configuration) -> list[UnitPlan]:
             parameters=((f"units.{order}.weight", parameter),),
             numel=parameter.numel(),
         )
-        info = ParameterInfo("weight", tuple(parameter.shape), parameter.numel(), 0)
+        info = ParameterInfo("weight", tuple(parameter.shape), parameter.numel(), 0 if trains else None)
         plans.append(UnitPlan(spec, build_layout([info], configuration.ranks), [parameter]))
     return plans
 
@@ -159,7 +161,7 @@ def _made(kind: Any, **known: Any) -> Any:
     return kind(**{name: value for name, value in known.items() if name in names})
 
 
-def _settings(configuration: Configuration) -> RuntimeSettings:
+def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
     needs = _made(SsdNeeds, weights=True, records=True, chunk_numel=CHUNK_NUMEL)
     ssd = _made(SsdSettings, parents=[("", Path())], needs=needs, backend="auto", queue_depth=None, request_bytes=None)
     held = torch.bfloat16 if configuration.accumulation == 1 else torch.float32
@@ -177,12 +179,21 @@ def _settings(configuration: Configuration) -> RuntimeSettings:
         delay_ms=0.0,
         seed=0,
         hang_timeout_s=0.0,  # a watchdog is no part of what is explored
+        trains=trains,
     )
     assert isinstance(settings, RuntimeSettings)
     return settings
 
 
-def build(configuration: Configuration, model: Tiny) -> Any:
+def _without_optimizer(configuration: Configuration) -> Configuration:
+    """Weights only, which are where those of the training are."""
+    kept = {"records_on_ssd": False, "edge_records_on_ssd": False, "gradients_on_ssd": False}
+    return dataclasses.replace(configuration, held=True, accumulation=1, **kept)
+
+
+def build(configuration: Configuration, model: Tiny, *, trains: bool = True) -> Any:
+    if not trains:
+        configuration = _without_optimizer(configuration)
     device = Device(torch.device("cpu"))
     ranks = _ranks(configuration, device)
     given = {parameter: parameter.detach().clone() for parameter in model.parameters()}
@@ -196,9 +207,9 @@ def build(configuration: Configuration, model: Tiny) -> Any:
         sharing = {"sharing": sharing_of(ranks) if configuration.shared else None}
     return build_runtime(
         model,
-        unit_plans(model, configuration),
+        unit_plans(model, configuration, trains=trains),
         _plan(configuration),
-        _settings(configuration),
+        _settings(configuration, trains=trains),
         ranks,
         device,
         take_weights,

@@ -20,7 +20,11 @@ HYPER = AdamWHyper(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 class Training:
     """What one rank does, call by call."""
 
-    def __init__(self, configuration: Configuration, model: Tiny, runtime: Any, rank: int) -> None:
+    def __init__(
+        self, configuration: Configuration, model: Tiny, runtime: Any, rank: int, reference: Training | None = None
+    ) -> None:
+        """`reference`: of the engine without an optimizer."""
+        self.reference = reference
         self.configuration = configuration
         self.model = model
         self.runtime = runtime
@@ -33,6 +37,9 @@ class Training:
         for step in range(configuration.steps):
             for micro in range(configuration.accumulation):
                 runtime.set_final(micro + 1 == configuration.accumulation)
+                if self.reference is not None:
+                    with torch.no_grad():
+                        self.reference._forward(with_backward=False)
                 self._forward(with_backward=True)
                 runtime.begin_backward(self._hypers())
                 self._backward(step * configuration.accumulation + micro)
@@ -162,7 +169,11 @@ def run_training(configuration: Configuration, rank: int) -> tuple[list[int], li
         if disk.rank == rank:
             disk.name = names_of(runtime.units)
     scheduler.tell.append(lambda: _caches(runtime, rank))
-    training = Training(configuration, model, runtime, rank)
+    reference = None
+    if configuration.reference:
+        judge = Tiny(configuration)
+        reference = Training(configuration, judge, build(configuration, judge, trains=False), rank)
+    training = Training(configuration, model, runtime, rank, reference)
     scheduler.may_fail = "close" in configuration.ending
     scheduler.exploring = True
     training.train()
@@ -171,6 +182,9 @@ def run_training(configuration: Configuration, rank: int) -> tuple[list[int], li
         training.one_more_forward()
     if "close" in configuration.ending:
         runtime.close()
+        if reference is not None:
+            reference.one_more_forward()
+            reference.runtime.close()
     else:
         scheduler.leave_threads = True
-    return training.seen, states
+    return training.seen + (reference.seen if reference is not None else []), states

@@ -21,7 +21,7 @@ def tolerance(weight: torch.Tensor) -> torch.Tensor:
     A step rounds the weight twice (decay and subtraction): 2 roundings of |w| each in either implementation. The
     update is at most about lr in size (|m| / sqrt(v) is near or below 1 here) and goes through some 12 roundings
     beside the ones torch fuses or orders differently, also in m and v, whose errors decay with beta: within
-    64 roundings of lr. The nudge of a tie is one more ulp of |w|, in one of 65536 elements.
+    64 roundings of lr.
     """
     return STEPS * EPSILON * (4 * weight.abs() + 64 * LR)
 

@@ -13,7 +13,7 @@ from ds_slide.errors import SlideError
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.hyper import AdamWHyper
 from ds_slide.optim.low_precision import STATE_FORMATS, from_fp32
-from ds_slide.optim.reference import adamw_reference_, encode_planar
+from ds_slide.optim.reference import adamw_reference_, decode_planar, encode_planar
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 STATES = ("bf16", "8bit")
@@ -122,6 +122,22 @@ def test_bits_of_the_reference(isa, workers, weight_format, grad, state, spread)
             run_native(workers, actual, hyper, 0.37, isa)
             run_reference(expected, hyper, 0.37)
         assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_every_low_half_of_the_masters_is_kept(isa, workers, state):
+    """By the kernels of each format of the moments; of ties (0x8000) as of others, with even and odd upper halves."""
+    uppers = torch.tensor([0x0080, 0x3F80, 0x3F81, 0x7F7F, 0xBF80, 0xBF81])
+    bits = ((uppers << 16)[:, None] + torch.arange(1 << 16)).flatten()
+    masters = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int().view(torch.float32)
+    actual = make("bf16_planar", "bf16", state, masters.numel())
+    hi, actual.remainder = encode_planar(masters)
+    actual.weight = hi.view(torch.bfloat16)
+    before = actual.clone()
+    run_native(workers, actual, AdamWHyper(lr=0.0), isa=isa)
+    assert torch.equal(actual.weight.view(torch.int16), before.weight.view(torch.int16))
+    assert torch.equal(actual.remainder, before.remainder)
+    assert torch.equal(decode_planar(actual.weight, actual.remainder), masters)
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -1,8 +1,8 @@
-"""The planar master: fp32 as a bf16 plane and a 16-bit remainder plane."""
+"""The planar master: fp32 as a bf16 plane and a 16-bit remainder plane, by the reference and by the kernels."""
 
 from __future__ import annotations
 
-import struct
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,12 @@ from ds_slide.optim.reference import decode_planar, encode_planar
 
 # Keeps every weight as it is: what comes out is encode(decode(planes)).
 FROZEN = AdamWHyper(lr=0.0, weight_decay=0.0)
+# The bits of fp32 numbers, many of them ties.
+PATTERNS = st.lists(
+    st.integers(0, 2**32 - 1) | st.integers(0, 2**16 - 1).map(lambda upper: (upper << 16) + 0x8000),
+    min_size=1,
+    max_size=64,
+)
 
 
 def as_bits(values: torch.Tensor) -> torch.Tensor:
@@ -30,48 +36,121 @@ def every_upper_half(lows: list[int]) -> torch.Tensor:
     return from_bits((upper[:, None] + torch.tensor(lows)).flatten())
 
 
-@given(st.integers(0, 2**32 - 1))
-@settings(max_examples=2000, deadline=None)
-def test_any_number_that_is_no_tie_comes_back_unchanged(pattern: int) -> None:
-    weight = from_bits(torch.tensor([pattern]))
-    hi, lo = encode_planar(weight)
+def every_low_half(uppers: list[int]) -> torch.Tensor:
+    """fp32 numbers with each of the 65536 lower halves and each of the upper halves in ``uppers``."""
+    return from_bits(((torch.tensor(uppers) << 16)[:, None] + torch.arange(1 << 16)).flatten())
+
+
+def as_planes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition in Python's terms: the upper half of bits + 0x8000, and what the bits exceed it by."""
+    bits = as_bits(weight)
+    upper = (bits + 0x8000) >> 16
+    return upper, bits - (upper << 16)
+
+
+def assert_split(weight: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> None:
+    """``hi`` and ``lo`` are the planes of ``weight``: by definition for numbers, a NaN and 0 for a NaN."""
+    nan = weight.isnan()
+    upper, rest = as_planes(weight)
+    assert torch.equal(hi.long()[~nan] & 0xFFFF, upper[~nan])
+    assert torch.equal(lo.long()[~nan], rest[~nan])
+    assert hi.view(torch.bfloat16)[nan].isnan().all() and not lo[nan].any()
     back = decode_planar(hi, lo)
-    if weight.isnan():
-        assert back.isnan() and hi.view(torch.bfloat16).isnan() and lo.item() == 0
-        return
-    if pattern & 0xFFFF == 0x8000:
-        odd = pattern >> 16 & 1
-        assert as_bits(back).item() == pattern + (1 if odd else -1)
-    else:
-        assert as_bits(back).item() == pattern
-    assert hi.view(torch.bfloat16).view(torch.int16) == weight.bfloat16().view(torch.int16)
+    # Every number comes back, so no two of them share their planes.
+    assert torch.equal(as_bits(back)[~nan], as_bits(weight)[~nan])
+    assert back[nan].isnan().all()
 
 
-def test_the_high_plane_is_the_rounded_weight_for_every_upper_half() -> None:
+def assert_nearest(weight: torch.Tensor, hi: torch.Tensor) -> None:
+    """As near as torch's cast, and the same but in a tie whose upper half is even: there one unit further from zero.
+
+    In an odd one both go away from zero, up to infinity from the largest bf16 (0x7F7F) on.
+    """
+    number = ~weight.isnan()
+    weight, hi = weight[number], hi[number]
+    cast = weight.bfloat16()
+    bits = as_bits(weight)
+    even_tie = (bits & 0x1FFFF) == 0x8000
+    assert torch.equal(hi[~even_tie], cast.view(torch.int16)[~even_tie])
+    assert torch.equal(hi.int()[even_tie], cast.view(torch.int16).int()[even_tie] + 1)
+    found, other = (rounded.double()[even_tie] for rounded in (hi.view(torch.bfloat16), cast))
+    exact = weight.double()[even_tie]
+    assert torch.equal((found - exact).abs(), (other - exact).abs())
+
+
+# Zero, the least subnormal numbers, the last subnormal and the first normal upper half, 1.0 and its odd neighbour, the
+# upper halves of the largest numbers, infinity with NaN, NaN alone; then the same below zero.
+POSITIVE = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF]
+UPPERS = POSITIVE + [0x8000 + upper for upper in POSITIVE]
+
+
+@given(PATTERNS)
+@settings(max_examples=500, deadline=None)
+def test_any_bits_are_split_by_the_definition(patterns: list[int]) -> None:
+    weight = from_bits(torch.tensor(patterns))
+    hi, lo = encode_planar(weight)
+    assert_split(weight, hi, lo)
+    assert_nearest(weight, hi)
+
+
+@pytest.mark.parametrize("upper", UPPERS, ids=hex)
+def test_every_low_half_has_planes_of_its_own(upper: int) -> None:
+    weight = every_low_half([upper])
+    hi, lo = encode_planar(weight)
+    assert_split(weight, hi, lo)
+    assert_nearest(weight, hi)
+
+
+def test_every_upper_half_has_planes_of_its_own() -> None:
     weight = every_upper_half([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     hi, lo = encode_planar(weight)
-    number = ~weight.isnan()
-    assert torch.equal(hi[number], weight.bfloat16().view(torch.int16)[number])
-    assert not (lo == -0x8000).any(), "no tie may be left behind: decode could not resolve it"
-    moved = as_bits(decode_planar(hi, lo))[number] - as_bits(weight)[number]
-    ties = (as_bits(weight)[number] & 0xFFFF) == 0x8000
-    assert (moved[ties].abs() == 1).all() and (moved[~ties] == 0).all()
+    assert_split(weight, hi, lo)
+    assert_nearest(weight, hi)
 
 
-def test_encode_rounds_a_tie_like_the_hardware_and_stays_on_its_side() -> None:
-    even_tie = struct.unpack("<f", struct.pack("<I", 0x3F808000))[0]
-    odd_tie = struct.unpack("<f", struct.pack("<I", 0x3F818000))[0]
-    hi, lo = encode_planar(torch.tensor([even_tie, odd_tie]))
-    assert hi.tolist() == [0x3F80, 0x3F82]
-    assert [value & 0xFFFF for value in lo.tolist()] == [0x7FFF, 0x8001]
+def test_ties_go_away_from_zero() -> None:
+    hi, lo = encode_planar(from_bits(torch.tensor([0x3F808000, 0x3F818000, 0xBF808000])))
+    assert [value & 0xFFFF for value in hi.tolist()] == [0x3F81, 0x3F82, 0xBF81]
+    assert lo.tolist() == [-0x8000] * 3
+
+
+def test_the_largest_numbers_stay_apart_from_infinity() -> None:
+    """From 0x7F7F8000 on the bf16 weight is infinity, as it is in torch's cast; the remainder tells the number."""
+    largest = from_bits(torch.tensor([0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000]))
+    for weight in (largest, -largest):
+        hi, lo = encode_planar(weight)
+        assert hi.view(torch.bfloat16).isinf().tolist() == weight.bfloat16().isinf().tolist() == [False] + [True] * 3
+        assert lo.tolist() == [0x7FFF, -0x8000, -1, 0]
+        assert torch.equal(decode_planar(hi, lo), weight)
+
+
+def planes_of(weight: torch.Tensor, make_planes) -> Any:
+    """The planes of ``weight`` with a gradient of zero; no first moment, whose sign an update would give to a zero."""
+    planes = make_planes("bf16_planar", "bf16", weight.numel())
+    planes.exp_avg.zero_()
+    hi, planes.remainder = encode_planar(weight)
+    planes.weight = hi.view(torch.bfloat16)
+    planes.grad.zero_()
+    return planes
+
+
+def flushed(weight: torch.Tensor) -> torch.Tensor:
+    """What an update makes of subnormal numbers: zeros of their sign."""
+    return torch.where(weight.abs() < 2.0**-126, torch.zeros(()).copysign(weight), weight)
+
+
+def test_kernels_keep_every_low_half(isa, workers, make_planes, run_native):
+    weight = every_low_half(UPPERS)
+    planes = planes_of(weight, make_planes)
+    run_native(workers, planes, FROZEN, isa=isa)
+    assert_split(flushed(weight), planes.weight.view(torch.int16), planes.remainder)
 
 
 def test_kernels_store_planes_like_the_reference(
     isa, workers, make_planes, run_native, run_reference, assert_same_bits
 ):
+    """Every upper half as stored planes, NaN of all kinds included, with remainders beside the tie and in it."""
     planes = make_planes("bf16_planar", "bf16", 1 << 18)
-    # Every upper half as stored planes, with remainders on both sides of the tie and the tie itself, which the
-    # decoder must read as "rounded up" however it came there.
     upper = torch.arange(1 << 16).repeat(4)
     lower = torch.tensor([0x0000, 0x7FFF, 0x8000, 0x8001]).repeat_interleave(1 << 16)
     planes.weight = torch.where(upper >= 1 << 15, upper - (1 << 16), upper).short().view(torch.bfloat16)
@@ -83,23 +162,31 @@ def test_kernels_store_planes_like_the_reference(
     assert_same_bits(planes, expected)
 
 
+@given(patterns=PATTERNS, lr=st.sampled_from([0.0, 2.0**-9, 1e-3]))
+@settings(max_examples=200, deadline=None)
+def test_kernels_update_any_bits_like_the_reference(
+    isa, workers, make_planes, run_native, run_reference, assert_same_bits, patterns, lr
+):
+    planes = planes_of(from_bits(torch.tensor(patterns)), make_planes)
+    planes.grad.fill_(1.0)
+    expected = planes.clone()
+    hyper = AdamWHyper(lr=lr, weight_decay=0.1)
+    run_reference(expected, hyper)
+    run_native(workers, planes, hyper, isa=isa)
+    assert_same_bits(planes, expected)
+
+
 @pytest.mark.parametrize("upper_half", [0x3F80, 0x3F81])
-def test_an_update_that_lands_on_a_tie_leaves_none(isa, workers, make_planes, run_native, upper_half):
-    """1.0 (or its odd neighbour) minus a step of exactly one tie: w - step has the low half 0x8000."""
+def test_an_update_that_lands_on_a_tie_is_kept(isa, workers, make_planes, run_native, upper_half):
+    """A step of 2^-9 onto a number whose low half is 0x8000: 1.0 (or its odd neighbour) and half a unit of bf16."""
     numel = 40
     target = from_bits(torch.full((numel,), (upper_half << 16) + 0x8000, dtype=torch.int64))
     step_size = 2.0**-9  # a power of two, so the product below is exact
-    start = target + step_size
-    planes = make_planes("bf16_planar", "fp32", numel)
-    hi, lo = encode_planar(start)
-    assert torch.equal(decode_planar(hi, lo), start), "the start must not be a tie itself"
-    planes.weight, planes.remainder = hi.view(torch.bfloat16), lo
+    planes = planes_of(target + step_size, make_planes)
     # With beta1 = beta2 = 0, eps = 0 and no bias correction the update is step_size * sign(grad).
     planes.grad.fill_(1.0)
     hyper = AdamWHyper(lr=step_size, betas=(0.0, 0.0), eps=0.0, bias_correction=False)
     run_native(workers, planes, hyper, isa=isa)
-    odd = upper_half & 1
-    assert (planes.weight.view(torch.int16) == upper_half + odd).all()
-    assert ((planes.remainder.int() & 0xFFFF) == (0x8001 if odd else 0x7FFF)).all()
-    back = as_bits(decode_planar(planes.weight, planes.remainder))
-    assert (back - as_bits(target) == (1 if odd else -1)).all()
+    assert (planes.weight.view(torch.int16) == upper_half + 1).all()
+    assert (planes.remainder == -0x8000).all()
+    assert torch.equal(decode_planar(planes.weight, planes.remainder), target)

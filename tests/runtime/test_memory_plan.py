@@ -10,7 +10,7 @@ import torch
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, UnitLayout, build_layout
 from ds_slide.optim.low_precision import STATE_FORMATS
-from ds_slide.plan.memory import Budgets, Plan, gpu_cost, make_plan
+from ds_slide.plan.memory import NOTHING_TAKEN, Budgets, Plan, Taken, gpu_cost, make_plan
 from ds_slide.plan.placement import Needs, SsdNeeds, UnitSize
 from ds_slide.store.planes import optimizer_planes
 
@@ -179,3 +179,69 @@ def test_an_edge_that_passes_takes_its_buffers_and_is_never_placed_on_the_gpu() 
     assert made.on_gpu == frozenset((1, 2, 3, 4))
     made = make_plan([head, *UNITS[1:]], NEEDS, BUDGETS)
     assert made.gpu_bytes == WINDOW_BYTES - 2 * EDGE + 2 * 1_000
+
+
+# ---- several engines in a process ------------------------------------------------------------------------------------
+
+TOTAL = 1_000_000
+"""Of a GPU whose shares are a few slots and units: 50,000 bytes of states, 100,000 of slots."""
+SLOT = BLOCK * 2
+SMALL_GPU = replace(BUDGETS, gpu_total=TOTAL, gpu_states=None)
+GROWING = replace(NEEDS, window_grows=True)
+
+
+def test_the_automatic_shares_are_for_all_engines_together() -> None:
+    small = [UNITS[0], *(unit(f"blocks.{index}", BLOCK // 10) for index in range(8))]
+    cost, slot = gpu_cost(small[1], NEEDS), SLOT // 10
+    alone = make_plan(small, GROWING, SMALL_GPU)
+    assert alone.on_gpu == frozenset(range(1, 1 + min(8, TOTAL // 20 // cost)))
+    for others, left in ((TOTAL // 20 - cost, 1), (TOTAL // 20 - cost + 1, 0), (TOTAL, 0)):
+        assert len(make_plan(small, GROWING, replace(SMALL_GPU, taken=Taken(gpu_states=others))).on_gpu) == left
+    no_states = replace(SMALL_GPU, gpu_states=0)
+    assert make_plan(small, GROWING, no_states).window == 8
+    for others, more in ((TOTAL // 10 - 3 * slot, 3), (TOTAL // 10 - 3 * slot + 1, 2), (TOTAL, 0)):
+        assert make_plan(small, GROWING, replace(no_states, taken=Taken(window=others))).window == NEEDS.window + more
+
+
+def test_configured_limits_are_for_all_engines_together() -> None:
+    assert plan(gpu_states=EDGE_COST + 10, taken=Taken(gpu_states=10)).on_gpu == frozenset((0,))
+    assert 0 not in plan(gpu_states=EDGE_COST + 10, taken=Taken(gpu_states=11)).on_gpu
+    plan(gpu_memory=WINDOW_BYTES + 7, taken=Taken(gpu=7))
+    with pytest.raises(SlideError, match=r"gpu_memory is [\d,]+ beside the 8 of other engines in this process"):
+        plan(gpu_memory=WINDOW_BYTES + 7, taken=Taken(gpu=8))
+    states = plan().host.state_bytes
+    plan(host_memory=states + 7, taken=Taken(host_states=7))
+    with pytest.raises(SlideError, match=r"host_memory is [\d,]+ beside the 8 of other engines in this process"):
+        plan(host_memory=states + 7, taken=Taken(host_states=8))
+    # What is free has been measured after the others.
+    assert plan(gpu_free=WINDOW_BYTES, taken=Taken(gpu=PLENTY)).gpu_bytes == WINDOW_BYTES
+
+
+def test_taken_adds_up() -> None:
+    assert NOTHING_TAKEN + Taken(1, 2, 3, 4) + Taken(10, 20, 30, 40) == Taken(11, 22, 33, 44)
+
+
+# ---- without an optimizer --------------------------------------------------------------------------------------------
+
+FROZEN = [unit("edge", 0, frozen=EDGE), *(unit(f"blocks.{index}", 0, frozen=BLOCK) for index in range(4))]
+FORWARDS = replace(NEEDS, specs=(), trains=False, window_grows=True)
+
+
+def test_without_an_optimizer_there_are_weights_in_host_memory_and_a_window() -> None:
+    made = make_plan(FROZEN, FORWARDS, replace(SMALL_GPU, gpu_states=PLENTY, gpu_total=0))
+    assert made.on_gpu == frozenset()
+    assert made.host_bytes == made.host.state_bytes == (EDGE + 4 * BLOCK) * 2
+    assert made.gpu_bytes == 2 * SLOT + EDGE * 2
+    assert made.gpu_state_bytes == 0
+
+
+@pytest.mark.parametrize(("share", "window"), [(2 * SLOT - 1, 2), (2 * SLOT, 4), (PLENTY, 4)])
+def test_without_a_backward_more_slots_help_only_if_all_blocks_fit(share: int, window: int) -> None:
+    assert make_plan(FROZEN, FORWARDS, replace(BUDGETS, gpu_total=10 * share)).window == window
+    trained = make_plan(UNITS, GROWING, replace(BUDGETS, gpu_total=10 * share))
+    assert trained.window == (4 if share >= 2 * SLOT else 3)
+
+
+def test_weights_that_do_not_fit_name_what_would_help() -> None:
+    with pytest.raises(SlideError, match=r"weights need .*change zero_optimization\.offload_param\.device"):
+        make_plan(FROZEN, FORWARDS, replace(BUDGETS, host_free=1_000))

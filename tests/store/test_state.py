@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from mmap import PAGESIZE
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,16 @@ def test_what_is_written_is_what_is_read(pair: Pair) -> None:
         state.write("exp_avg_sq", span, moment)
         assert torch.allclose(state.read("exp_avg_sq", span), moment, rtol=0.05)
         assert torch.equal(state.read("exp_avg_sq", slice(0, 4000)), torch.zeros(4000))
+
+
+def test_memory_that_was_never_written_is_known() -> None:
+    memory = HostMemory(page_lock=False, huge_pages=False)
+    pages = 64
+    tensor = memory.tensor(pages * PAGESIZE, torch.uint8, transfers=False)
+    other = memory.tensor(PAGESIZE // 2, torch.bfloat16, transfers=False)
+    assert memory.untouched_bytes() == (pages + 1) * PAGESIZE
+    tensor[10 * PAGESIZE : 13 * PAGESIZE] = 1
+    assert memory.untouched_bytes() == (pages + 1 - 3) * PAGESIZE
+    tensor.fill_(1)
+    other.fill_(1)
+    assert memory.untouched_bytes() == 0

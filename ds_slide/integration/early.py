@@ -1,0 +1,65 @@
+"""What a JSON by itself decides, refused where it is first read: before a model is loaded.
+
+Two places read it earlier than `deepspeed.initialize`: `deepspeed.zero.Init`, in which Hugging Face loads models, too,
+and `HfDeepSpeedConfig` of accelerate, which Trainer's TrainingArguments make. Values that are "auto" there are left to
+the check of the engine, and so is everything that the model or the script's optimizer has a say in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from ds_slide.config import SlideConfig
+
+
+def check_json(raw: Mapping[str, Any]) -> None:
+    """Raise SlideConfigError for what no engine with DS-Slide could do. `raw`: as it was written, "auto" included."""
+    slide = SlideConfig.from_deepspeed(raw)
+    if slide is None:
+        return
+    from ds_slide.integration import contract
+    from ds_slide.integration.refused import REFUSED_ENGINE_SETTINGS, REFUSED_ZERO_SETTINGS, setting_problems
+    from ds_slide.integration.ssd_settings import ssd_problems
+
+    contract.require_stage(_at(raw, "zero_optimization.stage", 0))
+    rows = (*REFUSED_ENGINE_SETTINGS, *REFUSED_ZERO_SETTINGS)
+    values = {row.name: value for row in rows if _is_set(value := _at(raw, row.path))} | _numbers(raw)
+    offload = _at(raw, "zero_optimization.offload_optimizer")
+    values["offload_optimizer_config"] = SimpleNamespace(**offload) if isinstance(offload, Mapping) else None
+    values["zenflow_config"] = _at(raw, "zero_optimization.zenflow")
+    contract.raise_all(
+        *setting_problems(values, rows),
+        *contract.offload_problems(values),
+        *ssd_problems(slide, raw),
+        *contract.state_dtype_problems(slide),
+        *contract.holding_problems(values, slide),
+    )
+
+
+def _numbers(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What `holding_problems` reads."""
+    return dict(_set_numbers(raw)) | {"fp16": _at(raw, "fp16.enabled") is True}
+
+
+def _set_numbers(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, path in (
+        ("clip_grad", "gradient_clipping"),
+        ("gradient_accumulation_steps", "gradient_accumulation_steps"),
+        ("managed_gradient_accumulation", "managed_gradient_accumulation"),
+    ):
+        if isinstance(value := _at(raw, path), int | float):
+            yield name, value
+
+
+def _at(raw: Any, path: str, default: Any = None) -> Any:
+    for key in path.split("."):
+        if not isinstance(raw, Mapping) or key not in raw:
+            return default
+        raw = raw[key]
+    return raw
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and value != "auto"

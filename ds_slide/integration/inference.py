@@ -1,0 +1,117 @@
+"""An engine without an optimizer: forwards of a model whose blocks pass through the window, weights and nothing else.
+
+TRL's and LLaMA-Factory's reference models and `Trainer.evaluate()` alone take the JSON of the training and leave the
+optimizer out. DeepSpeed builds a `DeepSpeedZeRoOffload` then, which the engine calls its optimizer; here that is a
+`SlideZeroOffload`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from torch import nn
+
+from ds_slide.config import SlideConfig
+from ds_slide.errors import SlideAttributeError, SlideError
+from ds_slide.integration import monitor, ownership
+from ds_slide.integration import parameters as protocol
+from ds_slide.integration.assemble import assemble, forward_settings
+from ds_slide.integration.checkpoint_files import SlideCheckpointEngine
+from ds_slide.integration.contract import check_without_optimizer
+from ds_slide.integration.parameter_offload import ParameterOffload
+
+GIVE_ONE = (
+    'give it an "optimizer" of type AdamW in the DeepSpeed config, or pass an optimizer to deepspeed.initialize, if it '
+    "is to be trained"
+)
+
+
+class SlideZeroOffload(DeepSpeedZeRoOffload):
+    """ZeRO stage 3 without an optimizer, streamed by `ds_slide.runtime`. Constructor arguments: stock's, of which the
+    sizes of its prefetching mean nothing here.
+
+    A subclass only because `isinstance` gates much of the engine; the stock constructor is not run.
+    """
+
+    def __init__(self, module: nn.Module, timers: Any, ds_config: Any, *, dp_process_group: Any, **kwargs: Any) -> None:
+        ownership.end_earlier_engine(module)
+        check_without_optimizer(module)
+        config = SlideConfig.from_deepspeed(ds_config)
+        assert config is not None
+        self.module = module
+        self.timers = timers
+        self.dtype: torch.dtype = next(module.parameters()).dtype
+        self.dp_process_group = dp_process_group
+        self.offload_device = getattr(kwargs.get("offload_param_config"), "device", None)
+        self.zenflow = False
+        self.persistent_parameters: list[nn.Parameter] = []
+        protocol.convert(module, dp_process_group, self.dtype)
+        settings = forward_settings(config, ds_config, self.dtype)
+        self.runtime, self.kernels = assemble(module, {}, config, settings, dp_process_group)
+        try:
+            self.protocol = protocol.ParameterProtocol(self.runtime, dp_process_group)
+            self.parameter_offload = ParameterOffload(self.runtime, module)
+            ownership.enter(self, module)
+        except BaseException:
+            self.destroy()
+            raise
+
+    def slide_stats(self) -> dict[str, Any]:
+        """`memory`, `ssd` and `kernels` as in the statistics of an engine that trains."""
+        parts = self.runtime.parts
+        return {
+            "memory": dict(parts.memory_report),
+            "ssd": {} if parts.ssd is None else parts.ssd.statistics(),
+            "kernels": self.kernels.as_dict(),
+        }
+
+    # ---- what the engine and clients call ----------------------------------------------------------------------------
+
+    def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
+        self.parameter_offload._register_deepspeed_module(module)
+
+    def partition_all_parameters(self) -> None:
+        """A forward leaves nothing behind that could be let go of."""
+
+    def release_backward_leftovers(self) -> None:
+        pass
+
+    def empty_partition_cache(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        raise SlideAttributeError(f"this engine has no optimizer, and DS-Slide keeps no '{name}' for it; {GIVE_ONE}")
+
+    def destroy(self) -> None:
+        """End the lanes and remove the hooks. Harmless when called twice."""
+        self.runtime.close()
+        self.kernels.undo()
+        ownership.leave(self, self.module)
+
+
+def attach(engine: Any) -> None:
+    """For `engine`, whose optimizer is a `SlideZeroOffload`: `save_16bit_model`, which needs a checkpoint engine, and a
+    sentence for what only an engine that trains can do. Attributes of the object, not of the class."""
+    engine.checkpoint_engine = SlideCheckpointEngine()
+    if engine.global_rank == 0:
+        monitor.report_start(engine)
+    for name in ("backward", "step", "save_checkpoint", "load_checkpoint"):
+        setattr(engine, name, _refusing(f"{name}()"))
+    engine._backward_prologue = _refusing("backward() of its outputs")  # of torch; the module's own run as in stock
+
+
+def _refusing(what: str) -> Any:
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise _no_optimizer(what)
+
+    return refuse
+
+
+def _no_optimizer(what: str) -> SlideError:
+    other = {
+        "save_checkpoint()": "; save_16bit_model() writes its weights",
+        "load_checkpoint()": "; load the weights into the model before deepspeed.initialize",
+    }
+    return SlideError(f"this engine has no optimizer, so {what} is not possible; {GIVE_ONE}{other.get(what, '')}")

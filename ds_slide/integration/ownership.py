@@ -1,0 +1,55 @@
+"""Which engine a model belongs to: one at a time.
+
+`Trainer.evaluate()` builds an engine and `Trainer.train()` after it another one of the same model, and nobody destroys
+the first. Its hooks would run under the second's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Owner(Protocol):
+    """What DeepSpeed's engine calls its optimizer."""
+
+    def destroy(self) -> None: ...
+
+
+_owners = WeakIdKeyDictionary()
+"""From parameters to weak references of owners."""
+
+
+def enter(owner: Owner, module: nn.Module) -> None:
+    """The parameters of `module` are `owner`'s from now on."""
+    reference = weakref.ref(owner)
+    for parameter in module.parameters():
+        _owners[parameter] = reference
+    FWD_MODULE_STACK.append(module)  # where DeepSpeed registers a parameter that is used outside its module
+
+
+def leave(owner: Owner, module: nn.Module) -> None:
+    """Harmless when `owner` has never entered, or left before."""
+    own = [parameter for parameter in module.parameters() if _owner_of(parameter) is owner]
+    for parameter in own:
+        del _owners[parameter]
+    if own and module in FWD_MODULE_STACK:
+        FWD_MODULE_STACK.remove(module)
+
+
+def end_earlier_engine(module: nn.Module) -> None:
+    """Before an engine is built: the one that has any parameter of `module` ends, as by its `destroy`. Its updates run
+    first; what it had in host memory stays with the parameters."""
+    for parameter in module.parameters():
+        owner = _owner_of(parameter)
+        if owner is not None:
+            owner.destroy()
+
+
+def _owner_of(parameter: nn.Parameter) -> Any:
+    reference = _owners.get(parameter)
+    return None if reference is None else reference()

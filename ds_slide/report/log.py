@@ -1,0 +1,74 @@
+"""What a user sees of DS-Slide: the logger "ds_slide", shown on standard error from INFO on.
+
+DeepSpeed's logger is at WARNING, and Python shows nothing below that by itself. A script that has set up logging keeps
+the say: its handlers get the records and ours is silent, so that no line comes twice, and a level that it has given to
+the logger "ds_slide" or to the root logger is the one that counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, TextIO
+
+log = logging.getLogger("ds_slide")
+
+FORMAT = "[%(asctime)s] [%(levelname)s] [%(name)s] %(message)s"
+
+
+class Console(logging.StreamHandler[TextIO]):
+    """Writes the records that no other handler gets."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(logging.Formatter(FORMAT))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not _handled_elsewhere():
+            self.stream = sys.stderr  # as it is now: it may have been replaced since
+            super().emit(record)
+
+
+def show() -> None:
+    """From here on the logger "ds_slide" is shown, unless the script has decided otherwise. Idempotent."""
+    if not any(isinstance(handler, Console) for handler in log.handlers):
+        log.addHandler(Console())
+    # WARNING is what the root logger has by default, so it says nothing about what the script wants.
+    if log.level == logging.NOTSET and logging.getLogger().level == logging.WARNING:
+        log.setLevel(logging.INFO)
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: "1.5 GB"."""
+    for unit, exponent in (("GB", 9), ("MB", 6), ("kB", 3)):
+        if nbytes >= 10**exponent:
+            return f"{nbytes / 10**exponent:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def start_line(version: str, memory: dict[str, int], *, ranks: int, held: bool | None, kernels: dict[str, Any]) -> str:
+    """What an engine has decided. `memory`: `Parts.memory_report`. `held`: whether gradients are, None without an
+    optimizer. `kernels`: replaced modules by kind."""
+    blocks, parameters = memory["blocks"], memory["parameters"]
+    replaced = ", ".join(f"{kind} {count}" for kind, count in kernels.items()) or "none"
+    gradients = {
+        None: "no optimizer",
+        True: "gradients wait for the step",
+        False: "gradients are applied under backward",
+    }
+    return (
+        f"DS-Slide {version}: {parameters:,} parameters in {blocks} blocks and the modules outside them, "
+        f"window of {memory['slots']} slots ({size(memory['window_bytes'])}); states: "
+        f"{size(memory['gpu_state_bytes'])} on the GPU, {size(memory['host_state_bytes'])} in host memory, "
+        f"{size(memory['ssd_bytes'])} on SSD; ranks: {ranks}; "
+        f"{gradients[held]}; kernels: {replaced}"
+    )
+
+
+def _handled_elsewhere() -> bool:
+    logger: logging.Logger | None = log
+    while logger is not None:
+        if any(not isinstance(handler, Console) for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False

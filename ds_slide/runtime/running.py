@@ -1,0 +1,51 @@
+"""The engines of this process, and what they hold of the limits that are for all of them together.
+
+A reference model beside the one that is trained, an actor and a critic: each has an engine, built one after the other
+from the same configuration. Two of them that each take the whole of a limit would take it twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+from ds_slide.plan.memory import NOTHING_TAKEN, Taken
+from ds_slide.store.state import HostMemory
+
+
+class HoldsMemory(Protocol):
+    """What `ds_slide.runtime.engine.Parts` tells of an engine."""
+
+    memory: HostMemory
+    taken: Taken
+
+
+class Running(Protocol):
+    """An engine (`ds_slide.runtime.engine.SlideRuntime`)."""
+
+    @property
+    def parts(self) -> HoldsMemory: ...
+
+
+_engines: weakref.WeakSet[Running] = weakref.WeakSet()
+
+
+def enter(engine: Running) -> None:
+    """`engine` holds memory from now on, until `leave` or its end."""
+    _engines.add(engine)
+
+
+def leave(engine: Running) -> None:
+    """Harmless when called twice."""
+    _engines.discard(engine)
+
+
+def taken() -> Taken:
+    """Sum over the engines."""
+    return sum((engine.parts.taken for engine in _engines), NOTHING_TAKEN)
+
+
+def untouched_host_bytes() -> int:
+    """What the engines have set aside in host memory and not written yet (moments before the first update), so that the
+    operating system still counts it as free."""
+    return sum(engine.parts.memory.untouched_bytes() for engine in _engines)
