@@ -36,7 +36,7 @@ test: install lint
 
 # Programs that people fine-tune with, each in an environment of its own packages on top of the one above.
 test-clients: $(CLIENTS)/trl/.installed
-	$(ACTIVATE) OMP_NUM_THREADS=1 $(CLIENTS)/trl/bin/python -m pytest -m clients tests/clients/test_trl.py $(PYTEST_FLAGS)
+	$(ACTIVATE) OMP_NUM_THREADS=1 $(CLIENTS)/trl/bin/python -m pytest -m clients tests/clients/test_trl.py tests/clients/test_peft.py $(PYTEST_FLAGS)
 
 # `addsitedir`, so that the .pth files there count, the editable installation's among them.
 $(CLIENTS)/%/.installed: tests/clients/requirements-%.txt | install

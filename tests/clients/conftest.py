@@ -19,7 +19,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
-NEEDS = {"test_trl.py": ("trl", "peft", "datasets")}
+NEEDS = {"test_trl.py": ("trl", "peft", "datasets"), "test_peft.py": ("peft",)}
 
 collect_ignore = [file for file, packages in NEEDS.items() if not all(find_spec(package) for package in packages)]
 
@@ -81,3 +81,8 @@ def start_worker(script: str, folder: Path) -> Iterator[Worker]:
 @pytest.fixture(scope="session")
 def trl_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     yield from start_worker("trl_worker.py", tmp_path_factory.mktemp("trl"))
+
+
+@pytest.fixture(scope="session")
+def peft_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    yield from start_worker("peft_worker.py", tmp_path_factory.mktemp("peft"))

@@ -3,24 +3,18 @@
     python peft_worker.py FOLDER
 
 The arguments with the DeepSpeed config come first, so that the bf16 weights are made under `zero.Init`; then the
-adapters, in PEFT's default fp32. Every run is a fork, because accelerate keeps one configuration for a process and the
-imports take longer than a run. Leaves FOLDER/CASE.RUN.pt and FOLDER/CASE.RUN.log. Not a test module.
+adapters, in PEFT's default fp32. See `serving` for how runs are asked for. Not a test module.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-os.environ.update(ACCELERATE_USE_DEEPSPEED="true", MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
 
 import deepspeed
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from serving import serve
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import ds_slide  # noqa: F401 - switches the "ds_slide" key on where the package is not installed
@@ -138,47 +132,18 @@ def merge_without_deepspeed(folder: Path, out: Path) -> dict[str, Any]:
     return {"merged": {name: parameter.detach().clone() for name, parameter in merged.named_parameters()}}
 
 
-def in_a_fork(folder: Path, name: str, run: Callable[[], dict[str, Any]]) -> None:
-    """Leaves FOLDER/NAME.pt with what `run` returns."""
-    child = os.fork()
-    if child:
-        if os.waitpid(child, 0)[1]:
-            sys.exit(f"{name} has failed: {(folder / f'{name}.log').read_text(errors='replace')[-6000:]}")
-        return
-    code = 1
-    try:
-        log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT, 0o600)
-        for stream in (1, 2):
-            os.dup2(log, stream)
-        store = torch.distributed.FileStore(str(folder / f"{name}.store"), 1)
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        torch.save(run(), folder / f"{name}.pt")
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    save_base(folder)
-    for case, (adapters, arguments) in CASES.items():
-        for run in ("stock", "slide"):
-            out = folder / f"{case}.{run}"
-
-            def work(out: Path = out, run: str = run, adapters: Any = adapters, arguments: Any = arguments) -> Any:
-                return train(folder, out, adapters, slide=run == "slide", **arguments)
-
-            in_a_fork(folder, f"{case}.{run}", work)
-    out, adapters = folder / "lora.slide", CASES["lora"][0]
-    in_a_fork(
-        folder,
-        "lora.resumed",
-        lambda: train(folder, folder / "resumed", adapters, slide=True, resume=out / f"checkpoint-{SAVED}"),
-    )
-    in_a_fork(folder, "lora.offline", lambda: merge_without_deepspeed(folder, out))
+def run(folder: Path, case: str, which: str) -> dict[str, Any]:
+    """`which`: the engine, "stock" or "slide"; or what follows on a run of that: "resumed" from its checkpoint, or its
+    adapters merged "offline"."""
+    if not (folder / "base").exists():
+        save_base(folder)
+    adapters, arguments = CASES[case]
+    if which == "offline":
+        return merge_without_deepspeed(folder, folder / f"{case}.slide")
+    if which == "resumed":
+        arguments = {**arguments, "resume": folder / f"{case}.slide" / f"checkpoint-{SAVED}"}
+    return train(folder, folder / f"{case}.{which}", adapters, slide=which != "stock", **arguments)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    serve(run)

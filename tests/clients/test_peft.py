@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("peft", reason="needs requirements-peft.txt")
-
-HERE = Path(__file__).resolve().parent
+Seen = Callable[[str, str], dict[str, Any]]
 CASES = ("lora", "dora", "ia3", "modules_to_save", "bf16_adapters", "checkpointing")
-TIMEOUT_S = 900
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 60)]
+# Two runs of one process each, with the imports before the first.
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the worker has left what each run saw."""
-    path = tmp_path_factory.mktemp("peft")
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, str(HERE / "peft_worker.py"), str(path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return path
-
-
-def seen(folder: Path, case: str, run: str) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(folder / f"{case}.{run}.pt")
-    return found
+def seen(peft_worker: Any) -> Seen:
+    """`seen(case, which)`: what that run saw, each made once."""
+    return functools.cache(peft_worker.run)
 
 
 def unequal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
@@ -53,8 +27,8 @@ def unequal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> li
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_norms_are_stocks(case: str, folder: Path) -> None:
-    stock, slide = seen(folder, case, "stock"), seen(folder, case, "slide")
+def test_losses_and_norms_are_stocks(case: str, seen: Seen) -> None:
+    stock, slide = seen(case, "stock"), seen(case, "slide")
     assert slide["engine"] == "SlideZeroOptimizer" and stock["engine"] == "DeepSpeedZeroOptimizer_Stage3"
     assert len(slide["losses"]) == 6
     assert slide["losses"][0] == stock["losses"][0]
@@ -64,8 +38,8 @@ def test_losses_and_norms_are_stocks(case: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "modules_to_save"])
-def test_adapters_end_where_stocks_do(case: str, folder: Path) -> None:
-    stock, slide = seen(folder, case, "stock"), seen(folder, case, "slide")
+def test_adapters_end_where_stocks_do(case: str, seen: Seen) -> None:
+    stock, slide = seen(case, "stock"), seen(case, "slide")
     apart = come = 0.0
     for name, after in stock["after"].items():
         assert slide["after"][name].dtype == after.dtype
@@ -75,21 +49,22 @@ def test_adapters_end_where_stocks_do(case: str, folder: Path) -> None:
     assert apart < 0.05 * come
 
 
-def test_several_data_types_stay_what_they_are(folder: Path) -> None:
+def test_several_data_types_stay_what_they_are(seen: Seen) -> None:
     """Stock brings all that trains to the data type of the first: here the adapters to that of the embedding."""
-    for name, after in seen(folder, "modules_to_save", "slide")["after"].items():
+    for name, after in seen("modules_to_save", "slide")["after"].items():
         assert after.dtype == (torch.bfloat16 if "modules_to_save" in name else torch.float32), name
-    assert {after.dtype for after in seen(folder, "modules_to_save", "stock")["after"].values()} == {torch.bfloat16}
+    assert {after.dtype for after in seen("modules_to_save", "stock")["after"].values()} == {torch.bfloat16}
 
 
-def test_a_resumed_run_continues_to_the_bit(folder: Path) -> None:
-    whole, resumed = seen(folder, "lora", "slide"), seen(folder, "lora", "resumed")
+def test_a_resumed_run_continues_to_the_bit(seen: Seen) -> None:
+    whole = seen("lora", "slide")
+    resumed = seen("lora", "resumed")  # from the checkpoint that the other has left
     assert resumed["losses"][-3:] == whole["losses"][-3:]
     assert unequal(resumed["after"], whole["after"]) == []
 
 
-def test_merged_weights_are_those_of_the_saved_adapters(folder: Path) -> None:
-    merged, offline = seen(folder, "lora", "slide")["merged"], seen(folder, "lora", "offline")["merged"]
+def test_merged_weights_are_those_of_the_saved_adapters(seen: Seen) -> None:
+    merged, offline = seen("lora", "slide")["merged"], seen("lora", "offline")["merged"]
     assert unequal(merged, offline) == []
-    base = seen(folder, "ia3", "stock")["merged"]
+    base = seen("ia3", "stock")["merged"]
     assert not torch.equal(merged["model.layers.0.mlp.down_proj.weight"], base["model.layers.0.mlp.down_proj.weight"])

@@ -2,26 +2,21 @@
 
     python trl_worker.py FOLDER
 
-Reads "CASE RUN" from lines of stdin (RUN: stock or slide, the only difference) and answers each with a line when it is
-done. Each run is a fork, because accelerate keeps one configuration for a process and the imports take longer than a
-run. Leaves FOLDER/CASE.RUN.pt: what the trainer logged, and the final weights; and FOLDER/CASE.RUN.log. Not a test
-module.
+What runs are asked for, "stock" or "slide", is the only difference between them (see `serving`). Each leaves what the
+trainer logged, and the final weights. Not a test module.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import tiny
 import torch
-from forking import ask_cpu_once, require_one_thread
 from peft import LoraConfig
+from serving import serve
 from transformers import TrainerCallback
 from trl import (
     DPOConfig,
@@ -187,22 +182,5 @@ def train(case: str, run: str) -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> None:
-    ask_cpu_once()
-    require_one_thread()
-    launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    os.environ.update(launcher)
-    for line in sys.stdin:
-        case, run = line.split()
-        if child := os.fork():
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-            continue
-        log = os.open(folder / f"{case}.{run}.log", os.O_WRONLY | os.O_CREAT, 0o600)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        torch.save(train(case, run), folder / f"{case}.{run}.pt")
-        return
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    serve(lambda _folder, case, run: train(case, run))

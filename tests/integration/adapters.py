@@ -13,7 +13,8 @@ import torch
 from harness import ds_config, llama, to_bf16
 from torch import nn
 
-TARGETS = ("q_proj", "v_proj", "down_proj")
+# In every block, and outside of the blocks.
+TARGETS = ("q_proj", "v_proj", "down_proj", "lm_head")
 RANK = 4
 
 

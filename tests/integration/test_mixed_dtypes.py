@@ -13,7 +13,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from adapters import RANK, Adapter, adapted
+from adapters import RANK, Adapter, adapted, under_zero_init
 from deepspeed.utils import safe_get_full_grad
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import (
@@ -121,6 +121,32 @@ def test_checkpointing_changes_no_bit(schedule: Any, reentrant: bool) -> None:
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     assert differences(trained(model, config_of({}, schedule), batches(STEPS)), reference(schedule, ())) == []
+
+
+def test_gradients_of_a_part_leave_with_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the end of backward, when those of all blocks would be on the GPU."""
+    model = adapted(trained=MODELS["adapters_and_bf16"])
+    with engine_for(model, config_of({})) as engine:
+        runtime, left = engine.optimizer.runtime, []
+        blocks = [unit for unit in runtime.units if unit.spec.kind == "block"]
+        assert [[part.dtype for part in block.parts] for block in blocks] == [[torch.float32]] * 3
+        finalize, end = runtime.gradients.finalize, runtime.end_backward
+
+        def record(unit: Any, **how: Any) -> None:
+            left.append(unit)
+            finalize(unit, **how)
+
+        def ended() -> None:
+            left.append(None)
+            end()
+
+        monkeypatch.setattr(runtime.gradients, "finalize", record)
+        monkeypatch.setattr(runtime, "end_backward", ended)
+        engine.backward(causal_loss(engine, batches(1)[0]))
+        # Nothing that trains is before the first block, so only the end tells that its backward is over.
+        assert left[: left.index(None)] == [*blocks[2].parts, blocks[2], *blocks[1].parts, blocks[1]]
+        assert {*blocks[0].parts, blocks[0]} < set(left)
+        engine.step()
 
 
 def test_blocks_of_different_data_types_pass_through_one_window() -> None:
@@ -263,7 +289,7 @@ def test_adapters_are_merged_under_gathered_parameters() -> None:
         train(engine, batches(2))
         before = engine(**batches(1)[0]).loss.item()
         pairs = [module for module in model.modules() if isinstance(module, Adapter)]
-        assert len(pairs) == 9
+        assert len(pairs) == 10
         for pair in pairs:
             parameters = [pair.base.weight, pair.down, pair.up]
             with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
@@ -280,7 +306,7 @@ def test_adapters_are_merged_under_gathered_parameters() -> None:
 
 
 def test_a_streamed_head_whose_gradient_would_be_converted_is_refused() -> None:
-    model = adapted(trained=("lm_head",))
+    model = under_zero_init(to_bf16(llama(num_hidden_layers=3)))
     config = config_of({"stream_head": True}, communication_data_type="fp32", data_types={"grad_accum_dtype": "fp32"})
     with pytest.raises(SlideConfigError, match=r"lm_head is torch.bfloat16 and gradients are reduced in torch.float32"):
         deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
