@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Result, batches, differences, states_of, train
+from adapters import adapted
+from harness import Result, batches, differences, ds_config, engine_for, states_of, train
 from test_checkpoint import CASES, HALF, WHOLE, Case, continued
 from test_checkpoint_safety import leftovers
 
@@ -112,6 +113,15 @@ def engine(one_rank) -> Iterator[Any]:  # noqa: ARG001
 def end_of_save(engine: Any) -> None:
     """Wait for it, and raise what has become of it."""
     checkpoint_save.finish_save(engine)
+
+
+def test_several_data_types(tmp_path):
+    with engine_for(adapted(trained=("input_layernorm",)), ds_config({"window": 2, "async_save": True})) as engine:
+        train(engine, batches(2))
+        engine.save_checkpoint(tmp_path / "a", "tag")
+        engine.optimizer.async_save = False
+        engine.save_checkpoint(tmp_path / "b", "tag")
+    assert Manifest.read(tmp_path / "a" / "tag").files == Manifest.read(tmp_path / "b" / "tag").files
 
 
 def test_frozen_weights_may_be_left_out(tmp_path, disk):

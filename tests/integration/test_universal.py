@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import adapted
 from harness import ADAMW, Result, batches, differences, ds_config, engine_for, exchanged, same_bits, states_of, train
 from test_checkpoint import CASES, HALF, WHOLE, Case, Run, continued, saved_and_continued
 from test_checkpoint_safety import Wide, peak_growth
@@ -227,6 +228,20 @@ def test_other_parameter_groups_are_refused(runs):
         pytest.raises(SlideError, match=r"optimizer_state\.pt holds 1 parameter groups, but the optimizer has 2"),
     ):
         engine.load_checkpoint(runs("clipping").folder)
+
+
+def test_several_data_types(tmp_path):
+    """Adapters in fp32 and norms in bf16, which train, beside a frozen base in bf16."""
+    with engine_for(adapted(trained=("input_layernorm",)), ds_config({"window": 2})) as engine:
+        train(engine, batches(2))
+        engine.save_checkpoint(tmp_path)
+        saved = Result(states=states_of(engine.module))
+        rest = train(engine, batches(4)[2:])
+    convert(tmp_path)
+    with engine_for(adapted(trained=("input_layernorm",)), universal(ds_config({"window": 2}))) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert differences(Result(states=states_of(engine.module)), saved) == []
+        assert train(engine, batches(4)[2:]).losses == rest.losses
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path):
