@@ -103,7 +103,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("deepspeed.git_version_info", "version"),
     *(
         Symbol("deepspeed.checkpoint.constants", name)
-        for name in ("DS_VERSION", "FP32_FLAT_GROUPS", "FROZEN_PARAM_FRAGMENTS", "OPTIMIZER_STATE_DICT")
+        for name in ("DS_VERSION", "FP32_FLAT_GROUPS", "FROZEN_PARAM_FRAGMENTS", "OPTIMIZER_STATE_DICT", "PARAM")
     ),
     # optimizer.py: what it calls
     *_methods(
@@ -153,6 +153,7 @@ SYMBOLS: tuple[Symbol, ...] = (
         backward_epilogue="",
         overlapping_partition_gradients_reduce_epilogue="",
         independent_gradient_partition_epilogue="",
+        reduce_ready_partitions_and_remove_grads="param",
         step="closure",
         zero_grad="set_to_none",
         get_full_hp_param="param optim_state_key",
