@@ -179,6 +179,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def independent_gradient_partition_epilogue(self) -> None:
         self.runtime.end_backward()
+        self.protocol.release()
         self._epilogue_ran_this_backward = True
 
     @property
@@ -209,6 +210,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         """Apply or queue the update; skip it when the gradients are not finite (`overflow`)."""
         if closure is not None:
             raise SlideError("step(closure) is not supported with ZeRO stage 3; call step() without arguments")
+        self.protocol.release()  # of forwards without a backward
         if self.runtime.held:
             self._step_held()
         else:
@@ -293,6 +295,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def checkpoint_event_prologue(self) -> None:
         """DeepSpeed saves and loads with every parameter partitioned; pending updates are waited for."""
         self._norm_watch.check(wait=True)
+        self.protocol.release()
         for unit in self.runtime.units:
             require_stepped(self.runtime, unit, "saving or loading a checkpoint")
         for unit in self.runtime.units:

@@ -139,11 +139,15 @@ class ParameterProtocol:
             for unit in runtime.units
             for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True)
         }
+        self._until_backward_ends: list[Any] = []
+        """Gathered because a module outside of theirs has read them in its forward: nobody else lets go of them."""
         for parameter in self.places:
             self._install(parameter)
 
     def _install(self, parameter: Any) -> None:
         def all_gather(param_list: Iterable[Any] | None = None, async_op: bool = False, hierarchy: int = 0) -> None:
+            if param_list is None and parameter.ds_status != ZeroParamStatus.AVAILABLE:
+                self._until_backward_ends.append(parameter)
             self.gather([parameter] if param_list is None else param_list)
 
         def all_gather_coalesced(params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> _Gathered:
@@ -215,6 +219,12 @@ class ParameterProtocol:
             whole = own.new_empty(self._runtime.parts.ranks.world_size * entry.partition_numel)
             dist.all_gather_into_tensor(whole, own, group=self._group)
         return whole[: entry.numel].view(entry.shape)
+
+    def release(self) -> None:
+        """Let go of what was gathered where it was read: its backward has ended, its weights are about to change."""
+        parameters, self._until_backward_ends = self._until_backward_ends, []
+        if parameters:
+            self.partition(parameters, updated=False)
 
     def _take_back(self, parameters: Iterable[Any]) -> None:
         """Write what the caller left in the parameters to the planes."""

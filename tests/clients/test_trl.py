@@ -59,7 +59,8 @@ def _compare_weights(ours: dict[str, Any], theirs: dict[str, Any], before: dict[
     assert moved == {name for name, weight in ours.items() if not torch.equal(weight, before[name])}
     assert moved
     for name in moved:
-        assert _distance([ours[name]], [theirs[name]]) < 0.1 * _distance([theirs[name]], [before[name]]), name
+        # 2^-7: two elements of a norm's weight, near 1, that were rounded to neighbours.
+        assert _distance([ours[name]], [theirs[name]]) < 0.1 * _distance([theirs[name]], [before[name]]) + 2.0**-7, name
     mine, stocks, start = ([weights[name] for name in sorted(moved)] for weights in (ours, theirs, before))
     assert _distance(mine, stocks) < 0.02 * _distance(stocks, start)
 

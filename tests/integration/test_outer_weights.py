@@ -1,0 +1,72 @@
+"""Weights that are read outside of their module's forward, as fused losses read the head's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from harness import VOCABULARY, PlainAdamW, Result, batches, differences, ds_config, engine_for, states_of, to_bf16
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x).tanh()
+        return y
+
+
+class Toy(nn.Module):
+    """The head, and a block that is never called, are used by their weights alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks[:3]:
+            x = block(x)
+        x = nn.functional.linear(x, self.blocks[3].inner.weight)
+        logits = nn.functional.linear(x, self.head.weight)
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def toy() -> Toy:
+    torch.manual_seed(0)
+    return Toy()
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["training", "with-evaluation"])
+@pytest.mark.parametrize("slide", [{}, {"stream_head": True}], ids=["head-on-gpu", "streamed-head"])
+def test_they_are_those_of_the_last_step(slide: dict[str, Any], evaluates: bool) -> None:
+    model, plain = toy(), to_bf16(toy())
+    reference = PlainAdamW(plain, clip=1.0)
+    with engine_for(model, ds_config({"window": 2, **slide})) as engine:
+        for batch in batches(3):
+            if evaluates:
+                with torch.no_grad():
+                    assert engine(**batch).item() == plain(**batch).item()
+            mine, theirs = engine(**batch), plain(**batch)
+            assert mine.item() == theirs.item()
+            engine.backward(mine)
+            theirs.backward()
+            engine.step()
+            reference.step()
+        with deepspeed.zero.GatheredParameters([model.head.weight]):
+            assert torch.equal(model.head.weight, plain.head.weight)
+        assert differences(Result(states=states_of(model)), Result(states=reference.states())) == []
