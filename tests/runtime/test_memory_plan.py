@@ -223,8 +223,11 @@ def test_taken_adds_up() -> None:
 
 # ---- without an optimizer --------------------------------------------------------------------------------------------
 
-FROZEN = [unit("edge", 0, frozen=EDGE), *(unit(f"blocks.{index}", 0, frozen=BLOCK) for index in range(4))]
-FORWARDS = replace(NEEDS, specs=(), trains=False, window_grows=True)
+FROZEN = [
+    replace(frozen, specs=())
+    for frozen in (unit("edge", 0, frozen=EDGE), *(unit(f"blocks.{index}", 0, frozen=BLOCK) for index in range(4)))
+]
+FORWARDS = replace(NEEDS, trains=False, window_grows=True)
 
 
 def test_without_an_optimizer_there_are_weights_in_host_memory_and_a_window() -> None:
