@@ -123,6 +123,17 @@ def test_checkpointing_changes_no_bit(schedule: Any, reentrant: bool) -> None:
     assert differences(trained(model, config_of({}, schedule), batches(STEPS)), reference(schedule, ())) == []
 
 
+def test_forwards_without_an_optimizer_are_stocks() -> None:
+    losses = []
+    for slide in (None, {}):
+        model = adapted().requires_grad_(False)
+        engine, *_ = deepspeed.initialize(model=model, config=config_of(slide, optimizer=None))
+        with torch.no_grad():
+            losses.append([engine(**batch).loss.item() for batch in batches(3)])
+        engine.destroy()
+    assert losses[0] == losses[1]
+
+
 def test_gradients_of_a_part_leave_with_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at the end of backward, when those of all blocks would be on the GPU."""
     model = adapted(trained=MODELS["adapters_and_bf16"])
