@@ -95,7 +95,7 @@ def run(setting: Setting, device: torch.device) -> dict[str, Any]:
         "grad_norms": [None if norm is None else float(norm) for norm in log.grad_norms],
         "slide_stats": log.engine[-1],
     }
-    trainer._engine.destroy()
+    trainer.engine.destroy()
     return record
 
 

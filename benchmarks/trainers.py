@@ -135,32 +135,32 @@ class DeepSpeedTrainer:
 
         self.config = deepspeed_config(setting, Sizes.of(model), folder)
         # DeepSpeed writes into the dict that it is given; the record must show what was asked for.
-        self._engine, *_ = deepspeed.initialize(
+        self.engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=copy.deepcopy(self.config)
         )
-        is_slide = hasattr(self._engine.optimizer, "slide_stats")
+        is_slide = hasattr(self.engine.optimizer, "slide_stats")
         if is_slide != (setting.system == "slide"):
             # A row under the wrong name would be worse than none.
-            raise RuntimeError(f"asked for system {setting.system!r}, but got {type(self._engine.optimizer).__name__}")
+            raise RuntimeError(f"asked for system {setting.system!r}, but got {type(self.engine.optimizer).__name__}")
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self._engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return self.engine(input_ids=tokens, labels=tokens, use_cache=False).loss
 
     def backward(self, loss: Tensor) -> None:
-        self._engine.backward(loss)
+        self.engine.backward(loss)
 
     def step(self) -> None:
-        self._engine.step()
+        self.engine.step()
 
     def grad_norm(self) -> Any:
-        return self._engine.get_global_grad_norm()
+        return self.engine.get_global_grad_norm()
 
     def stats(self) -> dict[str, Any]:
-        slide_stats = getattr(self._engine.optimizer, "slide_stats", None)
+        slide_stats = getattr(self.engine.optimizer, "slide_stats", None)
         return dict(slide_stats()) if slide_stats is not None else {}
 
     def close(self) -> None:
-        self._engine.destroy()
+        self.engine.destroy()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 

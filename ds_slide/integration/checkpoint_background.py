@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ds_slide.errors import SlideError
 from ds_slide.integration.checkpoint_archive import Wrote
+from ds_slide.integration.one_thread import take_one_thread
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +50,12 @@ class BackgroundSave:
         atexit.register(self._at_exit)
         self._thread.start()
 
+    def is_under_way(self) -> bool:
+        return self._thread.is_alive()
+
     def wait(self) -> None:
         """Until the thread has ended. Says how far it is."""
-        if self._thread.is_alive():
+        if self.is_under_way():
             self._awaited = True
             self._tell()
             self._thread.join()
@@ -74,6 +78,7 @@ class BackgroundSave:
         write, self._write = self._write, None
         assert write is not None
         try:
+            take_one_thread()
             write(self._wrote)
         except BaseException as error:  # as words: its traceback would keep the copy of the states
             cause = f"{error}" if isinstance(error, SlideError) else f"{type(error).__name__}: {error}"

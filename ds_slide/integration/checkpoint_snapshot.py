@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from ds_slide.integration.assemble import local_ranks
+from ds_slide.integration.one_thread import take_one_thread
 from ds_slide.integration.planes import pieces
 from ds_slide.plan.placement import USABLE_SHARE
 from ds_slide.runtime.unit import Unit
@@ -56,7 +57,7 @@ class Snapshot:
         """Copy. The units have settled, and stay as they are meanwhile. Raises SlideError where memory ends."""
         memory = HostMemory(page_lock=False, huge_pages=True)
         threads = max(1, min(_THREADS, len(os.sched_getaffinity(0)) // local_ranks()))
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(threads, initializer=take_one_thread) as pool:
             pending: list[Future[Any]] = []
             for unit in self.units:
                 planes = {}

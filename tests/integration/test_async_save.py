@@ -133,6 +133,29 @@ def test_frozen_weights_may_be_left_out(tmp_path, disk):
     assert Manifest.read(tmp_path / "a" / "tag").files == Manifest.read(tmp_path / "b" / "tag").files
 
 
+def test_the_thread_that_writes_takes_one_core(engine, tmp_path, monkeypatch):
+    """And nothing changes for the others, which would sum in another order."""
+    write, seen = Archive.write, []
+
+    def watched(self: Archive, path: Path, wrote: Any = None) -> Any:
+        later = threading.Thread(target=lambda: seen.append(("later", torch.get_num_threads())))
+        seen.append(("writer", torch.get_num_threads()))
+        later.start()
+        later.join()
+        return write(self, path, wrote)
+
+    monkeypatch.setattr(Archive, "write", watched)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine.save_checkpoint(tmp_path, "tag")
+        end_of_save(engine)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {("writer", 1), ("later", 2)}
+
+
 def test_loading_waits_for_the_save(engine, writes, tmp_path):
     train(engine, batches(1))
     engine.save_checkpoint(tmp_path, "tag")
