@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import z3_leaf_module
 from torch import nn
 
 from ds_slide.config import SlideConfig
@@ -54,7 +55,8 @@ def assemble(
     device = Device(torch.device(get_accelerator().current_device_name()))
     ranks = Ranks.over(process_group, device)
     head = find_streamed_head(module, ranks.world_size, settings.gradient_dtype) if config.stream_head else None
-    structure = find_structure(module, config.blocks, () if head is None else (head.path,))
+    leaves = [child for child in module.modules() if z3_leaf_module(child)]
+    structure = find_structure(module, config.blocks, () if head is None else (head.path,), leaves)
     if head is not None:
         check_is_edge(head, structure)
     specs = _in_forward_order(module, structure.units)

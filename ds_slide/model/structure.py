@@ -84,7 +84,10 @@ def parameter_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def find_structure(
-    module: nn.Module, blocks: Literal["auto"] | Sequence[str] = "auto", apart: Collection[str] = ()
+    module: nn.Module,
+    blocks: Literal["auto"] | Sequence[str] = "auto",
+    apart: Collection[str] = (),
+    undivided: Collection[nn.Module] = (),
 ) -> ModelStructure:
     """Split `module` into blocks and edges.
 
@@ -94,9 +97,10 @@ def find_structure(
 
     `blocks` names the layer lists by module path instead. Raises SlideConfigError when such a path is not one. `apart`:
     module paths whose own parameters, where they belong to an edge, are a unit by themselves however few they are.
+    `undivided`: modules whose lists are no layer lists: which of their layers run, and when, may differ between ranks.
     """
     ownership = _Ownership(module)
-    lists = _find_lists(module, ownership) if blocks == "auto" else _named_lists(module, blocks, ownership)
+    lists = _find_lists(module, ownership, undivided) if blocks == "auto" else _named_lists(module, blocks, ownership)
     return _split(module, lists, ownership, apart)
 
 
@@ -140,10 +144,10 @@ def _parameter_paths(root: nn.Module) -> Counter[int]:
 # Automatic discovery -------------------------------------------------------------------------------------------------
 
 
-def _find_lists(root: nn.Module, ownership: _Ownership) -> list[_LayerList]:
+def _find_lists(root: nn.Module, ownership: _Ownership, undivided: Collection[nn.Module]) -> list[_LayerList]:
     """Layer lists of `root` in registration order, which reaches the outermost of nested lists first."""
     found: list[_LayerList] = []
-    inside_blocks: set[int] = set()
+    inside_blocks = {id(inside) for module in undivided for layer in module.children() for inside in layer.modules()}
     for path, module in root.named_modules():
         layers = _repeated_layers(path, module, ownership) if isinstance(module, LIST_TYPES) else ()
         # Lists inside a block (experts, adapters) move with it, and a list that collects parts of known blocks a second

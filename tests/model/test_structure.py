@@ -170,6 +170,16 @@ def test_single_layer_is_no_list(structure_of: StructureOf) -> None:
     assert structure_of(Model(nn.ModuleList([Block()]))).lists == ()
 
 
+def test_lists_of_an_undivided_module_are_no_layer_lists() -> None:
+    """Experts in a leaf module of ZeRO-3, of which each rank may run another one."""
+    model = nn.ModuleDict({"moe": Model(), "rest": nn.ModuleList(Block() for _ in range(3))})
+    assert find_structure(model).lists == ("moe.layers", "rest")
+    for undivided in (model["moe"], model["moe"].layers):
+        structure = find_structure(model, undivided=[undivided])
+        assert structure.lists == ("rest",)
+        assert "moe.layers.0.up.weight" in edge_parameters(structure)
+
+
 def test_outermost_list_wins(structure_of: StructureOf) -> None:
     class ExpertBlock(nn.Module):
         def __init__(self) -> None:
