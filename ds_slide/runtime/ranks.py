@@ -52,15 +52,16 @@ class Channel:
 
 
 _channels: dict[tuple[int, ...], Channel] = {}
-"""Of this process, by the ranks' numbers. One for all engines: with one each, the collectives of two engines could run
+"""By the numbers of this rank and of all of them. One for all engines: with one each, the collectives of two engines could run
 on a rank's GPU in another order than they were issued in, and wait for each other across two ranks."""
 
 
-def _channel_of(members: Sequence[int], device: Device) -> Channel:
+def _channel_of(rank: int, members: Sequence[int], device: Device) -> Channel:
     """Collective, over the whole world, the first time; all ranks have the same engines."""
-    known = _channels.get(tuple(members))
+    key = (rank, *members)
+    known = _channels.get(key)
     if known is None or not _is_open(known.group):
-        known = _channels[tuple(members)] = Channel(dist.new_group(list(members)), device.stream())
+        known = _channels[key] = Channel(dist.new_group(list(members)), device.stream())
     return known
 
 
@@ -105,8 +106,9 @@ class Ranks:
         size = dist.get_world_size(group)
         if size == 1:
             return cls()
+        rank = dist.get_rank(group)
         members = dist.get_process_group_ranks(group) if group is not None else list(range(size))
-        return cls(dist.get_rank(group), size, _channel_of(members, device), device)
+        return cls(rank, size, _channel_of(rank, members, device), device)
 
     def watched_by(self, failures: Failures) -> None:
         """From here on `failures` knows which collective is under way."""
