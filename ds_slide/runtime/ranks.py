@@ -52,8 +52,8 @@ class Channel:
 
 
 _channels: dict[tuple[int, ...], Channel] = {}
-"""By the numbers of this rank and of all of them. One for all engines: with one each, the collectives of two engines could run
-on a rank's GPU in another order than they were issued in, and wait for each other across two ranks."""
+"""By the numbers of this rank and of all of them. One for all engines: with one each, the collectives of two engines
+could run on a rank's GPU in another order than they were issued in, and wait for each other across two ranks."""
 
 
 def _channel_of(rank: int, members: Sequence[int], device: Device) -> Channel:
