@@ -1,10 +1,10 @@
 """How the ranks agree, without a collective, that an asynchronous checkpoint is complete: through its directory.
 
 A helper thread may issue no collective (docs/liveness.md). So each rank's thread, when its files are written and
-synced, puts `rank<N>.json` with their sums into the directory of the save, and then looks whether those of all ranks
-are there. The last one sees all of them, and publishes; two that see all of them at once settle it by creating one
-file. Nobody waits for another rank. Where a file system shows a rank the files of others late (NFS), nobody may see all
-of them: then the publisher does it when all ranks meet next, at the next save or load.
+synced, puts a file with their sums into the directory of the save, its marker, and then looks whether the markers of
+all ranks are there. The last one sees all of them, and publishes; two that see all of them at once settle it by
+creating one file. Nobody waits for another rank. Where a file system shows a rank the files of others late (NFS),
+nobody may see all of them: then the publisher does it when all ranks meet next, at the next save or load.
 
 The files are small and written through aiofiles, in this thread: at the interpreter's end no pool takes work any more.
 """
@@ -24,10 +24,10 @@ from typing import Any
 import aiofiles
 
 from ds_slide.integration.checkpoint_manifest import manifest_now
-from ds_slide.integration.checkpoint_place import Staging, reached
+from ds_slide.integration.checkpoint_place import SAVING, Staging, reached
 from ds_slide.integration.checkpoint_sums import Sum
 
-_PUBLISHING = "publishing"
+_PUBLISHING = f"{SAVING}publishing"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Agreement:
     def finish(self, rank: int, files: Mapping[str, Sum]) -> None:
         """Say that the files of `rank` are written, and publish if they are the last. Raises OSError, SlideError."""
         content = {name: [found.nbytes, found.crc] for name, found in files.items()}
-        marker = self.staging.path / f"rank{rank}.json"
+        marker = self._marker(rank)
         beside = marker.with_suffix(".new")
         asyncio.run(_write(beside, json.dumps(content).encode()))
         os.replace(beside, marker)  # whole when it appears; not synced: after a crash nobody reads it
@@ -51,7 +51,7 @@ class Agreement:
 
     def publish_if_complete(self) -> None:
         """Publish when the files of all ranks are there and nobody else has begun to. Raises OSError, SlideError."""
-        markers = [self.staging.path / f"rank{rank}.json" for rank in range(self.ranks)]
+        markers = [self._marker(rank) for rank in range(self.ranks)]
         if not all(marker.exists() for marker in markers):  # or another rank has published, and removed them
             return
         try:
@@ -66,6 +66,10 @@ class Agreement:
         scripts = [path.name for path in self.staging.path.glob("*.py")]
         self.staging.publish(self.tag, scripts=scripts, latest=self.latest)
         self.staging.remove()
+
+    def _marker(self, rank: int) -> Path:
+        """No tag has such a name (`checked_tag`)."""
+        return self.staging.path / f"{SAVING}rank{rank}.json"
 
 
 class _Here(Executor):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -47,8 +46,8 @@ class BackgroundSave:
         self._told = -1
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="ds_slide-checkpoint")
-        atexit.register(self._at_exit)
         self._thread.start()
+        atexit.register(self._at_exit)
 
     def is_under_way(self) -> bool:
         return self._thread.is_alive()
@@ -68,7 +67,9 @@ class BackgroundSave:
 
     def close(self, *, all_have_ended: bool) -> None:
         """Once. Where other ranks may still write, a failed save stays locked until this process ends, and the next
-        one removes it."""
+        one removes it. Harmless in a forked child, whose parent's save goes on."""
+        if os.getpid() != self._owner:
+            return
         self.wait()
         atexit.unregister(self._at_exit)
         if all_have_ended:
@@ -83,6 +84,8 @@ class BackgroundSave:
         except BaseException as error:  # as words: its traceback would keep the copy of the states
             cause = f"{error}" if isinstance(error, SlideError) else f"{type(error).__name__}: {error}"
             self._failure = f"the asynchronous save of {self._target} has failed: {cause}"
+            # At once: nobody may ask. DeepSpeed ends an engine that is dropped, and keeps what that raises to itself.
+            logger.error(self._failure)
 
     def _wrote(self, nbytes: int) -> None:
         self._written += nbytes
@@ -103,7 +106,4 @@ class BackgroundSave:
 
     def _at_exit(self) -> None:
         """The program ends, and nobody has asked what became of the save."""
-        if os.getpid() == self._owner:
-            self.close(all_have_ended=self.alone)
-            if self._failure is not None:
-                sys.stderr.write(f"{self._failure}\n")
+        self.close(all_have_ended=self.alone)

@@ -32,7 +32,7 @@ from ds_slide.integration.checkpoint_manifest import fsync_directory, write_dura
 
 logger = logging.getLogger(__name__)
 
-_SAVING, _REPLACED = ".ds_slide_saving.", ".ds_slide_replaced."
+SAVING, _REPLACED = ".ds_slide_saving.", ".ds_slide_replaced."
 _LOCK = "lock"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -42,14 +42,14 @@ _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 def checked_tag(tag: str) -> str:
     """`tag` when it names a directory below save_dir. Raises SlideError."""
     parts = tag.split("/")
-    if any(part in ("", ".", "..") or part.startswith((_SAVING, _REPLACED)) for part in parts) or "\0" in tag:
+    if any(part in ("", ".", "..") or part.startswith((SAVING, _REPLACED)) for part in parts) or "\0" in tag:
         raise SlideError(f"the checkpoint tag {tag!r} does not name a directory below save_dir; use another tag")
     return tag
 
 
 def new_name() -> str:
     """A name for the directory of one save, the same for all its ranks."""
-    return _SAVING + uuid.uuid4().hex[:16]
+    return SAVING + uuid.uuid4().hex[:16]
 
 
 def reached(_phase: str) -> None:
@@ -103,17 +103,36 @@ class Staging:
         reached("published")
 
     def remove(self) -> None:
-        """Remove the directory with what is left in it, as any rank may that has published. Raises OSError."""
-        with contextlib.suppress(FileNotFoundError):
-            _remove(self.path)
+        """Remove the directory with what is left in it, as any rank may that has published: the checkpoint is there,
+        so what cannot be removed is left, with a warning, to the next save."""
+        try:
+            self._rename_away()
+            _remove(self._ended)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                logger.warning("%s cannot be removed (%s); the next save tries again", self._ended, error)
 
     def discard(self) -> None:
-        """Remove the directory with what is left in it: a failed save, or the checkpoint that was replaced."""
+        """Remove the directory with what is left in it: a failed save, or the checkpoint that was replaced. Raises
+        OSError."""
         if self._lock is None:
             return
-        self.remove()
-        os.close(self._lock)
-        self._lock = None
+        lock, self._lock = self._lock, None
+        try:
+            self._rename_away()
+        finally:
+            os.close(lock)  # before the file goes: NFS keeps an open one, and with it the directory
+        with contextlib.suppress(FileNotFoundError):
+            _remove(self._ended)
+
+    @property
+    def _ended(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.ended")
+
+    def _rename_away(self) -> None:
+        """First, and at once: no other rank finds a part of it, to publish that or to publish it again."""
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.path, self._ended)
 
 
 def recover(save_dir: Path) -> None:
@@ -152,7 +171,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _remove_stale(save_dir: Path) -> None:
-    for path in save_dir.glob(f"{_SAVING}*"):
+    for path in save_dir.glob(f"{SAVING}*"):
         try:
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:

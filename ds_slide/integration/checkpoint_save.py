@@ -57,7 +57,8 @@ def save_checkpoint(
     together(engine.optimizer.checkpoint_event_prologue)
     try:
         engine._checkpoint_tag_validation(tag)
-        staging = Staging(Path(save_dir), together(new_name)[0])
+        # Absolute: the script may change its directory before an asynchronous save has ended.
+        staging = Staging(Path(save_dir).absolute(), together(new_name)[0])
         snapshot = _snapshot(engine, staging.save_dir / tag, frozen=not exclude_frozen_parameters)
         request = _Request(staging, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         try:
@@ -75,11 +76,16 @@ def finish_save(engine: Any) -> None:
     saving, engine.optimizer.saving = engine.optimizer.saving, None
     if saving is None:
         return
+    agreed = False
     try:
         together(saving.require)
         together(saving.complete if is_publisher(engine) else lambda: None)
+        agreed = True
+    except SlideError:  # as all ranks do then; after anything else (a rank is gone) others may still write or publish
+        agreed = True
+        raise
     finally:
-        saving.close(all_have_ended=True)
+        saving.close(all_have_ended=agreed)
 
 
 @dataclass(frozen=True)
@@ -129,10 +135,16 @@ def _save(engine: Any, request: _Request, snapshot: Snapshot | None) -> None:
     together(snapshot.take)
     reached("copied")
     agreement = Agreement(staging, tag, len(sizes), request.save_latest)
-    engine.optimizer.saving = _begin(engine, agreement, archives)
+    try:
+        together(functools.partial(_begin, engine, agreement, archives))
+    except SlideError:  # on all ranks: none may have a save that another has not
+        saving, engine.optimizer.saving = engine.optimizer.saving, None
+        if saving is not None:
+            saving.close(all_have_ended=False)
+        raise
 
 
-def _begin(engine: Any, agreement: Agreement, archives: list[tuple[Path, Archive]]) -> BackgroundSave:
+def _begin(engine: Any, agreement: Agreement, archives: list[tuple[Path, Archive]]) -> None:
     """The thread knows nothing of the engine, which may be destroyed under it."""
     target, rank = agreement.staging.save_dir / agreement.tag, engine.global_rank
     nbytes = sum(archive.nbytes for _, archive in archives)
@@ -147,7 +159,7 @@ def _begin(engine: Any, agreement: Agreement, archives: list[tuple[Path, Archive
             agreement.publish_if_complete()
 
     release = functools.partial(_discard, agreement.staging)
-    return BackgroundSave(target, nbytes, write, complete, release, alone=agreement.ranks == 1)
+    engine.optimizer.saving = BackgroundSave(target, nbytes, write, complete, release, alone=agreement.ranks == 1)
 
 
 def _planned_files(engine: Any, request: _Request, snapshot: Snapshot | None) -> list[tuple[Path, Archive]]:

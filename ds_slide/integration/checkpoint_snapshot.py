@@ -19,6 +19,7 @@ from ds_slide.integration.assemble import local_ranks
 from ds_slide.integration.one_thread import take_one_thread
 from ds_slide.integration.planes import pieces
 from ds_slide.plan.placement import USABLE_SHARE
+from ds_slide.runtime import running
 from ds_slide.runtime.unit import Unit
 from ds_slide.store.state import HostMemory, UnitState
 
@@ -51,7 +52,8 @@ class Snapshot:
 
     def fits(self) -> bool:
         """Whether this rank's share of the memory that is free takes the copy."""
-        return self.nbytes() <= psutil.virtual_memory().available // local_ranks() * USABLE_SHARE
+        available = psutil.virtual_memory().available // local_ranks() - running.untouched_host_bytes()
+        return self.nbytes() <= available * USABLE_SHARE
 
     def take(self) -> None:
         """Copy. The units have settled, and stay as they are meanwhile. Raises SlideError where memory ends."""

@@ -31,7 +31,9 @@ def _saying(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def jit_load(self: Any, *args: Any, **kwargs: Any) -> Any:
         cpp_extension: Any = importlib.import_module("torch.utils.cpp_extension")
-        stock = cpp_extension.FileBaton
+        stock = getattr(cpp_extension, "FileBaton", None)
+        if stock is None:  # of a torch that locks otherwise: then the line is missing, and nothing else
+            return original(self, *args, **kwargs)
         cpp_extension.FileBaton = _baton_of(stock, self.name)
         try:
             return original(self, *args, **kwargs)

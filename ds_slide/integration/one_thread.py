@@ -6,6 +6,7 @@ with it. OpenMP's own setting belongs to the calling thread.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 from pathlib import Path
@@ -20,7 +21,8 @@ def take_one_thread() -> None:
     the next operation keeps cores busy, which others compute on."""
     torch.get_num_threads()  # now, not at the first operation, the thread takes over the program's number
     for library in _openmp_libraries():
-        ctypes.CDLL(library).omp_set_num_threads(1)
+        with contextlib.suppress(OSError, AttributeError):  # its file may have been replaced since it was loaded
+            ctypes.CDLL(library).omp_set_num_threads(1)
 
 
 def _openmp_libraries() -> set[str]:

@@ -20,7 +20,8 @@ from test_checkpoint import CASES, HALF, WHOLE, Case, continued
 from test_checkpoint_safety import leftovers
 
 from ds_slide.errors import SlideError
-from ds_slide.integration import checkpoint_agreement, checkpoint_save, checkpoint_snapshot
+from ds_slide.integration import checkpoint_agreement, checkpoint_place, checkpoint_save, checkpoint_snapshot
+from ds_slide.integration.checkpoint_agreement import Agreement
 from ds_slide.integration.checkpoint_archive import Archive
 from ds_slide.integration.checkpoint_manifest import NAME as MANIFEST
 from ds_slide.integration.checkpoint_manifest import Manifest
@@ -271,3 +272,68 @@ def test_destroying_raises_what_the_save_has_met(tmp_path, disk, monkeypatch):
         engine.save_checkpoint(tmp_path, "tag")
     assert not (tmp_path / "latest").exists() and leftovers(tmp_path) == []
     assert not any(thread.name.startswith("ds_slide-checkpoint") for thread in threading.enumerate())
+
+
+def test_a_fault_is_told_although_nobody_asks(tmp_path, disk, monkeypatch, caplog):
+    """DeepSpeed destroys an engine that is dropped, and keeps to itself what that raises."""
+    monkeypatch.setattr(checkpoint_agreement, "reached", fault("rank 0 has finished"))
+    with pytest.raises(SlideError), engine_of("clipping", 0, disk) as engine:
+        engine.save_checkpoint(tmp_path, "tag")
+        engine.optimizer.saving.wait()
+        told = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert len(told) == 1 and f"save of {tmp_path}/tag has failed: OSError" in told[0].getMessage()
+
+
+def test_a_relative_directory_is_that_of_the_save(engine, writes, tmp_path, monkeypatch):
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.chdir(here)
+    engine.save_checkpoint("saves", "tag")
+    monkeypatch.chdir(elsewhere)
+    writes.go.set()
+    end_of_save(engine)
+    assert (here / "saves" / "latest").read_text() == "tag" and not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize("tag", ["publishing", "rank0.json"])
+def test_any_tag_is_published(tag, engine, tmp_path):
+    engine.save_checkpoint(tmp_path, tag)
+    end_of_save(engine)
+    assert (tmp_path / "latest").read_text() == tag and leftovers(tmp_path) == []
+
+
+def test_a_directory_that_cannot_be_removed_is_left_with_a_warning(engine, tmp_path, monkeypatch, caplog):
+    """As on NFS, which keeps a file that is open: the checkpoint itself is there."""
+    engine.save_checkpoint(tmp_path, "old")
+    end_of_save(engine)
+
+    def refuse(path: Path) -> None:
+        raise OSError(39, "Directory not empty", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_place, "_remove", refuse)
+        engine.save_checkpoint(tmp_path, "new")
+        end_of_save(engine)
+    assert (tmp_path / "latest").read_text() == "new"
+    assert any("Directory not empty" in record.getMessage() for record in caplog.records)
+    engine.save_checkpoint(tmp_path, "next")
+    end_of_save(engine)
+    assert (tmp_path / "latest").read_text() == "next" and leftovers(tmp_path) == []
+
+
+def test_a_rank_that_is_gone_leaves_the_directory_to_those_that_write(engine, writes, tmp_path, monkeypatch):
+    """The ranks did not agree that all have ended, so nothing is removed under one that may be publishing."""
+    engine.save_checkpoint(tmp_path, "tag")
+    (saving,) = (path for path in tmp_path.iterdir() if path.name.startswith(".ds_slide_saving."))
+
+    def broken(_action: Any) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    writes.go.set()
+    monkeypatch.setattr(Agreement, "publish_if_complete", lambda _self: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_save, "together", broken)
+        with pytest.raises(RuntimeError, match="Connection closed"):
+            end_of_save(engine)
+    assert (saving / "tag").is_dir()
