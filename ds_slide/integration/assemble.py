@@ -24,7 +24,7 @@ from ds_slide.model.structure import UnitSpec, find_structure, parameter_numel, 
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.patching.apply import Replaced
 from ds_slide.patching.streamed_head import stream_head
-from ds_slide.plan.memory import Budgets, Plan, make_plan
+from ds_slide.plan.memory import Budgets, Plan, Taken, make_plan
 from ds_slide.plan.placement import Needs, UnitSize
 from ds_slide.runtime import running
 from ds_slide.runtime.build import STAGINGS, build_runtime
@@ -252,8 +252,11 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
 def _agreed(budgets: Budgets, ranks: Ranks) -> Budgets:
     """With the memory that every rank has: the plan sets which weights are gathered when, which must be the same
     everywhere."""
-    gpu_total, gpu_free, host_free = ranks.least([budgets.gpu_total, budgets.gpu_free, budgets.host_free])
-    return dataclasses.replace(budgets, gpu_total=gpu_total, gpu_free=gpu_free, host_free=host_free)
+    # What earlier engines hold, too: one that was dropped without destroy() goes when Python collects it.
+    negative = [-taken for taken in dataclasses.astuple(budgets.taken)]
+    least = ranks.least([budgets.gpu_total, budgets.gpu_free, budgets.host_free, *negative])
+    taken = Taken(*(-value for value in least[3:]))
+    return dataclasses.replace(budgets, gpu_total=least[0], gpu_free=least[1], host_free=least[2], taken=taken)
 
 
 def _release_cached_host_memory() -> None:

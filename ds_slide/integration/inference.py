@@ -36,8 +36,8 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
     """
 
     def __init__(self, module: nn.Module, timers: Any, ds_config: Any, *, dp_process_group: Any, **kwargs: Any) -> None:
-        ownership.end_earlier_engine(module)
         check_without_optimizer(module)
+        ownership.end_earlier_engine(module)
         config = SlideConfig.from_deepspeed(ds_config)
         assert config is not None
         self.module = module

@@ -45,8 +45,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self, module: nn.Module, init_optimizer: Any, param_names: Any, timers: Any, ds_config: Any, **kwargs: Any
     ) -> None:
         ZeROOptimizer.__init__(self)
-        ownership.end_earlier_engine(module)
         check_supported(kwargs, init_optimizer, module, ds_config)
+        ownership.end_earlier_engine(module)
         config = SlideConfig.from_deepspeed(ds_config)
         assert config is not None
         self.async_save = config.async_save
@@ -179,7 +179,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def independent_gradient_partition_epilogue(self) -> None:
         self.runtime.end_backward()
-        self.protocol.release()
+        if not self.runtime.held:  # else the weights stay as they are until the step, and another graph may need them
+            self.protocol.release()
         self._epilogue_ran_this_backward = True
 
     @property

@@ -201,7 +201,8 @@ class ParameterProtocol:
             for parameter in parameters
             if parameter.ds_status != ZeroParamStatus.AVAILABLE or self.places[parameter][0].resident is not None
         )
-        free, _ = device.memory()
+        (free,) = self._runtime.parts.ranks.least([device.memory()[0] - needed])
+        free += needed  # of the rank that has the least: all of them refuse, or none
         if needed > free:
             raise SlideError(
                 f"gathering {len(parameters)} parameters takes {needed:,} bytes of the GPU, where {free:,} are free; "

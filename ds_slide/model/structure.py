@@ -147,14 +147,16 @@ def _parameter_paths(root: nn.Module) -> Counter[int]:
 def _find_lists(root: nn.Module, ownership: _Ownership, undivided: Collection[nn.Module]) -> list[_LayerList]:
     """Layer lists of `root` in registration order, which reaches the outermost of nested lists first."""
     found: list[_LayerList] = []
-    inside_blocks = {id(inside) for module in undivided for layer in module.children() for inside in layer.modules()}
+    inside_blocks: set[int] = set()
+    within = {id(inside) for module in undivided for layer in module.children() for inside in layer.modules()}
     for path, module in root.named_modules():
         layers = _repeated_layers(path, module, ownership) if isinstance(module, LIST_TYPES) else ()
         # Lists inside a block (experts, adapters) move with it, and a list that collects parts of known blocks a second
         # time is a view of them.
-        if layers and inside_blocks.isdisjoint(_module_ids(layers)):
+        inside = _module_ids(layers)
+        if layers and inside_blocks.isdisjoint(inside) and within.isdisjoint(id(layer) for _, layer in layers):
             found.append(_LayerList(path, layers))
-            inside_blocks.update(_module_ids(layers))
+            inside_blocks.update(inside)
     return found
 
 

@@ -534,5 +534,9 @@ class SlideRuntime:
                 self.parts.lanes.close(self.parts.ssd, self.parts.shared, self.parts.failures)
                 self.device.synchronize()
         finally:
+            # Whoever goes on with this engine would wait for lanes that are gone.
+            self.parts.failures.end(
+                "this engine has ended, by destroy() or by a later deepspeed.initialize of its model; use the new one"
+            )
             if self.parts.watchdog is not None:
                 self.parts.watchdog.close(why)

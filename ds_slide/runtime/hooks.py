@@ -170,7 +170,7 @@ class UseToken:
         leave_backward(self._unit)
 
     def __del__(self) -> None:
-        if not self._done:
+        if not getattr(self, "_done", True):  # torch.compile makes one without its constructor
             self._unit.uses = max(0, self._unit.uses - 1)
 
 

@@ -33,6 +33,8 @@ class SlotReference:
     have been through the slot and the unit may lie in another one."""
 
     unit: Unit
+    dtype: torch.dtype
+    """Of the saved tensor, which may be another view of the weight's bytes."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -73,14 +75,15 @@ class SavedWeights:
             return None
         if isinstance(tensor, nn.Parameter):
             return ParameterReference(slot.unit, tensor)
-        return SlotReference(slot.unit, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+        place = tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
+        return SlotReference(slot.unit, tensor.dtype, *place)
 
     def _restore(self, saved: SlotReference | ParameterReference) -> torch.Tensor:
         slot = self._enter_backward(saved.unit)
         if isinstance(saved, ParameterReference):
             return saved.parameter
         assert slot is not None
-        return slot.buffer.view(saved.unit.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        return slot.buffer.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
 
 def hooks_around() -> tuple[Pack, Unpack] | None:
@@ -113,6 +116,8 @@ class OpenHooks:
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SlotReference | ParameterReference | _Packed:
+        if tensor.is_conj() or tensor.is_neg():  # a view that only says so: its place does not
+            tensor = tensor.resolve_conj().resolve_neg()
         reference = self._reference(tensor)
         if reference is not None:
             return reference

@@ -74,3 +74,25 @@ def test_a_refused_model_can_be_tried_again_and_is_let_go() -> None:
     del model
     gc.collect()
     assert alive() is None
+
+
+def test_an_engine_that_was_superseded_says_so() -> None:
+    """Its lanes are gone: who went on with it would wait for them for ever."""
+    model = llama()
+    config = ds_config({"window": 2})
+    first, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
+    loss = causal_loss(first, batches(1)[0])
+    with engine_for(model, config), pytest.raises(SlideError, match="this engine has ended"):
+        first.backward(loss)
+    first.destroy()
+
+
+def test_experts_that_deepspeed_flags_as_leaves_move_with_their_blocks() -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_experts": 4, "head_dim": 8}
+    shape = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=256, use_cache=False, **sizes, **shape))
+    with engine_for(model, ds_config({"window": 2})) as engine:
+        assert [unit.name for unit in engine.optimizer.runtime.blocks] == [f"model.layers.{n}" for n in range(3)]
+        assert causal_loss(engine, batches(1)[0]).isfinite()

@@ -70,3 +70,18 @@ def test_they_are_those_of_the_last_step(slide: dict[str, Any], evaluates: bool)
         with deepspeed.zero.GatheredParameters([model.head.weight]):
             assert torch.equal(model.head.weight, plain.head.weight)
         assert differences(Result(states=states_of(model)), Result(states=reference.states())) == []
+
+
+def test_two_graphs_at_once() -> None:
+    """The first backward ends while the second graph still needs the head's weight."""
+    model, plain = toy(), to_bf16(toy())
+    with engine_for(model, ds_config({"window": 2}, accumulation=2)) as engine:
+        ours, theirs = ([run(**batch) for batch in batches(2)] for run in (engine, plain))
+        for loss in ours:
+            engine.backward(loss)
+            engine.step()
+        sum(loss / 2 for loss in theirs).backward()
+        assert engine.get_global_grad_norm() == pytest.approx(
+            torch.nn.utils.get_total_norm([p.grad.float() for p in plain.parameters() if p.grad is not None]).item(),
+            rel=2e-2,
+        )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_full_grad
 from harness import (
     VOCABULARY,
     Batch,
@@ -335,3 +336,41 @@ def test_a_forward_without_backward_leaves_nothing() -> None:
         del loss
         assert [unit.uses for unit in blocks] == [0] * BLOCKS
         train(engine, batches(1), lambda engine, batch: engine(**batch))
+
+
+class Filter(nn.Module):
+    """Multiplies by complex weights, which are saved as views of the real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 2))
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.view_as_complex(self.weight)
+        return self.inner((x.to(torch.complex64) * weight * weight.conj()).real)
+
+
+class Filters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Filter() for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def test_views_of_weights_in_another_data_type() -> None:
+    torch.manual_seed(0)
+    plain = Filters()
+    model = Filters()
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(4, WIDTH)
+    plain(x).backward()
+    with engine_for(model, ds_config({"window": 2}, clip=1.0, bf16={"enabled": False})) as engine:
+        engine.backward(engine(x))
+        for (name, parameter), given in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert parameter.grad is not None
+            torch.testing.assert_close(safe_get_full_grad(given), parameter.grad, msg=name)

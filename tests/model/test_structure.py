@@ -180,6 +180,16 @@ def test_lists_of_an_undivided_module_are_no_layer_lists() -> None:
         assert "moe.layers.0.up.weight" in edge_parameters(structure)
 
 
+def test_layers_with_undivided_modules_inside_are_blocks() -> None:
+    """DeepSpeed flags the experts of Mixtral and Qwen-MoE by itself."""
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), Model()) for _ in range(3))
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 32), "layers": blocks})
+    for undivided in ([block[1] for block in blocks], [block[1].layers for block in blocks], list(blocks)):
+        structure = find_structure(model, undivided=undivided)
+        assert structure.lists == ("layers",)
+        assert block_names(structure) == ["layers.0", "layers.1", "layers.2"]
+
+
 def test_outermost_list_wins(structure_of: StructureOf) -> None:
     class ExpertBlock(nn.Module):
         def __init__(self) -> None:
