@@ -23,7 +23,6 @@ from typing import Any
 
 import aiofiles
 
-from ds_slide.integration.checkpoint_manifest import manifest_now
 from ds_slide.integration.checkpoint_place import SAVING, Staging, reached
 from ds_slide.integration.checkpoint_sums import Sum
 
@@ -59,12 +58,7 @@ class Agreement:
         except (FileExistsError, FileNotFoundError):
             return
         files = {name: Sum(*found) for content in asyncio.run(_read(markers)) for name, found in content.items()}
-        manifest = manifest_now(files)
-        new = self.staging.path / self.tag
-        manifest.check(new, lambda _name: False)
-        manifest.write(new)
-        scripts = [path.name for path in self.staging.path.glob("*.py")]
-        self.staging.publish(self.tag, scripts=scripts, latest=self.latest)
+        self.staging.publish(self.tag, files, latest=self.latest)
         self.staging.remove()
 
     def _marker(self, rank: int) -> Path:

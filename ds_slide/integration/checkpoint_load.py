@@ -40,39 +40,30 @@ def load_checkpoint(
     """
     directory = Path(load_dir)
     finish_save(engine)
+    everything = load_optimizer_states and not load_module_only
+    options = {
+        "load_module_strict": load_module_strict,
+        "load_lr_scheduler_states": load_lr_scheduler_states,
+        "load_module_only": load_module_only,
+        "custom_load_fn": custom_load_fn,
+    }
     if engine.load_universal_checkpoint():
-        everything = load_optimizer_states and not load_module_only
         tag = _universal_tag(engine, directory, tag, everything=everything)
         with _reading(engine):
-            universal: Loaded = engine._load_checkpoint(
-                str(load_dir),
-                tag,
-                load_module_strict=load_module_strict,
-                load_lr_scheduler_states=load_lr_scheduler_states,
-                load_module_only=load_module_only,
-                custom_load_fn=custom_load_fn,
-            )
+            universal: Loaded = engine._load_checkpoint(str(load_dir), tag, **options)
             engine._load_zero_checkpoint(str(load_dir), tag, load_optimizer_states=everything)
         return universal
     if tag is None and not (directory / "latest").is_file():
         stock: Loaded = type(engine).load_checkpoint(engine, load_dir)  # warns and loads nothing
         return stock
-    everything = load_optimizer_states and not load_module_only
     tag = _whole_tag(engine, directory, tag, every_rank=not everything)
     with _reading(engine) as reading:
         through_module = not everything and (custom_load_fn is not None or _ranks_of(directory / tag) != _ranks())
         if through_module:
             _require_latest(directory, tag)
-        loaded: Loaded = engine._load_checkpoint(
-            str(load_dir),
-            tag,
-            load_module_strict=load_module_strict,
-            # False makes DeepSpeed build the whole fp32 model in memory. Nothing else depends on it under ZeRO-3.
-            load_optimizer_states=not through_module,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
-        )
+        # False makes DeepSpeed build the whole fp32 model in memory. Nothing else depends on it under ZeRO-3.
+        options["load_optimizer_states"] = not through_module
+        loaded: Loaded = engine._load_checkpoint(str(load_dir), tag, **options)
         if everything:
             _load_frozen(engine, reading)
             engine._load_zero_checkpoint(str(load_dir), tag, load_optimizer_states=True)

@@ -24,11 +24,12 @@ import os
 import shutil
 import urllib.parse
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from ds_slide.errors import SlideError
-from ds_slide.integration.checkpoint_manifest import fsync_directory, write_durably
+from ds_slide.integration.checkpoint_manifest import fsync_directory, manifest_now, write_durably
+from ds_slide.integration.checkpoint_sums import Sum
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +81,14 @@ class Staging:
         status = os.statvfs(self.path)
         return status.f_bavail * status.f_frsize
 
-    def publish(self, tag: str, *, scripts: Sequence[str], latest: bool) -> None:
-        """Make the tag current, then `scripts` (names in this directory) and, if asked for, `latest`."""
+    def publish(self, tag: str, files: Mapping[str, Sum], *, latest: bool) -> None:
+        """Complete the tag with the manifest of its `files` and make it current, then the scripts in this directory
+        and, if asked for, `latest`. Raises OSError, and SlideError where a file is not as it was written."""
         new, target = self.path / tag, self.save_dir / tag
+        manifest = manifest_now(files)
+        manifest.check(new, lambda _name: False)
+        manifest.write(new)
+        scripts = [path.name for path in self.path.glob("*.py")]
         fsync_directory(new)
         target.parent.mkdir(parents=True, exist_ok=True)
         reached("before the rename")

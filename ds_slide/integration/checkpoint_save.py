@@ -23,7 +23,6 @@ from ds_slide.errors import SlideError
 from ds_slide.integration.checkpoint_agreement import Agreement
 from ds_slide.integration.checkpoint_archive import Archive, Wrote
 from ds_slide.integration.checkpoint_background import BackgroundSave
-from ds_slide.integration.checkpoint_manifest import manifest_now
 from ds_slide.integration.checkpoint_pickle import Planned
 from ds_slide.integration.checkpoint_place import Staging, checked_tag, new_name, reached
 from ds_slide.integration.checkpoint_ranks import together
@@ -228,11 +227,7 @@ def _publish(engine: Any, staging: Staging, tag: str, written: list[dict[str, Su
     if engine.use_node_local_storage():
         files = {name: found for name, found in files.items() if (new / name).exists()}
     with _as_failure(staging.save_dir / tag, sum(found.nbytes for found in files.values())):
-        manifest = manifest_now(files)
-        manifest.check(new, lambda _name: False)
-        manifest.write(new)
-        scripts = [path.name for path in staging.path.glob("*.py")]
-        staging.publish(tag, scripts=scripts, latest=save_latest and engine.global_rank == 0)
+        staging.publish(tag, files, latest=save_latest and engine.global_rank == 0)
 
 
 @contextmanager
