@@ -17,6 +17,7 @@ import tiny
 import torch
 from peft import LoraConfig
 from serving import serve
+from trainer_json import trainer_json
 from transformers import TrainerCallback
 from trl import (
     DPOConfig,
@@ -35,23 +36,7 @@ LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_pro
 
 
 def ds_config(run: str) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu"},
-            "offload_param": {"device": "cpu"},
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-        },
-    }
-    return config if run == "stock" else {**config, "ds_slide": {"enabled": True, "window": 3}}
+    return trainer_json(None if run == "stock" else {"window": 3})
 
 
 def common(run: str, **others: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import deepspeed  # noqa: F401  (imported here for all forks)
 import torch
 from forking import ask_cpu_once, require_one_thread
 from safetensors.torch import load_file
+from trainer_json import trainer_json
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import ds_slide  # noqa: F401  (for a source tree on the path; an installed package is found by itself)
@@ -32,37 +33,15 @@ VOCABULARY, LENGTH = 256, 32
 
 
 def ds_config(run: str) -> dict[str, Any]:
-    """As users of the Trainer write it: "auto" wherever it has the value."""
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu"},
-            "offload_param": {"device": "cpu"},
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-        },
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {
-                "total_num_steps": "auto",
-                "warmup_min_lr": "auto",
-                "warmup_max_lr": "auto",
-                "warmup_num_steps": "auto",
-            },
-        },
-    }
+    config = trainer_json(None if run.startswith("stock") else {})
+    rates = ("warmup_min_lr", "warmup_max_lr")
+    steps = ("total_num_steps", "warmup_num_steps")
+    config["scheduler"] = {"type": "WarmupDecayLR", "params": dict.fromkeys((*steps, *rates), "auto")}
     if run == "json":
         config["zero_optimization"]["zero_hpz_partition_size"] = 2
     if run == "adafactor":
         del config["optimizer"], config["scheduler"]
-    return config if run.startswith("stock") else {**config, "ds_slide": {"enabled": True}}
+    return config
 
 
 def model() -> LlamaForCausalLM:
