@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from ds_slide.patching.instance import Forward, ForwardPatch, own_forward, plain_attributes, replace_forward
-from ds_slide.patching.kinds import runs_on
+from ds_slide.patching.kinds import gains_on
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -104,12 +104,12 @@ def _gated_forward(original: Forward, form: GatedForm) -> Forward:
     activation = form.activation
 
     def apart(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and runs_on(args[0]):
+        if len(args) == 1 and not kwargs and gains_on(args[0]):
             return self.down_proj(gated(self.gate_proj(args[0]), self.up_proj(args[0]), activation))
         return original(self, *args, **kwargs)
 
     def packed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and runs_on(args[0]):
+        if len(args) == 1 and not kwargs and gains_on(args[0]):
             return self.down_proj(gated_packed(self.gate_up_proj(args[0]), activation))
         return original(self, *args, **kwargs)
 

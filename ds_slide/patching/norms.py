@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ds_slide.patching.instance import Forward, ForwardPatch, own_forward, plain_attributes, replace_forward
-from ds_slide.patching.kinds import autocasts_to_fp32, interprets, runs_on, say_unused
+from ds_slide.patching.kinds import autocasts_to_fp32, gains_on, interprets, is_one_token, say_unused
 
 EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 # Another order of the same operations changes the last bit of a few bf16 values; another place of the rounding changes
@@ -121,7 +121,7 @@ def _rms_forward(original: Forward, form: RmsForm) -> Forward:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         weight = self.weight
-        if len(args) == 1 and not kwargs and args[0].dtype == weight.dtype and runs_on(args[0]):
+        if len(args) == 1 and not kwargs and args[0].dtype == weight.dtype and gains_on(args[0]):
             epsilon = getattr(self, form.epsilon_name)
             return rms_norm(
                 args[0],
@@ -141,7 +141,7 @@ def _layer_norm_forward(original: Forward) -> Forward:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         weight, bias = self.weight, self.bias
-        if len(args) == 1 and not kwargs and runs_on(args[0]) and not autocasts_to_fp32(args[0]):
+        if len(args) == 1 and not kwargs and gains_on(args[0]) and not autocasts_to_fp32(args[0]):
             x = args[0]
             if all(parameter is None or parameter.dtype == x.dtype for parameter in (weight, bias)):
                 return layer_norm(x, weight, bias, self.eps)
@@ -152,6 +152,6 @@ def _layer_norm_forward(original: Forward) -> Forward:
 
 
 def _say_unused(weight: torch.Tensor | None, args: tuple[Any, ...]) -> None:
-    if args and (args[0].is_cuda or interprets()):
+    if args and (args[0].is_cuda or interprets()) and not is_one_token(args[0]):
         wide = " under autocast" if torch.is_autocast_enabled(args[0].device.type) else ""
         say_unused("norm", f"x is {args[0].dtype}, weight {None if weight is None else weight.dtype}{wide}")

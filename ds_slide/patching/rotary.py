@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ds_slide.patching.instance import Forward, ForwardPatch, own_forward, replace_forward
-from ds_slide.patching.kinds import runs_on, say_unused
+from ds_slide.patching.kinds import gains_on, say_unused
 
 NAME = "apply_rotary_pos_emb"
 Rotary = Callable[..., Any]
@@ -145,7 +145,7 @@ def kernel_rotary(original: Rotary, form: RotaryForm) -> Rotary:
     def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
         if not args and (not kwargs or _only_defaults(kwargs)) and _fits(q, k, cos, sin, form):
             return rope(q, k, cos, sin)
-        if runs_on(q):
+        if gains_on(q, 2):
             more = len(args) + len(kwargs)
             say_unused("rope", f"q is {q.dtype}, cos {cos.dtype} with {cos.shape[-1]} columns, {more} more arguments")
         return original(q, k, cos, sin, *args, **kwargs)
@@ -160,7 +160,7 @@ def _only_defaults(kwargs: dict[str, Any]) -> bool:
 
 def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: RotaryForm) -> bool:
     """q [b, hq, s, d], k [b, hk, s, d], cos and sin [1 or b, s, r], all of one dtype; no gradient for the angles."""
-    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape or not runs_on(q):
+    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape or not gains_on(q, 2):
         return False
     if not (q.dtype == k.dtype == cos.dtype == sin.dtype) or cos.requires_grad or sin.requires_grad:
         return False
