@@ -150,8 +150,11 @@ class IoEngine:
         """
     @property
     def backend(self) -> Literal["io_uring", "libaio", "threads"]: ...
-    def open(self, path: str, nbytes: int) -> int:
+    def open(self, path: str, nbytes: int, descriptor: int | None = None) -> int:
         """Make a file (mode 0600, must not exist) with ``nbytes`` allocated, or open an existing one with ``nbytes`` 0.
+
+        With ``descriptor`` the file is the one that is open there for reading and writing, empty where ``nbytes`` is
+        not 0, and ``path`` only names it in errors. The descriptor stays the caller's; it gets O_DIRECT as well.
 
         Returns its number. OSError with errno, path, and when there is no room the bytes needed and the bytes free;
         nothing is left behind then.

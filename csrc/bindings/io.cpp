@@ -127,10 +127,10 @@ void register_io(py::module_& module) {
       .def_property_readonly("backend", &IoEngine::backend)
       .def(
           "open",
-          [](IoEngine& engine, std::string const& path, std::int64_t nbytes) {
-            return file_call([&] { return engine.open(path, nbytes); });
+          [](IoEngine& engine, std::string const& path, std::int64_t nbytes, std::optional<int> descriptor) {
+            return file_call([&] { return engine.open(path, nbytes, descriptor); });
           },
-          py::arg("path"), py::arg("nbytes"))
+          py::arg("path"), py::arg("nbytes"), py::arg("descriptor") = py::none())
       .def("is_direct", &IoEngine::is_direct, py::arg("file"), Release())
       .def("register_memory", &IoEngine::register_memory, py::arg("address"), py::arg("nbytes"), Release())
       .def("unregister_memory", &IoEngine::unregister_memory, py::arg("address"), Release())

@@ -253,13 +253,13 @@ IoEngine::State& IoEngine::state() const {
 
 std::string IoEngine::backend() const { return _state->backend_name; }
 
-std::int64_t IoEngine::open(std::string const& path, std::int64_t nbytes) {
+std::int64_t IoEngine::open(std::string const& path, std::int64_t nbytes, std::optional<int> descriptor) {
   State& state = this->state();
   {
     std::lock_guard<std::mutex> lock(state.mutex);
     state.check_open();
   }
-  auto file = std::make_shared<File>(path, nbytes);
+  auto file = std::make_shared<File>(path, nbytes, descriptor);
   std::lock_guard<std::mutex> backend_lock(state.backend_mutex);
   bool const registered = state.backend != nullptr && state.backend->register_file(*file);
   std::lock_guard<std::mutex> lock(state.mutex);

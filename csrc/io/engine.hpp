@@ -58,8 +58,10 @@ class IoEngine {
 
   [[nodiscard]] std::string backend() const;
 
-  /// Makes (nbytes > 0) or opens (nbytes = 0) a file, as File does. Returns its number, for submit().
-  std::int64_t open(std::string const& path, std::int64_t nbytes);
+  /// Makes (nbytes > 0) or opens (nbytes = 0) a file, or takes an open one, as File does. Returns its number,
+  /// for submit().
+  std::int64_t open(std::string const& path, std::int64_t nbytes,
+                    std::optional<int> descriptor = std::nullopt);
   [[nodiscard]] bool is_direct(std::int64_t file) const;
   /// Blocks until what finished transfers wrote is on the device. Throws FileError.
   void sync(std::int64_t file) const;

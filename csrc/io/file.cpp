@@ -24,18 +24,22 @@ auto without_interruption(Call const& call) {
 
 }  // namespace
 
-File::File(std::string path, std::int64_t nbytes) : _path(std::move(path)) {
+File::File(std::string path, std::int64_t nbytes, std::optional<int> descriptor) : _path(std::move(path)) {
   if (nbytes < 0)
     throw std::invalid_argument("nbytes is " + std::to_string(nbytes) + " but must not be negative");
   bool const is_new = nbytes > 0;
-  int const flags = O_RDWR | O_CLOEXEC | (is_new ? O_CREAT | O_EXCL : 0);
-  _fd = without_interruption([&] { return ::open(_path.c_str(), flags, 0600); });
+  if (descriptor) {
+    _fd = without_interruption([&] { return ::fcntl(*descriptor, F_DUPFD_CLOEXEC, 0); });
+  } else {
+    int const flags = O_RDWR | O_CLOEXEC | (is_new ? O_CREAT | O_EXCL : 0);
+    _fd = without_interruption([&] { return ::open(_path.c_str(), flags, 0600); });
+  }
   if (_fd < 0) fail(errno, std::string(is_new ? "the file cannot be made: " : "the file cannot be opened: "));
   try {
     if (is_new) allocate(nbytes);
     _direct = try_direct(is_new);
   } catch (...) {
-    if (is_new) ::unlink(_path.c_str());
+    if (is_new && !descriptor) ::unlink(_path.c_str());
     ::close(_fd);
     throw;
   }

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -24,7 +25,10 @@ class File {
  public:
   /// Makes a new file of `nbytes` bytes (mode 0600) with all its space allocated, or with nbytes = 0 opens an
   /// existing one. Throws FileError, leaving no file behind that it made.
-  File(std::string path, std::int64_t nbytes);
+  /// With `descriptor` nothing is opened by name: the file is the one that is open there for reading and
+  /// writing, empty if nbytes > 0, and `path` only names it in errors. The caller keeps the descriptor, which
+  /// gets O_DIRECT as well; closing it does not close this file.
+  File(std::string path, std::int64_t nbytes, std::optional<int> descriptor = std::nullopt);
   ~File();
   File(File const&) = delete;
   File& operator=(File const&) = delete;

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from ds_slide import _native
+from ds_slide.store.run_files import RunFiles
 
 SECONDS = 0.3
 REQUEST_BYTES = 2 << 20
@@ -15,16 +15,16 @@ DEPTH = 16
 FILE_BYTES = 128 << 20
 
 
-def mixed_bandwidth(directory: Path, backend: str, seconds: float = SECONDS) -> float:
+def mixed_bandwidth(files: RunFiles, backend: str, seconds: float = SECONDS) -> float:
     """Bytes per second, reads and writes taking turns with DEPTH requests in flight. OSError from the filesystem.
 
-    Makes FILE_BYTES in `directory` for the time of the measurement.
+    Makes FILE_BYTES in one of `files` for the time of the measurement.
     """
-    path = directory / "bandwidth"
+    trial = files.make("bandwidth")
     slab = _native.Slab(DEPTH * REQUEST_BYTES, False, False)
     engine = _native.IoEngine(backend, DEPTH, REQUEST_BYTES)  # type: ignore[arg-type]
     try:
-        file = engine.open(str(path), FILE_BYTES)
+        file = engine.open(trial.label, FILE_BYTES, trial.descriptor)
         places = FILE_BYTES // REQUEST_BYTES
         _keep_busy(engine, file, slab.ptr, requests=places, write_every=1, seconds=float("inf"))
         start = time.perf_counter()
@@ -32,7 +32,7 @@ def mixed_bandwidth(directory: Path, backend: str, seconds: float = SECONDS) -> 
         return moved / (time.perf_counter() - start)
     finally:
         engine.close()
-        path.unlink(missing_ok=True)
+        files.discard(trial)
 
 
 def _keep_busy(

@@ -17,7 +17,7 @@ from typing import Any
 from ds_slide import _native
 from ds_slide.errors import SlideError
 from ds_slide.store.bandwidth import mixed_bandwidth
-from ds_slide.store.run_directory import RunDirectory
+from ds_slide.store.run_files import RunFile, RunFiles
 from ds_slide.store.ssd_places import MOST_DEPTH, PAGE
 from ds_slide.store.striping import Striping
 
@@ -52,8 +52,8 @@ class _Transfer:
 class SsdStore:
     """`nbytes` bytes of logical address space, striped over a file in each of `parents`.
 
-    parents: (JSON path for messages, directory). Each gets a RunDirectory and its part of the space, in proportion to
-    its bandwidth, which is measured when there are several.
+    parents: (JSON path for messages, directory). Each gets a file (RunFiles) and its part of the space, in proportion
+    to its bandwidth, which is measured when there are several.
 
     fail: is given the first error of an asynchronous transfer, once, on the completion thread; from then on nothing
     that was under way is followed by its `then`, and new transfers raise. Whoever waits for a `then` must also watch
@@ -93,21 +93,23 @@ class SsdStore:
         self._closed = False
         self._tokens = itertools.count()
         self._drained = threading.Event()
-        self._directories: list[RunDirectory] = []
-        self._watched: list[tuple[Path, int, int]] = []
-        """(path, descriptor, bytes) of the state files."""
+        self._places: list[RunFiles] = []
+        self._state_files: list[tuple[RunFile, int]] = []
+        """With their lengths in bytes."""
+        self._labels: list[str] = []
+        """By mount, also of one that is left out."""
         self._engine: _native.IoEngine | None = None
         try:
             for json_path, parent in parents:
-                self._directories.append(RunDirectory(parent, rank, json_path=json_path))
+                self._places.append(RunFiles(parent, rank, json_path=json_path))
             names = [json_path for json_path, _ in parents]
             self._striping = Striping(self._weigh(names, backend))
             sizes = self._striping.file_sizes(nbytes)
-            _check_space(names, self._paths(), sizes)
+            _check_space(names, [place.path for place in self._places], sizes)
             request_bytes = request_bytes or DEFAULT_REQUEST_BYTES
             self._io = self._engine = _engine(backend, queue_depth, len(parents), request_bytes)
             self._files = [
-                self._open(name, path, size) for name, path, size in zip(names, self._paths(), sizes, strict=True)
+                self._open(name, place, size) for name, place, size in zip(names, self._places, sizes, strict=True)
             ]
         except BaseException:
             self._discard()
@@ -145,22 +147,29 @@ class SsdStore:
         return self._io.register_memory(address, nbytes)
 
     def statistics(self) -> dict[str, Any]:
-        """Those of `_native.IoEngine.stats`, and by mount: paths, direct (O_DIRECT works), weights (sum 1)."""
+        """Those of `_native.IoEngine.stats`, and by mount: paths (as `lsof +L1` shows them), direct (O_DIRECT works),
+        weights (sum 1)."""
         return {
             **self._io.stats(),
             "nbytes": self.nbytes,
-            "paths": [str(path) for path in self._paths()],
+            "paths": list(self._labels),
             "direct": list(self._direct),
             "weights": self._striping.shares,
         }
 
+    @property
+    def descriptors(self) -> list[int]:
+        """Of the state files, until `close`. They may have O_DIRECT set, so whoever wants to look at a file, which most
+        often has no name, opens /proc/<pid>/fd/<descriptor>."""
+        return [file.descriptor for file, _ in self._state_files]
+
     def remove_files(self) -> None:
-        """Remove the run directories while transfers may be under way: the process is about to be ended."""
-        for directory in self._directories:
-            directory.remove_now()
+        """Remove the files that have names while transfers may be under way: the process is about to be ended."""
+        for place in self._places:
+            place.close()
 
     def close(self) -> None:
-        """Wait for the requests in flight, drop the others, remove the run directories. A second call does nothing.
+        """Wait for the requests in flight, drop the others, remove the files. A second call does nothing.
 
         No `then` runs after it; threads in `read_now` and `write_now` get an error.
         """
@@ -177,44 +186,46 @@ class SsdStore:
             self._thread.join()
         self._discard()
 
-    def _paths(self) -> list[Path]:
-        return [directory.path / STATE_FILE for directory in self._directories]
-
     def _weigh(self, names: Sequence[str], backend: str) -> list[float]:
         """Bandwidths of the mounts; only their ratios matter."""
         if len(names) == 1:
             return [1.0]
         weights = []
-        for name, directory in zip(names, self._directories, strict=True):
+        for name, place in zip(names, self._places, strict=True):
             try:
-                weights.append(mixed_bandwidth(directory.path, backend))
+                weights.append(mixed_bandwidth(place, backend))
+            except SlideError:
+                raise
             except (OSError, RuntimeError) as error:
-                raise _unusable(name, directory.path, error) from error
+                raise _unusable(name, str(place.path), error) from error
         return weights
 
     @property
     def _direct(self) -> list[bool]:
         return [number is not None and direct for number, direct in self._files]
 
-    def _open(self, name: str, path: Path, size: int) -> tuple[int | None, bool]:
+    def _open(self, name: str, place: RunFiles, size: int) -> tuple[int | None, bool]:
         """The file's number in the engine, None for one that gets nothing, and whether O_DIRECT works."""
         if size == 0:
-            _log.warning("%s: %s is so much slower than the others that it is left out", name, path.parent.parent)
+            _log.warning("%s: %s is so much slower than the others that it is left out", name, place.path)
+            self._labels.append(str(place.path))
             return None, False
+        file = place.make(STATE_FILE)
+        # One page more than is ever written: a file that was cut never gets its length back by later writes, whose
+        # holes would otherwise be read as zeros.
+        self._state_files.append((file, size + PAGE))
+        self._labels.append(file.label)
         try:
-            # One page more than is ever written: a file that was cut never gets its length back by later writes, whose
-            # holes would otherwise be read as zeros.
-            number = self._io.open(str(path), size + PAGE)
-            self._watched.append((path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), size + PAGE))
+            number = self._io.open(file.label, size + PAGE, file.descriptor)
         except OSError as error:
-            raise _unusable(name, path, error) from error
+            raise _unusable(name, file.label, error) from error
         direct = self._io.is_direct(number)
         if not direct:
             _log.warning(
                 "%s: the filesystem of %s refuses O_DIRECT, so states pass through the page cache, which costs memory "
                 "and speed; name a directory on a local ext4 or xfs disk",
                 name,
-                path.parent.parent,
+                place.path,
             )
         return number, direct
 
@@ -291,10 +302,10 @@ class SsdStore:
 
     def _cut_file(self) -> str | None:
         """Of a state file that is shorter than it was made."""
-        for path, descriptor, nbytes in self._watched:
-            found = os.fstat(descriptor).st_size
+        for file, nbytes in self._state_files:
+            found = os.fstat(file.descriptor).st_size
             if found < nbytes:
-                return f"{path} has {found:,} of its {nbytes:,} bytes, because something else has cut it"
+                return f"{file.label} has {found:,} of its {nbytes:,} bytes, because something else has cut it"
         return None
 
     def _record(self, error: BaseException) -> None:
@@ -309,10 +320,10 @@ class SsdStore:
     def _discard(self) -> None:
         if self._engine is not None:
             self._engine.close()
-        while self._watched:
-            os.close(self._watched.pop()[1])
-        for directory in self._directories:
-            directory.close()
+        while self._state_files:
+            os.close(self._state_files.pop()[0].descriptor)
+        for place in self._places:
+            place.close()
 
 
 def _engine(backend: str, queue_depth: int | None, mounts: int, request_bytes: int) -> _native.IoEngine:
@@ -330,9 +341,9 @@ def _check_space(names: Sequence[str], paths: Sequence[Path], sizes: Sequence[in
     """Refuse what does not fit before any of it is allocated; mounts may share a filesystem."""
     needs: dict[int, int] = {}
     for name, path, size in zip(names, paths, sizes, strict=True):
-        device = path.parent.stat().st_dev
+        device = path.stat().st_dev
         needs[device] = needs.get(device, 0) + size
-        space = os.statvfs(path.parent)
+        space = os.statvfs(path)
         free = space.f_bavail * space.f_frsize
         if needs[device] > free:
             raise SlideError(_too_little(name, path, needs[device], free))
@@ -340,15 +351,15 @@ def _check_space(names: Sequence[str], paths: Sequence[Path], sizes: Sequence[in
 
 def _too_little(name: str, path: Path, needed: int, free: int) -> str:
     return (
-        f"{name}: {str(path.parent.parent)!r} has {free:,} bytes free and needs {needed:,} for states on SSD; free "
+        f"{name}: {str(path)!r} has {free:,} bytes free and needs {needed:,} for states on SSD; free "
         "space there, name a further directory on another disk, or raise ds_slide.host_memory"
     )
 
 
-def _unusable(name: str, path: Path, error: Exception) -> SlideError:
+def _unusable(name: str, path: str, error: Exception) -> SlideError:
     advice = _advice(error.errno or 0) if isinstance(error, OSError) else "choose another backend"
     reason = error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else str(error)
-    return SlideError(f"{name}: {str(path)!r} cannot be used for states on SSD ({reason}); {advice}")
+    return SlideError(f"{name}: {path!r} cannot be used for states on SSD ({reason}); {advice}")
 
 
 def _advice(error: int) -> str:

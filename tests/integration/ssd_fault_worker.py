@@ -33,7 +33,7 @@ from harness import batches, ds_config, llama, states_of
 import ds_slide  # noqa: F401 - switches the "ds_slide" key on where the package is not installed
 from ds_slide.errors import SlideError
 from ds_slide.integration import ssd_settings
-from ds_slide.store import ssd_unit
+from ds_slide.store import run_files, ssd_unit
 
 # Of 4096 parameters each, so that a block of the small model has 11, as a real one has.
 CHUNK_NUMEL = 4096
@@ -89,7 +89,8 @@ class Run:
         model = llama()
         self.engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
         self.disk = Path(disk)
-        self.note("directories", sorted(path.name for path in self.disk.iterdir()))
+        self.note("entries", sorted(path.name for path in self.disk.iterdir()))
+        self.note("paths", self.engine.optimizer.runtime.parts.ssd.statistics()["paths"])
 
     def train(self, steps: int) -> None:
         """Each step has its own batch, so that a run that resumes sees what an uninterrupted one sees."""
@@ -189,13 +190,20 @@ class Run:
         """Wait for somebody."""
         Path(fifo).read_text()
 
-    def state_file(self, what: str, nbytes: int = 0) -> None:
-        """ "truncate" the state file to `nbytes`, "unlink" it, or remove the "directory" with all in it."""
-        (path,) = self.disk.glob("ds_slide-*/states")
+    def keep_names(self) -> None:
+        """From now on, as on a file system where an open file cannot be unlinked."""
+        run_files.unnamed_file = lambda _directory: None
+        run_files._works_without_a_name = lambda _descriptor: False
+
+    def truncate(self, nbytes: int) -> None:
+        """The state file, to `nbytes`."""
+        (descriptor,) = self.engine.optimizer.runtime.parts.ssd._store.descriptors
         self.note("fault_at", time.monotonic())
-        if what == "truncate":
-            os.truncate(path, nbytes)
-            return
+        os.truncate(f"/proc/self/fd/{descriptor}", nbytes)
+
+    def remove_state_file(self, what: str) -> None:
+        """ "unlink" the state file, which has a name, or remove the "directory" with all in it."""
+        (path,) = self.disk.glob("ds_slide-*/states")
         for file in path.parent.iterdir() if what == "directory" else [path]:
             file.unlink()
         if what == "directory":

@@ -25,7 +25,8 @@ BACKENDS = ("io_uring", "libaio", "threads")
 PAGE = 4096
 STEPS, SAVED = 4, 2
 SECONDS = 30.0  # from a fault to the end of the run, which takes less than one on an idle machine
-NAME = r"ds_slide-.+-\d+-0-[0-9a-f]{12}"
+UNNAMED = r"#\d+ \(deleted\)"
+NAMED = r"ds_slide-.+-\d+-0-[0-9a-f]{12}/states"
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,7 @@ def test_a_failing_disk_ends_training_with_one_sentence(
     code = getattr(errno, error)
     slide = {"io_backend": backend}
     run = launcher.begin(start(disk, slide, clip=clip), ["train", 2], ["faults", 23, -1, code], ["train", 3])
-    named = rf"(read|write) of \d+ bytes at offset \d+ of {disk}/{NAME}/states failed: .*\(errno {code}\)"
+    named = rf"(read|write) of \d+ bytes at offset \d+ of {disk}/{UNNAMED} failed: .*\(errno {code}\)"
     check_failure(run, disk, named, os.strerror(code), "resume from the last checkpoint")
 
 
@@ -142,14 +143,14 @@ def test_a_script_may_catch_the_error_and_begin_anew(launcher: Launcher, whole: 
     )
     assert result["digests"]["end"] == expected["digests"]["end"]
     assert all(f"errno {errno.EIO}" in sentence for sentence in result["errors"]) and len(result["errors"]) == 2
-    assert len(result["directories"]) == 1
+    assert result["entries"] == []
     assert not list(disk.iterdir())
 
 
 def test_a_disk_that_fails_at_start(launcher: Launcher, disk: Path) -> None:
     needs_shim(launcher)
     run = launcher.begin(["faults", 5, -1, errno.EIO], start(disk, {"io_backend": "threads"}))
-    check_failure(run, disk, "states", "Input/output error", "kernel's log")
+    check_failure(run, disk, UNNAMED, "Input/output error", "kernel's log")
 
 
 # ---- the disk is full ----------------------------------------------------------------------------------------------
@@ -246,16 +247,17 @@ def test_a_state_file_that_is_cut_is_an_error(
     launcher: Launcher, disk: Path, clip: float, nbytes: int, count: int | str
 ) -> None:
     """Never zeros in place of states: also not when a write gives the file its length back, with a hole before it."""
-    cut = ["at_record", count, "state_file", "truncate", nbytes]
+    cut = ["at_record", count, "truncate", nbytes]
     slide = {"ssd_buffers": 2, "weight_buffers": 2}
     run = launcher.begin(start(disk, slide, clip=clip), ["train", 1], cut, ["train", STEPS])
-    check_failure(run, disk, f"{disk}/{NAME}/states", "the file ends at byte|because something else has cut it")
+    check_failure(run, disk, f"{disk}/{UNNAMED}", "the file ends at byte|because something else has cut it")
 
 
 @pytest.mark.parametrize("what", ["directory", pytest.param("unlink", marks=pytest.mark.slow)])
 def test_a_state_file_that_is_removed_does_no_harm(launcher: Launcher, whole: Any, disk: Path, what: str) -> None:
-    """The open file lives on; what is left of the directory goes with the run."""
-    run = launcher.begin(start(disk), ["train", 1], ["state_file", what], ["train", STEPS - 1], ["digest", "end"])
+    """One with a name: the open file lives on; what is left of the directory goes with the run."""
+    actions = (["train", 1], ["remove_state_file", what], ["train", STEPS - 1], ["digest", "end"])
+    run = launcher.begin(["keep_names"], start(disk), *actions)
     assert run.end() == 0, run.log[-3000:]
     check_bits(run.result, whole()[1])
     assert "could not be removed" not in run.log
@@ -277,15 +279,14 @@ FAST_PHASES = ("update", "publish")
 
 
 def check_resume(launcher: Launcher, whole: Any, disk: Path, saves: Path, clip: float = 1.0) -> int:
-    """The next run removes what the dead one has left, and ends with the bits of a run that nobody killed.
+    """The next run removes what a dead one has left, and ends with the bits of a run that nobody killed.
 
     Returns the step of the checkpoint. What a save that was killed has left goes with the next save.
     """
-    dead = {path.name for path in disk.iterdir()}
     actions = [["load", str(saves)], ["train_to", STEPS], ["digest", "end"], ["save", str(saves), "base"]]
     result = launcher.run(start(disk, clip=clip), *actions)
     check_bits(result, whole(clip)[1])
-    assert len(result["directories"]) == 1 and not dead.intersection(result["directories"])
+    assert result["entries"] == []
     assert not list(disk.iterdir())
     assert sorted(path.name for path in saves.iterdir()) == ["base", "latest", "zero_to_fp32.py", "zero_to_torch.py"]
     return int(result["loaded_step"])
@@ -301,7 +302,7 @@ def test_a_kill_loses_nothing_that_was_saved(launcher: Launcher, whole: Any, dis
     actions = [["load", str(saves)], kill, ["train", 1], ["save", str(saves), "base"]]
     run = launcher.begin(start(disk, {"debug": {"lane_delay_ms": 1.0}}), *actions)
     assert run.end() == -signal.SIGKILL, run.log[-3000:]
-    assert len(list(disk.iterdir())) == 1
+    assert not list(disk.iterdir())
     assert any(path.name.startswith(".ds_slide_saving") for path in saves.iterdir()) == (phase in ("save", "publish"))
     assert check_resume(launcher, whole, disk, saves) == (SAVED + 1 if phase == "publish" else SAVED)
 
@@ -314,7 +315,7 @@ def test_a_kill_before_training(launcher: Launcher, whole: Any, disk: Path, phas
     load = ["load", str(saves)]
     run = launcher.begin(*((kill, start(disk)) if phase == "start" else (start(disk), kill, load)))
     assert run.end() == -signal.SIGKILL, run.log[-3000:]
-    assert len(list(disk.iterdir())) == 1
+    assert not list(disk.iterdir())
     check_resume(launcher, whole, disk, saves)
 
 
@@ -355,14 +356,28 @@ def test_ctrl_c_leaves_nothing(launcher: Launcher, whole: Any, disk: Path, phase
     check_resume(launcher, whole, disk, saves)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_ordinary_signal(launcher: Launcher, whole: Any, disk: Path, number: int) -> None:
-    """Ctrl-C is an exception, and leaves nothing. SIGTERM ends Python at once: the next start removes the directory."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_ordinary_signal_leaves_nothing(launcher: Launcher, whole: Any, disk: Path, number: int) -> None:
+    """Ctrl-C is an exception; the others end Python at once."""
     stop = ["at", PHASES["backward"][0], 3, "kill", number]
     run = launcher.begin(start(disk), ["train", 1], stop, ["train", STEPS])
     assert run.end() == -number, run.log[-3000:]
+    assert not list(disk.iterdir())
+    if number == signal.SIGTERM:
+        check_resume(launcher, whole, disk, shutil.copytree(whole()[0], disk.parent / "saves"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_files_with_names_go_at_the_end_or_with_the_next_start(
+    launcher: Launcher, whole: Any, disk: Path, number: int
+) -> None:
+    stop = ["at", PHASES["backward"][0], 3, "kill", number]
+    run = launcher.begin(["keep_names"], start(disk), ["train", 1], stop, ["train", STEPS])
+    assert run.end() == -number, run.log[-3000:]
+    assert re.fullmatch(f"{disk}/{NAMED}", run.result["paths"][0])
     assert len(list(disk.iterdir())) == (0 if number == signal.SIGINT else 1)
-    check_resume(launcher, whole, disk, shutil.copytree(whole()[0], disk.parent / "saves"))
+    if number == signal.SIGKILL:
+        check_resume(launcher, whole, disk, shutil.copytree(whole()[0], disk.parent / "saves"))
 
 
 def test_a_run_that_saves_and_loads_ends_cleanly(launcher: Launcher, whole: Any, disk: Path) -> None:

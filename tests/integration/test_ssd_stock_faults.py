@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -113,8 +114,8 @@ def test_no_file_is_left(tmp_path: Path) -> None:
     """Stock leaves the optimizer's swap files after every run, and those of the parameters until the next one."""
     with engine_for(small_llama(), on_ssd(tmp_path)) as engine:
         train(engine, batches(1))
-        (directory,) = tmp_path.iterdir()
-        assert sorted(path.name for path in directory.iterdir()) == ["lock", "states"]
+        assert not list(tmp_path.iterdir())
+        assert os.fstat(engine.optimizer.runtime.parts.ssd._store.descriptors[0]).st_blocks > 0
     assert not list(tmp_path.iterdir())
 
 

@@ -319,3 +319,24 @@ def test_a_descriptor_leak_would_show(tmp_path: Path) -> None:
         engine.open(str(tmp_path / backend), MIB)
         engine.close()
         assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_is_open_already(make: Make, tmp_path: Path) -> None:
+    """The path only names it: nothing is opened, made or removed there."""
+    path = tmp_path / "named"
+    path.write_bytes(b"another file")
+    descriptor = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR, 0o600)
+    engine, memory = make(), Memory(BLOCK)
+    file = engine.open(str(path), 2 * BLOCK, descriptor)
+    assert os.fstat(descriptor).st_size == 2 * BLOCK and os.fstat(descriptor).st_blocks * 512 >= 2 * BLOCK
+    memory.bytes[:] = b"w" * BLOCK
+    assert transfer(engine, True, [(file, BLOCK, memory.ptr, BLOCK)]) == (None, 0)
+    assert Path(f"/proc/self/fd/{descriptor}").read_bytes() == bytes(BLOCK) + b"w" * BLOCK
+    os.close(descriptor)
+    assert transfer(engine, False, [(file, BLOCK, memory.ptr, BLOCK)]) == (None, 0)
+    sentence, error = transfer(engine, False, [(file, 2 * BLOCK, memory.ptr, BLOCK)])
+    assert error == errno.ENODATA and sentence is not None and str(path) in sentence
+    with pytest.raises(OSError, match="Bad file descriptor") as refused:
+        engine.open(str(path), BLOCK, descriptor)
+    assert refused.value.errno == errno.EBADF
+    assert path.read_bytes() == b"another file"

@@ -8,22 +8,39 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
 
 from ds_slide.errors import SlideError
-from ds_slide.store.run_directory import NAME, RunDirectory
+from ds_slide.store import run_directory, run_files
+from ds_slide.store.owned_directory import opened
+from ds_slide.store.run_directory import NAME, RunDirectory, remove_dead_runs
+from ds_slide.store.run_files import RunFiles
 
 PRELUDE = """
 import os, sys
 from pathlib import Path
-from ds_slide.store.run_directory import RunDirectory
+from ds_slide.store import run_directory, run_files
+from ds_slide.store.owned_directory import opened
+from ds_slide.store.run_directory import RunDirectory, remove_dead_runs
 parent = Path(sys.argv[1])
+def started(rank):
+    with opened(parent) as directory:
+        remove_dead_runs(directory, parent)
+        return RunDirectory(directory, parent, rank)
 """
 
 
-def started(script: str, parent: Path) -> subprocess.Popen[str]:
+def started(parent: Path, rank: int = 0) -> RunDirectory:
+    """What a run makes where files must keep their names."""
+    with opened(parent) as directory:
+        remove_dead_runs(directory, parent)
+        return RunDirectory(directory, parent, rank)
+
+
+def process_of(script: str, parent: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", PRELUDE + textwrap.dedent(script), str(parent)],
         stdin=subprocess.PIPE,
@@ -34,7 +51,7 @@ def started(script: str, parent: Path) -> subprocess.Popen[str]:
 
 
 def finished(script: str, parent: Path) -> str:
-    process = started(script, parent)
+    process = process_of(script, parent)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     return output
@@ -42,9 +59,9 @@ def finished(script: str, parent: Path) -> str:
 
 def living_run(parent: Path) -> tuple[subprocess.Popen[str], Path]:
     """A process with a run directory that holds a state file, and the directory."""
-    process = started(
+    process = process_of(
         """
-        run = RunDirectory(parent, 0)
+        run = started(0)
         (run.path / "states").write_bytes(bytes(8192))
         print(run.path, flush=True)
         sys.stdin.readline()
@@ -60,8 +77,8 @@ def names(parent: Path) -> set[str]:
 
 
 def test_it_has_the_name_of_the_run_and_is_private(tmp_path):
-    run = RunDirectory(tmp_path / "missing" / "too", 3)
-    assert run.path.parent == tmp_path / "missing" / "too"
+    run = started(tmp_path, 3)
+    assert run.path.parent == tmp_path
     assert NAME.fullmatch(run.path.name)
     assert f"-{os.getpid()}-3-" in run.path.name
     assert run.path.stat().st_mode & 0o777 == 0o700
@@ -69,7 +86,7 @@ def test_it_has_the_name_of_the_run_and_is_private(tmp_path):
 
 
 def test_close_removes_it_and_may_be_repeated(tmp_path):
-    first, second = RunDirectory(tmp_path, 0), RunDirectory(tmp_path, 0)
+    first, second = started(tmp_path), started(tmp_path)
     (first.path / "states").write_bytes(b"x")
     first.close()
     first.close()
@@ -78,26 +95,40 @@ def test_close_removes_it_and_may_be_repeated(tmp_path):
     assert names(tmp_path) == set()
 
 
-def test_it_is_removed_though_another_thread_is_in_the_middle_of_that(tmp_path):
-    """The process ends afterwards, and the other thread with it."""
-    run = RunDirectory(tmp_path, 0)
+def test_close_waits_for_another_thread_in_the_middle_of_it(tmp_path, monkeypatch):
+    """The process may end afterwards, and the other thread with it."""
+    run = started(tmp_path)
     (run.path / "states").write_bytes(bytes(8192))
-    run._remove.detach()  # as if begun
-    run.remove_now()
-    run.remove_now()
+    begun, go, remove_files = threading.Event(), threading.Event(), run_directory._remove_files
+
+    def held(directory: int) -> None:
+        begun.set()
+        assert go.wait(60)
+        remove_files(directory)
+
+    monkeypatch.setattr(run_directory, "_remove_files", held)
+    first, second = threading.Thread(target=run.close), threading.Thread(target=run.close)
+    first.start()
+    assert begun.wait(60)
+    second.start()
+    second.join(0.1)
+    assert second.is_alive()
+    go.set()
+    second.join(60)
     assert names(tmp_path) == set()
+    first.join(60)
 
 
 def test_a_dropped_one_is_removed(tmp_path):
-    RunDirectory(tmp_path, 0)
+    started(tmp_path)
     assert names(tmp_path) == set()
 
 
 @pytest.mark.parametrize("ending", ["", "raise ValueError", "sys.exit(3)"])
 def test_the_interpreters_exit_removes_it(tmp_path, ending):
-    process = started(
+    process = process_of(
         f"""
-        run = RunDirectory(parent, 0)
+        run = started(0)
         (run.path / "states").write_bytes(b"x")
         {ending}
         """,
@@ -113,7 +144,7 @@ def test_what_kill_9_leaves_is_removed_by_the_next_start_and_no_living_run(tmp_p
     doomed.send_signal(signal.SIGKILL)
     doomed.wait(60)
     assert names(tmp_path) == {dead.name, alive.name}
-    run = RunDirectory(tmp_path, 0)
+    run = started(tmp_path)
     assert names(tmp_path) == {alive.name, run.path.name}
     assert (alive / "states").stat().st_size == 8192
     run.close()
@@ -127,13 +158,13 @@ def test_a_number_of_a_dead_process_that_lives_again_does_not_save_a_dead_direct
     dead.mkdir()
     (dead / "lock").touch()
     (dead / "states").write_bytes(b"x")
-    RunDirectory(tmp_path, 0).close()
+    started(tmp_path).close()
     assert names(tmp_path) == set()
 
 
 def test_an_empty_directory_of_a_maker_that_was_killed_is_removed(tmp_path):
     (tmp_path / "ds_slide-host-1-0-0123456789ab").mkdir()
-    RunDirectory(tmp_path, 0).close()
+    started(tmp_path).close()
     assert names(tmp_path) == set()
 
 
@@ -150,14 +181,14 @@ def test_what_is_not_ours_stays(tmp_path):
     (elsewhere / "lock").touch()
     (tmp_path / "ds_slide-host-1-0-3123456789ab").symlink_to(elsewhere)
     before = sorted(str(path) for path in tmp_path.rglob("*"))
-    RunDirectory(tmp_path, 0).close()
+    started(tmp_path).close()
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
 
 
 def test_a_forked_child_that_exits_leaves_its_parents_directory(tmp_path):
     output = finished(
         """
-        run = RunDirectory(parent, 0)
+        run = started(0)
         child = os.fork()
         if child == 0:
             sys.exit(0)  # runs the exit handlers, as multiprocessing's children do not
@@ -177,9 +208,9 @@ def test_a_forked_child_that_exits_leaves_its_parents_directory(tmp_path):
 
 def test_a_forked_child_that_lives_on_does_not_keep_a_killed_parents_lock(tmp_path):
     """Data-loader workers outlive a killed run by seconds; the next run must find it dead."""
-    process = started(
+    process = process_of(
         """
-        run = RunDirectory(parent, 0)
+        run = started(0)
         reader, writer = os.pipe()
         if os.fork() == 0:
             os.close(writer)
@@ -194,7 +225,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_a_killed_parents_lock(tmp_pa
     assert process.stdout.readline() == "child\n"
     process.send_signal(signal.SIGKILL)
     process.wait(60)
-    RunDirectory(tmp_path, 0).close()
+    started(tmp_path).close()
     assert names(tmp_path) == set()
     process.communicate(timeout=60)
 
@@ -204,18 +235,18 @@ def test_runs_that_start_end_and_crash_at_once_never_lose_a_living_directory(tmp
         print("ready", flush=True)
         sys.stdin.readline()
         for round_ in range(60):
-            run = RunDirectory(parent, 0)
+            run = started(0)
             (run.path / "states").write_bytes(b"x")
-            other = RunDirectory(parent, 1)
+            other = started(1)
             assert (run.path / "lock").exists() and (run.path / "states").exists(), "lost"
             other.close()
             if round_ % 3 == 0:  # dies without removing anything
-                _, _, (path, lock, _), _ = run._remove.detach()
-                os.close(lock)
+                run._made.removed = True
+                run._made.let_go()
             else:
                 run.close()
         """
-    processes = [started(script, tmp_path) for _ in range(6)]
+    processes = [process_of(script, tmp_path) for _ in range(6)]
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -227,13 +258,13 @@ def test_runs_that_start_end_and_crash_at_once_never_lose_a_living_directory(tmp
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
         assert errors == ""
-    RunDirectory(tmp_path, 0).close()
+    started(tmp_path).close()
     assert names(tmp_path) == set()
 
 
 def refusal(parent: Path) -> str:
     with pytest.raises(SlideError) as caught:
-        RunDirectory(parent, 0, json_path="ds_slide.nvme_path[1]")
+        RunFiles(parent, 0, json_path="ds_slide.nvme_path[1]").make("states")
     text = str(caught.value)
     assert text.startswith("ds_slide.nvme_path[1]: ")
     assert str(parent) in text
@@ -254,7 +285,8 @@ def test_a_read_only_parent_is_refused(mounted):
 def test_a_full_parent_is_refused(mounted):
     assert "free space" in refusal(mounted("nr_inodes=1"))
     almost = mounted("nr_inodes=2")  # room for the directory, none for its lock
-    assert "free space" in refusal(almost)
+    with pytest.raises(OSError, match="No space left"):
+        started(almost)
     assert names(almost) == set()
 
 
@@ -265,5 +297,6 @@ def test_a_filesystem_without_locks_is_refused(tmp_path, monkeypatch):
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(run_files, "unnamed_file", lambda _directory: None)
     assert "flock" in refusal(tmp_path)
     assert names(tmp_path) == set()

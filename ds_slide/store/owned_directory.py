@@ -1,0 +1,232 @@
+"""Directories of ours below one in which others may make, rename and replace entries.
+
+A name can mean something else at every look, so it is looked at once: `open_owned` gives a descriptor of the directory,
+after it has seen that this is a directory and no symbolic link, that it belongs to us, and that it is no mount point.
+Everything below is reached from that descriptor (openat, unlinkat, renameat), and nothing is removed through a path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+Known = Callable[[str, int], bool]
+"""Whether we make an entry of this name so many directories below (0: in the directory itself)."""
+
+_READ_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# Deeper than any tag. Every level holds a descriptor open.
+_MOST_LEVELS = 32
+_NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of a directory that the user has named, whose symbolic links are the user's. Raises OSError."""
+    descriptor = os.open(path, _READ_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def owned(name: str, parent: int) -> Iterator[int]:
+    """`open_owned`, closed afterwards."""
+    descriptor = open_owned(name, parent)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def open_owned(name: str, parent: int) -> int:
+    """A descriptor of our directory `name` in the directory open as `parent`. Raises OSError where it is not ours."""
+    try:
+        descriptor = os.open(name, _READ_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise _not_ours(name, "it is no directory") from error
+        raise
+    try:
+        _require_ours(name, parent, descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_below(parts: Sequence[str], top: int, *, make: bool = False) -> int:
+    """A descriptor of the directory `parts` below the one open as `top`; no symbolic link is followed on the way.
+
+    `make`: what is missing is made, with the permissions that the umask gives. Raises OSError.
+    """
+    descriptor = os.dup(top)
+    for name in parts:
+        try:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=descriptor)
+            below = os.open(name, _READ_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
+        descriptor = below
+    return descriptor
+
+
+def status_of(name: str, parent: int) -> os.stat_result | None:
+    """Of the entry itself, never of what a symbolic link leads to; None where there is none."""
+    try:
+        return os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def is_at(name: str, parent: int, descriptor: int) -> bool:
+    """Whether the name means what is open as `descriptor`, now."""
+    found = status_of(name, parent)
+    return found is not None and os.path.samestat(found, os.fstat(descriptor))
+
+
+def first_foreign(directory: int, known: Known, level: int = 0) -> str | None:
+    """The first entry in the directory or below that we do not make: not a regular file or directory, another's, on
+    another file system, or of a name that is not `known`. None where all of them may be ours."""
+    for name in sorted(os.listdir(directory)):
+        found = status_of(name, directory)
+        if found is None:
+            continue
+        if not known(name, level) or level == _MOST_LEVELS:
+            return name
+        if stat.S_ISDIR(found.st_mode):
+            try:
+                with owned(name, directory) as below:
+                    foreign = first_foreign(below, known, level + 1)
+            except OSError:
+                return name
+            if foreign is not None:
+                return f"{name}/{foreign}"
+        elif not stat.S_ISREG(found.st_mode):
+            return name
+    return None
+
+
+def remove_contents(directory: int, *, last: str | None = None, level: int = 0) -> None:
+    """Remove everything in the directory, the file `last` after all others. Whoever else removes it meanwhile may.
+
+    A directory in it that is not ours stays with its content, and so does `last` then. Raises OSError for the first
+    that could not be removed, after the others.
+    """
+    if level == _MOST_LEVELS:
+        raise OSError(errno.ELOOP, "it has too many levels of directories")
+    failure: OSError | None = None
+    for name in sorted(os.listdir(directory), key=lambda name: (name == last, name)):
+        if failure is not None and name == last:
+            break
+        try:
+            _remove_entry(name, directory, level)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def _remove_entry(name: str, directory: int, level: int) -> None:
+    if stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+        with owned(name, directory) as below:
+            remove_contents(below, level=level + 1)
+        os.rmdir(name, dir_fd=directory)
+    else:
+        os.unlink(name, dir_fd=directory)
+
+
+def remove_empty(name: str, parent: int, directory: int) -> bool:
+    """Remove the empty directory that is open as `directory`, under `name` in `parent` or whatever name it has now.
+
+    False where its name cannot be found. rmdir takes nothing but an empty directory. Raises OSError.
+    """
+    if is_at(name, parent, directory):
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(name, dir_fd=parent)
+        return True
+    path = present_path(directory)
+    if os.fstat(directory).st_nlink == 0 or (path is not None and path.endswith(" (deleted)")):
+        return True  # somebody else has removed it
+    if path is None:
+        return False
+    try:
+        with opened(Path(path).parent) as elsewhere:
+            if not is_at(os.path.basename(path), elsewhere, directory):
+                return False
+            os.rmdir(os.path.basename(path), dir_fd=elsewhere)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def present_path(descriptor: int) -> str | None:
+    """The path under which the kernel knows an open file or directory; None without /proc."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return None
+
+
+def unnamed_file(directory: int) -> int | None:
+    """A descriptor, for reading and writing, of a new file (mode 0600) without a name on the directory's file system.
+
+    None where the file system has no such files (NFS, FUSE, older overlays). Raises OSError.
+    """
+    try:
+        return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=directory)
+    except OSError as error:
+        if error.errno in _NO_UNNAMED_FILES:
+            return None
+        raise
+
+
+def _require_ours(name: str, parent: int, descriptor: int) -> None:
+    found, above = os.fstat(descriptor), os.fstat(parent)
+    # The mount tells a bind mount of the same file system, whose device is the parent's.
+    if found.st_dev != above.st_dev or _mount_of(descriptor) != _mount_of(parent):
+        raise _not_ours(name, "another file system is mounted there")
+    if found.st_uid != os.geteuid() and found.st_uid != _owner_of_new_files(parent):
+        raise _not_ours(name, f"it belongs to user {found.st_uid}")
+
+
+def _not_ours(name: str, reason: str) -> OSError:
+    return OSError(errno.EPERM, f"{reason}, so it is none of ours", name)
+
+
+def _mount_of(descriptor: int) -> str | None:
+    """The number of the mount through which a file was opened; None where the kernel does not say."""
+    try:
+        with open(f"/proc/self/fdinfo/{descriptor}") as lines:
+            return next((line for line in lines if line.startswith("mnt_id:")), None)
+    except OSError:
+        return None
+
+
+def _owner_of_new_files(parent: int) -> int:
+    """Whom the file system takes us for: an NFS server may map us to another user. Ourselves where we cannot write."""
+    name = None
+    try:
+        descriptor = unnamed_file(parent)
+        if descriptor is None:
+            name = f".ds_slide_owner.{secrets.token_hex(6)}"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(name, flags, 0o600, dir_fd=parent)
+    except OSError:
+        return os.geteuid()
+    try:
+        return os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)
+        if name is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=parent)
