@@ -61,9 +61,9 @@ def slide_config(ds_config: Any) -> Any:
     # Without the key nothing of DS-Slide is imported, let alone run.
     if not isinstance(raw, Mapping) or "ds_slide" not in raw:
         return None
-    from ds_slide.config import SlideConfig
+    from ds_slide.integration.early import enabled_block
 
-    return SlideConfig.from_deepspeed(raw)
+    return enabled_block(raw)
 
 
 def _typed(original: Callable[..., None]) -> Callable[..., None]:

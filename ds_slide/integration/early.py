@@ -12,13 +12,29 @@ from types import SimpleNamespace
 from typing import Any
 
 from ds_slide.config import SlideConfig
+from ds_slide.errors import SlideConfigError
 from ds_slide.integration.json_types import type_problems
+from ds_slide.report.refusals import end_in_one_sentence
+
+
+def enabled_block(raw: Mapping[str, Any]) -> SlideConfig | None:
+    """The "ds_slide" block of `raw`, None where it is off. Raises SlideConfigError for a fault in it.
+
+    Every way into DS-Slide leads through here. From the first one on, refusals end the process in one sentence.
+    """
+    try:
+        slide = SlideConfig.from_deepspeed(raw)
+    except SlideConfigError:
+        end_in_one_sentence()
+        raise
+    if slide is not None:
+        end_in_one_sentence()
+    return slide
 
 
 def check_types(raw: Mapping[str, Any]) -> SlideConfig | None:
-    """The "ds_slide" block of `raw`, None where it is off. Raises SlideConfigError for a fault in it, and for sections
-    that are not what their readers take them for."""
-    slide = SlideConfig.from_deepspeed(raw)
+    """As `enabled_block`; also raises SlideConfigError for sections that are not what their readers take them for."""
+    slide = enabled_block(raw)
     if slide is not None:
         from ds_slide.integration.contract import raise_all
 
