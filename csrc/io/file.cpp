@@ -68,15 +68,18 @@ void File::allocate(std::int64_t nbytes) const {
   if (::fstatvfs(_fd, &space) != 0) fail(errno, "the free space beside the file cannot be read: ");
   auto const available =
       static_cast<std::int64_t>(space.f_bavail) * static_cast<std::int64_t>(space.f_frsize);
-  std::string const need = "the file needs " + std::to_string(nbytes) + " bytes and its filesystem has " +
-                           std::to_string(available) +
-                           " bytes free; free some there or choose a folder on another disk: ";
+  std::string const need = "the file needs " + std::to_string(nbytes) + " bytes";
+  std::string const beside = need + " and its filesystem has " + std::to_string(available) + " free: ";
   // Asked first because fallocate fills the disk for everybody before it gives up.
-  if (available < nbytes) fail(ENOSPC, need);
+  if (available < nbytes) fail(ENOSPC, beside);
+  auto const no_space = [&](int error) {  // a limit on the length of files has nothing to do with free space
+    fail(error, error == EFBIG ? need + ": " : beside);
+  };
   if (without_interruption([&] { return ::fallocate(_fd, 0, 0, nbytes); }) == 0) return;
-  if (errno == ENOSPC || errno == EDQUOT || errno == EFBIG) fail(errno, need);
-  if (errno != EOPNOTSUPP && errno != ENOSYS) fail(errno, "space for the file cannot be allocated: ");
-  if (without_interruption([&] { return ::ftruncate(_fd, nbytes); }) != 0) fail(errno, need);
+  int const error = errno;
+  if (error == ENOSPC || error == EDQUOT || error == EFBIG) no_space(error);
+  if (error != EOPNOTSUPP && error != ENOSYS) fail(error, "space for the file cannot be allocated: ");
+  if (without_interruption([&] { return ::ftruncate(_fd, nbytes); }) != 0) no_space(errno);
 }
 
 bool File::try_direct(bool is_new) const {

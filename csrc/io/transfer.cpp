@@ -15,27 +15,11 @@ namespace {
 // ever.
 constexpr std::uint32_t kMaxAttempts = 1000;
 
-char const* advice(int error) {
-  switch (error) {
-    case ENOSPC:
-    case EDQUOT:
-      return "; free space on that disk or choose a folder on another one";
-    case EFBIG:
-      return "; the limit on file sizes (ulimit -f) or of the filesystem is lower than what is needed";
-    case EIO:
-      return "; the disk is failing or was removed, see the kernel's log (dmesg)";
-    case ENODATA:
-      return "; the file is shorter than what was written to it, it was cut or replaced";
-    default:
-      return "";
-  }
-}
-
 Verdict failed(Request const& request, int error, std::string const& reason) {
   std::string sentence = std::string(request.write ? "write of " : "read of ") +
                          std::to_string(request.nbytes) + " bytes at offset " +
                          std::to_string(request.offset) + " of " + request.file->path() +
-                         " failed: " + reason + advice(error);
+                         " failed: " + reason;
   return {Outcome::failed, error, std::move(sentence)};
 }
 

@@ -4,11 +4,11 @@ A wrong value is reported by its JSON path and what was expected there; an unkno
 """
 
 import difflib
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -21,6 +21,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from ds_slide.config.paths import check_directory_text
+from ds_slide.config.shown import shown, shown_key
 from ds_slide.config.sizes import SIZE_HELP, parse_bytes
 from ds_slide.errors import SlideConfigError
 
@@ -37,16 +39,45 @@ def _size_or_auto(value: Any, info: ValidationInfo) -> int | str:
     return "auto" if value == "auto" else parse_bytes(value, f"{CONFIG_KEY}.{info.field_name}")
 
 
-def _one_or_many(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
+def _directories(value: Any, info: ValidationInfo) -> Any:
+    name = f"{CONFIG_KEY}.{info.field_name}"
+    if isinstance(value, str):
+        check_directory_text(value, name)
+        return (value,)
+    if isinstance(value, list | tuple) and len(value) <= MOST_DIRECTORIES:
+        for number, text in enumerate(value):
+            if isinstance(text, str):
+                check_directory_text(text, f"{name}[{number}]")
+    return value
 
+
+def _limit_of_seconds(value: float) -> float:
+    if 0 < value < LEAST_HANG_TIMEOUT_S:
+        raise ValueError  # the field's description says what is expected
+    return value
+
+
+# Limits that no machine comes near. Beyond them a value is a slip of the pen, and what it asks for would be built for
+# minutes, or overflow on its way to C++ or to a wait of the operating system.
+MOST_BUFFERS = 4096
+MOST_THREADS = 4096
+LAST_CORE = 1023  # a cpu_set_t has 1,024 bits
+MOST_DELAY_MS = 60_000
+LEAST_HANG_TIMEOUT_S, MOST_HANG_TIMEOUT_S = 0.1, 100_000_000
+# A disk that would get less than one stripe in 32 is left out (ds_slide.store.striping), so more are of no use.
+MOST_DIRECTORIES = 32
+_LARGEST_SEED = 2**63 - 1
 
 Budget = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_size_or_none)]
 StateBudget = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_size_or_none)]
 AutoSize = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
-CoreNumber = Annotated[StrictInt, Field(ge=0)]
+BufferCount = Annotated[StrictInt, Field(ge=2, le=MOST_BUFFERS)]
+BUFFERS_HELP = f"an integer from 2 to {MOST_BUFFERS}"
+CoreNumber = Annotated[StrictInt, Field(ge=0, le=LAST_CORE)]
 Path = Annotated[StrictStr, Field(min_length=1)]
-Paths = Annotated[Annotated[tuple[Path, ...], Field(min_length=1)] | None, BeforeValidator(_one_or_many)]
+Paths = Annotated[
+    Annotated[tuple[Path, ...], Field(min_length=1, max_length=MOST_DIRECTORIES)] | None, BeforeValidator(_directories)
+]
 ModulePath = Annotated[StrictStr, Field(min_length=1)]
 KernelKind = Literal["loss", "norm", "rope", "mlp"]
 
@@ -59,11 +90,16 @@ class DebugConfig(_Block):
     """Switches for tests of DS-Slide itself; they cost speed and never change a result."""
 
     lane_delay_ms: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, strict=True, description="a number of milliseconds, 0 or more"
+        default=0.0,
+        ge=0,
+        le=MOST_DELAY_MS,
+        allow_inf_nan=False,
+        strict=True,
+        description=f"a number of milliseconds from 0 to {MOST_DELAY_MS}",
     )
     """Longest random delay put before every operation of every lane, to bring races out; 0 switches it off."""
 
-    seed: StrictInt = Field(default=0, ge=0, description="an integer of 0 or more")
+    seed: StrictInt = Field(default=0, ge=0, le=_LARGEST_SEED, description="an integer from 0 to 2^63 - 1")
     """Seed of those delays."""
 
 
@@ -73,9 +109,7 @@ class SlideConfig(_Block):
     enabled: StrictBool = Field(default=False, description="true or false")
     """Whether DS-Slide replaces DeepSpeed's ZeRO-3 optimizer; false leaves stock DeepSpeed."""
 
-    window: Literal["auto"] | Annotated[StrictInt, Field(ge=2)] = Field(
-        default="auto", description='"auto" or an integer of at least 2'
-    )
+    window: Literal["auto"] | BufferCount = Field(default="auto", description=f'"auto" or {BUFFERS_HELP}')
     """Number of GPU slots, one block each: one that computes and at least one that is filled meanwhile.
 
     "auto" is 3, and as many more as fit into 10 % of the GPU: a block that is still in its slot is not fetched again,
@@ -90,7 +124,10 @@ class SlideConfig(_Block):
     block; 0 puts there every state that may go. Held gradients and staging buffers come on top of it.
     """
 
-    nvme_path: Paths = Field(default=None, description="a directory, a list of directories on different disks, or null")
+    nvme_path: Paths = Field(
+        default=None,
+        description=f"a directory, a list of at most {MOST_DIRECTORIES} directories on different disks, or null",
+    )
     """Directories of the SSD tier; several are striped, in proportion to their measured bandwidths.
 
     None: DeepSpeed's own `zero_optimization.offload_optimizer.nvme_path` or `offload_param.nvme_path`.
@@ -103,16 +140,12 @@ class SlideConfig(_Block):
     on SSD; they are updated on the CPU, so they exclude `gpu_states`.
     """
 
-    ssd_buffers: Literal["auto"] | Annotated[StrictInt, Field(ge=2)] = Field(
-        default="auto", description='"auto" or an integer of at least 2'
-    )
+    ssd_buffers: Literal["auto"] | BufferCount = Field(default="auto", description=f'"auto" or {BUFFERS_HELP}')
     """Host buffers through which optimizer states pass on their way from SSD to the update and back, of 8 Mi parameters
     each (80 MiB in fp32); "auto": as many as keep a fast disk busy, at most 16.
     """
 
-    weight_buffers: Literal["auto"] | Annotated[StrictInt, Field(ge=2)] = Field(
-        default="auto", description='"auto" or an integer of at least 2'
-    )
+    weight_buffers: Literal["auto"] | BufferCount = Field(default="auto", description=f'"auto" or {BUFFERS_HELP}')
     """Host buffers of one block's weights each, used where weights live on SSD.
 
     "auto": 7, or 4 more than a `window` that is given.
@@ -144,16 +177,17 @@ class SlideConfig(_Block):
     soon as its gradient has arrived.
     """
 
-    gradient_buffers: StrictInt = Field(default=4, ge=2, description="an integer of at least 2")
+    gradient_buffers: BufferCount = Field(default=4, description=BUFFERS_HELP)
     """Host staging buffers of one block each, used when gradients are not held."""
 
-    cpu_threads: Literal["auto"] | Annotated[StrictInt, Field(ge=1)] = Field(
-        default="auto", description='"auto" or an integer of at least 1'
+    cpu_threads: Literal["auto"] | Annotated[StrictInt, Field(ge=1, le=MOST_THREADS)] = Field(
+        default="auto", description=f'"auto" or an integer from 1 to {MOST_THREADS}'
     )
     """Threads of the CPU update on this rank; "auto": the cores this process may use, shared between local ranks."""
 
     cpu_cores: Literal["auto", "none"] | Annotated[tuple[CoreNumber, ...], Field(min_length=1)] = Field(
-        default="auto", description='"auto", "none" or a list of core numbers such as [0, 1, 2, 3]'
+        default="auto",
+        description=f'"auto", "none" or a list of core numbers from 0 to {LAST_CORE} such as [0, 1, 2, 3]',
     )
     """Cores that the update threads are pinned to; "none" does not pin."""
 
@@ -190,8 +224,13 @@ class SlideConfig(_Block):
     Where the copy does not fit what is free, saving waits for the end of the write, as it does without this option.
     """
 
-    hang_timeout: float = Field(
-        default=300.0, ge=0, allow_inf_nan=False, strict=True, description="a number of seconds, 0 or more"
+    hang_timeout: Annotated[float, AfterValidator(_limit_of_seconds)] = Field(
+        default=300.0,
+        ge=0,
+        le=MOST_HANG_TIMEOUT_S,
+        allow_inf_nan=False,
+        strict=True,
+        description=f"a number of seconds from {LEAST_HANG_TIMEOUT_S} to {MOST_HANG_TIMEOUT_S:,}, or 0 for never",
     )
     """Seconds after which a run is ended that stands still while nothing comes forward on any rank: no transfer, no
     request of the disk, no update, no work of the GPU. The message says who waits for what. 0 switches this off.
@@ -211,9 +250,10 @@ class SlideConfig(_Block):
             return None
         block = ds_config[CONFIG_KEY]
         if not isinstance(block, Mapping):
-            raise SlideConfigError(f'{CONFIG_KEY} is {block!r}; expected an object such as {{"enabled": true}}')
+            raise SlideConfigError(f'{CONFIG_KEY} is {shown(block)}; expected an object such as {{"enabled": true}}')
         if block.get("enabled") is False:
             return None
+        _refuse_unknown_keys(block, CONFIG_KEY, cls)
         try:
             config = cls.model_validate(dict(block))
         except ValidationError as error:
@@ -223,23 +263,33 @@ class SlideConfig(_Block):
 
 
 def _sentence(error: ErrorDetails, block: Mapping[str, Any]) -> str:
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
+    if error["type"] == "value_error" and isinstance(cause := error["ctx"]["error"], SlideConfigError):
+        return str(cause)
     # error["loc"] is key after key, then names of union branches and list positions, which say nothing to the user.
     model: type[BaseModel] = SlideConfig
-    path, value = CONFIG_KEY, block
+    path, value, expected = CONFIG_KEY, block, "an object"
     for key in map(str, error["loc"]):
-        if key not in model.model_fields:
-            return _unknown_key(path, key, model)
         field, path, value = model.model_fields[key], f"{path}.{key}", value[key]
+        expected = field.description or ""
         if field.annotation is not DebugConfig or not isinstance(value, Mapping):
             break
         model = DebugConfig
-    return f"{path} is {json.dumps(value, default=repr)}; expected {field.description}"
+    return f"{path} is {shown(value)}; expected {expected}"
 
 
-def _unknown_key(path: str, key: str, model: type[BaseModel]) -> str:
-    near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.5)
+def _refuse_unknown_keys(block: Mapping[Any, Any], path: str, model: type[BaseModel]) -> None:
+    """Before pydantic looks, which cannot name a key that is no text."""
+    for key, value in block.items():
+        if key not in model.model_fields:
+            raise SlideConfigError(_unknown_key(path, key, model))
+        if model.model_fields[key].annotation is DebugConfig and isinstance(value, Mapping):
+            _refuse_unknown_keys(value, f"{path}.{key}", DebugConfig)
+
+
+def _unknown_key(path: str, key: Any, model: type[BaseModel]) -> str:
+    said = f"{path}.{shown_key(key)} is not a setting of DS-Slide"
+    # Of a long text the search for a near one would take minutes.
+    near = difflib.get_close_matches(str(key)[:40], model.model_fields, n=1, cutoff=0.5)
     if near:
-        return f"{path}.{key} is not a setting of DS-Slide; did you mean {path}.{near[0]}?"
-    return f"{path}.{key} is not a setting of DS-Slide; the settings of {path} are {', '.join(model.model_fields)}"
+        return f"{said}; did you mean {path}.{near[0]}?"
+    return f"{said}; the settings of {path} are {', '.join(model.model_fields)}"

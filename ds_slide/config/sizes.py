@@ -1,9 +1,9 @@
 """Byte sizes as people write them in JSON: 24000000000, 24e9, "24GiB", "64 GB"."""
 
-import json
 import math
 import re
 
+from ds_slide.config.shown import shown as as_text
 from ds_slide.errors import SlideConfigError
 
 SIZE_HELP = 'a size such as "24GiB" (2^30 bytes each), "24GB" (10^9) or a whole number of bytes'
@@ -20,7 +20,9 @@ _FACTORS = {
     "TiB": 2**40,
 }
 _UNITS = {name.lower(): factor for name, factor in _FACTORS.items()}
-_SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+# Of a number with its sign, point and zeros: 8 EiB have 19 digits. Python refuses to read one of more than 4,300.
+_MOST_DIGITS = 64
 # Sizes end up in 64-bit signed integers of the C++ side.
 _LARGEST = 2**63 - 1
 
@@ -31,7 +33,7 @@ def parse_bytes(value: float | str, name: str = "size") -> int:
     `name` is what the message calls the value (its JSON path). Values that are negative, not finite, not whole bytes or
     ambiguous ("24G" may be either) raise SlideConfigError.
     """
-    shown = json.dumps(value, default=repr)
+    shown = as_text(value)
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise SlideConfigError(f"{name} is {shown}; expected {SIZE_HELP}")
     if isinstance(value, str):
@@ -58,9 +60,9 @@ def format_bytes(number: int) -> str:
 
 
 def _parse_text(text: str, name: str) -> int:
-    shown = json.dumps(text)
+    shown = as_text(text)
     match = _SIZE.fullmatch(text)
-    if match is None:
+    if match is None or len(match[1]) > _MOST_DIGITS:
         raise SlideConfigError(f"{name} is {shown}; expected {SIZE_HELP}")
     digits, unit = match.groups()
     if not unit:

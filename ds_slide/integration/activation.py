@@ -39,12 +39,15 @@ def install(engine_module: ModuleType) -> None:
         engine_class._configure_distributed_model = _keeping(engine_class._configure_distributed_model)
     from deepspeed.ops.adam import cpu_adam
     from deepspeed.ops.op_builder import builder
+    from deepspeed.runtime import config as config_module
     from deepspeed.runtime.zero import partition_parameters
 
     from ds_slide.integration.compile_lock import install_lock_line
     from ds_slide.integration.zero_init import install_zero_init
 
     install_zero_init(partition_parameters.Init, slide_config)
+    if hasattr(config_module.DeepSpeedConfig, "_initialize_params"):
+        config_module.DeepSpeedConfig._initialize_params = _typed(config_module.DeepSpeedConfig._initialize_params)
     if hasattr(cpu_adam, "DeepSpeedCPUAdam"):
         cpu_adam.DeepSpeedCPUAdam.__init__ = _sparing_clients(cpu_adam.DeepSpeedCPUAdam.__init__)
     if hasattr(getattr(builder, "OpBuilder", None), "jit_load"):
@@ -58,9 +61,23 @@ def slide_config(ds_config: Any) -> Any:
     # Without the key nothing of DS-Slide is imported, let alone run.
     if not isinstance(raw, Mapping) or "ds_slide" not in raw:
         return None
-    from ds_slide.config import SlideConfig
+    from ds_slide.integration.early import enabled_block
 
-    return SlideConfig.from_deepspeed(raw)
+    return enabled_block(raw)
+
+
+def _typed(original: Callable[..., None]) -> Callable[..., None]:
+    """DeepSpeed's parser, after a look at what it would stumble over."""
+
+    @functools.wraps(original)
+    def _initialize_params(self: Any, param_dict: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(param_dict, Mapping) and "ds_slide" in param_dict:
+            from ds_slide.integration.early import check_types
+
+            check_types(param_dict)
+        original(self, param_dict, *args, **kwargs)
+
+    return _initialize_params
 
 
 def warn_if_meant(parsed: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_slide.config import SlideConfig
+from ds_slide.config import SlideConfig, shown
 from ds_slide.errors import SlideConfigError
 from ds_slide.integration.refused import (
     FP32_STATES,
@@ -22,6 +22,7 @@ from ds_slide.integration.refused import (
     setting_problems,
 )
 from ds_slide.integration.ssd_settings import ssd_problems
+from ds_slide.runtime.threads import first_unusable_core
 
 # (package, class) of what is supported: a subclass may change the update rule, so the type must be exact.
 _ADAM_CLASSES = (("deepspeed", "DeepSpeedCPUAdam"), ("deepspeed", "FusedAdam"), ("torch", "Adam"), ("torch", "AdamW"))
@@ -51,6 +52,7 @@ def check_deepspeed_config(
         *ssd_problems(slide, config._param_dict),
         *(state_dtype_problems(slide) if trains else ()),
         *(holding_problems(values, slide) if trains else ()),
+        *(core_problems(slide) if trains else ()),
         *model_problems(model),
         *optimizer_choice_problems(config.optimizer_name, client_optimizer),
     )
@@ -94,7 +96,7 @@ def has_optimizer(json_name: str | None, client_optimizer: Any) -> bool:
 def require_stage(stage: Any) -> None:
     """Alone: what else is wrong for an engine of stage 3 was not meant for one."""
     if stage != 3:
-        problem = f"zero_optimization.stage is {stage}, but DS-Slide is an engine for stage 3"
+        problem = f"zero_optimization.stage is {shown(stage)}, but DS-Slide is an engine for stage 3"
         raise SlideConfigError(f'{problem}; set it to 3 or remove "ds_slide"')
 
 
@@ -153,6 +155,18 @@ def state_dtype_problems(slide: SlideConfig) -> Iterator[str]:
         yield (
             f'ds_slide.state_dtype is "{slide.state_dtype}", which is updated on the CPU, but ds_slide.gpu_states is '
             f"{slide.gpu_states}; set gpu_states to 0"
+        )
+
+
+def core_problems(slide: SlideConfig) -> Iterator[str]:
+    """Cores that the update threads could not be pinned to."""
+    if isinstance(slide.cpu_cores, str):
+        return
+    core = first_unusable_core(slide.cpu_cores)
+    if core is not None:
+        yield (
+            f"ds_slide.cpu_cores names core {core}, which this process may not use, or which this machine has not; "
+            'choose cores that `taskset -cp $$` lists, or set it to "none" or "auto"'
         )
 
 

@@ -12,11 +12,39 @@ from types import SimpleNamespace
 from typing import Any
 
 from ds_slide.config import SlideConfig
+from ds_slide.errors import SlideConfigError
+from ds_slide.integration.json_types import type_problems
+from ds_slide.report.refusals import end_in_one_sentence
+
+
+def enabled_block(raw: Mapping[str, Any]) -> SlideConfig | None:
+    """The "ds_slide" block of `raw`, None where it is off. Raises SlideConfigError for a fault in it.
+
+    Every way into DS-Slide leads through here. From the first one on, refusals end the process in one sentence.
+    """
+    try:
+        slide = SlideConfig.from_deepspeed(raw)
+    except SlideConfigError:
+        end_in_one_sentence()
+        raise
+    if slide is not None:
+        end_in_one_sentence()
+    return slide
+
+
+def check_types(raw: Mapping[str, Any]) -> SlideConfig | None:
+    """As `enabled_block`; also raises SlideConfigError for sections that are not what their readers take them for."""
+    slide = enabled_block(raw)
+    if slide is not None:
+        from ds_slide.integration.contract import raise_all
+
+        raise_all(*type_problems(raw))
+    return slide
 
 
 def check_json(raw: Mapping[str, Any]) -> None:
     """Raise SlideConfigError for what no engine with DS-Slide could do. `raw`: as it was written, "auto" included."""
-    slide = SlideConfig.from_deepspeed(raw)
+    slide = check_types(raw)
     if slide is None:
         return
     from ds_slide.integration import contract
@@ -27,7 +55,9 @@ def check_json(raw: Mapping[str, Any]) -> None:
     rows = (*REFUSED_ENGINE_SETTINGS, *REFUSED_ZERO_SETTINGS)
     values = {row.name: value for row in rows if _is_set(value := _at(raw, row.path))} | _numbers(raw)
     offload = _at(raw, "zero_optimization.offload_optimizer")
-    values["offload_optimizer_config"] = SimpleNamespace(**offload) if isinstance(offload, Mapping) else None
+    values["offload_optimizer_config"] = (
+        SimpleNamespace(**{str(key): value for key, value in offload.items()}) if isinstance(offload, Mapping) else None
+    )
     values["zenflow_config"] = _at(raw, "zero_optimization.zenflow")
     contract.raise_all(
         *setting_problems(values, rows),

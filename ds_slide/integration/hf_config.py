@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from ds_slide.integration.as_written import as_written
+
 _wrapped_classes: set[type] = set()
 
 
@@ -19,6 +21,11 @@ def install(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = as_written(args[0] if args else kwargs.get("config_file_or_dict"))
+        if given is not None and "ds_slide" in given:
+            from ds_slide.integration.early import check_types
+
+            check_types(given)  # which the constructor reads before anybody has looked at them
         original(self, *args, **kwargs)
         config = getattr(self, "config", None)
         # Without the key nothing of DS-Slide is imported, let alone run.

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_slide.config import SlideConfig
+from ds_slide.config import SlideConfig, expanded_directory, shown
+from ds_slide.errors import SlideConfigError
+from ds_slide.integration.json_types import SECTIONS
 from ds_slide.plan.placement import SsdNeeds
 from ds_slide.runtime.settings import SsdSettings
 from ds_slide.store.ssd_places import CHUNK_NUMEL, MOST_DEPTH, MOST_REQUEST_BYTES, PAGE
-
-SECTIONS = ("offload_optimizer", "offload_param")
 
 
 def offload_device(ds_config: Mapping[str, Any], section: str) -> str:
@@ -24,19 +25,52 @@ def wants_ssd(ds_config: Mapping[str, Any]) -> bool:
     return any(offload_device(ds_config, section) == "nvme" for section in SECTIONS)
 
 
-def ssd_parents(config: SlideConfig, ds_config: Mapping[str, Any]) -> list[tuple[str, Path]]:
-    """(JSON path, directory) of every disk; empty where none is named."""
+def named_directories(config: SlideConfig, ds_config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(JSON path, directory as it is written) of every disk; empty where none is named."""
     if config.nvme_path is not None:
         many = len(config.nvme_path) > 1
         return [
-            (f"ds_slide.nvme_path[{number}]" if many else "ds_slide.nvme_path", Path(path))
-            for number, path in enumerate(config.nvme_path)
+            (f"ds_slide.nvme_path[{number}]" if many else "ds_slide.nvme_path", text)
+            for number, text in enumerate(config.nvme_path)
         ]
     for section in SECTIONS:
-        path = (ds_config.get("zero_optimization", {}).get(section) or {}).get("nvme_path")
-        if offload_device(ds_config, section) == "nvme" and path:
-            return [(f"zero_optimization.{section}.nvme_path", Path(path))]
+        text = (ds_config.get("zero_optimization", {}).get(section) or {}).get("nvme_path")
+        if offload_device(ds_config, section) == "nvme" and text:
+            return [(f"zero_optimization.{section}.nvme_path", os.fspath(text))]
     return []
+
+
+def ssd_parents(config: SlideConfig, ds_config: Mapping[str, Any]) -> list[tuple[str, Path]]:
+    """(JSON path, directory) of every disk. Raises SlideConfigError for one that cannot be named so."""
+    return [(name, expanded_directory(text, name)) for name, text in named_directories(config, ds_config)]
+
+
+def directory_problems(config: SlideConfig, ds_config: Mapping[str, Any]) -> Iterator[str]:
+    """Directories that cannot be, or that are one and the same; nothing is made, and only links are followed."""
+    try:
+        parents = ssd_parents(config, ds_config)
+    except SlideConfigError as error:
+        yield str(error)
+        return
+    seen: dict[object, str] = {}
+    for name, path in parents:
+        try:
+            real = os.path.realpath(path)
+            keys: list[object] = [real]
+            if os.path.exists(real):  # the same through another mount point, too
+                status = os.stat(real)
+                keys.append((status.st_dev, status.st_ino))
+        except OSError as error:  # too many links, a name that is too long
+            yield f"{name} is {shown(str(path))}, which cannot be looked at ({error.strerror}); name another directory"
+            return
+        first = next((seen[key] for key in keys if key in seen), None)
+        if first is not None:
+            yield (
+                f"{name} is {shown(str(path))}, which is the same directory as {first}; name each directory once, and "
+                "each on a disk of its own"
+            )
+            return
+        seen.update(dict.fromkeys(keys, name))
 
 
 def ssd_settings(config: SlideConfig, ds_config: Mapping[str, Any]) -> SsdSettings | None:
@@ -68,20 +102,27 @@ def ssd_problems(config: SlideConfig, ds_config: Mapping[str, Any]) -> Iterator[
                 'zero_optimization.offload_optimizer.device to "nvme" or remove it'
             )
         return
-    if not ssd_parents(config, ds_config):
+    if not named_directories(config, ds_config):
         section = next(section for section in SECTIONS if offload_device(ds_config, section) == "nvme")
         yield (
             f'zero_optimization.{section}.device is "nvme", but no directory is named; set '
             f"zero_optimization.{section}.nvme_path or ds_slide.nvme_path"
         )
+    yield from directory_problems(config, ds_config)
     aio = ds_config.get("aio") or {}
     if aio.get("use_gds"):
         yield "aio.use_gds is true, but DS-Slide moves states through host memory, where they are updated; remove it"
     block = aio.get("block_size")
-    if block is not None and (not isinstance(block, int) or block <= 0 or block % PAGE):
-        yield f"aio.block_size is {block}, but the SSD tier reads and writes whole pages; use a multiple of {PAGE}"
+    if block is not None and (not _is_integer(block) or block <= 0 or block % PAGE):
+        yield (
+            f"aio.block_size is {shown(block)}, but the SSD tier reads and writes whole pages; use a multiple of {PAGE}"
+        )
     elif block is not None and block > MOST_REQUEST_BYTES:
-        yield f"aio.block_size is {block}, but a request has {MOST_REQUEST_BYTES} bytes at most; lower it"
+        yield f"aio.block_size is {shown(block)}, but a request has {MOST_REQUEST_BYTES} bytes at most; lower it"
     depth = aio.get("queue_depth")
-    if depth is not None and not (isinstance(depth, int) and 0 < depth <= MOST_DEPTH):
-        yield f"aio.queue_depth is {depth}; expected an integer from 1 to {MOST_DEPTH}"
+    if depth is not None and not (_is_integer(depth) and 0 < depth <= MOST_DEPTH):
+        yield f"aio.queue_depth is {shown(depth)}; expected an integer from 1 to {MOST_DEPTH}"
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

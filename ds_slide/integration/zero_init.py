@@ -9,11 +9,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import json
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
+
+from ds_slide.integration.as_written import as_written
 
 
 def install_zero_init(init_class: Any, slide_config: Callable[[Any], Any]) -> None:
@@ -29,7 +28,7 @@ def install_zero_init(init_class: Any, slide_config: Callable[[Any], Any]) -> No
             original(self, *args, **kwargs)  # reports it
             return
         for name in ("config_dict_or_path", "config"):
-            raw = _raw(given.arguments.get(name))
+            raw = as_written(given.arguments.get(name))
             if raw is not None and slide_config(raw) is not None:
                 from ds_slide.integration.early import check_json
 
@@ -50,16 +49,3 @@ def in_host_memory(config: Mapping[str, Any]) -> Mapping[str, Any]:
     changed = copy.deepcopy(dict(config))
     changed["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": section.get("pin_memory", False)}
     return changed
-
-
-def _raw(config: Any) -> Mapping[str, Any] | None:
-    """The config as a dictionary; None for what DeepSpeed has to judge (absent, base64, unreadable)."""
-    if isinstance(config, Mapping):
-        return config
-    if isinstance(config, str | Path) and os.path.isfile(config):  # a long base64 text is no file, and no error
-        try:
-            loaded = json.loads(Path(config).read_text())
-        except ValueError:
-            return None
-        return loaded if isinstance(loaded, Mapping) else None
-    return None

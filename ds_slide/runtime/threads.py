@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from typing import Literal
 
@@ -30,3 +31,24 @@ def update_cores(
     if cores == "none" or (cores == "auto" and small):
         return count, []
     return count, share[-count:] if cores == "auto" else list(cores)
+
+
+def first_unusable_core(cores: Sequence[int]) -> int | None:
+    """The first of `cores` that a thread of this process cannot be pinned to; None where it can to all.
+
+    Tried, not looked up: the affinity of this process says where it runs now, not where it may.
+    """
+    unusable: list[int] = []
+
+    def look() -> None:
+        for core in cores:
+            try:
+                os.sched_setaffinity(0, {core})  # of this thread alone, which ends here
+            except OSError:
+                unusable.append(core)
+                return
+
+    thread = threading.Thread(target=look, name="ds_slide-cores", daemon=True)
+    thread.start()
+    thread.join()
+    return unusable[0] if unusable else None

@@ -363,10 +363,16 @@ def _unusable(name: str, path: str, error: Exception) -> SlideError:
 
 
 def _advice(error: int) -> str:
-    if error in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    """What to do about the fault of a file. Said here alone: the I/O engine says what has happened, and whoever stops
+    the run that it has to resume from a checkpoint."""
+    if error in (errno.ENOSPC, errno.EDQUOT):
         return "free space there, name a further directory on another disk, or raise ds_slide.host_memory"
+    if error == errno.EFBIG:
+        return (
+            "raise the limit on the length of files (ulimit -f), or name a directory on a filesystem with a higher one"
+        )
     if error == errno.ECANCELED:
         return "the store was closed meanwhile"
     if error in (0, errno.ENODATA):  # a file that was cut, not a disk that fails
-        return "start again from the last checkpoint"
-    return "look for the disk in the kernel's log (dmesg) and start again from the last checkpoint"
+        return "keep other programs out of that directory"
+    return "look for the disk in the kernel's log (dmesg)"

@@ -116,11 +116,11 @@ def test_zero_gpu_states_is_a_value():
 WRONG = [
     ({"enabled": "auto"}, 'ds_slide.enabled is "auto"; expected true or false'),
     ({"enabled": 1}, "ds_slide.enabled is 1; expected true or false"),
-    ({"window": 1}, 'ds_slide.window is 1; expected "auto" or an integer of at least 2'),
-    ({"window": "all"}, 'ds_slide.window is "all"; expected "auto" or an integer of at least 2'),
-    ({"window": 3.0}, 'ds_slide.window is 3.0; expected "auto" or an integer of at least 2'),
-    ({"window": True}, 'ds_slide.window is true; expected "auto" or an integer of at least 2'),
-    ({"window": None}, 'ds_slide.window is null; expected "auto" or an integer of at least 2'),
+    ({"window": 1}, 'ds_slide.window is 1; expected "auto" or an integer from 2 to 4096'),
+    ({"window": "all"}, 'ds_slide.window is "all"; expected "auto" or an integer from 2 to 4096'),
+    ({"window": 3.0}, 'ds_slide.window is 3.0; expected "auto" or an integer from 2 to 4096'),
+    ({"window": True}, 'ds_slide.window is true; expected "auto" or an integer from 2 to 4096'),
+    ({"window": None}, 'ds_slide.window is null; expected "auto" or an integer from 2 to 4096'),
     ({"gpu_memory": 0}, "ds_slide.gpu_memory is 0; expected a size"),
     ({"gpu_memory": "24G"}, 'ds_slide.gpu_memory is "24G"; write 24GiB'),
     ({"host_memory": "lots"}, 'ds_slide.host_memory is "lots"; expected a size'),
@@ -129,8 +129,8 @@ WRONG = [
     ({"share_weights": "yes"}, 'ds_slide.share_weights is "yes"; expected "auto", true or false'),
     ({"hold_gradients": "yes"}, 'ds_slide.hold_gradients is "yes"; expected "auto", true or false'),
     ({"hold_gradients": 0}, 'ds_slide.hold_gradients is 0; expected "auto", true or false'),
-    ({"gradient_buffers": 1}, "ds_slide.gradient_buffers is 1; expected an integer of at least 2"),
-    ({"cpu_threads": 0}, 'ds_slide.cpu_threads is 0; expected "auto" or an integer of at least 1'),
+    ({"gradient_buffers": 1}, "ds_slide.gradient_buffers is 1; expected an integer from 2 to 4096"),
+    ({"cpu_threads": 0}, 'ds_slide.cpu_threads is 0; expected "auto" or an integer from 1 to 4096'),
     ({"cpu_threads": "all"}, 'ds_slide.cpu_threads is "all"; expected "auto" or'),
     ({"cpu_cores": [0, -1]}, 'ds_slide.cpu_cores is [0, -1]; expected "auto", "none" or a list'),
     ({"cpu_cores": []}, "ds_slide.cpu_cores is []; expected"),
@@ -146,7 +146,41 @@ WRONG = [
     ({"debug": 3}, "ds_slide.debug is 3; expected an object"),
     ({"debug": {"lane_delay_ms": -1}}, "ds_slide.debug.lane_delay_ms is -1; expected a number of milliseconds"),
     ({"debug": {"seed": "x"}}, 'ds_slide.debug.seed is "x"; expected an integer'),
+    # What no machine can do, before anything of it is begun.
+    ({"window": 10**20}, 'ds_slide.window is 100000000000000000000; expected "auto" or an integer from 2 to 4096'),
+    ({"weight_buffers": 4097}, 'ds_slide.weight_buffers is 4097; expected "auto" or an integer from 2 to 4096'),
+    ({"ssd_buffers": 10**9}, 'ds_slide.ssd_buffers is 1000000000; expected "auto" or'),
+    ({"gradient_buffers": 10**9}, "ds_slide.gradient_buffers is 1000000000; expected an integer from 2 to 4096"),
+    ({"cpu_threads": 10**12}, 'ds_slide.cpu_threads is 1000000000000; expected "auto" or an integer from 1 to 4096'),
+    ({"cpu_threads": 10**6}, 'ds_slide.cpu_threads is 1000000; expected "auto" or an integer from 1 to 4096'),
+    (
+        {"cpu_cores": [10**20]},
+        'ds_slide.cpu_cores is [100000000000000000000]; expected "auto", "none" or a list of core',
+    ),
+    ({"host_memory": "9" * 5000}, 'ds_slide.host_memory is "999'),
+    ({"host_memory": 2**64}, "ds_slide.host_memory is 18446744073709551616, which is more than 8 EiB; expected"),
+    ({"hang_timeout": 1e300}, "ds_slide.hang_timeout is 1e+300; expected a number of seconds from 0.1 to"),
+    ({"hang_timeout": 1e-9}, "ds_slide.hang_timeout is 1e-09; expected a number of seconds from 0.1 to"),
+    ({"debug": {"lane_delay_ms": 1e300}}, "ds_slide.debug.lane_delay_ms is 1e+300; expected a number of milliseconds"),
+    ({"debug": {"seed": 2**63}}, "ds_slide.debug.seed is 9223372036854775808; expected an integer from 0 to 2^63 - 1"),
+    # Directories that cannot be.
+    ({"nvme_path": ""}, 'ds_slide.nvme_path is "", which names no directory; name one'),
+    ({"nvme_path": "a\0b"}, 'ds_slide.nvme_path is "a\\u0000b", which has a NUL character'),
+    ({"nvme_path": ["/a", "b\0"]}, 'ds_slide.nvme_path[1] is "b\\u0000", which has a NUL character'),
+    (
+        {"nvme_path": "file:///local"},
+        'ds_slide.nvme_path is "file:///local", which is a URL; write the directory itself',
+    ),
+    ({"nvme_path": "s3://bucket"}, 'ds_slide.nvme_path is "s3://bucket", which is a URL; write the directory itself'),
+    ({"nvme_path": "\ud800"}, 'ds_slide.nvme_path is "\\ud800", which has characters that no path may have'),
+    ({"nvme_path": "/" + "a" * 256}, "which is longer than a path may be (4095 bytes, 255 for each name in it)"),
+    ({"nvme_path": "/a" * 2048}, "which is longer than a path may be (4095 bytes, 255 for each name in it)"),
+    ({"nvme_path": [f"/disk{i}" for i in range(33)]}, "expected a directory, a list of at most 32 directories on"),
+    ({"nvme_path": 7}, "ds_slide.nvme_path is 7; expected a directory, a list of at most 32 directories on"),
     # Unknown keys, with the nearest setting.
+    ({"a\nb": 3}, 'ds_slide."a\\nb" is not a setting of DS-Slide; the settings of ds_slide are enabled, window'),
+    ({"\ud800": 3}, 'ds_slide."\\ud800" is not a setting of DS-Slide'),
+    ({"w" * 10**6: 3}, "is not a setting of DS-Slide"),
     ({"windw": 3}, "ds_slide.windw is not a setting of DS-Slide; did you mean ds_slide.window?"),
     ({"gpu_mem": "1GiB"}, "did you mean ds_slide.gpu_memory?"),
     ({"hold_grads": True}, "did you mean ds_slide.hold_gradients?"),
@@ -161,6 +195,19 @@ def test_a_wrong_value_is_named_with_what_was_expected(block, message):
     with pytest.raises(SlideConfigError, match=re.escape(message)) as caught:
         read({"enabled": True, **block})
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 800
+
+
+def test_values_and_keys_that_only_python_can_write():
+    """A config that is given as a dict need not be JSON."""
+    for block, message in (
+        ({"window": 10**5000}, 'ds_slide.window is an integer of 16,610 bits; expected "auto" or an integer from 2'),
+        ({"window": [10**5000]}, "ds_slide.window is a value of type list that cannot be written as JSON; expected"),
+        ({7: 1}, "ds_slide.7 is not a setting of DS-Slide; the settings of ds_slide are"),
+        ({"debug": {None: 1}}, "ds_slide.debug.null is not a setting of DS-Slide; the settings of ds_slide.debug are"),
+    ):
+        with pytest.raises(SlideConfigError, match=re.escape(message)):
+            SlideConfig.from_deepspeed({"ds_slide": {"enabled": True, **block}})
 
 
 @pytest.mark.parametrize("block", [True, "on", None, [], 1])

@@ -324,6 +324,8 @@ class TestEngines:
         assert "] [INFO] [ds_slide] DS-Slide " in start and "4 blocks" in start
         sentence = "zero_optimization.stage is 2, but DS-Slide is an engine for stage 3; set it to 3 or remove"
         assert f"ds_slide.errors.SlideConfigError: {sentence}" in lines[-1], launched.stderr
+        frames = [line for line in lines if '  File "' in line]
+        assert frames and not [line for line in frames if "train.py" not in line], launched.stderr
 
     def test_the_launcher_with_the_run_module_needs_no_metadata(self, script, tmp_path):
         config = config_file(tmp_path, {"enabled": True})

@@ -91,6 +91,48 @@ CONFIGS = [
     (ds_config(NVME, aio={"block_size": 1000}), "aio.block_size is 1000, but"),
     (ds_config(NVME, aio={"queue_depth": 0}), "aio.queue_depth is 0; expected"),
     (ds_config(NVME, aio={"queue_depth": 4097}), "aio.queue_depth is 4097; expected an integer from 1 to 4096"),
+    (ds_config(NVME, aio={"queue_depth": True}), "aio.queue_depth is true; expected an integer from 1 to 4096"),
+    (ds_config(aio=[1]), 'aio is [1]; expected an object such as {"queue_depth": 32}, or leave it out'),
+    (ds_config(aio="threads"), 'aio is "threads"; expected an object'),
+    (ds_config(zero_optimization=["stage", 3]), 'zero_optimization is ["stage", 3]; expected an object such as'),
+    (ds_config(zero_optimization="3"), 'zero_optimization is "3"; expected an object such as'),
+    *(
+        (
+            ds_config({section: value}),
+            f'zero_optimization.{section} is {json.dumps(value)}; expected an object such as {{"device": "cpu"}}',
+        )
+        for section in ("offload_optimizer", "offload_param")
+        for value in (True, 3, "nvme", ["nvme"])
+    ),
+    *(
+        (
+            ds_config({"offload_param": {"device": value}}),
+            f'zero_optimization.offload_param.device is {json.dumps(value)}; expected "none", "cpu" or "nvme"',
+        )
+        for value in (None, 3, "disk", ["nvme"], {"nvme": 1})
+    ),
+    *(
+        (
+            ds_config({"offload_param": {"device": "nvme", "nvme_path": value}}),
+            f"zero_optimization.offload_param.nvme_path is {json.dumps(value)}{what}; ",
+        )
+        for value, what in (
+            (["/tmp"], ""),
+            (3, ""),
+            (True, ""),
+            ({}, ""),
+            ("a\0b", ", which has a NUL character, as no path may"),
+            ("file:///tmp", ", which is a URL"),
+            ("~nosuchuser", ', but there is no home directory of "nosuchuser"'),
+            ("$NO_SUCH_VARIABLE/x", ', but the environment variable "NO_SUCH_VARIABLE" is not set in this process'),
+        )
+    ),
+    (
+        ds_config(NVME, {"nvme_path": ["/tmp", "/usr", "/usr/../tmp/"]}),
+        'ds_slide.nvme_path[2] is "/tmp", which is the same directory as ds_slide.nvme_path[0]; name each directory',
+    ),
+    (ds_config(NVME, {"nvme_path": ["/tmp"] * 100}), 'ds_slide.nvme_path is ["/tmp", "/tmp", '),
+    (ds_config(NVME, {"nvme_path": "$NO_SUCH_VARIABLE"}), 'ds_slide.nvme_path is "$NO_SUCH_VARIABLE", but the environ'),
     (ds_config(NVME, aio={"block_size": 2 << 30}), "aio.block_size is 2147483648, but a request has 1073741824 bytes"),
     (
         ds_config(slide={"state_dtype": "8bit", "gpu_states": "1GiB"}),
@@ -167,6 +209,29 @@ def test_refused_configs(config, message):
     found = [line for line in str(caught.value).splitlines() if line.startswith(message)]
     assert len(found) == 1, str(caught.value)
     assert "; " in found[0], "what to do is missing"
+
+
+def test_links_to_one_directory(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    (tmp_path / "circle").symlink_to("circle")
+    below = ["disk/new", "link/new"]  # not there yet
+    for names in (["disk", "link"], below):
+        config = ds_config(NVME, {"nvme_path": [str(tmp_path / name) for name in names]})
+        with pytest.raises(SlideConfigError, match=r"nvme_path\[1\] is .*, which is the same directory as .*\[0\];"):
+            check(config)
+    check(ds_config(NVME, {"nvme_path": [str(tmp_path / name) for name in ("disk", "disk/new", "circle")]}))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["circle", "disk", "link"]
+
+
+def test_cores_that_the_threads_cannot_be_pinned_to():
+    usable = sorted(os.sched_getaffinity(0))
+    check(ds_config(slide={"cpu_cores": usable}))
+    with pytest.raises(SlideConfigError, match=r"^ds_slide\.cpu_cores names core 1023, which this process may not use"):
+        check(ds_config(slide={"cpu_cores": [*usable, 1023]}))
+    assert sorted(os.sched_getaffinity(0)) == usable
+    without = ds_config(slide={"cpu_cores": [1023]}, optimizer=None)
+    check(without)  # nothing is updated
 
 
 JSON_ALONE = [row for row in CONFIGS if not row[1].startswith(("optimizer.type", "no optimizer"))]
@@ -413,7 +478,7 @@ END_TO_END = {
 WHILE_BUILT = {
     "host budget": (ds_config(slide={"host_memory": 64}), None, "host tier: "),
     "GPU budget": (ds_config(slide={"gpu_memory": 64}), None, "GPU tier: "),
-    "core": (ds_config(slide={"cpu_threads": 1, "cpu_cores": [99999]}), None, "cannot start the CPU update threads: "),
+    "core": (ds_config(slide={"cpu_threads": 1, "cpu_cores": [1023]}), None, "ds_slide.cpu_cores names core 1023, wh"),
     "blocks": (
         ds_config(slide={"blocks": ["layers"]}),
         None,

@@ -115,6 +115,9 @@ def test_a_failing_disk_ends_training_with_one_sentence(
     run = launcher.begin(start(disk, slide, clip=clip), ["train", 2], ["faults", 23, -1, code], ["train", 3])
     named = rf"(read|write) of \d+ bytes at offset \d+ of {disk}/{UNNAMED} failed: .*\(errno {code}\)"
     check_failure(run, disk, named, os.strerror(code), "resume from the last checkpoint")
+    last = run.log.strip().splitlines()[-1]
+    advice = ("dmesg", "checkpoint") if error == "EIO" else ("free space", "checkpoint")
+    assert [last.count(words) for words in ("failed: ", *advice)] == [1, 1, 1], last
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

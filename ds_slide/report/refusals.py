@@ -1,0 +1,60 @@
+"""How a SlideError that nobody catches ends a process: with its sentence, as the last line that the process prints.
+
+Above it stands the line of the script that the error came from, if there is one; the frames of DS-Slide, DeepSpeed and
+other installed packages, and the errors that led to this one, are left out, because the sentence says what they meant.
+DS_SLIDE_TRACEBACK=1 in the environment shows all of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+from ds_slide.errors import SlideError
+
+TRACEBACK_VARIABLE = "DS_SLIDE_TRACEBACK"
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+_previous: _Hook | None = None
+
+
+def end_in_one_sentence() -> None:
+    """From here on, for this process. Other exceptions, and what else has been told to hear of them, stay as they are.
+    Idempotent."""
+    global _previous
+    if _previous is None:
+        _previous, sys.excepthook = sys.excepthook, _show
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    assert _previous is not None
+    if isinstance(error, SlideError) and os.environ.get(TRACEBACK_VARIABLE, "0") in ("", "0"):
+        trace = _only(list(_of_the_script(trace)))
+        error = error.with_traceback(trace)
+        error.__cause__, error.__suppress_context__ = None, True
+        if sys.stdout is not None:
+            sys.stdout.flush()  # where both streams go to one file, what the script has printed comes before
+    _previous(kind, error, trace)
+
+
+def _of_the_script(trace: TracebackType | None) -> Iterator[TracebackType]:
+    """The frames that lie neither in this package nor among what is installed."""
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    packages = tuple(os.path.join(folder, "") for folder in (*installed, str(Path(__file__).parents[1])))
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith(packages) and not name.startswith("<frozen "):
+            yield trace
+        trace = trace.tb_next
+
+
+def _only(frames: list[TracebackType]) -> TracebackType | None:
+    """These frames as a traceback of their own."""
+    chain: TracebackType | None = None
+    for frame in reversed(frames):
+        chain = TracebackType(chain, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return chain

@@ -1,0 +1,87 @@
+"""How a SlideError ends a process: what it prints, by processes that do nothing else."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SENTENCE = 'ds_slide.gpu_memory is "24G"; write 24GiB (powers of 1024) or 24GB (powers of 1000)'
+# `parse_bytes` stands for any function of the package that refuses.
+FAILING = """
+    import logging, sys
+    from ds_slide.config import parse_bytes
+    from ds_slide.report.refusals import end_in_one_sentence
+
+    def prepare():
+        try:
+            {}["hidden cause"]
+        except KeyError:
+            logging.Logger.manager.loggerClass  # of the standard library
+            return list(map(parse_bytes, ["24G"], ["ds_slide.gpu_memory"]))
+
+    print("on standard output")
+    %s
+    prepare()
+"""
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Of a script, both streams in one file, as a launcher's log has them."""
+
+    def run(before="end_in_one_sentence(); end_in_one_sentence()", **variables):
+        script = tmp_path / "train.py"
+        script.write_text(textwrap.dedent(FAILING % before))
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("DS_SLIDE")} | variables
+        environment["PYTHONPATH"] = str(REPOSITORY)
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 1, done.stdout
+        return done.stdout.splitlines()
+
+    return run
+
+
+def files(lines):
+    return [Path(line.split('"')[1]).name for line in lines if line.startswith('  File "')]
+
+
+def test_a_refusal_is_the_last_line_under_the_lines_of_the_script(lines):
+    found = lines()
+    assert found[0] == "on standard output"
+    assert found[-1] == f"ds_slide.errors.SlideConfigError: {SENTENCE}"
+    assert files(found) == ["train.py", "train.py"]
+    assert not [line for line in found if "hidden cause" in line or "During handling" in line]
+
+
+def test_a_variable_of_the_environment_shows_everything(lines):
+    found = lines(DS_SLIDE_TRACEBACK="1")
+    assert found[-1] == f"ds_slide.errors.SlideConfigError: {SENTENCE}"
+    assert "sizes.py" in files(found)
+    assert [line for line in found if "hidden cause" in line]
+
+
+def test_without_the_key_nothing_is_installed(lines):
+    assert "sizes.py" in files(lines(before="pass"))
+
+
+def test_other_errors_are_shown_as_ever(lines):
+    found = lines(before='end_in_one_sentence(); __import__("json").loads("{")')
+    assert found[-1].startswith("json.decoder.JSONDecodeError: ")
+    assert "decoder.py" in files(found)
+
+
+def test_who_listens_for_errors_still_hears_of_them(lines):
+    before = "sys.excepthook = lambda kind, error, trace: print('heard', kind.__name__, error); end_in_one_sentence()"
+    assert lines(before=before)[-1] == f"heard SlideConfigError {SENTENCE}"
