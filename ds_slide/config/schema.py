@@ -67,6 +67,14 @@ class DebugConfig(_Block):
     """Seed of those delays."""
 
 
+class CheckpointConfig(_Block):
+    """How checkpoints are loaded."""
+
+    require_manifest: StrictBool = Field(default=False, description="true or false")
+    """Whether a checkpoint without a manifest, such as stock DeepSpeed's, is refused. A manifest tells damage; it is no
+    proof of who has written the files."""
+
+
 class SlideConfig(_Block):
     """The "ds_slide" block. Sizes are stored in bytes, lists as tuples."""
 
@@ -190,6 +198,9 @@ class SlideConfig(_Block):
     Where the copy does not fit what is free, saving waits for the end of the write, as it does without this option.
     """
 
+    checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig(), description="an object")
+    """How checkpoints are loaded."""
+
     hang_timeout: float = Field(
         default=300.0, ge=0, allow_inf_nan=False, strict=True, description="a number of seconds, 0 or more"
     )
@@ -214,12 +225,21 @@ class SlideConfig(_Block):
             raise SlideConfigError(f'{CONFIG_KEY} is {block!r}; expected an object such as {{"enabled": true}}')
         if block.get("enabled") is False:
             return None
+        if "require_manifest" in _mapping(ds_config.get("checkpoint")):
+            raise SlideConfigError(
+                "checkpoint.require_manifest is a setting of DS-Slide, and DeepSpeed ignores it there; write it as "
+                f"{CONFIG_KEY}.checkpoint.require_manifest"
+            )
         try:
             config = cls.model_validate(dict(block))
         except ValidationError as error:
             # The first complaint only: the others mostly follow from it, and a message is one sentence.
             raise SlideConfigError(_sentence(error.errors(include_url=False)[0], block)) from None
         return config if config.enabled else None
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _sentence(error: ErrorDetails, block: Mapping[str, Any]) -> str:
@@ -232,9 +252,9 @@ def _sentence(error: ErrorDetails, block: Mapping[str, Any]) -> str:
         if key not in model.model_fields:
             return _unknown_key(path, key, model)
         field, path, value = model.model_fields[key], f"{path}.{key}", value[key]
-        if field.annotation is not DebugConfig or not isinstance(value, Mapping):
+        if field.annotation not in (DebugConfig, CheckpointConfig) or not isinstance(value, Mapping):
             break
-        model = DebugConfig
+        model = field.annotation
     return f"{path} is {json.dumps(value, default=repr)}; expected {field.description}"
 
 
