@@ -103,6 +103,14 @@ class DebugConfig(_Block):
     """Seed of those delays."""
 
 
+class CheckpointConfig(_Block):
+    """How checkpoints are loaded."""
+
+    require_manifest: StrictBool = Field(default=False, description="true or false")
+    """Whether a checkpoint without a manifest, such as stock DeepSpeed's, is refused. A manifest tells damage; it is no
+    proof of who has written the files."""
+
+
 class SlideConfig(_Block):
     """The "ds_slide" block. Sizes are stored in bytes, lists as tuples."""
 
@@ -224,6 +232,9 @@ class SlideConfig(_Block):
     Where the copy does not fit what is free, saving waits for the end of the write, as it does without this option.
     """
 
+    checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig(), description="an object")
+    """How checkpoints are loaded."""
+
     hang_timeout: Annotated[float, AfterValidator(_limit_of_seconds)] = Field(
         default=300.0,
         ge=0,
@@ -253,6 +264,11 @@ class SlideConfig(_Block):
             raise SlideConfigError(f'{CONFIG_KEY} is {shown(block)}; expected an object such as {{"enabled": true}}')
         if block.get("enabled") is False:
             return None
+        if "require_manifest" in _mapping(ds_config.get("checkpoint")):
+            raise SlideConfigError(
+                "checkpoint.require_manifest is a setting of DS-Slide, and DeepSpeed ignores it there; write it as "
+                f"{CONFIG_KEY}.checkpoint.require_manifest"
+            )
         _refuse_unknown_keys(block, CONFIG_KEY, cls)
         try:
             config = cls.model_validate(dict(block))
@@ -260,6 +276,13 @@ class SlideConfig(_Block):
             # The first complaint only: the others mostly follow from it, and a message is one sentence.
             raise SlideConfigError(_sentence(error.errors(include_url=False)[0], block)) from None
         return config if config.enabled else None
+
+
+_NESTED = (CheckpointConfig, DebugConfig)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _sentence(error: ErrorDetails, block: Mapping[str, Any]) -> str:
@@ -271,9 +294,9 @@ def _sentence(error: ErrorDetails, block: Mapping[str, Any]) -> str:
     for key in map(str, error["loc"]):
         field, path, value = model.model_fields[key], f"{path}.{key}", value[key]
         expected = field.description or ""
-        if field.annotation is not DebugConfig or not isinstance(value, Mapping):
+        if field.annotation not in _NESTED or not isinstance(value, Mapping):
             break
-        model = DebugConfig
+        model = field.annotation
     return f"{path} is {shown(value)}; expected {expected}"
 
 
@@ -282,8 +305,9 @@ def _refuse_unknown_keys(block: Mapping[Any, Any], path: str, model: type[BaseMo
     for key, value in block.items():
         if key not in model.model_fields:
             raise SlideConfigError(_unknown_key(path, key, model))
-        if model.model_fields[key].annotation is DebugConfig and isinstance(value, Mapping):
-            _refuse_unknown_keys(value, f"{path}.{key}", DebugConfig)
+        nested = model.model_fields[key].annotation
+        if nested in _NESTED and isinstance(value, Mapping):
+            _refuse_unknown_keys(value, f"{path}.{key}", nested)
 
 
 def _unknown_key(path: str, key: Any, model: type[BaseModel]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
+import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_slide.errors import SlideError
-from ds_slide.integration.checkpoint_pickle import Record, records_of
+from ds_slide.integration.checkpoint_open import regular_file
+from ds_slide.integration.checkpoint_pickle import MARK, Record, records_of
 from ds_slide.integration.checkpoint_sums import THREADS, Sum, sum_of, total
 
 Wrote = Callable[[int], None]
@@ -104,6 +106,15 @@ class Archive:
             end += struct.pack("<4sIQI", b"PK\6\7", 0, start + size, 1)
         short = (min(count, 0xFFFF), min(count, 0xFFFF), min(size, _LIMIT), min(start, _LIMIT))
         return entries + end + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, *short, 0)
+
+
+def is_ours(path: str | os.PathLike[str]) -> bool:
+    """Whether the file at `path` was written by an Archive. Raises SlideError where it is no regular file."""
+    try:
+        with regular_file(path) as file, zipfile.ZipFile(file) as archive:
+            return f"{_ROOT}/{MARK}" in archive.namelist()
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
+        return False
 
 
 def _central_header(record: Record, offset: int, crc: int) -> bytes:

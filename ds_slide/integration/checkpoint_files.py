@@ -14,6 +14,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, OPTIMIZER_STA
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_slide.errors import SlideError
+from ds_slide.integration import checkpoint_restricted as restricted
 from ds_slide.integration.checkpoint_archive import Archive
 from ds_slide.integration.checkpoint_mapped import MappedFiles
 
@@ -63,7 +64,7 @@ class SlideCheckpointEngine(TorchCheckpointEngine):
 
     def load(self, path: str, map_location: Any = None) -> Any:
         if self._reading is None:
-            return super().load(path, map_location)
+            return restricted.load(path, map_location)
         return self._reading.load(path, map_location)
 
     @contextlib.contextmanager

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import zipfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from ds_slide.errors import SlideError
+from ds_slide.integration.checkpoint_restricted import is_zip, load_open, regular_checkpoint_file
 
 _MADV_WILLNEED, _MADV_DONTNEED = 3, 4
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -30,23 +29,15 @@ class MappedFiles:
         self._ranges: set[tuple[int, int]] = set()
 
     def load(self, path: str, map_location: Any) -> Any:
-        """As torch.load; the tensors are maps of the file. A file in torch's old format, which cannot be mapped, is
-        read into memory. Raises SlideError for a file that is none of torch.save's."""
-        mapped = zipfile.is_zipfile(path)
-        before = _maps_of(path) if mapped else set()
-        try:
-            value = torch.load(path, map_location=map_location, weights_only=False, mmap=mapped)
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise SlideError(
-                f"the checkpoint file {path} cannot be loaded ({type(error).__name__}: {reason}); load another tag or "
-                "a copy of this one"
-            ) from error
-        if mapped:
-            self._ranges |= _maps_of(path) - before
-        return value
+        """The content of a file, restricted as `checkpoint_restricted` says; the tensors are maps of the file. A file
+        in torch's old format, which cannot be mapped, is read into memory. Raises FileNotFoundError, SlideError."""
+        with regular_checkpoint_file(path) as file:
+            if not is_zip(file):
+                return load_open(file, path, map_location, mapped=False)
+            before = _maps_of(file)
+            value = load_open(file, path, map_location, mapped=True)
+            self._ranges |= _maps_of(file) - before
+            return value
 
     @contextlib.contextmanager
     def using(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -63,9 +54,10 @@ class MappedFiles:
                 _libc.madvise(start, stop - start, advice)  # advice only: whatever it answers
 
 
-def _maps_of(path: str) -> set[tuple[int, int]]:
+def _maps_of(file: BinaryIO) -> set[tuple[int, int]]:
     """Address ranges in which this process has mapped a file."""
-    inode, name = str(os.stat(path).st_ino), os.path.basename(path)
+    inode = str(os.fstat(file.fileno()).st_ino)
+    name = os.path.basename(os.readlink(f"/proc/self/fd/{file.fileno()}"))  # in a directory of links, another one
     ranges = set()
     with open("/proc/self/maps") as maps:
         for line in maps:

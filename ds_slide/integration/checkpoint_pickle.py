@@ -17,8 +17,12 @@ from typing import Any
 import torch
 from torch.serialization import location_tag
 
+from ds_slide import __version__
+
 PIECE = 1 << 21
 """Elements of a planned tensor that are made at a time: 8 MiB of fp32, of which a few are in flight."""
+MARK = "written_by_ds_slide"
+"""Name of a record that tells this file from torch.save's, whose reader ignores it. It holds the version."""
 _PROTOCOL = 2  # torch.save's
 _STORAGE_KINDS = {
     torch.float32: torch.FloatStorage,
@@ -64,7 +68,12 @@ def records_of(value: Any, *, copied: bool = False) -> list[Record]:
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(value)
-    small = {"data.pkl": buffer.getvalue(), "byteorder": sys.byteorder.encode(), "version": b"3\n"}
+    small = {
+        "data.pkl": buffer.getvalue(),
+        "byteorder": sys.byteorder.encode(),
+        "version": b"3\n",
+        MARK: __version__.encode(),
+    }
     storages = pickler.storages
     if copied:
         storages = {key: kept if isinstance(kept, Planned) else kept.cpu().clone() for key, kept in storages.items()}

@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from ds_slide.integration.checkpoint_open import regular_file
+
 THREADS = 4
 SEGMENT = 8 << 20
 """Bytes that a thread reads at a time."""
@@ -42,9 +44,9 @@ def total(sums: Iterable[Sum]) -> Sum:
 
 
 def sum_of_file(path: str | os.PathLike[str]) -> Sum:
-    """Read a file once, THREADS segments at a time. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    """Read a file once, THREADS segments at a time. Raises OSError, and SlideError for what is no regular file."""
+    with regular_file(path) as file:
+        descriptor = file.fileno()
         size = os.fstat(descriptor).st_size
         found = Sum()
         pending: deque[Future[Sum]] = deque()
@@ -56,8 +58,6 @@ def sum_of_file(path: str | os.PathLike[str]) -> Sum:
             for future in pending:
                 found += future.result()
         return found
-    finally:
-        os.close(descriptor)
 
 
 def _sum_of_segment(descriptor: int, offset: int, nbytes: int) -> Sum:

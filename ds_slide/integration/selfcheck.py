@@ -88,6 +88,8 @@ SYMBOLS: tuple[Symbol, ...] = (
         _load_zero_checkpoint="load_dir tag load_optimizer_states",
         _checkpoint_tag_validation="tag",
         _copy_recovery_script="save_path",
+        load_module_state_dict="checkpoint strict custom_load_fn fetch_z3_params",
+        _get_all_ckpt_names="checkpoints_path tag",
         _get_ckpt_name="checkpoints_path tag",
         _get_zero_ckpt_name="checkpoints_path tag",
         _get_zero_frozen_param_attributes="attr_func",
@@ -101,6 +103,10 @@ SYMBOLS: tuple[Symbol, ...] = (
         load="path map_location",
     ),
     Symbol("deepspeed.git_version_info", "version"),
+    Symbol("deepspeed.utils.zero_to_fp32", "get_fp32_state_dict_from_zero_checkpoint", ("checkpoint_dir", "tag")),
+    Symbol("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
+    Symbol("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
+    Symbol("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     *(
         Symbol("deepspeed.checkpoint.constants", name)
         for name in ("DS_VERSION", "FP32_FLAT_GROUPS", "FROZEN_PARAM_FRAGMENTS", "OPTIMIZER_STATE_DICT", "PARAM")

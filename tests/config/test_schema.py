@@ -45,6 +45,7 @@ def test_defaults():
     assert config.huge_pages is False
     assert config.kernels == "auto"
     assert config.async_save is False
+    assert config.checkpoint.require_manifest is False
     assert config.hang_timeout == 300.0
     assert config.debug.lane_delay_ms == 0
     assert config.debug.seed == 0
@@ -73,6 +74,7 @@ def test_every_setting_is_read():
             "huge_pages": True,
             "kernels": ["loss", "norm"],
             "async_save": True,
+            "checkpoint": {"require_manifest": True},
             "hang_timeout": 60.0,
             "debug": {"lane_delay_ms": 2.5, "seed": 11},
         }
@@ -98,6 +100,7 @@ def test_every_setting_is_read():
         "huge_pages": True,
         "kernels": ("loss", "norm"),
         "async_save": True,
+        "checkpoint": {"require_manifest": True},
         "hang_timeout": 60.0,
         "debug": {"lane_delay_ms": 2.5, "seed": 11},
     }
@@ -143,6 +146,9 @@ WRONG = [
     ({"kernels": "on"}, 'ds_slide.kernels is "on"; expected'),
     ({"kernels": []}, "ds_slide.kernels is []; expected"),
     ({"kernels": ["loss", "head"]}, 'ds_slide.kernels is ["loss", "head"]; expected'),
+    ({"checkpoint": True}, "ds_slide.checkpoint is true; expected an object"),
+    ({"checkpoint": {"require_manifest": 1}}, "ds_slide.checkpoint.require_manifest is 1; expected true or false"),
+    ({"checkpoint": {"manifest": True}}, "did you mean ds_slide.checkpoint.require_manifest?"),
     ({"debug": 3}, "ds_slide.debug is 3; expected an object"),
     ({"debug": {"lane_delay_ms": -1}}, "ds_slide.debug.lane_delay_ms is -1; expected a number of milliseconds"),
     ({"debug": {"seed": "x"}}, 'ds_slide.debug.seed is "x"; expected an integer'),
@@ -221,6 +227,13 @@ def test_a_misspelt_enabled_is_an_error_and_not_off():
         read({"enabeld": True})
 
 
+def test_the_manifest_is_not_required_in_deepspeeds_own_block():
+    """DeepSpeed would ignore it there without a word."""
+    with pytest.raises(SlideConfigError, match=r"write it as ds_slide\.checkpoint\.require_manifest"):
+        read({"enabled": True}, checkpoint={"require_manifest": True})
+    assert read({"enabled": True}, checkpoint={"load_universal": True}).enabled
+
+
 def test_frozen():
     config = read({"enabled": True})
     with pytest.raises(ValidationError):
@@ -231,9 +244,9 @@ def test_every_setting_says_what_it_expects_and_what_it_is():
     import ast
     import inspect
 
-    from ds_slide.config import DebugConfig
+    from ds_slide.config.schema import CheckpointConfig, DebugConfig
 
-    for model in (SlideConfig, DebugConfig):
+    for model in (SlideConfig, CheckpointConfig, DebugConfig):
         assert all(field.description for field in model.model_fields.values())
         body = ast.parse(inspect.getsource(model)).body[0].body
         for statement, after in zip(body, [*body[1:], None], strict=True):

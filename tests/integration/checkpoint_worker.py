@@ -5,16 +5,19 @@ python checkpoint_worker.py FOLDER
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import hostile_pickles
 import two_ranks
 from harness import ds_config, engine_for, states_of
 from world_two_worker import OddModel, freeze, tokens_of, train
 
 from ds_slide.errors import SlideError
 from ds_slide.integration import checkpoint_save
+from ds_slide.integration.checkpoint_manifest import NAME as MANIFEST
 
 
 def fault_of(action: Any, *arguments: Any) -> str:
@@ -60,6 +63,14 @@ def main(rank: int, folder: Path) -> None:
         seen["load"] = fault_of(engine.load_checkpoint, saves)
         engine.load_checkpoint(saves, "whole", True, False)
         seen["weights"] = states_of(engine.module)
+        deepspeed.comm.barrier()
+        if rank == 0:
+            shutil.copytree(saves / "whole", saves / "hostile", ignore=shutil.ignore_patterns(MANIFEST))
+            path = saves / "hostile" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+            hostile_pickles.put(path, hostile_pickles.touching(folder / "marker"))
+        deepspeed.comm.barrier()
+        seen["hostile"] = fault_of(engine.load_checkpoint, saves, "hostile")
+        seen["unchanged"] = states_of(engine.module)
 
 
 if __name__ == "__main__":

@@ -57,3 +57,13 @@ def test_weights_without_optimizer_states(seen):
     for rank in range(2):
         for name, tensors in seen[rank]["states"].items():
             assert same_bits(seen[rank]["weights"][name]["weight"], tensors["weight"]), name
+
+
+def test_a_file_of_one_rank_that_would_run_something_stops_both_before_anything_is_changed(seen, folder):
+    for rank in range(2):
+        prefix = "rank 1: " if rank == 0 else ""
+        path = folder / "saves" / "hostile" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        assert seen[rank]["hostile"].startswith(f"{prefix}the checkpoint file {path} holds posix.system")
+        for name, tensors in seen[rank]["weights"].items():
+            assert all(same_bits(seen[rank]["unchanged"][name][key], tensor) for key, tensor in tensors.items()), name
+    assert not (folder / "marker").exists()

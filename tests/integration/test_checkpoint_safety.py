@@ -358,15 +358,13 @@ def test_custom_load_fn_is_given_the_whole_model(engine, old, folder):
         seen.update(src)
         dst.load_state_dict(src)
 
-    engine.load_checkpoint(folder, load_optimizer_states=False, custom_load_fn=load)
+    engine.save_checkpoint(folder, "new")  # stock takes the weights of `latest`, whatever tag it is given
+    engine.load_checkpoint(folder, "old", load_optimizer_states=False, custom_load_fn=load)
     assert seen.keys() == old[1].keys()
     loaded = states_of(engine.module)
     for name, tensors in old[1].items():
         # The function casts the masters as torch does, which in a tie may be another weight than the engine's own.
         assert same_bits(loaded[name]["weight"], tensors.get("master", tensors["weight"]).bfloat16()), name
-    engine.save_checkpoint(folder, "new")
-    with pytest.raises(SlideError, match=r"which is not 'old'; write 'old' into that file"):
-        engine.load_checkpoint(folder, "old", load_optimizer_states=False, custom_load_fn=load)
 
 
 def test_the_universal_conversion_reads_it(old, tmp_path):
