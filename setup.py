@@ -1,7 +1,7 @@
 """Builds ``ds_slide._native`` from csrc/: C++17 and pybind11 only, so neither torch, CUDA nor a GPU is needed to build.
 
-Everything static is in pyproject.toml. This file exists because the update kernels are compiled once per instruction
-set (``*_avx2.cpp``, ``*_avx512.cpp``) and setuptools has no per-source flags.
+Everything static is in pyproject.toml. This file exists because kernels are compiled once per instruction set
+(``*_sse42.cpp``, ``*_avx2.cpp``, ``*_avx512.cpp``) and setuptools has no per-source flags.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from setuptools.command.build_ext import build_ext
 COMMON_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-pthread"]
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 ISA_FLAGS = {
+    "_sse42.cpp": ["-msse4.2"],
     "_avx2.cpp": ["-mavx2", "-mf16c"],
     # The warning is a false one inside gcc 12's own AVX-512 headers (its bug 105593).
     "_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-Wno-maybe-uninitialized"],

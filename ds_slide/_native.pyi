@@ -194,6 +194,20 @@ class IoEngine:
         ``next`` still tells of all of them. A second call does nothing.
         """
 
+def sum_isa() -> Literal["sse42", "portable"]:
+    """How CRC32C is computed on this processor; both give the same values."""
+
+def page_sums(
+    workers: Workers, address: int, nbytes: int, sums_ptr: int, isa: Literal["auto", "sse42", "portable"] = "auto"
+) -> None:
+    """CRC32C (RFC 3720) of every 4096 of ``nbytes`` bytes, into the uint32 at ``sums_ptr``. ``address`` may be any."""
+
+def first_wrong_page(
+    workers: Workers, address: int, nbytes: int, sums_ptr: int, isa: Literal["auto", "sse42", "portable"] = "auto"
+) -> int | None:
+    """The first page whose CRC32C is not that at ``sums_ptr``. A sum of 0 is one that is not known: it agrees with any
+    page."""
+
 def isa() -> Literal["avx512", "avx2", "portable"]:
     """Best instruction set of this processor. All three give the same bits."""
 

@@ -9,5 +9,6 @@ void register_update(pybind11::module_& module);
 void register_memory(pybind11::module_& module);
 void register_io(pybind11::module_& module);
 void register_pool(pybind11::module_& module);
+void register_checksum(pybind11::module_& module);
 
 }  // namespace ds_slide

@@ -8,10 +8,11 @@ build=${1:-build/sanitize}
 compiler=${CXX:-g++}
 flags=(-std=c++17 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -Wall -Wextra -pthread -Icsrc)
 
-stress_sources=(csrc/tests/stress.cpp csrc/threads/*.cpp csrc/memory/*.cpp csrc/update/*.cpp)
+stress_sources=(csrc/tests/stress.cpp csrc/threads/*.cpp csrc/memory/*.cpp csrc/update/*.cpp csrc/checksum/*.cpp)
 io_stress_sources=(csrc/tests/io_stress.cpp csrc/io/*.cpp)
 isa_flags() { # the same as in setup.py
   case "$(uname -m):$1" in
+    x86_64:*_sse42.cpp) echo "-msse4.2" ;;
     x86_64:*_avx2.cpp) echo "-mavx2 -mf16c" ;;
     x86_64:*_avx512.cpp) echo "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mf16c -Wno-maybe-uninitialized" ;;
   esac

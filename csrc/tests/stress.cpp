@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "checksum/checksum.hpp"
 #include "memory/generations.hpp"
 #include "memory/pool.hpp"
 #include "memory/slab.hpp"
@@ -306,10 +307,41 @@ void shared_slabs() {
   require(static_cast<unsigned char*>(second.data())[4999] == 7, "two mappings of one file differ");
 }
 
+/// Checksums from several threads on one Workers object, of exactly sized memory: each gives those of a
+/// single thread, and finds the first of the pages that it damages.
+void shared_sums() {
+  Workers shared(3, {});
+  std::vector<std::thread> callers;
+  for (unsigned caller = 0; caller < kCallers; ++caller) {
+    callers.emplace_back([&shared, caller] {
+      Workers alone(1, {});
+      for (unsigned round = 0; round < kRounds; ++round) {
+        std::size_t const pages = 1 + 97u * caller + 41u * round;
+        std::vector<unsigned char> data(pages * kSumPage);
+        std::uint32_t state = caller * 100 + round;
+        for (unsigned char& byte : data)
+          byte = static_cast<unsigned char>((state = state * 1664525u + 1013904223u) >> 24);
+        std::vector<std::uint32_t> sums(pages), expected(pages);
+        page_sums(alone, SumIsa::portable, data.data(), pages, expected.data());
+        page_sums(shared, best_sum_isa(), data.data(), pages, sums.data());
+        require(sums == expected, "sums depend on threads or the instruction set");
+        require(!first_wrong_page(shared, best_sum_isa(), data.data(), pages, sums.data()),
+                "a page that nobody has changed is wrong");
+        std::size_t const first = pages / 3;
+        for (std::size_t page = first; page < pages; page += 7) data[page * kSumPage + round] ^= 1;
+        require(first_wrong_page(shared, best_sum_isa(), data.data(), pages, sums.data()) == first,
+                "another page than the first changed one is wrong");
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+}
+
 }  // namespace
 
 int main() {
   shared_workers();
+  shared_sums();
   exact_ends();
   short_lives();
   slabs();

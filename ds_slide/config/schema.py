@@ -164,6 +164,13 @@ class SlideConfig(_Block):
     )
     """How the SSD is read and written; "auto" takes the first that works on this machine."""
 
+    checksums: StrictBool = Field(default=True, description="true or false")
+    """Whether what is read from SSD is compared with what was written there, by a CRC32C of every 4 KiB in host memory.
+
+    Bytes that the disk or another program has changed end the run with their file and offset; without checksums they
+    become wrong losses. 4 bytes of host memory for 4 KiB on SSD.
+    """
+
     gpu_states: AutoSize = Field(default="auto", description=f'"auto", 0 or {SIZE_HELP}')
     """GPU memory in bytes for optimizer states: edges first, then the first blocks, which are then updated on the GPU.
 

@@ -86,6 +86,7 @@ def ssd_settings(config: SlideConfig, ds_config: Mapping[str, Any]) -> SsdSettin
             chunk_numel=CHUNK_NUMEL,
             record_buffers=None if config.ssd_buffers == "auto" else config.ssd_buffers,
             weight_buffers=None if config.weight_buffers == "auto" else config.weight_buffers,
+            checksums=config.checksums,
         ),
         backend=config.io_backend,
         queue_depth=aio.get("queue_depth"),

@@ -17,7 +17,7 @@ from typing import Literal
 
 from ds_slide.model.layout import UnitLayout
 from ds_slide.store.planes import PlaneSpec, optimizer_bytes
-from ds_slide.store.ssd_places import record_bytes, whole_pages
+from ds_slide.store.ssd_places import record_bytes, sum_table_bytes, whole_pages
 
 # Of the free memory: Python's objects, the data loader and the page cache go on growing after the plan is made.
 USABLE_SHARE = 0.95
@@ -59,6 +59,8 @@ class SsdNeeds:
     chunk_numel: int
     record_buffers: int | None = None
     weight_buffers: int | None = None
+    checksums: bool = False
+    """Whether a sum of every page on SSD is kept in host memory."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class HostPlacement:
     ssd_bytes: int
     """States and held gradients on SSD."""
     host_bytes: int
-    """States, held gradients and buffers in host memory."""
+    """States, held gradients, buffers and checksums in host memory."""
 
 
 def place_on_host(
@@ -121,13 +123,16 @@ def place_on_host(
     pools = _pool_bytes(units, needs, ssd, may_move_weights, may_move_records)
     movable = sum(_weights(units[i]) for i in may_move_weights)
     movable += sum(_records(units[i]) for i in may_move_records)
+    # Of all that may go there: what stays after all leaves a little of it unused.
+    sums = _sum_bytes(units, needs, ssd, may_move_weights, may_move_records, _may_leave(units, needs, on_host))
+    reserved = sum(pools) + sums
     gradients: frozenset[int] = frozenset()
-    if ssd.records and everything - movable + sum(pools) > usable:
-        free = int(host_free * USABLE_SHARE) - (everything - movable) - sum(pools)
+    if ssd.records and everything - movable + reserved > usable:
+        free = int(host_free * USABLE_SHARE) - (everything - movable) - reserved
         gradients = _gradients_that_leave(units, needs, on_host, free)
         around = _gradient_bytes(units, needs, on_host, gradients)
         usable = int(host_free * USABLE_SHARE) - around
-    budget = max(0, usable - sum(pools)) if host_memory is None else min(host_memory, max(0, usable - sum(pools)))
+    budget = max(0, usable - reserved) if host_memory is None else min(host_memory, max(0, usable - reserved))
     left = budget - everything + movable
 
     def stay(candidates: Sequence[int], size: Callable[[UnitSize], int]) -> set[int]:
@@ -151,7 +156,7 @@ def place_on_host(
         _weight_buffers(needs, ssd, weights),
         everything - moved,
         moved + sum(_held(units[i], needs) for i in gradients),
-        everything - moved + around + sum(buffers),
+        everything - moved + around + sum(buffers) + _sum_bytes(units, needs, ssd, weights, records, gradients),
     )
 
 
@@ -169,9 +174,32 @@ def _held(unit: UnitSize, needs: Needs) -> int:
 
 def _gradients_that_leave(units: Sequence[UnitSize], needs: Needs, on_host: Sequence[int], free: int) -> frozenset[int]:
     """Blocks whose held gradients go to SSD so that the others', and what the way there takes, need `free` bytes."""
-    blocks = [i for i in on_host if not units[i].stays and _held(units[i], needs)]
+    blocks = _may_leave(units, needs, on_host)
     free -= _gradient_bytes(units, needs, on_host, frozenset(blocks))
     return frozenset(blocks) - _spread([(i, _held(units[i], needs)) for i in blocks], free)
+
+
+def _may_leave(units: Sequence[UnitSize], needs: Needs, on_host: Sequence[int]) -> list[int]:
+    """Blocks whose held gradients may go to SSD."""
+    return [i for i in on_host if not units[i].stays and _held(units[i], needs)]
+
+
+def _sum_bytes(
+    units: Sequence[UnitSize],
+    needs: Needs,
+    ssd: SsdNeeds,
+    weights: Sequence[int] | frozenset[int],
+    records: Sequence[int] | frozenset[int],
+    gradients: Sequence[int] | frozenset[int],
+) -> int:
+    """Of the checksums of these units' weights, records and held gradients."""
+    if not ssd.checksums:
+        return 0
+    pages = sum(whole_pages(_weights(units[i])) for i in weights)
+    for i in records:
+        full, rest = divmod(units[i].layout.trainable_numel, ssd.chunk_numel)
+        pages += full * record_bytes(units[i].specs, ssd.chunk_numel) + record_bytes(units[i].specs, rest)
+    return sum_table_bytes(pages + sum(whole_pages(_held(units[i], needs)) for i in gradients))
 
 
 def _spread(sizes: Sequence[tuple[int, int]], budget: int) -> set[int]:

@@ -14,6 +14,8 @@ from ds_slide.runtime.device import Device, Marker
 LANES = ("compute", "h2d", "d2h", "update")
 SSD = "ssd"
 """Of runs with an SSD tier; reads and writes share the disk, so they are one lane."""
+SSD_TOTALS = ("read_bytes", "written_bytes", "busy_s", "checked_bytes", "checked_s")
+"""Of the store since its start; the last two where it keeps checksums."""
 SECONDS_A_DAY = 86_400
 
 
@@ -61,8 +63,8 @@ class StepStatistics:
     bound_lane: str
     lanes: dict[str, dict[str, float | int]]
     ssd: dict[str, Any]
-    """Bytes read and written in this step, terabytes written a day at this rate, and the store's settings; empty
-    without an SSD tier."""
+    """Bytes read, written and checked in this step, seconds of the threads that asked for checks (beside the disk, not
+    in its way), terabytes written a day at this rate, and the store's settings; empty without an SSD tier."""
 
     @property
     def efficiency(self) -> float:
@@ -95,7 +97,7 @@ class StepRecorder:
             return {}
         before, now = self._ssd_before, self._ssd()
         self._ssd_before = now
-        step = {**now, **{key: now[key] - before[key] for key in ("read_bytes", "written_bytes", "busy_s")}}
+        step = {**now, **{key: now[key] - before[key] for key in SSD_TOTALS if key in now}}
         step["written_total_bytes"] = now["written_bytes"]
         step["written_tb_per_day"] = step["written_bytes"] / wall * SECONDS_A_DAY / 1e12 if wall > 0 else 0.0
         return step

@@ -74,7 +74,7 @@ def build_runtime(
     recorder = StepRecorder(device)
     memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.huge_pages)
     empty = Empty.on(device.torch, {unit_plan.dtype for unit_plan in unit_plans})
-    store, on_ssd = open_store(unit_plans, plan, settings, ranks, failures)
+    store, on_ssd = open_store(unit_plans, plan, settings, ranks, memory, failures)
     shared = None
     if sharing is not None:
         shared = SharedWeights(ranks, sharing, memory, len(unit_plans), failures)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,14 +16,20 @@ from ds_slide.runtime.ssd import SsdStates
 from ds_slide.runtime.ssd_gradients import SsdGradients
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.window import Announce
+from ds_slide.store.page_sums import PageSums
 from ds_slide.store.ssd import SsdStore
-from ds_slide.store.ssd_places import place_unit, whole_pages
+from ds_slide.store.ssd_places import SUM_BYTES, UnitPlaces, place_unit, sum_table_bytes, whole_pages
 from ds_slide.store.ssd_unit import SsdUnit
 from ds_slide.store.state import HostMemory
 
 
 def open_store(
-    unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettings, ranks: Ranks, failures: Failures
+    unit_plans: Sequence[UnitPlan],
+    plan: Plan,
+    settings: RuntimeSettings,
+    ranks: Ranks,
+    memory: HostMemory,
+    failures: Failures,
 ) -> tuple[SsdStore | None, dict[int, SsdUnit]]:
     """The state files, and the places of the units that have states there, by their order."""
     host = plan.host
@@ -43,6 +49,10 @@ def open_store(
             end = places[order].end
     if not places or settings.ssd is None:
         return None, {}
+    sums = None
+    if settings.ssd.needs.checksums:
+        table = memory.tensor(sum_table_bytes(end) // SUM_BYTES, torch.int32, transfers=False)
+        sums = PageSums(table, settings.cpu_threads)
     store = SsdStore(
         settings.ssd.parents,
         end,
@@ -51,6 +61,8 @@ def open_store(
         backend=settings.ssd.backend,
         queue_depth=settings.ssd.queue_depth,
         request_bytes=settings.ssd.request_bytes,
+        sums=sums,
+        what_lies_at=_what_lies_at([(unit_plans[order].spec.name, place) for order, place in places.items()]),
         delay=Delay(settings.delay_ms, settings.seed + 4),
         waiting=failures.waiting,
     )
@@ -59,6 +71,16 @@ def open_store(
         order: SsdUnit(store, place, settings.specs(dtypes[order]), dtypes[order], settings.held_dtype)
         for order, place in places.items()
     }
+
+
+def _what_lies_at(places: Sequence[tuple[str, UnitPlaces]]) -> Callable[[int], str]:
+    """`places`: with the names of their units, in the order of their offsets."""
+
+    def what(offset: int) -> str:
+        name, place = next((name, place) for name, place in places if offset < place.end)
+        return f"{place.what_lies_at(offset)} of {name}"
+
+    return what
 
 
 def make_ssd_states(

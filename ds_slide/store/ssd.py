@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import functools
 import itertools
 import logging
 import os
@@ -17,6 +18,7 @@ from typing import Any
 from ds_slide import _native
 from ds_slide.errors import SlideError
 from ds_slide.store.bandwidth import mixed_bandwidth
+from ds_slide.store.page_sums import CheckThread, PageSums
 from ds_slide.store.run_files import RunFile, RunFiles
 from ds_slide.store.ssd_places import MOST_DEPTH, PAGE
 from ds_slide.store.striping import Striping
@@ -42,11 +44,14 @@ class Part:
 
 @dataclass
 class _Transfer:
-    """Under way. Either `then` follows it, or a thread waits for `told`, which is set in every case, after `error`."""
+    """Under way. Either `then` follows it, or a thread waits for `told`, which is set in every case, after `error`.
+    `to_check`: what is read, where sums are kept."""
 
     then: Callable[[], None] | None = None
     told: threading.Event | None = None
     error: SlideError | None = None
+    to_check: Sequence[Part] = ()
+    urgent: bool = False
 
 
 class SsdStore:
@@ -55,12 +60,15 @@ class SsdStore:
     parents: (JSON path for messages, directory). Each gets a file (RunFiles) and its part of the space, in proportion
     to its bandwidth, which is measured when there are several.
 
-    fail: is given the first error of an asynchronous transfer, once, on the completion thread; from then on nothing
+    fail: is given the first error of an asynchronous transfer, once, on the thread that found it; from then on nothing
     that was under way is followed by its `then`, and new transfers raise. Whoever waits for a `then` must also watch
     for `fail`.
 
-    delay: called before every submit (on the caller's thread) and before every completion is delivered (on the
-    completion thread), for race tests.
+    sums: of the pages of this store; with them, bytes that are read and are not those that were written last are such
+    an error, also where a thread waits for them. None: no checks. what_lies_at: names the content of a byte offset.
+
+    delay: called before every submit (on the caller's thread), before every completion is delivered (on the completion
+    thread) and before every check of a read that nobody waits for, for race tests.
 
     waiting: around the wait of a thread in `read_now` or `write_now`, given what it waits for.
 
@@ -77,6 +85,8 @@ class SsdStore:
         backend: str = "auto",
         queue_depth: int | None = None,
         request_bytes: int | None = None,
+        sums: PageSums | None = None,
+        what_lies_at: Callable[[int], str] = "byte {:,} of the store".format,
         delay: Callable[[], None] = lambda: None,
         waiting: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
@@ -86,6 +96,8 @@ class SsdStore:
         self._fail = fail
         self._delay = delay
         self._waiting = waiting
+        self._sums = sums
+        self._what_lies_at = what_lies_at
         self._owner = os.getpid()
         self._lock = threading.Lock()  # guards what follows
         self._transfers: dict[int, _Transfer] = {}
@@ -116,25 +128,29 @@ class SsdStore:
             raise
         self._thread = threading.Thread(target=self._run, name="ds_slide-ssd", daemon=True)
         self._thread.start()
+        self._checks = None if sums is None else CheckThread("ds_slide-ssd-sums", self._record)
         # A thread that waits in C++ while the interpreter is taken down ends the process with an abort.
         atexit.register(self.close)
 
     def read(self, parts: Sequence[Part], then: Callable[[], None], *, urgent: bool = False) -> None:
-        """Fill memory from the store; `then` runs on the completion thread when all parts are there.
+        """Fill memory from the store; `then` runs when all parts are there and are what was written: on the completion
+        thread, or where sums are kept on the one that checks.
 
         `then` must be short and must neither block nor raise. `urgent`: before all that is not. The memory belongs to
         the transfer until then. SlideError once the store has failed or is closed.
         """
-        self._submit(False, parts, _Transfer(then=then), urgent)
+        self._submit(False, parts, _Transfer(then), urgent)
 
     def write(self, parts: Sequence[Part], then: Callable[[], None], *, urgent: bool = False) -> None:
-        """As `read`, from memory to the store."""
-        self._submit(True, parts, _Transfer(then=then), urgent)
+        """As `read`, from memory to the store. `then` runs on the completion thread. The sums of what is written are
+        computed before this returns."""
+        self._submit(True, parts, _Transfer(then), urgent)
 
     def read_now(self, parts: Sequence[Part]) -> None:
         """Fill memory from the store and return when it is done; before all that is not urgent.
 
-        From any thread but the completion thread. SlideError when it fails; that error is the caller's alone.
+        From any thread but the store's own. SlideError when it fails; that error is the caller's alone, unless the
+        bytes are not those that were written, which is one of the store.
         """
         self._wait(False, parts)
 
@@ -151,6 +167,7 @@ class SsdStore:
         weights (sum 1)."""
         return {
             **self._io.stats(),
+            **({} if self._sums is None else self._sums.statistics()),
             "nbytes": self.nbytes,
             "paths": list(self._labels),
             "direct": list(self._direct),
@@ -184,6 +201,8 @@ class SsdStore:
         self._drained.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        if self._checks is not None:
+            self._checks.close()
         self._discard()
 
     def _weigh(self, names: Sequence[str], backend: str) -> list[float]:
@@ -232,6 +251,11 @@ class SsdStore:
     def _submit(self, write: bool, parts: Sequence[Part], transfer: _Transfer, urgent: bool) -> None:
         pieces = self._pieces(parts)
         self._delay()
+        if self._sums is not None and write:
+            for part in parts:
+                self._sums.keep(part.offset, part.address, part.nbytes)
+        elif self._sums is not None:
+            transfer.to_check, transfer.urgent = parts, urgent
         token = next(self._tokens)
         with self._lock:
             if self._failure is not None:
@@ -258,8 +282,8 @@ class SsdStore:
         return pieces
 
     def _wait(self, write: bool, parts: Sequence[Part]) -> None:
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("the completion thread cannot wait for itself; use read or write with `then`")
+        if threading.current_thread() in (self._thread, self._checks and self._checks.thread):
+            raise RuntimeError(f"{threading.current_thread().name} cannot wait for itself; use `read` or `write`")
         transfer = _Transfer(told=threading.Event())
         self._submit(write, parts, transfer, urgent=True)
         assert transfer.told is not None
@@ -267,6 +291,36 @@ class SsdStore:
             transfer.told.wait()  # every transfer is told, also when the store fails or is closed
         if transfer.error is not None:
             raise transfer.error
+        try:
+            self._check(transfer.to_check)
+        except SlideError as error:
+            self._record(error)
+            raise
+
+    def _check(self, parts: Sequence[Part]) -> None:
+        """SlideError if what has been read is not what was written. Not on the completion thread."""
+        for part in parts:
+            assert self._sums is not None
+            wrong = self._sums.first_wrong(part.offset, part.address, part.nbytes)
+            if wrong is not None:
+                raise SlideError(self._damaged(wrong))
+
+    def _damaged(self, offset: int) -> str:
+        piece = self._striping.pieces(offset, PAGE)[0]
+        return (
+            f"SSD tier: {self._labels[piece.file]} holds other bytes at offset {piece.file_offset:,} than were "
+            f"written there ({self._what_lies_at(offset)}), because the disk or another program has changed them; "
+            f"check the disk and {_advice(0)}"
+        )
+
+    def _checked(self, transfer: _Transfer) -> None:
+        """On the thread that checks, after the completion thread: the memory of the read is this one's alone."""
+        self._delay()
+        self._check(transfer.to_check)
+
+    def _follow(self, then: Callable[[], None]) -> None:
+        if self._failure is None and not self._closed:
+            then()
 
     def _run(self) -> None:
         """The completion thread: until the engine is closed and has told of every transfer."""
@@ -292,8 +346,11 @@ class SsdStore:
             self._delay()
             if transfer.told is None and transfer.error is not None:
                 self._record(transfer.error)
-            elif transfer.then is not None and self._failure is None and not self._closed:
-                transfer.then()
+            elif transfer.then is not None and transfer.to_check and self._checks is not None:
+                check = functools.partial(self._checked, transfer)
+                self._checks.submit(check, functools.partial(self._follow, transfer.then), urgent=transfer.urgent)
+            elif transfer.then is not None:
+                self._follow(transfer.then)
         except BaseException as raised:
             self._record(raised)
         finally:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from ds_slide.store.planes import PlaneSpec
 
 PAGE = 4096
+SUM_BYTES = 4
+"""Of the checksum that is kept of every page (`ds_slide.store.page_sums`)."""
 # What an I/O engine takes (csrc/io/engine.cpp): requests at all mounts together, and bytes of one.
 MOST_DEPTH, MOST_REQUEST_BYTES = 4096, 1 << 30
 # 80 MiB of fp32 states: 13 ms of a 6 GB/s disk and 1.4 ms of CPU update. Large enough that what Python does for a
@@ -24,6 +26,11 @@ CHUNK_NUMEL = 1 << 23
 def whole_pages(nbytes: int) -> int:
     """Smallest multiple of a page that is not below `nbytes`."""
     return -(-nbytes // PAGE) * PAGE
+
+
+def sum_table_bytes(nbytes: int) -> int:
+    """Of the checksums of so many bytes on SSD, a multiple of a page."""
+    return nbytes // PAGE * SUM_BYTES
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,13 @@ class UnitPlaces:
     def weight_pages(self) -> int:
         """Bytes of a buffer for the weight plane."""
         return whole_pages(self.weight_bytes)
+
+    def what_lies_at(self, offset: int) -> str:
+        """Of a byte within these places, for messages."""
+        if self.gradient_offset is not None and offset >= self.gradient_offset:
+            return "the held gradient"
+        found = [index for index, chunk in enumerate(self.chunks) if chunk.offset <= offset]
+        return f"chunk {found[-1]} of the optimizer states" if found else "the weights"
 
 
 def record_bytes(specs: Sequence[PlaneSpec], numel: int) -> int:
