@@ -94,6 +94,22 @@ def plant(parent: Path, prefix: str, elsewhere: Path) -> None:
             os.chown(path, 65534, 65534)
 
 
+def plant_replaced(saves: Path, prefix: str, elsewhere: Path) -> None:
+    """In a checkpoint directory, with `prefix`, which is that of an old checkpoint waiting to be put back: names that
+    lead out of the directory, or that no save gives, and legal ones of what is no directory."""
+    outside = str(elsewhere.parent / "outside").replace("/", "%2F")
+    names = f"{outside} ..%2Foutside ..%2F..%2Foutside .. . a%2F..%2F..%2Foutside %2E%2E%2Foutside link%2Foutside "
+    names += "missing%2Ftag a%2fb %00 nul%00 %C3 % %zz %0A% a%2F%2Fb"
+    for name in ("", *names.split()):
+        (saves / f"{prefix}{name}").mkdir()
+        (saves / f"{prefix}{name}" / "model.pt").touch()
+    (saves / "link").symlink_to(elsewhere)
+    (saves / os.fsdecode(prefix.encode() + b"\xff")).mkdir()
+    (saves / f"{prefix}symlink").symlink_to(elsewhere)
+    (saves / f"{prefix}file").touch()
+    os.mkfifo(saves / f"{prefix}fifo")
+
+
 @contextmanager
 def mounts(parent: Path, prefix: str, elsewhere: Path) -> Iterator[None]:
     """Meanwhile there are mount points in `parent`: a tmpfs and the directory `elsewhere`, over a directory and within
