@@ -10,7 +10,10 @@ whose lock is free, which the next save into save_dir removes. The rename is one
 exchanged with the new one, never absent. After it: the new tag is whole (files, manifest and directories were synced
 before), `latest` names the old tag or, after a second rename, the new one; either loads. Only where the file system
 cannot exchange (NFS, some overlays) is the old tag first renamed to `.ds_slide_replaced.<tag>`; killed between the two
-renames, the next load or save renames it back.
+renames, the next load or save renames it back (checkpoint_leftovers.py).
+
+Others may be able to write to save_dir, so the directory of a save is reached by its descriptor, opened without
+following a link and found to be ours; what is renamed or removed is named relative to it and to save_dir.
 """
 
 from __future__ import annotations
@@ -18,34 +21,33 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import logging
 import os
-import shutil
-import urllib.parse
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ds_slide.errors import SlideError
-from ds_slide.integration.checkpoint_manifest import fsync_directory, manifest_now, write_durably
+from ds_slide.integration.checkpoint_leftovers import (
+    LOCK,
+    SAVING,
+    checked_tag,
+    recover,
+    remove_dead,
+    remove_directory,
+    replaced_name,
+    try_lock,
+)
+from ds_slide.integration.checkpoint_manifest import manifest_now, write_durably
 from ds_slide.integration.checkpoint_sums import Sum
+from ds_slide.store.owned_directory import is_at, open_below, opened, owned, status_of
+from ds_slide.store.writable_by_others import warn_if_writable_by_others
+
+__all__ = ["SAVING", "Staging", "checked_tag", "new_name", "reached", "recover"]
 
 logger = logging.getLogger(__name__)
 
-SAVING, _REPLACED = ".ds_slide_saving.", ".ds_slide_replaced."
-_LOCK = "lock"
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_RENAME_EXCHANGE = 2
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-
-
-def checked_tag(tag: str) -> str:
-    """`tag` when it names a directory below save_dir. Raises SlideError."""
-    parts = tag.split("/")
-    if any(part in ("", ".", "..") or part.startswith((SAVING, _REPLACED)) for part in parts) or "\0" in tag:
-        raise SlideError(f"the checkpoint tag {tag!r} does not name a directory below save_dir; use another tag")
-    return tag
 
 
 def new_name() -> str:
@@ -63,19 +65,23 @@ class Staging:
     def __init__(self, save_dir: Path, name: str) -> None:
         self.save_dir = save_dir
         self.path = save_dir / name
-        self._lock: int | None = None
+        self._held: _Held | None = None
 
     def open(self, tag: str) -> None:
         """Remove what dead saves have left, then make and lock the directory and that of the tag. Raises OSError."""
         self.save_dir.mkdir(parents=True, exist_ok=True)
         recover(self.save_dir)
-        _remove_stale(self.save_dir)
-        self.path.mkdir()
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-        if _try_lock(self._lock) is False or os.fstat(self._lock).st_nlink == 0:
-            # Another save began to remove stale directories when this one had no lock yet.
-            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(self.path))
-        (self.path / tag).mkdir(parents=True)
+        with opened(self.save_dir) as parent:
+            warn_if_writable_by_others(parent, self.save_dir, "save_dir")
+            remove_dead(self.save_dir, parent)
+            os.mkdir(self.path.name, dir_fd=parent)
+            with owned(self.path.name, parent) as own:
+                self._held = _Held(own)
+                if not self._held.lock():
+                    # Another save began to remove stale directories when this one had no lock yet.
+                    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(self.path))
+                with _below(tag.split("/"), own, make=True):
+                    pass
 
     def free_bytes(self) -> int:
         status = os.statvfs(self.path)
@@ -84,135 +90,133 @@ class Staging:
     def publish(self, tag: str, files: Mapping[str, Sum], *, latest: bool) -> None:
         """Complete the tag with the manifest of its `files` and make it current, then the scripts in this directory
         and, if asked for, `latest`. Raises OSError, and SlideError where a file is not as it was written."""
-        new, target = self.path / tag, self.save_dir / tag
-        manifest = manifest_now(files)
-        manifest.check(new, lambda _name: False)
-        manifest.write(new)
-        scripts = [path.name for path in self.path.glob("*.py")]
-        fsync_directory(new)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        reached("before the rename")
-        if os.path.lexists(target):
-            _replace(self.save_dir, tag, new)
-        else:
-            os.rename(new, target)
-        fsync_directory(target.parent)
-        fsync_directory(self.save_dir)
-        reached("renamed")
-        for script in scripts:
-            os.replace(self.path / script, self.save_dir / script)
-        if latest:
-            write_durably(self.path / "latest", tag.encode())
-            reached("before latest")
-            os.replace(self.path / "latest", self.save_dir / "latest")
-        fsync_directory(self.save_dir)
-        reached("published")
+        with opened(self.save_dir) as parent, owned(self.path.name, parent) as own:
+            manifest = manifest_now(files)
+            manifest.check(self.path / tag, lambda _name: False)
+            manifest.write(self.path / tag)
+            scripts = [name for name in os.listdir(own) if name.endswith(".py")]
+            self._publish_tag(tag, parent, own)
+            reached("renamed")
+            for script in scripts:
+                os.replace(script, script, src_dir_fd=own, dst_dir_fd=parent)
+            if latest:
+                write_durably(self.path / "latest", tag.encode())
+                reached("before latest")
+                os.replace("latest", "latest", src_dir_fd=own, dst_dir_fd=parent)
+            os.fsync(parent)
+            reached("published")
+
+    def _publish_tag(self, tag: str, parent: int, own: int) -> None:
+        """The rename. `parent` and `own`: descriptors of save_dir and of the directory of this save."""
+        *above, last = tag.split("/")
+        with _below(above, own) as new, _below([last], new) as content:
+            os.fsync(content)
+            with _below(above, parent, make=True) as target:
+                reached("before the rename")
+                if status_of(last, target) is not None:
+                    _replace(tag, parent, new, target)
+                else:
+                    os.rename(last, last, src_dir_fd=new, dst_dir_fd=target)
+                os.fsync(target)
+            os.fsync(parent)
 
     def remove(self) -> None:
         """Remove the directory with what is left in it, as any rank may that has published: the checkpoint is there,
         so what cannot be removed is left, with a warning, to the next save."""
         try:
-            self._rename_away()
-            _remove(self._ended)
+            with opened(self.save_dir) as parent, owned(self.path.name, parent) as own:
+                self._rename_away(parent, own)
+                remove_directory(self._ended, parent, own)
         except OSError as error:
             if not isinstance(error, FileNotFoundError):
-                logger.warning("%s cannot be removed (%s); the next save tries again", self._ended, error)
+                path = self.save_dir / self._ended
+                logger.warning("%s cannot be removed (%s); the next save tries again", path, error)
 
     def discard(self) -> None:
         """Remove the directory with what is left in it: a failed save, or the checkpoint that was replaced. Raises
         OSError."""
-        if self._lock is None:
+        if self._held is None:
             return
-        lock, self._lock = self._lock, None
-        try:
-            self._rename_away()
-        finally:
-            os.close(lock)  # before the file goes: NFS keeps an open one, and with it the directory
-        with contextlib.suppress(FileNotFoundError):
-            _remove(self._ended)
+        held, self._held = self._held, None
+        with held as own, contextlib.suppress(FileNotFoundError), opened(self.save_dir) as parent:
+            self._rename_away(parent, own)
+            held.unlock()  # before the file goes: NFS keeps an open one, and with it the directory
+            remove_directory(self._ended, parent, own)
 
     @property
-    def _ended(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.ended")
+    def _ended(self) -> str:
+        return f"{self.path.name}.ended"
 
-    def _rename_away(self) -> None:
+    def _rename_away(self, parent: int, own: int) -> None:
         """First, and at once: no other rank finds a part of it, to publish that or to publish it again."""
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self.path, self._ended)
+        if is_at(self.path.name, parent, own):
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self.path.name, self._ended, src_dir_fd=parent, dst_dir_fd=parent)
 
 
-def recover(save_dir: Path) -> None:
-    """Rename back what a save had renamed away when it was killed. Raises OSError."""
-    for replaced in save_dir.glob(f"{_REPLACED}*"):
-        target = save_dir / urllib.parse.unquote(replaced.name.removeprefix(_REPLACED))
-        if not os.path.lexists(target):
-            logger.warning("a save was killed while it replaced %s; the old checkpoint is there again", target)
-            os.rename(replaced, target)
+class _Held:
+    """Descriptors of the directory of a save and of its locked lock; as a context, closes both."""
+
+    def __init__(self, directory: int) -> None:
+        self._directory = os.dup(directory)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._lock: int | None = None
+        try:
+            self._lock = os.open(LOCK, flags, 0o666, dir_fd=directory)
+        except BaseException:
+            os.close(self._directory)
+            raise
+
+    def lock(self) -> bool:
+        """False when another process has the lock, or has removed its file."""
+        assert self._lock is not None
+        return try_lock(self._lock) is not False and is_at(LOCK, self._directory, self._lock)
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> int:
+        return self._directory
+
+    def __exit__(self, *_error: object) -> None:
+        self.unlock()
+        os.close(self._directory)
 
 
-def _replace(save_dir: Path, tag: str, new: Path) -> None:
-    """Put the directory `new` in the place of the tag; the old one ends in the place of `new`."""
-    target = save_dir / tag
-    if _exchange(new, target):
+def _replace(tag: str, parent: int, new: int, target: int) -> None:
+    """Put the directory of the tag's last name in `new` in the place of that in `target`; the old one ends in the place
+    of the new one. All of them are descriptors, `parent` that of save_dir."""
+    last = tag.rpartition("/")[2]
+    if _exchange(last, new, target):
         return
-    replaced = save_dir / (_REPLACED + urllib.parse.quote(tag, safe=""))
-    os.rename(target, replaced)
-    fsync_directory(save_dir)
+    replaced = replaced_name(tag)
+    os.rename(last, replaced, src_dir_fd=target, dst_dir_fd=parent)
+    os.fsync(parent)
     reached("renamed away")
-    os.rename(new, target)
-    os.rename(replaced, new)
+    os.rename(last, last, src_dir_fd=new, dst_dir_fd=target)
+    os.rename(replaced, last, src_dir_fd=parent, dst_dir_fd=new)
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two directories in one system call; False where that cannot be done."""
+def _exchange(name: str, one: int, other: int) -> bool:
+    """Exchange what has the name in two directories in one system call; False where that cannot be done."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+    if rename(one, os.fsencode(name), other, os.fsencode(name), ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
         return True
     code = ctypes.get_errno()
     if code in _NO_EXCHANGE:
         return False
-    raise OSError(code, os.strerror(code), str(other))
+    raise OSError(code, os.strerror(code), name)
 
 
-def _remove_stale(save_dir: Path) -> None:
-    for path in save_dir.glob(f"{SAVING}*"):
-        try:
-            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            with contextlib.suppress(OSError):  # another save has just made it: not for long empty
-                path.rmdir()
-            continue
-        try:
-            if _try_lock(lock):
-                logger.warning("removing %s, which a save that was killed has left", path)
-                _remove(path)
-        finally:
-            os.close(lock)
-    for path in save_dir.glob(f"{_REPLACED}*"):  # its tag is there: `recover` has run
-        shutil.rmtree(path)
-
-
-def _try_lock(descriptor: int) -> bool | None:
-    """False when another process has the lock, None where the file system has no locks."""
+@contextlib.contextmanager
+def _below(parts: Sequence[str], top: int, *, make: bool = False) -> Iterator[int]:
+    """`open_below`, closed afterwards."""
+    descriptor = open_below(parts, top, make=make)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (*_NO_LOCKS, errno.EWOULDBLOCK):
-            return False if error.errno == errno.EWOULDBLOCK else None
-        raise
-    return True
-
-
-def _remove(path: Path) -> None:
-    """The lock goes last, so that whatever is left after a kill can still be recognised as dead."""
-    for child in path.iterdir():
-        if child.name == _LOCK:
-            continue
-        if child.is_dir() and not child.is_symlink():
-            shutil.rmtree(child)
-        else:
-            child.unlink()
-    (path / _LOCK).unlink(missing_ok=True)
-    path.rmdir()
+        yield descriptor
+    finally:
+        os.close(descriptor)

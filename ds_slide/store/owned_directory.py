@@ -15,12 +15,14 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-Known = Callable[[str, int], bool]
-"""Whether we make an entry of this name so many directories below (0: in the directory itself)."""
+Known = Callable[[str, bool, int], bool]
+"""Whether we make an entry of this name, directory or not, so many directories below (0: in the directory itself)."""
 
 _READ_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Deeper than any tag. Every level holds a descriptor open.
 _MOST_LEVELS = 32
+# Somebody who renames a directory all the time is met at the name where it was seen sooner or later.
+_ATTEMPTS = 100
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
 
 
@@ -99,9 +101,10 @@ def first_foreign(directory: int, known: Known, level: int = 0) -> str | None:
         found = status_of(name, directory)
         if found is None:
             continue
-        if not known(name, level) or level == _MOST_LEVELS:
+        is_directory = stat.S_ISDIR(found.st_mode)
+        if not known(name, is_directory, level) or level == _MOST_LEVELS:
             return name
-        if stat.S_ISDIR(found.st_mode):
+        if is_directory:
             try:
                 with owned(name, directory) as below:
                     foreign = first_foreign(below, known, level + 1)
@@ -150,23 +153,21 @@ def remove_empty(name: str, parent: int, directory: int) -> bool:
 
     False where its name cannot be found. rmdir takes nothing but an empty directory. Raises OSError.
     """
-    if is_at(name, parent, directory):
-        with contextlib.suppress(FileNotFoundError):
-            os.rmdir(name, dir_fd=parent)
-        return True
-    path = present_path(directory)
-    if os.fstat(directory).st_nlink == 0 or (path is not None and path.endswith(" (deleted)")):
-        return True  # somebody else has removed it
-    if path is None:
-        return False
-    try:
-        with opened(Path(path).parent) as elsewhere:
-            if not is_at(os.path.basename(path), elsewhere, directory):
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # renamed since it was seen
+            if is_at(name, parent, directory):
+                os.rmdir(name, dir_fd=parent)
+                return True
+            path = present_path(directory)
+            if os.fstat(directory).st_nlink == 0 or (path is not None and path.endswith(" (deleted)")):
+                return True  # somebody else has removed it
+            if path is None:
                 return False
-            os.rmdir(os.path.basename(path), dir_fd=elsewhere)
-    except FileNotFoundError:
-        return False
-    return True
+            with opened(Path(path).parent) as elsewhere:
+                if is_at(os.path.basename(path), elsewhere, directory):
+                    os.rmdir(os.path.basename(path), dir_fd=elsewhere)
+                    return True
+    return False
 
 
 def present_path(descriptor: int) -> str | None:

@@ -176,7 +176,7 @@ def _remove_dead(name: str, parent: int, directory: int) -> None:
 def _remove_files(directory: int) -> None:
     """Remove what a run has made, whose lock the caller holds; the lock file last, so that a kill leaves a locked
     whole. Raises OSError, with nothing removed, where there is anything else."""
-    foreign = first_foreign(directory, lambda name, level: level == 0 and name in (*FILES, LOCK_NAME))
+    foreign = first_foreign(directory, lambda name, below, _level: not below and name in (*FILES, LOCK_NAME))
     if foreign is not None:
         raise OSError(errno.ENOTEMPTY, f"it holds {foreign!r}, which no run puts there")
     for name in (*FILES, LOCK_NAME):

@@ -308,11 +308,11 @@ def test_a_directory_that_cannot_be_removed_is_left_with_a_warning(engine, tmp_p
     engine.save_checkpoint(tmp_path, "old")
     end_of_save(engine)
 
-    def refuse(path: Path) -> None:
-        raise OSError(39, "Directory not empty", str(path))
+    def refuse(name: str, _parent: int, _directory: int) -> None:
+        raise OSError(39, "Directory not empty", name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_place, "_remove", refuse)
+        patch.setattr(checkpoint_place, "remove_directory", refuse)
         engine.save_checkpoint(tmp_path, "new")
         end_of_save(engine)
     assert (tmp_path / "latest").read_text() == "new"

@@ -5,6 +5,7 @@ Every run is a process of its own (ssd_fault_worker.py) that ends through the in
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -20,6 +21,9 @@ from typing import Any
 
 import pytest
 from ssd_fault_runs import Launcher, Run, launched
+from traps import mounts, plant, plant_replaced, precious, tree
+
+from ds_slide.integration.checkpoint_leftovers import REPLACED, SAVING
 
 BACKENDS = ("io_uring", "libaio", "threads")
 PAGE = 4096
@@ -129,7 +133,9 @@ def test_a_disk_that_fails_outside_of_training(launcher: Launcher, whole: Any, d
     fault, mended = ["faults", 5, -1, errno.EIO], ["faults", 0, -1, 0]
     for action in (["load", str(saves)], ["digest", "end"], ["save", str(saves), "base"]):
         run = launcher.begin(start(disk, {"io_backend": backend}), ["train", 1], fault, action)
-        check_failure(run, disk, r"of \d+ bytes at offset \d+ of ", "Input/output error")
+        # The faults meet the files of the checkpoint too.
+        sentence = r"of \d+ bytes at offset \d+ of |the checkpoint file \S+ cannot be read"
+        check_failure(run, disk, sentence, "Input/output error")
     result = launcher.run(
         start(disk), mended, ["load", str(saves)], ["digest", "saved"], ["train", STEPS - SAVED], ["digest", "end"]
     )
@@ -392,3 +398,27 @@ def test_a_run_that_saves_and_loads_ends_cleanly(launcher: Launcher, whole: Any,
     check_bits(run.result, whole()[1])
     assert "terminate" not in run.log and "Traceback" not in run.log and "Exception" not in run.log, run.log
     assert not list(disk.iterdir())
+
+
+# ---- the directory belongs to others too ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mounted", [False, True])
+def test_traps_survive_start_save_load_and_exit(launcher: Launcher, disk: Path, tmp_path: Path, mounted: bool) -> None:
+    """In one directory that is nvme_path and save_dir, of a training run that ends through the interpreter's exit."""
+    elsewhere = precious(tmp_path / "elsewhere")
+    with contextlib.ExitStack() as stack:
+        for prefix in ("ds_slide-host-1-0-", SAVING):
+            if mounted:
+                stack.enter_context(mounts(disk, prefix, elsewhere))
+            else:
+                plant(disk, prefix, elsewhere)
+        plant_replaced(disk, REPLACED, elsewhere)
+        before = tree(tmp_path)
+        saves = [["save", str(disk), "tag"], ["save", str(disk), "tag"], ["load", str(disk)]]
+        result = launcher.run(start(disk), ["train", 1], *saves, ["train", 1])
+        assert result["loaded_step"] == 1
+        after = tree(tmp_path)
+        assert before.items() <= after.items()
+        new = {os.path.relpath(os.fsdecode(path), disk).split("/")[0] for path in after.keys() - before.keys()}
+        assert new == {"latest", "tag", "zero_to_fp32.py", "zero_to_torch.py"}
