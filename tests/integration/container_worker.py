@@ -4,7 +4,7 @@
 
 Reads {case: {"procs": [file, ...], "address_space": bytes or null}} from stdin. Everything is imported once; then each
 case is a fork, which enters the control groups by writing itself to these files, takes that much more address space at
-most, trains two steps, and leaves CASE.json in FOLDER: its losses or its error, and the most memory that it has had.
+most, trains a step, and leaves CASE.json in FOLDER: its losses or its error, and the most memory that it has had.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(case: dict[str, Any], out: Path) -> None:
     before = psutil.Process().memory_info().rss
     try:
         with engine_for(model, ds_config({"window": 2})) as engine:
-            result["losses"] = train(engine, batches(2)).losses
+            result["losses"] = train(engine, batches(1)).losses
             result["states"] = engine.optimizer.slide_stats()["memory"]["host_bytes"]
     except SlideError as error:
         result["error"] = str(error)
