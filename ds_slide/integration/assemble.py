@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import z3_leaf_module
@@ -24,6 +23,7 @@ from ds_slide.model.structure import UnitSpec, find_structure, parameter_numel, 
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.patching.apply import Replaced
 from ds_slide.patching.streamed_head import stream_head
+from ds_slide.plan.host_room import groups, host_room, share_with
 from ds_slide.plan.memory import Budgets, Plan, Taken, make_plan
 from ds_slide.plan.placement import Needs, UnitSize
 from ds_slide.runtime import running
@@ -35,6 +35,7 @@ from ds_slide.runtime.rows import chunk_rows
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.sharing import open_sharing
 from ds_slide.runtime.threads import update_cores
+from ds_slide.store.page_locks import require_page_locks
 
 LEAST_WINDOW = 3
 """Slots of `window` "auto": one that computes, one that is filled meanwhile, one that evens out their times."""
@@ -61,11 +62,14 @@ def assemble(
         check_is_edge(head, structure)
     specs = _in_forward_order(module, structure.units)
     unit_plans = [_unit_plan(spec, group_of, ranks.world_size, head) for spec in specs]
+    share_with(ranks.exchange(groups(), "counting the ranks in each memory control group"))
     budgets = _agreed(_budgets(module, config, device), ranks)
     sharing = open_sharing(ranks, config.share_weights)
     kernels = None
     try:
         plan = _plan(unit_plans, config, settings, budgets, shares_weights=sharing is not None)
+        if device.is_cuda:
+            require_page_locks(plan.host_bytes)
         kernels = install_kernels(module, config.kernels)
         runtime = build_runtime(
             module,
@@ -228,8 +232,9 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
     gpu_states = None if config.gpu_states == "auto" else config.gpu_states
     if config.state_dtype != "fp32":
         gpu_states = 0  # the short formats are updated on the CPU; the contract has refused another wish
-    # The ranks of one machine share its memory. Every rank has the same engines, so each subtracts its own.
-    available = max(0, psutil.virtual_memory().available // local_ranks() - running.untouched_host_bytes())
+    # Every rank has the same engines, so each subtracts its own.
+    room = host_room(local_ranks(), running.untouched_host_bytes())
+    available = room.nbytes
     if device.is_cuda:
         free, total = device.memory()
         free += on_gpu
@@ -246,6 +251,7 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
         config.host_memory,
         gpu_is_own=device.is_cuda,
         taken=running.taken(),
+        host_source=room.source,
     )
 
 
@@ -256,7 +262,10 @@ def _agreed(budgets: Budgets, ranks: Ranks) -> Budgets:
     negative = [-taken for taken in dataclasses.astuple(budgets.taken)]
     least = ranks.least([budgets.gpu_total, budgets.gpu_free, budgets.host_free, *negative])
     taken = Taken(*(-value for value in least[3:]))
-    return dataclasses.replace(budgets, gpu_total=least[0], gpu_free=least[1], host_free=least[2], taken=taken)
+    source = budgets.host_source if least[2] == budgets.host_free else "on another rank"
+    return dataclasses.replace(
+        budgets, gpu_total=least[0], gpu_free=least[1], host_free=least[2], taken=taken, host_source=source
+    )
 
 
 def _release_cached_host_memory() -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from deepspeed.checkpoint.constants import DS_VERSION, OPTIMIZER_STATE_DICT
 from deepspeed.git_version_info import version
@@ -105,8 +104,8 @@ def _snapshot(engine: Any, target: Path, *, frozen: bool) -> Snapshot | None:
     if engine.use_node_local_storage():
         reason = "checkpoint.use_node_local_storage leaves the ranks no directory in which they could agree"
     elif not all(together(snapshot.fits)):
-        free = psutil.virtual_memory().available
-        reason = f"a copy of the states needs {snapshot.nbytes():,} bytes a rank and {free:,} are free on the machine"
+        room = snapshot.room()
+        reason = f"a copy of the states needs {snapshot.nbytes():,} bytes and {room.nbytes:,} are free ({room.source})"
     else:
         return snapshot
     if not optimizer.has_said_that_saves_wait:

@@ -12,12 +12,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
 import torch
 
 from ds_slide.integration.assemble import local_ranks
 from ds_slide.integration.one_thread import take_one_thread
 from ds_slide.integration.planes import pieces
+from ds_slide.plan.host_room import HostRoom, host_room
 from ds_slide.plan.placement import USABLE_SHARE
 from ds_slide.runtime import running
 from ds_slide.runtime.unit import Unit
@@ -52,8 +52,11 @@ class Snapshot:
 
     def fits(self) -> bool:
         """Whether this rank's share of the memory that is free takes the copy."""
-        available = psutil.virtual_memory().available // local_ranks() - running.untouched_host_bytes()
-        return self.nbytes() <= available * USABLE_SHARE
+        return self.nbytes() <= self.room().nbytes * USABLE_SHARE
+
+    def room(self) -> HostRoom:
+        """This rank's share of the memory that is free, and what says so."""
+        return host_room(local_ranks(), running.untouched_host_bytes())
 
     def take(self) -> None:
         """Copy. The units have settled, and stay as they are meanwhile. Raises SlideError where memory ends."""

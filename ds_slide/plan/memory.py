@@ -52,6 +52,13 @@ class Budgets:
     host_memory: int | None
     gpu_is_own: bool = True
     taken: Taken = NOTHING_TAKEN
+    host_source: str = ""
+    """What `host_free` comes from, as part of a sentence."""
+
+    @property
+    def are_free(self) -> str:
+        """`host_free`, as the end of a clause."""
+        return f"{self.host_free:,} are free" + (f" ({self.host_source})" if self.host_source else "")
 
     @property
     def gpu_limit(self) -> int:
@@ -202,6 +209,8 @@ def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
     gpu_limit = budgets.gpu_limit
     if plan.gpu_bytes > gpu_limit:
         source = "free GPU memory" if gpu_limit == budgets.gpu_free else "ds_slide.gpu_memory"
+        if source == "free GPU memory" and not budgets.gpu_is_own:
+            source = f"free host memory, in which this accelerator computes ({budgets.host_source}),"
         others = _beside(budgets.taken.gpu) if gpu_limit != budgets.gpu_free else ""
         raise SlideError(
             f"GPU tier: window, edges and GPU states need {plan.gpu_bytes:,} bytes, but {source} is "
@@ -222,9 +231,11 @@ def _check_host(plan: Plan, budgets: Budgets, needs: Needs) -> None:
             f"{budget:,}{_beside(budgets.taken.host_states)}; allow more, or let the rest go to SSD with "
             f'zero_optimization.{section}.device "nvme" and its nvme_path'
         )
-    if host.host_bytes > budgets.host_free:
+    # An accelerator that is the host computes in the same memory.
+    needed = host.host_bytes + (0 if budgets.gpu_is_own else plan.gpu_bytes)
+    if needed > budgets.host_free:
         if not needs.trains:
-            raise _no_room_for_weights(host, budgets, needs)
+            raise _no_room_for_weights(needed, budgets, needs)
         held = " or ds_slide.hold_gradients (false, without clipping and accumulation)" if needs.held_bytes else ""
         if needs.ssd is None:
             way_out = 'zero_optimization.offload_optimizer.device (to "nvme", with its nvme_path)'
@@ -235,19 +246,19 @@ def _check_host(plan: Plan, budgets: Budgets, needs: Needs) -> None:
         else:
             way_out = "ds_slide.host_memory (lower), ds_slide.weight_buffers or ds_slide.ssd_buffers"
         raise SlideError(
-            f"host tier: states, gradients and buffers need {host.host_bytes:,} bytes, but {budgets.host_free:,} are "
-            f"free; change {way_out}, ds_slide.gpu_states (now {plan.gpu_state_bytes:,} bytes, more moves states to "
+            f"host tier: states, gradients and buffers need {needed:,} bytes, but {budgets.are_free}; "
+            f"change {way_out}, ds_slide.gpu_states (now {plan.gpu_state_bytes:,} bytes, more moves states to "
             f"the GPU){held}, or use more ranks or a machine with more memory"
         )
 
 
-def _no_room_for_weights(host: HostPlacement, budgets: Budgets, needs: Needs) -> SlideError:
+def _no_room_for_weights(needed: int, budgets: Budgets, needs: Needs) -> SlideError:
     if needs.ssd is None or not needs.ssd.weights:
         way_out = 'zero_optimization.offload_param.device (to "nvme", with its nvme_path)'
     else:
         way_out = "ds_slide.host_memory (lower) or ds_slide.weight_buffers"
     return SlideError(
-        f"host tier: the weights need {host.host_bytes:,} bytes, but {budgets.host_free:,} are free; change {way_out}, "
+        f"host tier: the weights need {needed:,} bytes, but {budgets.are_free}; change {way_out}, "
         "or use more ranks or a machine with more memory"
     )
 

@@ -170,15 +170,15 @@ def test_loading_waits_for_the_save(engine, writes, tmp_path):
 
 def test_without_memory_for_a_copy_saving_waits_and_says_so_once(engine, writes, tmp_path, monkeypatch, caplog):
     needed = checkpoint_snapshot.Snapshot(engine.optimizer.runtime.units, frozen=True).nbytes()
-    tight = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=needed))
-    monkeypatch.setattr(checkpoint_snapshot, "psutil", tight)
+    tight = SimpleNamespace(available=needed)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: tight)
     monkeypatch.setattr(engine.optimizer, "has_said_that_saves_wait", False)
     for tag in ("a", "b"):
         engine.save_checkpoint(tmp_path, tag)
         assert (tmp_path / "latest").read_text() == tag
     assert not writes.begun.is_set()
     said = [record.getMessage() for record in caplog.records if "async_save" in record.getMessage()]
-    assert len(said) == 1 and f"needs {needed:,} bytes" in said[0]
+    assert len(said) == 1 and f"needs {needed:,} bytes" in said[0] and "(MemAvailable of /proc/meminfo)" in said[0]
 
 
 def test_the_copy_is_given_back(engine, tmp_path):

@@ -442,7 +442,7 @@ def test_weights_go_from_one_engine_to_the_other() -> None:
 
 def test_memory_that_an_engine_has_not_touched_yet_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moments are written by the first update; until then the operating system counts them as free."""
-    monkeypatch.setattr(assemble.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**9))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**9))
     monkeypatch.setenv("LOCAL_SIZE", "1")
     config, device = SlideConfig(), Device(torch.device("cpu"))
 

@@ -1,0 +1,127 @@
+"""Limits that the kernel's control groups set to the memory of this process, in a container or a job of a scheduler.
+
+Each group counts what its processes and those of the groups below it use, so every group from this process's own up to
+the top of what is mounted here bounds it. Read are version 2 (memory.max and memory.high, above which the kernel slows
+its processes down until they stand still) and version 1 (memory.limit_in_bytes), also where both are mounted.
+
+A container may see another tree than /proc/self/cgroup speaks of. `/proc/self/mountinfo` says which group lies at the
+mount; where the named one is not below it, the mount itself is the container's group.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Version 1 says "no limit" as the largest number of whole pages; no machine has an exbibyte.
+_UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """`file`: where the limit stands. `room`: bytes that the group's processes may use beyond what they do: page cache
+    that the kernel would drop for them counts as free. `group`: the same for all processes in it."""
+
+    file: Path
+    limit: int
+    room: int
+    group: str
+
+
+@dataclass(frozen=True)
+class _Mount:
+    root: str
+    """The group that lies at `point`."""
+    point: Path
+
+
+def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
+    """Of this process, its own group's first. `root`: where /proc and the mounts are, for tests."""
+    paths = _group_paths(root)
+    limits = []
+    for version, mounts in _mounts(root).items():
+        if version in paths and mounts:
+            limits += list(_limits_of(version, _directories(paths[version], mounts)))
+    return limits
+
+
+def _group_paths(root: Path) -> dict[int, str]:
+    """Of this process, by the version of the hierarchy that could limit its memory."""
+    paths = {}
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            paths[2] = path
+        elif "memory" in controllers.split(","):
+            paths[1] = path
+    return paths
+
+
+def _mounts(root: Path) -> dict[int, list[_Mount]]:
+    mounts: dict[int, list[_Mount]] = {2: [], 1: []}
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        before, separator, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if not separator or len(fields) < 5 or len(kind) < 3:
+            continue
+        version = {"cgroup2": 2, "cgroup": 1}.get(kind[0])
+        if version == 2 or (version == 1 and "memory" in kind[2].split(",")):
+            point = root / _unescaped(fields[4]).lstrip("/")
+            mounts[version].append(_Mount(_unescaped(fields[3]), point))
+    return mounts
+
+
+def _unescaped(text: str) -> str:
+    """A path of mountinfo, in which spaces and the like are octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _directories(path: str, mounts: list[_Mount]) -> list[Path]:
+    """From this process's group up to the top of its mount."""
+    for mount in sorted(mounts, key=lambda mount: -len(mount.root)):
+        below = os.path.relpath(path, mount.root)
+        if ".." not in path.split("/") and not below.startswith("..") and (mount.point / below).is_dir():
+            own = mount.point / below
+            ups = 0 if below == "." else len(Path(below).parts)
+            return [own, *own.parents[:ups]]
+    return [mounts[0].point]
+
+
+def _limits_of(version: int, directories: list[Path]) -> Iterator[MemoryLimit]:
+    names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
+    for directory in directories:
+        limits = {name: limit for name in names if (limit := _number(directory / name)) is not None}
+        used = _number(directory / ("memory.current" if version == 2 else "memory.usage_in_bytes"))
+        if limits and used is not None:
+            name = min(limits, key=lambda name: limits[name])
+            room = max(0, limits[name] - max(0, used - _reclaimable(directory, version)))
+            status = directory.stat()
+            yield MemoryLimit(directory / name, limits[name], room, f"{status.st_dev}:{status.st_ino}")
+        if version == 1 and _text(directory.parent / "memory.use_hierarchy").strip() == "0":
+            return  # the groups above do not count what this one uses
+
+
+def _reclaimable(directory: Path, version: int) -> int:
+    """Page cache on the kernel's lists of files, which do not hold shared memory, and what it can free of its own."""
+    prefix = "" if version == 2 else "total_"
+    kinds = {f"{prefix}active_file", f"{prefix}inactive_file", "slab_reclaimable"}
+    lines = (line.split() for line in _text(directory / "memory.stat").splitlines())
+    return sum(int(line[1]) for line in lines if len(line) == 2 and line[0] in kinds)
+
+
+def _number(path: Path) -> int | None:
+    """None for no limit, and where the file is not there (the topmost group has none)."""
+    text = _text(path).strip()
+    if not text.isdigit() or int(text) >= _UNLIMITED:
+        return None
+    return int(text)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:  # not mounted, not readable, or a group that has just ended
+        return ""
