@@ -50,6 +50,11 @@ class Archive:
             end += len(self._local_header(record, end, 0)) + record.nbytes
         self.nbytes = end + len(self._directory([0] * len(self._records), end))
 
+    @property
+    def pickled(self) -> bytes:
+        """The pickle, which names whatever is no storage."""
+        return b"".join(self._records[0].pieces())
+
     def write(self, path: str | os.PathLike[str], wrote: Wrote | None = None) -> Sum:
         """Write and fsync the file, which must not exist. Raises SlideError when the file cannot be written.
 

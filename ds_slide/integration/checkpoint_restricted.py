@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import pickle
 import pickletools
@@ -92,6 +93,21 @@ def load_open(file: BinaryIO, path: str, map_location: Any, *, mapped: bool) -> 
             raise _unreadable(path, f"{type(error).__name__}: {_reason(error)}") from error
 
 
+def refused_names(pickled: bytes) -> list[str]:
+    """What in a pickle that torch.save would write is refused when it is read back. A user's `add_safe_globals`
+    counts."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/version", b"3\n")
+    buffer.seek(0)
+    with _allowed():
+        try:
+            return sorted(get_unsafe_globals_in_checkpoint(buffer))
+        except pickle.UnpicklingError as error:
+            return _operation(str(error))
+
+
 @contextlib.contextmanager
 def _allowed() -> Iterator[None]:
     """Meanwhile torch's unpickler knows the list. What the user has allowed stays as it is, before and after."""
@@ -117,9 +133,16 @@ def _refused_names(file: BinaryIO, message: str) -> str:
     if not names:
         names = [match[1] for pattern in _IN_TORCHS_WORDS if (match := re.search(pattern, message))][:1]
         names = [name if "." in name else f"builtins.{name}" for name in names]
-    if not names and (match := re.search(r"Unsupported operand (\d+)", message)):
-        code = chr(int(match[1]))
-        names = [next((f"the pickle operation {op.name}" for op in pickletools.opcodes if op.code == code), "")]
+    return listed(names or _operation(message))
+
+
+def _operation(message: str) -> list[str]:
+    match = re.search(r"Unsupported operand (\d+)", message)
+    return [f"the pickle operation {op.name}" for op in pickletools.opcodes if match and op.code == chr(int(match[1]))]
+
+
+def listed(names: list[str]) -> str:
+    """Names out of a pickle, fit for a message."""
     shown = ", ".join(ascii(name[:200])[1:-1] for name in names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} others"
 

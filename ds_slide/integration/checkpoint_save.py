@@ -19,6 +19,7 @@ from deepspeed.git_version_info import version
 from torch import nn
 
 from ds_slide.errors import SlideError
+from ds_slide.integration import checkpoint_restricted as restricted
 from ds_slide.integration.checkpoint_agreement import Agreement
 from ds_slide.integration.checkpoint_archive import Archive, Wrote
 from ds_slide.integration.checkpoint_background import BackgroundSave
@@ -171,7 +172,22 @@ def _planned_files(engine: Any, request: _Request, snapshot: Snapshot | None) ->
         optimizer_state = engine.optimizer.planned_state_dict(states)
         content = {OPTIMIZER_STATE_DICT: optimizer_state, "ds_config": engine.config, DS_VERSION: version}
         engine.checkpoint_engine.save(content, engine._get_zero_ckpt_name(str(directory), tag))
+    if is_publisher(engine):
+        _say_what_will_be_refused(engine, request.staging.save_dir / tag, [archive for _, archive in collected])
     return collected
+
+
+def _say_what_will_be_refused(engine: Any, target: Path, archives: list[Archive]) -> None:
+    """Once for each class: now there is time to allow it, and when the checkpoint is needed somebody may wait."""
+    names = {name for archive in archives for name in restricted.refused_names(archive.pickled)}
+    if names := names - engine.optimizer.names_said_to_be_refused:
+        engine.optimizer.names_said_to_be_refused |= names
+        logger.warning(
+            "%s holds %s out of client_state or a scheduler, which load_checkpoint refuses unless the script allows it "
+            "first with torch.serialization.add_safe_globals([...])",
+            target,
+            restricted.listed(sorted(names)),
+        )
 
 
 @contextmanager

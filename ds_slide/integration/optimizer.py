@@ -51,6 +51,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         assert config is not None
         self.async_save = config.async_save
         self.require_manifest = config.checkpoint.require_manifest
+        self.names_said_to_be_refused: set[str] = set()
         self._set_stock_attributes(module, init_optimizer, param_names, timers, kwargs)
         protocol.convert(module, self.dp_process_group, self.dtype)
         self._make_sub_groups()

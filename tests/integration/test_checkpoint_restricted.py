@@ -39,6 +39,11 @@ class Mine:
     number: int
 
 
+@dataclasses.dataclass
+class Other(Mine):
+    pass
+
+
 def small_engine(**others: Any) -> Any:
     return engine_for(llama(num_hidden_layers=1), ds_config({"window": 2}, **others))
 
@@ -208,6 +213,19 @@ def test_a_class_of_the_user_is_refused_until_the_user_allows_it(engine, tmp_pat
         engine.load_checkpoint(tmp_path)
     with safe_globals([Mine]):
         assert engine.load_checkpoint(tmp_path)[1]["mine"] == Mine(7)
+
+
+def test_what_will_be_refused_is_said_once_when_it_is_saved(engine, tmp_path, caplog):
+    engine.save_checkpoint(tmp_path, "plain", client_state=client_state())
+    with safe_globals([Other]):
+        engine.save_checkpoint(tmp_path, "allowed", client_state={"other": Other(1)})
+    assert [record for record in caplog.records if "refuses" in record.getMessage()] == []
+    for tag in ("one", "two"):
+        engine.save_checkpoint(tmp_path, tag, client_state={"other": Other(1)})
+    engine.save_checkpoint(tmp_path, "number", client_state={"large": 1 << 5000})
+    sentence, other = [record.getMessage() for record in caplog.records if "refuses" in record.getMessage()]
+    assert f"{tmp_path / 'number'} holds the pickle operation LONG4 " in other
+    assert f"{tmp_path / 'one'} holds {Other.__module__}.{Other.__qualname__} out of client_state" in sentence
 
 
 def test_what_the_user_allows_elsewhere_stays_as_it_is(engine, folder):
