@@ -121,7 +121,7 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
         if slide is None:
             original(self, *args, **kwargs)
             return
-        from ds_slide.integration import checkpoint, inference, monitor
+        from ds_slide.integration import checkpoint, inference, monitor, zero_grad
 
         try:
             original(self, *args, **kwargs)
@@ -130,6 +130,7 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
             else:
                 monitor.attach(self)
                 checkpoint.attach(self)
+                zero_grad.attach(self)
         except BaseException:
             _discard(self)
             raise

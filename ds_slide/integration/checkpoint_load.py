@@ -50,6 +50,8 @@ def load_checkpoint(
         with _reading(engine):
             universal: Loaded = engine._load_checkpoint(str(load_dir), tag, **options)
             engine._load_zero_checkpoint(str(load_dir), tag, load_optimizer_states=everything)
+            if everything:
+                engine.optimizer.runtime.states_loaded()
         return universal
     if tag is None and not os.path.lexists(directory / "latest"):
         stock: Loaded = type(engine).load_checkpoint(engine, load_dir)  # warns and loads nothing
@@ -66,6 +68,7 @@ def load_checkpoint(
         if everything:
             _load_frozen(engine, reading)
             engine._load_zero_checkpoint(str(load_dir), tag, load_optimizer_states=True)
+            engine.optimizer.runtime.states_loaded()
         elif whole_model:
             engine.optimizer._restore_from_bit16_weights()
         else:

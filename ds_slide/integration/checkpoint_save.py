@@ -53,7 +53,7 @@ def save_checkpoint(
         raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
     tag = checked_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
     finish_save(engine)
-    together(engine.optimizer.checkpoint_event_prologue)
+    together(functools.partial(_settle, engine))
     try:
         engine._checkpoint_tag_validation(tag)
         # Absolute: the script may change its directory before an asynchronous save has ended.
@@ -68,6 +68,11 @@ def save_checkpoint(
     finally:
         engine.optimizer.checkpoint_event_epilogue()
     return True
+
+
+def _settle(engine: Any) -> None:
+    engine.optimizer.runtime.interruptions.require_weights("saving a checkpoint")
+    engine.optimizer.checkpoint_event_prologue()
 
 
 def finish_save(engine: Any) -> None:

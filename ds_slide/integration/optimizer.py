@@ -32,7 +32,7 @@ from ds_slide.integration.checkpoint_universal import UniversalCheckpoint
 from ds_slide.integration.contract import check_supported, gradient_dtype
 from ds_slide.integration.norm_watch import NormWatch
 from ds_slide.integration.parameter_offload import ParameterOffload
-from ds_slide.integration.planes import require_stepped
+from ds_slide.integration.planes import require_no_update
 from ds_slide.integration.stock_names import leaf_parameters, missing
 from ds_slide.integration.subgroups import States, SubGroups, load_settings
 from ds_slide.optim.hyper import AdamWHyper
@@ -164,13 +164,27 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def clear_backward_seen_flag(self) -> None:
         ZeROOptimizer.clear_backward_seen_flag(self)
+        self._leave_interrupted_backward()
         # DeepSpeed finds the begin of backward by the tensors in the model's output. Where it finds none (an output
         # that is no tuple, list or dictionary) there is no prologue, and these are the hyper-parameters.
         self.runtime.begin_backward(self._hypers())
 
+    def scale_if_loss(self, value: Any) -> Any:
+        """Called before each backward of a loss, also of one whose first backward has ended with an exception, and that
+        has no prologue any more."""
+        self.runtime.interruptions.notice()
+        return super().scale_if_loss(value)
+
     def backward_prologue(self) -> None:
         self.parameter_offload.require_hooks()
+        self._leave_interrupted_backward()
         self.runtime.begin_backward(self._hypers())
+
+    def _leave_interrupted_backward(self) -> None:
+        """DeepSpeed counts the backwards that have begun and not ended. One that has ended with an exception stays in
+        that count, and the next `loss.backward()` would go without an epilogue."""
+        if not self.runtime.interruptions.backward_is_under_way():
+            self._backward_active_depth = 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         super().set_gradient_accumulation_boundary(is_boundary)
@@ -194,6 +208,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     @_coalesce_grad_reduction.setter
     def _coalesce_grad_reduction(self, coalesces: bool) -> None:
         self._coalescing = coalesces
+        if not coalesces:  # the block has ended, with an exception perhaps: the epilogue follows all the same
+            self.runtime.interruptions.notice()
 
     def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
         """Of a parameter that still has a gradient when such a block ends: the epilogue, which follows, takes it."""
@@ -204,6 +220,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Under `managed_gradient_accumulation: false`, at the step: there will be no further backward."""
+        self.runtime.interruptions.require_gradients()
         self.set_gradient_accumulation_boundary(True)
         self.runtime.end_backward()
 
@@ -213,6 +230,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         """Apply or queue the update; skip it when the gradients are not finite (`overflow`)."""
         if closure is not None:
             raise SlideError("step(closure) is not supported with ZeRO stage 3; call step() without arguments")
+        self.runtime.interruptions.require_gradients()
         self.protocol.release()  # of forwards without a backward
         if self.runtime.held:
             self._step_held()
@@ -250,8 +268,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the accumulation window, if there are any that step() has not taken."""
         self._epilogue_ran_this_backward = False
-        if any(unit.gradient_ready for unit in self.runtime.units):
-            self.runtime.discard_gradients()
+        self.runtime.forget_gradients()
         for group in self.fp16_groups:
             for parameter in group:
                 parameter.grad = None
@@ -299,8 +316,9 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         """DeepSpeed saves and loads with every parameter partitioned; pending updates are waited for."""
         self._norm_watch.check(wait=True)
         self.protocol.release()
+        self.runtime.interruptions.notice()
         for unit in self.runtime.units:
-            require_stepped(self.runtime, unit, "saving or loading a checkpoint")
+            require_no_update(self.runtime, unit, "saving or loading a checkpoint")
         for unit in self.runtime.units:
             self.runtime.settle(unit)
         self.runtime.unbind_residents()

@@ -28,7 +28,14 @@ class HasState(Protocol):
 
 
 def require_stepped(runtime: SlideRuntime, unit: Unit, what: str) -> None:
-    """Raise SlideError where `what` would meet the unit's next weights between backward() and step()."""
+    """Raise SlideError where `what` would meet the unit's next weights between backward() and step(), or weights of
+    two steps after an exception."""
+    runtime.interruptions.require_weights(what)
+    require_no_update(runtime, unit, what)
+
+
+def require_no_update(runtime: SlideRuntime, unit: Unit, what: str) -> None:
+    """The first half of `require_stepped`: what is about to write all weights may find any."""
     if unit.gradient_ready and not runtime.held and unit.state.tier != "gpu":
         raise SlideError(
             f"{what} between backward() and step() would meet {unit.name} after its update, which is under way "

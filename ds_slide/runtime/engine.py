@@ -26,12 +26,14 @@ from ds_slide.optim.hyper import AdamWHyper
 from ds_slide.plan.memory import NOTHING_TAKEN, Taken
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime import running
+from ds_slide.runtime.accumulation import Accumulation
 from ds_slide.runtime.apply import device_update
 from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.gathers import Gathers
 from ds_slide.runtime.gradients import Gradients
 from ds_slide.runtime.handoff import Failures, Ticket
-from ds_slide.runtime.hooks import BlockHooks, EdgeHooks, RootHooks, RootState
+from ds_slide.runtime.hooks import NO_TASK, BlockHooks, EdgeHooks, RootHooks, RootState, graph_task
+from ds_slide.runtime.interruptions import Interruptions
 from ds_slide.runtime.lane import Lane
 from ds_slide.runtime.ranks import Ranks
 from ds_slide.runtime.rows import MakeRows, StreamedRows
@@ -137,6 +139,16 @@ class SlideRuntime:
         self.rows: StreamedRows | None = None if parts.make_rows is None else parts.make_rows(self)
         """The weight of the edge that is not on the GPU as a whole, for the module that computes with it."""
         self._root = RootState()
+        self.accumulation = Accumulation()
+        self.interruptions = Interruptions(
+            self.accumulation,
+            parts.units,
+            self._root,
+            parts.ranks,
+            parts.failures,
+            self._release_all,
+            held=parts.held,
+        )
         self._bound: dict[int, Slot] = {}
         self._fetched: dict[int, Ticket] = {}
         self._unstepped = False
@@ -159,7 +171,13 @@ class SlideRuntime:
         self.hooks = [
             *(BlockHooks(unit, self, self._saved, self._root) for unit in self.blocks),
             *EdgeHooks.on(self._module, edges, self.bind_if_fetched),
-            RootHooks(self._module, self._root, self._begin_forward, self._end_forward),
+            RootHooks(
+                self._module,
+                self._root,
+                self._begin_forward,
+                self._end_forward,
+                self.interruptions.begin_backward,
+            ),
         ]
 
     def detach(self) -> None:
@@ -219,10 +237,10 @@ class SlideRuntime:
         assert self._window is not None
         slot = self._window.acquire(unit, direction)  # type: ignore[arg-type]
         assert slot.ready is not None
+        self._bound[unit.order] = slot
         with self._stall():
             here = self.parts.gathers.into_slot(unit, slot) if unit.is_gathered else slot.ready.wait()
             self.device.wait(here)
-        self._bound[unit.order] = slot
         self._bind(unit, slot.views(unit))
         return slot
 
@@ -232,6 +250,15 @@ class SlideRuntime:
             assert self._window is not None
             self._unbind(unit)
             self._window.release(slot)
+
+    def _release_all(self) -> None:
+        """After an exception: nobody computes any more with what is bound."""
+        for unit in self.units:
+            self._unbind_slot(unit)
+        if self._window is not None:
+            self._window.release_all()
+        if self.rows is not None:
+            self.rows.give_up()
 
     def wait(self, ticket: Ticket) -> None:
         """Make the compute stream wait for a transfer, and book the time it stands still."""
@@ -253,32 +280,20 @@ class SlideRuntime:
 
     def _begin_forward(self) -> None:
         self.parts.failures.raise_first()
+        for hooks in self.hooks:
+            if isinstance(hooks, BlockHooks):
+                hooks.close_left_open()
+        self.interruptions.begin_forward(with_gradient=torch.is_grad_enabled())
         if self._unstepped:
             raise SlideError(
                 "a forward began after backward() at an accumulation boundary and before engine.step(), but the "
                 f"weights are being updated under backward; call engine.step() first, or {HOLD_HINT}"
             )
-        if any(unit.in_backward or unit.finalized for unit in self.units):
-            self._recover()
 
     def _end_forward(self) -> None:
         for unit in self.blocks:  # only after an exception: a block that was entered and never left
             if unit.order in self._bound and not unit.in_backward:
                 self._unbind_slot(unit)
-
-    def _recover(self) -> None:
-        """The last backward ended with an exception: take back what it left behind."""
-        finalized = any(unit.finalized for unit in self.units)
-        for unit in self.units:
-            unit.in_backward = unit.finalized = False
-            unit.uses = unit.uses_done = 0
-            self._unbind_slot(unit)
-            for parameter, _ in unit.trainable:
-                parameter.grad = None
-        if finalized and not self.held:
-            error = SlideError("backward() ended with an exception after updates had begun under it")
-            self.parts.failures.record("compute", error)  # for good: every later step would start from mixed weights
-            self.parts.failures.raise_first()
 
     def enter_forward(self, unit: Unit, *, with_backward: bool) -> None:
         if with_backward:
@@ -302,6 +317,8 @@ class SlideRuntime:
                 "a backward() that is not the only one before its engine.step() needs held gradients, because with "
                 f"clipping off weights are updated under backward; {HOLD_HINT}"
             )
+        if (task := graph_task()) != NO_TASK:
+            self.accumulation.open(task)
         unit.in_backward = True
         if not unit.is_streamed:
             return None
@@ -318,6 +335,7 @@ class SlideRuntime:
 
     def begin_backward(self, hypers: Sequence[AdamWHyper]) -> None:
         """Before the first gradient. `hypers`: of the coming step, for updates that do not wait for it."""
+        self.interruptions.begin_backward()
         self.gradients.hypers = tuple(hypers)
 
     def set_final(self, final: bool) -> None:
@@ -326,14 +344,17 @@ class SlideRuntime:
 
     def end_backward(self) -> None:
         """After the last gradient: takes what no boundary has announced (edges, blocks with frozen inputs)."""
+        if self.accumulation.is_over:
+            return  # what follows a backward that has ended with an exception, as its end
         for unit in self.units:
             unit.in_backward = False
             self._unbind_slot(unit)
             has_gradient = any(parameter.grad is not None for parameter, _ in unit.trainable)
             if has_gradient or (self._final and not unit.finalized and not unit.gradient_ready):
                 self._finalize(unit)
-            unit.uses = unit.uses_done = 0
+            unit.count_uses_anew()
             unit.finalized = False
+        self.accumulation.close()
         if not self.held and self._final:
             self._unstepped = True
             self._fetch_edges()
@@ -350,7 +371,17 @@ class SlideRuntime:
                 f"{unit.name} received gradients again after its update had begun (used more than once under "
                 f"re-entrant checkpointing, or a streamed head more than once in one backward); {HOLD_HINT}"
             )
-        self.gradients.finalize(unit, final=self._final, source=source)
+        before = unit.arrived, unit.updated
+        # A unit without gradients is taken for zero, which makes no mixture as long as it is only held.
+        counts = source is not None or any(parameter.grad is not None for parameter, _ in unit.trainable)
+        try:
+            self.gradients.finalize(unit, final=self._final, source=source)
+        finally:
+            if self.held:
+                # Not where packing has failed, for which memory may have been short. On the GPU it adds at once.
+                self.accumulation.has_taken |= counts and (unit.arrived is not before[0] or unit.state.tier == "gpu")
+            else:
+                self.accumulation.has_taken |= unit.updated is not before[1]
         if self._window is not None and unit.is_streamed and not self.held:
             self._window.prefetch(unit, "backward")
 
@@ -376,6 +407,17 @@ class SlideRuntime:
 
     def step(self, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
         """Apply the update. Held gradients: queue all units by deadline. Otherwise the host units are under way."""
+        try:
+            self._apply(hypers, grad_scale)
+        except BaseException:
+            self.accumulation.interrupt_step()
+            raise
+        self._unstepped = False
+        self.accumulation.clear()
+        self.step_count += 1
+        self.parts.recorder.end_step(self.step_count)
+
+    def _apply(self, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
         for unit in self.units:
             if not unit.gradient_ready:
                 continue
@@ -388,9 +430,6 @@ class SlideRuntime:
             self._fetch_edges()
             if self._window is not None:
                 self._window.prefetch(None, "forward")
-        self._unstepped = False
-        self.step_count += 1
-        self.parts.recorder.end_step(self.step_count)
 
     def discard_gradients(self) -> None:
         """Forget the gradients of this accumulation window (overflow, `zero_grad`)."""
@@ -398,6 +437,21 @@ class SlideRuntime:
             raise SlideError(f"the gradients cannot be discarded: their updates are under way; {HOLD_HINT}")
         for unit in self.units:
             unit.gradient_ready = False
+        self.accumulation.clear()
+
+    def forget_gradients(self) -> None:
+        """Drop what was accumulated since the last step (`zero_grad`), if anything was. SlideError where it has been
+        applied already."""
+        self.interruptions.notice()
+        self.accumulation.require_weights()
+        if any(unit.gradient_ready for unit in self.units):
+            self.discard_gradients()
+        self.accumulation.clear()
+
+    def states_loaded(self) -> None:
+        """Weights and optimizer states have come from a checkpoint: nothing of an interrupted step is left in them."""
+        self.discard_gradients()
+        self.accumulation.reload()
 
     def _update_on_gpu(self, unit: Unit, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
         assert unit.state.gradient is not None

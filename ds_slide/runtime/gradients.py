@@ -125,10 +125,12 @@ class Gradients:
             summed = collect(unit, plane, accumulate=accumulate)
             self.square_sums[unit.order] = self._square_sum(plane) if summed is None else summed
         else:
-            reduced = self._reduce(unit, self._take_staging())
+            reduced = self._reduced(unit)
             with self._ranks.on_stream():
-                plane.add_(reduced.own) if accumulate else plane.copy_(reduced.own)
-                reduced.release(self._device.mark())
+                try:
+                    plane.add_(reduced.own) if accumulate else plane.copy_(reduced.own)
+                finally:
+                    reduced.release(self._device.mark())
                 self.square_sums[unit.order] = self._square_sum(plane)
             unit.arrived = Ticket.kept(self._failures, self._ranks.mark())
         unit.square_sum_on = "device"
@@ -141,16 +143,27 @@ class Gradients:
     def _send_to_host(self, unit: Unit, final: bool, source: Source) -> None:
         accumulate = unit.gradient_ready or (self._route.held and self._route.first_accumulates)
         unit.square_sum_on = None if accumulate else "device"
-        with self._ranks.on_stream():
-            if not accumulate:
-                self.square_sums[unit.order] = source.square_sum(self._square_sum)
-            packed = self._device.mark()
+        try:
+            with self._ranks.on_stream():
+                if not accumulate:
+                    self.square_sums[unit.order] = source.square_sum(self._square_sum)
+                packed = self._device.mark()
+        except BaseException:
+            source.release(self._device.mark())
+            raise
+        try:
+            self._hand_over(unit, final, source, packed, accumulate)
+        except BaseException as error:  # an interrupt: whether the lane has the gradient is not known
+            self._failures.record("compute", error)
+            raise
+
+    def _hand_over(self, unit: Unit, final: bool, source: Source, packed: Marker, accumulate: bool) -> None:
         before = unit.arrived, unit.updated
         unit.arrived = Ticket(self._failures, f"the gradient of {unit.name} in host memory")
         arrived, first = unit.arrived, not unit.gradient_ready
         if not self._route.held:
-            update, hypers = unit.open_update(self._failures), self.hypers
             self._updating.reserve(unit)
+            update, hypers = unit.open_update(self._failures), self.hypers
             self._d2h.submit(lambda: self._update_on_arrival(unit, source, packed, update, hypers, arrived))
         elif accumulate:
             self._d2h.submit(lambda: self._add_on_arrival(unit, source, packed, before, arrived, first, final))
@@ -266,7 +279,16 @@ class Gradients:
         where autograd left them: packing a vocabulary matrix would take a staging buffer of its size."""
         if unit.spec.kind == "edge" and self._ranks.world_size == 1:
             return Scattered.of(unit, self._d2h)
-        return self._reduce(unit, self._take_staging())
+        return self._reduced(unit)
+
+    def _reduced(self, unit: Unit) -> Packed:
+        """`_reduce` in the next staging buffer, which is given back where that fails: memory may be short."""
+        staging = self._take_staging()
+        try:
+            return self._reduce(unit, staging)
+        except BaseException:
+            staging.free.keep(self._device.mark())
+            raise
 
     def _accumulate(
         self, unit: Unit, gradient: torch.Tensor, *, before: tuple[Ticket, Ticket], first: bool, final: bool
@@ -302,7 +324,7 @@ class Gradients:
         numel = unit.layout.trainable_numel
         if self._ranks.world_size == 1:
             own = staging.own[:numel]
-            return Packed(staging, own, collect(unit, own, accumulate=False))
+            return Packed(staging.free, own, collect(unit, own, accumulate=False))
         packed, own = staging.packed[: self._ranks.world_size * numel], staging.own[:numel]
         packed.zero_()
         targets, sources = [], []
@@ -318,4 +340,4 @@ class Gradients:
         if targets:
             torch._foreach_copy_(targets, sources)
         self._ranks.reduce_gradients(unit, packed, own, self._device.mark())
-        return Packed(staging, own, None)
+        return Packed(staging.free, own, None)

@@ -13,7 +13,9 @@ autograd graph task; it binds the weights like the block's backward, and leaves 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -50,9 +52,17 @@ class _Boundary(torch.autograd.Function):
         return (None, *gradients)
 
 
+NO_TASK = -1
+
+
+def graph_task() -> int:
+    """The autograd graph that the calling thread is running, NO_TASK when there is none."""
+    return int(torch._C._current_graph_task_id())
+
+
 def in_backward() -> bool:
     """Whether the calling thread is running an autograd graph (so a forward here is a recomputation)."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return graph_task() != NO_TASK
 
 
 def _is_opaque(node: Any) -> bool:
@@ -63,6 +73,13 @@ def _is_opaque(node: Any) -> bool:
 
 def _is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _differentiable(output: Any) -> list[torch.Tensor]:
+    """The tensors of a module's output that a backward may come through."""
+    if output is None or not torch.is_grad_enabled():
+        return []
+    return [leaf for leaf in pytree.tree_leaves(output) if _is_differentiable(leaf)]
 
 
 class BlockHooks:
@@ -86,7 +103,15 @@ class BlockHooks:
         for handle in self._handles:
             handle.remove()
 
+    def close_left_open(self) -> None:
+        """Take the hooks for saved tensors away, if that has not happened: an interrupt (Ctrl-C) ends a forward without
+        a call of any hook, not even of those that are for always."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.close_left_open()
         leaves, tree = pytree.tree_flatten((args, kwargs), is_leaf=_is_opaque)
         places = [place for place, leaf in enumerate(leaves) if _is_differentiable(leaf)]
         counted = False
@@ -112,16 +137,11 @@ class BlockHooks:
         return args, kwargs
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        self.close_left_open()
         if in_backward():
             return
         self._events.leave_forward(self._unit)
-        if output is None or not torch.is_grad_enabled():
-            return
-        outputs = [leaf for leaf in pytree.tree_leaves(output) if _is_differentiable(leaf)]
-        if outputs:
+        if outputs := _differentiable(output):
             register_multi_grad_hook(outputs, lambda _: self._enter_backward(), mode="any")
 
     def _enter_backward(self) -> None:
@@ -159,10 +179,11 @@ class UseToken:
     """Stands for one use of a unit in a graph. A graph that is dropped without a backward takes its use back:
     otherwise the unit would wait for it, and keep its gradients on the GPU until backward has ended."""
 
-    __slots__ = ("_done", "_unit")
+    __slots__ = ("_counting", "_done", "_unit")
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
+        self._counting = unit.counting
         self._done = False
 
     def fire(self, leave_backward: Callable[[Unit], None]) -> None:
@@ -170,7 +191,8 @@ class UseToken:
         leave_backward(self._unit)
 
     def __del__(self) -> None:
-        if not getattr(self, "_done", True):  # torch.compile makes one without its constructor
+        # torch.compile makes one without its constructor.
+        if not getattr(self, "_done", True) and self._counting == self._unit.counting:
             self._unit.uses = max(0, self._unit.uses - 1)
 
 
@@ -180,12 +202,24 @@ class RootState:
     def __init__(self) -> None:
         self.active = False
         self._with_gradient = False
+        self._call: FrameType | None = None
 
-    def begin(self) -> None:
-        self.active, self._with_gradient = True, torch.is_grad_enabled()
+    def begin(self, call: FrameType | None) -> None:
+        """`call`: of the model; None where that is not known."""
+        self.active, self._with_gradient, self._call = True, torch.is_grad_enabled(), call
 
     def end(self) -> None:
-        self.active = False
+        self.active, self._call = False, None
+
+    def is_left_open(self) -> bool:
+        """Whether an interrupt (Ctrl-C) has ended the forward, of which no hook is told: its call is not on the stack
+        any more."""
+        if not self.active or self._call is None:
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._call:
+            frame = frame.f_back
+        return frame is None
 
     def expects_backward(self) -> bool:
         return self._with_gradient if self.active else torch.is_grad_enabled()
@@ -194,10 +228,19 @@ class RootState:
 class RootHooks:
     """Hooks of the whole model: open and close the forward."""
 
-    def __init__(self, module: nn.Module, root: RootState, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        root: RootState,
+        begin: Callable[[], None],
+        end: Callable[[], None],
+        begin_backward: Callable[[], None],
+    ) -> None:
+        """`begin_backward` is called when a gradient reaches an output, once in each backward."""
         self._root = root
         self._begin = begin
         self._end = end
+        self._begin_backward = begin_backward
         self._handles = [
             module.register_forward_pre_hook(self._before),
             module.register_forward_hook(self._after, always_call=True),
@@ -208,11 +251,14 @@ class RootHooks:
             handle.remove()
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if not in_backward() and not self._root.active:
+        if not in_backward() and (not self._root.active or self._root.is_left_open()):
             self._begin()
-            self._root.begin()
+            self._root.begin(None if torch.compiler.is_compiling() else sys._getframe(1))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not in_backward() and self._root.active:
-            self._root.end()
-            self._end()
+        if in_backward() or not self._root.active:
+            return
+        self._root.end()
+        self._end()
+        if outputs := _differentiable(output):
+            register_multi_grad_hook(outputs, lambda _: self._begin_backward(), mode="any")

@@ -109,6 +109,13 @@ class StreamedRows:
         if self._open is not None:
             self._open.close()
 
+    def give_up(self) -> None:
+        """The backward of a pass has ended with an exception, which may keep the pass open for as long as it is kept
+        itself: zeros go down for what it has not made."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
     @property
     def version(self) -> int:
         """Counts the weight's generations."""
@@ -138,7 +145,8 @@ class StreamedRows:
                 self._copied[turn] = gradient.put(first * width, flat)
         finally:
             gradient.close()
-            self._open = None
+            if self._open is gradient:
+                self._open = None
 
     def _updates(self) -> list[tuple[slice, Ticket]]:
         """What the rows wait for."""

@@ -12,6 +12,7 @@ those is hooked as in its first forward, because checkpointing counts what is sa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,25 @@ class ParameterReference:
 
     unit: Unit
     parameter: nn.Parameter
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A saved tensor as it is. Autograd compares versions only where no hooks are."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def unchanged(self) -> torch.Tensor:
+        """RuntimeError, as autograd's own, where it has been modified since."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; expected "
+                f"version {self.version} instead. Hint: enable anomaly detection to find the operation that failed to "
+                "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+            )
+        return self.tensor
 
 
 @dataclass(frozen=True)
@@ -92,6 +112,18 @@ def hooks_around() -> tuple[Pack, Unpack] | None:
     return around
 
 
+def _stack() -> list[tuple[Pack, Unpack]]:
+    """All that are in force, those that were opened last at the end."""
+    above = []
+    while (top := hooks_around()) is not None:
+        above.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    above.reverse()
+    for pair in above:
+        torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+    return above
+
+
 class OpenHooks:
     """In force from their making to `close`."""
 
@@ -101,21 +133,33 @@ class OpenHooks:
         restore: Callable[[Any], torch.Tensor],
     ) -> None:
         self._reference, self._restore = reference, restore
-        self._around = hooks_around()
+        self._below = _stack()
+        self._around = self._below[-1] if self._below else None
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
     def close(self) -> None:
-        """Take these hooks away, and only these: a forward hook of the block that opened others closes them after."""
-        above = []
-        while (top := hooks_around()) is not None:
+        """Take these hooks away, and only these: a forward hook of the block that opened others closes them after.
+
+        An interrupt (Ctrl-C) leaves them open. The contexts around the block are left then, and each takes away what is
+        on top of the stack: the first one these hooks, the last one those of the context within. So if these are gone,
+        the topmost of what was below them and is left belongs to a context that has been left, and goes instead.
+        """
+        if (top := hooks_around()) is not None and top[0] == self._pack:
             torch._C._autograd._pop_saved_tensors_default_hooks()
-            if top[0] == self._pack:
-                break
-            above.append(top)
-        for pair in reversed(above):
+            return
+        stack = _stack()
+        stale = next((place for place, pair in enumerate(stack) if pair[0] == self._pack), None)
+        if stale is None:
+            pairs = zip(stack, self._below, strict=False)
+            stale = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], pairs)) - 1
+        if stale < 0:
+            return
+        for _ in stack[stale:]:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        for pair in stack[stale + 1 :]:
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SlotReference | ParameterReference | _Packed:
+    def _pack(self, tensor: torch.Tensor) -> _Kept | SlotReference | ParameterReference | _Packed:
         if tensor.is_conj() or tensor.is_neg():  # a view that only says so: its place does not
             tensor = tensor.resolve_conj().resolve_neg()
         reference = self._reference(tensor)
@@ -124,11 +168,11 @@ class OpenHooks:
         if self._around is not None:
             return _Packed(self._around[0](tensor))
         # A result that its own node saves would hold that node, and a graph without a backward would live for ever.
-        return tensor if tensor.is_leaf else tensor.detach()
+        return _Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
-    def _unpack(self, saved: torch.Tensor | SlotReference | ParameterReference | _Packed) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
+    def _unpack(self, saved: _Kept | SlotReference | ParameterReference | _Packed) -> torch.Tensor:
+        if isinstance(saved, _Kept):
+            return saved.unchanged()
         if isinstance(saved, _Packed):
             assert self._around is not None
             return self._around[1](saved.value)

@@ -78,7 +78,8 @@ class Staging:
 class Packed:
     """A block's gradient in a staging buffer."""
 
-    staging: Staging
+    free: Ticket
+    """Kept when the staging buffer is given back: `Staging.free` is the next user's by then."""
     own: torch.Tensor
     """[trainable_numel], a view of the staging buffer."""
     summed: torch.Tensor | None
@@ -94,7 +95,7 @@ class Packed:
         target[span].copy_(self.own[span], non_blocking=True)
 
     def release(self, after: Marker) -> None:
-        self.staging.free.keep(after)
+        self.free.keep(after)
 
 
 @dataclass

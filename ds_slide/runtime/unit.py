@@ -112,6 +112,8 @@ class Unit:
         """Its weights are gathered from the ranks by the compute thread each time that they are bound."""
         self.uses = 0
         self.uses_done = 0
+        self.counting = 0
+        """How often uses have been counted anew: graphs of before no longer count."""
         self.in_backward = False
         self.finalized = False
         """This backward's gradient has left the parameters."""
@@ -154,6 +156,11 @@ class Unit:
     @property
     def awaits_backward(self) -> bool:
         return self.uses > self.uses_done
+
+    def count_uses_anew(self) -> None:
+        """A backward has ended, or never will."""
+        self.uses = self.uses_done = 0
+        self.counting += 1
 
     def open_update(self, failures: Failures) -> Update:
         """The weights are about to change: new tickets."""

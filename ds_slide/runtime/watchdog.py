@@ -137,10 +137,14 @@ class Watchdog:
         works = stands and collective is None and self._device.is_working()
         self._since = self._since + passed_s if stands and not works else 0.0
         self._seen = seen
-        self._state = State(stands_s=self._since, what=self._describe(waits, collective))
+        failure = self._failures.message
+        # An engine that has failed takes part in nothing any more, whatever the script makes of its exception.
+        what = failure or self._describe(waits, collective)
+        self._state = State(stands_s=self._since, what=what, closed=bool(failure))
         if self._peers is not None:
-            states = [watchdog._state for watchdog in tuple(Watchdog._of_process)]
-            self._peers.tell(max([self._state, *states], key=lambda state: state.stands_s), passed_s)
+            states = [watchdog._state for watchdog in tuple(Watchdog._of_process) if not watchdog._state.closed]
+            told = self._state if failure else max([self._state, *states], key=lambda state: state.stands_s)
+            self._peers.tell(told, passed_s)
 
     def _verdict(self) -> str | None:
         """Why the run is to end, None while it may go on."""

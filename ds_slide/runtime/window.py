@@ -118,6 +118,14 @@ class Window:
             slot.bound -= 1
             slot.free = self._device.mark()
 
+    def release_all(self) -> None:
+        """Unbind what an exception has left bound: nobody computes with it any more."""
+        with self._lock:
+            for slot in self.slots:
+                if slot.bound:
+                    slot.bound = 0
+                    slot.free = self._device.mark()
+
     def prefetch(self, current: Unit | None, direction: Direction) -> None:
         """Request the blocks that follow `current` (None: the first forward) as far as the slots go."""
         with self._lock:

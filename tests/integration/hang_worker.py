@@ -123,6 +123,23 @@ class HangRun(Run):
 
         handle = block.register_forward_pre_hook(act)
 
+    def interrupt_backward(self, index: int) -> None:
+        """The script catches an exception out of the next backward, which comes when that has reached this block."""
+
+        def fail(_: torch.Tensor) -> None:
+            raise KeyError("the script has failed")
+
+        def watch(_module: Any, _args: Any, output: Any) -> None:
+            handle.remove()
+            (output[0] if isinstance(output, tuple) else output).register_hook(fail)
+
+        handle = self.engine.module.model.layers[index].register_forward_hook(watch)
+        loss = self.engine(**self.own_batch(self.engine.global_steps)).loss
+        try:
+            self.engine.backward(loss)
+        except KeyError as error:
+            self.note("caught", str(error))
+
     def stop_while_waiting(self) -> None:
         """This process is stopped while the training stands still for a read, and stands still a little longer."""
         original, done = SsdStore.read, threading.Event()

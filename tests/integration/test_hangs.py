@@ -201,6 +201,34 @@ def test_the_other_rank_takes_its_time(launcher: Launcher, together: list[dict[s
         assert same(result, expected)
 
 
+INTERRUPTED = r"backward\(\) on rank 1 ended with an exception in the middle of what all ranks do"
+
+
+@pytest.mark.parametrize("slide", [{}, {"share_weights": False}], ids=["shared", "gathered"])
+@pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipping", "immediate"])
+def test_a_rank_catches_an_exception_out_of_backward(launcher: Launcher, slide: dict[str, Any], clip: float) -> None:
+    """It goes on with its next batch: its gradients would be averaged with those of other blocks."""
+    start = ["start_in_memory", {"window": 2, "hang_timeout": LIMIT_S, **slide}, {"clip": clip}]
+    actions: Actions = [start, ["train", 1]]
+    runs = launcher.begin_ranks([*actions, ["train", 2]], [*actions, ["interrupt_backward", 2], ["train", 1]])
+    check(sentence_of(runs[1]), INTERRUPTED, "end all ranks and resume from the last checkpoint")
+    assert "the script has failed" in runs[1].result["caught"]
+    check(sentence_of(runs[0]), rf"rank 1 \(process {runs[1].pid} on \S+\) (is gone|has ended its engine)")
+
+
+def test_a_rank_catches_what_it_is_told_as_well(launcher: Launcher, tmp_path: Path) -> None:
+    """And stays alive: the other rank hears of it all the same."""
+    os.mkfifo(fifo := tmp_path / "fifo")
+    actions: Actions = [in_memory(), ["train", 1]]
+    second: Actions = [["interrupt_backward", 2], ["failing", ["train", 1]], ["hear", str(fifo)]]
+    runs = launcher.begin_ranks([*actions, ["train", 2]], [*actions, *second])
+    told = rf"rank 1 \(process {runs[1].pid} on \S+\)"
+    check(sentence_of(runs[0]), rf"{told} has ended its engine", rf"{told}: {INTERRUPTED}")
+    check(runs[1].result["errors"][0], INTERRUPTED)
+    runs[1].kill(signal.SIGKILL)
+    runs[1].end()
+
+
 # ---- two engines -----------------------------------------------------------------------------------------------------
 
 GATHERED = {"share_weights": False, "window": 2}

@@ -1,0 +1,130 @@
+"""The gradients of the coming step, micro-batch by micro-batch, and what an exception has made of them.
+
+An exception in the middle of backward comes when gradients have left some units and not others. Where nothing has left
+any unit yet, or nothing was accumulated before, the micro-batch never happened, and training goes on. Where they were
+added to those of earlier micro-batches, or applied, nothing takes them out again: the first is over with `zero_grad()`,
+the second with a checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ds_slide.errors import SlideError
+
+Spoiled = Literal["step", "gradients", "weights"]
+"""The coming step, until another backward has ended; all gradients accumulated so far; weights and optimizer states."""
+
+NO_BACKWARD = (
+    "engine.step() after a backward() that ended with an exception, and of which nothing was kept; run forward and "
+    "backward() once more, of this micro-batch or another one, before engine.step()"
+)
+LOST_SUM = (
+    "backward() ended with an exception when parts of its gradients had been added to those of earlier micro-batches "
+    "of this step, from which nothing takes them out again; call engine.zero_grad() and begin the step anew, with its "
+    "first micro-batch"
+)
+MIXED_WEIGHTS = (
+    "{what} ended with an exception when some blocks had been updated and others had not, so that weights and "
+    "optimizer states are a mixture of two steps; load the last checkpoint with engine.load_checkpoint(), or end this "
+    "run and resume from there"
+)
+
+
+class Accumulation:
+    """Called by the thread that computes."""
+
+    def __init__(self) -> None:
+        self.micro_batches = 0
+        """Backwards that have ended since the last step."""
+        self.is_open = False
+        """A backward is under way, or has ended with an exception that nobody has noticed yet."""
+        self.has_taken = False
+        """Gradients of that backward have left the parameters, or updates have begun under it."""
+        self._task = 0
+        self._spoiled: Spoiled | None = None
+        self._why = ""
+
+    # ---- a backward --------------------------------------------------------------------------------------------------
+
+    def open(self, task: int) -> None:
+        """A backward is under way, in the autograd graph `task` or one that this has begun."""
+        if not self.is_open:
+            self.is_open, self._task = True, task
+
+    def is_another(self, task: int) -> bool:
+        """Whether one is open that `task` does not belong to, so that it has ended with an exception."""
+        return self.is_open and self._task != task
+
+    def close(self) -> None:
+        """It has ended, and all of its gradients are on their way."""
+        self.micro_batches += 1
+        self.is_open = self.has_taken = False
+        if self._spoiled == "step":
+            self._spoiled = None
+
+    @property
+    def is_over(self) -> bool:
+        """No backward is under way, because the last one has ended with an exception."""
+        return self._spoiled is not None and not self.is_open
+
+    # ---- exceptions --------------------------------------------------------------------------------------------------
+
+    def interrupt(self, *, held: bool) -> bool:
+        """The open backward has ended with an exception. `held`: gradients wait for the step. -> whether what was
+        accumulated before still counts."""
+        taken, self.is_open, self.has_taken = self.has_taken, False, False
+        if not taken:
+            self._spoil("step", NO_BACKWARD)
+        elif not held:
+            self._spoil("weights", MIXED_WEIGHTS.format(what="backward()"))
+        elif self.micro_batches:
+            self._spoil("gradients", LOST_SUM)
+        else:
+            self._spoil("step", NO_BACKWARD)
+        return not taken
+
+    def interrupt_step(self) -> None:
+        """A step has ended with an exception when updates may have begun."""
+        self._spoil("weights", MIXED_WEIGHTS.format(what="engine.step()"))
+
+    def _spoil(self, what: Spoiled, why: str) -> None:
+        if self._spoiled != "weights":
+            self._spoiled, self._why = what, why
+
+    @property
+    def is_spoiled(self) -> bool:
+        """What was accumulated before cannot be applied."""
+        return self._spoiled in ("gradients", "weights")
+
+    # ---- questions ---------------------------------------------------------------------------------------------------
+
+    def require_weights(self) -> None:
+        """SlideError where the weights are a mixture."""
+        self._refuse("weights")
+
+    def require_gradients(self) -> None:
+        """SlideError where nothing can be added to what has been accumulated."""
+        self._refuse("weights", "gradients")
+
+    def require_whole(self) -> None:
+        """SlideError where a step has nothing that it could apply."""
+        self._refuse("weights", "gradients", "step")
+
+    def _refuse(self, *spoiled: Spoiled) -> None:
+        if self._spoiled in spoiled:
+            raise SlideError(self._why)
+
+    # ---- what makes it good ------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """The gradients have been applied or dropped. A mixture of weights stays one."""
+        self.micro_batches = 0
+        if self._spoiled != "weights":
+            self._spoiled = None
+
+    def reload(self) -> None:
+        """Weights and optimizer states have come from a checkpoint."""
+        self.clear()
+        self.is_open = self.has_taken = False
+        self._spoiled = None

@@ -1,0 +1,114 @@
+"""Finds out that a forward or backward has ended with an exception, and takes back what it has left behind.
+
+Nobody tells the engine of an exception that the client catches: it looks when it is called again. After it no slot of
+the window is bound, no gradient lies in a parameter, no lane waits for more of a gradient, and what has been
+accumulated is either whole or refused by name (`ds_slide.runtime.accumulation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ds_slide.errors import SlideError
+from ds_slide.runtime.accumulation import Accumulation
+from ds_slide.runtime.handoff import Failures
+from ds_slide.runtime.hooks import NO_TASK, RootState, graph_task
+from ds_slide.runtime.ranks import Ranks
+from ds_slide.runtime.unit import Unit
+
+
+class Interruptions:
+    """Called by the thread that computes. `release`: unbinds all blocks."""
+
+    def __init__(
+        self,
+        accumulation: Accumulation,
+        units: Sequence[Unit],
+        root: RootState,
+        ranks: Ranks,
+        failures: Failures,
+        release: Callable[[], None],
+        *,
+        held: bool,
+    ) -> None:
+        self._accumulation = accumulation
+        self._units = units
+        self._root = root
+        self._ranks = ranks
+        self._failures = failures
+        self._release = release
+        self._held = held
+        self._issued = 0
+        """Collectives before the forward that began last."""
+
+    def begin_forward(self, *, with_gradient: bool) -> None:
+        """SlideError where training cannot go on."""
+        self.notice()
+        self._failures.raise_first()
+        self._accumulation.require_weights()
+        if with_gradient:
+            self._accumulation.require_gradients()
+        self._issued = self._ranks.issued
+
+    def begin_backward(self) -> None:
+        """SlideError likewise. Harmless outside of a backward, and for one that has begun already."""
+        task = graph_task()
+        if task == NO_TASK:
+            return
+        if self._accumulation.is_another(task):
+            self._recover()
+        self._failures.raise_first()
+        self._accumulation.require_gradients()
+        self._accumulation.open(task)
+
+    def backward_is_under_way(self) -> bool:
+        """Whether the calling thread is in the backward that has begun last."""
+        return self._accumulation.is_open and not self._accumulation.is_another(graph_task())
+
+    def notice(self) -> None:
+        """Look, from outside of any forward and backward."""
+        if self._root.is_left_open():
+            self._root.end()
+            self._release()
+        if self._accumulation.is_open and graph_task() == NO_TASK:
+            self._recover()
+
+    def has_lost_gradients(self) -> bool:
+        """Whether an exception has spoilt what was accumulated before it."""
+        self.notice()
+        return self._accumulation.is_spoiled
+
+    def require_weights(self, what: str) -> None:
+        """SlideError where weights and optimizer states are a mixture of two steps, which `what` must not see."""
+        self.notice()
+        try:
+            self._accumulation.require_weights()
+        except SlideError as error:
+            raise SlideError(f"{what} is refused: {error}") from None
+
+    def require_gradients(self) -> None:
+        """SlideError where the last backward has ended with an exception: a step has nothing to apply."""
+        self.notice()
+        self._failures.raise_first()
+        self._accumulation.require_whole()
+
+    def _recover(self) -> None:
+        self._end_with_the_others()
+        for unit in self._units:
+            unit.in_backward = unit.finalized = False
+            unit.count_uses_anew()
+            for parameter, _ in unit.trainable:
+                parameter.grad = None
+        self._release()
+        if not self._accumulation.interrupt(held=self._held):
+            for unit in self._units:
+                unit.gradient_ready = False
+
+    def _end_with_the_others(self) -> None:
+        """Other ranks are in the middle of what has ended here: the next collective of this one would be taken for its
+        part in that, and gradients of different blocks be added up."""
+        if self._ranks.world_size > 1 and self._ranks.issued != self._issued:
+            self._failures.end(
+                f"backward() on rank {self._ranks.rank} ended with an exception in the middle of what all ranks do "
+                "together, so that no rank can go on: end all ranks and resume from the last checkpoint"
+            )
