@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from deepspeed.runtime.config import DtypeEnum
+
 from ds_slide.config import SlideConfig
 
 
@@ -28,14 +30,25 @@ def check_json(raw: Mapping[str, Any]) -> None:
     values = {row.name: value for row in rows if _is_set(value := _at(raw, row.path))} | _numbers(raw)
     offload = _at(raw, "zero_optimization.offload_optimizer")
     values["offload_optimizer_config"] = SimpleNamespace(**offload) if isinstance(offload, Mapping) else None
+    values["torch_autocast"] = _at(raw, "torch_autocast.enabled") is True
+    values["torch_autocast_dtype"] = _dtype(_at(raw, "torch_autocast.dtype"))
     values["zenflow_config"] = _at(raw, "zero_optimization.zenflow")
     contract.raise_all(
         *setting_problems(values, rows),
+        *contract.autocast_problems(values),
         *contract.offload_problems(values),
         *ssd_problems(slide, raw),
         *contract.state_dtype_problems(slide),
         *contract.holding_problems(values, slide),
     )
+
+
+def _dtype(name: Any) -> Any:
+    """Of a data type as DeepSpeed takes it; `name` itself where it is none, which DeepSpeed reports."""
+    try:
+        return DtypeEnum(name).value
+    except ValueError:
+        return name
 
 
 def _numbers(raw: Mapping[str, Any]) -> dict[str, Any]:
