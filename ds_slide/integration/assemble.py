@@ -19,7 +19,8 @@ from ds_slide.integration.kernels import install_kernels
 from ds_slide.integration.ssd_settings import ssd_settings
 from ds_slide.integration.streamed_head import StreamedHead, check_is_edge, find_streamed_head
 from ds_slide.model.layout import ParameterInfo, build_layout
-from ds_slide.model.structure import UnitSpec, find_structure, parameter_numel, parameter_shape
+from ds_slide.model.precision import Precision
+from ds_slide.model.structure import PrecisionOf, UnitSpec, find_structure, parameter_numel, parameter_shape
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.patching.apply import Replaced
 from ds_slide.patching.streamed_head import stream_head
@@ -47,17 +48,19 @@ def assemble(
     config: SlideConfig,
     settings: RuntimeSettings,
     process_group: Any,
+    precision_of: PrecisionOf = Precision.declared,
 ) -> tuple[SlideRuntime, Replaced]:
     """Build the runtime for `module`, whose parameters have ZeRO-3's attributes already, and put kernels into it: who
     closes the runtime undoes the second.
 
-    `group_of`: optimizer group of every trainable parameter. Collective over the ranks.
+    `group_of`: optimizer group of every trainable parameter. `precision_of`: of every parameter. Collective over the
+    ranks.
     """
     device = Device(torch.device(get_accelerator().current_device_name()))
     ranks = Ranks.over(process_group, device)
-    head = find_streamed_head(module, ranks.world_size, settings.gradient_dtype) if config.stream_head else None
+    head = find_streamed_head(module, ranks.world_size, settings, precision_of) if config.stream_head else None
     leaves = [child for child in module.modules() if z3_leaf_module(child)]
-    structure = find_structure(module, config.blocks, () if head is None else (head.path,), leaves)
+    structure = find_structure(module, config.blocks, () if head is None else (head.path,), leaves, precision_of)
     if head is not None:
         check_is_edge(head, structure)
     specs = _in_forward_order(module, structure.units)
@@ -210,6 +213,8 @@ def _plan(
             settings.specs(plan.dtype),
             plan.dtype.itemsize,
             plan.passing_numel,
+            settings.gradient_of(plan.spec.precision).itemsize,
+            0 if (own := settings.held_of(plan.spec.precision)) is None else own.itemsize,
         )
         for plan in unit_plans
     ]

@@ -47,6 +47,7 @@ def check_deepspeed_config(
     trains = has_optimizer(config.optimizer_name, client_optimizer)
     raise_all(
         *setting_problems(values, (*REFUSED_ENGINE_SETTINGS, *REFUSED_ZERO_SETTINGS)),
+        *autocast_problems(values),
         *parallel_problems(values),
         *offload_problems(values),
         *ssd_problems(slide, config._param_dict),
@@ -122,6 +123,7 @@ def values_of_config(config: Any) -> dict[str, Any]:
         "bf16_master_weights_and_gradients": getattr(bf16, "bf16_master_weights_and_grads", False),
         "bf16_optimizer_states": getattr(bf16, "bf16_optimizer_states", False),
         "torch_autocast": config.torch_autocast_enabled,
+        "torch_autocast_dtype": config.torch_autocast_dtype,
         "hybrid_engine": config.hybrid_engine.enabled,
         "deepcompile": config.compile_config.deepcompile,
         "autotp_size": config.tensor_parallel_config.autotp_size,
@@ -130,6 +132,20 @@ def values_of_config(config: Any) -> dict[str, Any]:
         "pipeline_loading_checkpoint": zero.pipeline_loading_checkpoint,
         "managed_gradient_accumulation": getattr(config, "managed_gradient_accumulation", True),
     }
+
+
+def autocast_problems(values: Values) -> Iterator[str]:
+    """`torch_autocast` in another data type than bf16: fp16 needs torch's gradient scaler in the step."""
+    if not values.get("torch_autocast"):
+        return
+    dtype = values.get("torch_autocast_dtype")
+    if dtype is None:
+        yield 'torch_autocast.enabled is true, but torch_autocast.dtype is not set; set it to "bfloat16"'
+    elif dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        yield f'torch_autocast.dtype is "{name}", but DS-Slide runs autocast in bfloat16 only; set it to "bfloat16"'
+    if values.get("fp16"):
+        yield "torch_autocast.enabled and fp16.enabled are both true, but autocast is for a model in fp32; turn one off"
 
 
 def parallel_problems(values: Values) -> Iterator[str]:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from deepspeed.runtime.config import DtypeEnum
+
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideConfigError
 from ds_slide.integration.json_types import type_problems
@@ -58,14 +60,25 @@ def check_json(raw: Mapping[str, Any]) -> None:
     values["offload_optimizer_config"] = (
         SimpleNamespace(**{str(key): value for key, value in offload.items()}) if isinstance(offload, Mapping) else None
     )
+    values["torch_autocast"] = _at(raw, "torch_autocast.enabled") is True
+    values["torch_autocast_dtype"] = _dtype(_at(raw, "torch_autocast.dtype"))
     values["zenflow_config"] = _at(raw, "zero_optimization.zenflow")
     contract.raise_all(
         *setting_problems(values, rows),
+        *contract.autocast_problems(values),
         *contract.offload_problems(values),
         *ssd_problems(slide, raw),
         *contract.state_dtype_problems(slide),
         *contract.holding_problems(values, slide),
     )
+
+
+def _dtype(name: Any) -> Any:
+    """Of a data type as DeepSpeed takes it; `name` itself where it is none, which DeepSpeed reports."""
+    try:
+        return DtypeEnum(name).value
+    except ValueError:
+        return name
 
 
 def _numbers(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import nn
 
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideError
-from ds_slide.integration import ownership, planes
+from ds_slide.integration import autocast, ownership, planes
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.access import StateAccess
 from ds_slide.integration.assemble import assemble, runtime_settings
@@ -35,6 +35,8 @@ from ds_slide.integration.parameter_offload import ParameterOffload
 from ds_slide.integration.planes import require_no_update
 from ds_slide.integration.stock_names import leaf_parameters, missing
 from ds_slide.integration.subgroups import States, SubGroups, load_settings
+from ds_slide.model.precision import Precision
+from ds_slide.model.structure import PrecisionOf
 from ds_slide.optim.hyper import AdamWHyper
 
 
@@ -70,7 +72,10 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             for parameters, group_id in zip(self.fp16_groups, self._group_ids, strict=True)
             for parameter in parameters
         }
-        self.runtime, self.kernels = assemble(module, group_of, config, settings, self.dp_process_group)
+        precision_of: PrecisionOf = Precision.declared
+        if autocast.is_enabled(ds_config):
+            precision_of = autocast.precision_under_autocast(module, ds_config, group_of)
+        self.runtime, self.kernels = assemble(module, group_of, config, settings, self.dp_process_group, precision_of)
         try:
             self._take_over(module)
         except BaseException:
@@ -410,7 +415,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def _restore_from_bit16_weights(self) -> None:
         for unit in self.runtime.units:
             self.runtime.settle(unit)
-            if unit.state.has("remainder"):
+            if unit.state.has("remainder") and not unit.spec.precision.narrowed:  # those are written as masters
                 for span in planes.pieces(unit.layout.trainable_numel, PIECE):
                     weight = unit.state.read("weight", span)
                     exact = unit.state.dtype_of("remainder").is_floating_point

@@ -26,6 +26,10 @@ from ds_slide.model.layout import Entry, piece
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.unit import Unit
 
+_LOW_HALVES = "ds_slide_low_halves"
+"""Attribute of the partition of narrowed weights: what completes them to their masters, None where that is on SSD. It
+outlives the engine, for the next one that takes the model over."""
+
 
 def convert(module: nn.Module, group: Any, dtype: torch.dtype) -> None:
     """Give every ordinary parameter ZeRO-3's attributes, without partitioning or moving it.
@@ -80,9 +84,20 @@ def take_weights(rank: int, group: Any) -> Any:
         start, stop = piece(entry, rank)
         if parameter.ds_status == ZeroParamStatus.AVAILABLE:
             return _of_first_rank(parameter.data, group).reshape(-1)[start:stop]
-        return parameter.ds_tensor.reshape(-1)[: stop - start]
+        return _of_partition(parameter.ds_tensor, entry)[: stop - start]
 
     return take
+
+
+def _of_partition(partition: Any, entry: Entry) -> torch.Tensor:
+    """Its elements, flat; of an earlier engine's narrowed weights their masters."""
+    low: torch.Tensor | None = getattr(partition, _LOW_HALVES, partition)
+    if low is None:
+        raise SlideError(
+            f"parameter {entry.name} has no exact weights: half of each was on the SSD of an engine that was "
+            "destroyed; build the model again, or load it, before deepspeed.initialize"
+        )
+    return partition.reshape(-1) if low is partition else planes.joined(partition.reshape(-1), low)
 
 
 def _of_first_rank(own: torch.Tensor, group: Any) -> torch.Tensor:
@@ -103,13 +118,17 @@ def adopt(unit: Unit) -> None:
     """Point the parameters of `unit` at its planes and let go of what they held before."""
     parameters: Sequence[Any] = unit.parameters
     for parameter, entry in zip(parameters, unit.layout.entries, strict=True):
-        dtype = unit.state.dtype_of("weight")
-        view = torch.empty(0, dtype=dtype)  # on SSD: whoever wants the elements gathers them
+        view = torch.empty(0, dtype=unit.dtype)  # on SSD: whoever wants the elements gathers them
+        span = planes.local_span(entry)
         if unit.state.weight is not None:
-            view = unit.state.weight[entry.offset : entry.offset + entry.partition_numel]
+            view = unit.state.weight[span]
         parameter.ds_tensor = _as_partition(view, entry.partition_numel)
+        if unit.spec.precision.narrowed:
+            low = unit.state.optimizer.get("remainder")
+            setattr(parameter.ds_tensor, _LOW_HALVES, None if low is None else low[span])
         # Not where the weights were: who asks a parameter for its device wants to know where the model computes.
-        parameter.data = torch.empty(0, dtype=dtype, device=get_accelerator().current_device_name())
+        device = get_accelerator().current_device_name()
+        parameter.data = torch.empty(0, dtype=unit.parameter_dtype, device=device)
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
         parameter.grad = None
 
@@ -189,7 +208,8 @@ class ParameterProtocol:
                 continue
             if parameter.ds_status != ZeroParamStatus.AVAILABLE:
                 self._runtime.bind_resident(unit)
-            parameter.data = parameter.data.clone()
+            here = parameter.dtype == unit.parameter_dtype
+            parameter.data = parameter.data.clone() if here else self._whole(unit, entry)
 
     def _require_room(self, parameters: Sequence[Any]) -> None:
         """SlideError where the GPU cannot hold all of them, before any of them is there."""
@@ -197,7 +217,7 @@ class ParameterProtocol:
         if not device.is_cuda or len(parameters) < 2:
             return
         needed = sum(
-            self.places[parameter][1].numel * parameter.element_size()
+            self.places[parameter][1].numel * self.places[parameter][0].parameter_dtype.itemsize
             for parameter in parameters
             if parameter.ds_status != ZeroParamStatus.AVAILABLE or self.places[parameter][0].resident is not None
         )
@@ -211,9 +231,11 @@ class ParameterProtocol:
             )
 
     def _whole(self, unit: Unit, entry: Entry) -> torch.Tensor:
-        """The weights of a parameter that is not on the accelerator, in its shape."""
+        """The weights of a parameter that is not on the accelerator as a script sees it, in its shape."""
         self._runtime.settle(unit)
-        own = unit.state.read("weight", slice(entry.offset, entry.offset + entry.partition_numel))
+        span = planes.local_span(entry)
+        narrowed = unit.spec.precision.narrowed
+        own = planes.read_values(unit, planes.MASTER, span) if narrowed else unit.state.read("weight", span)
         own = own.to(self._runtime.device.torch, copy=True)
         whole = own
         if self._runtime.parts.ranks.world_size > 1:
@@ -265,5 +287,5 @@ class ParameterProtocol:
                 whole = unit.resident[entry.slot_offset : entry.slot_offset + entry.numel].view(entry.shape)
                 parameter.data = whole
             elif not self._runtime.is_bound(unit):
-                parameter.data = self._runtime.parts.empty.tensors[unit.dtype]
+                parameter.data = self._runtime.parts.empty.tensors[unit.parameter_dtype]
                 parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE

@@ -111,11 +111,14 @@ def write_frozen(unit: Unit, entry: Entry, start: int, values: torch.Tensor) -> 
 
 
 def write_weight(unit: Unit, entry: Entry, values: torch.Tensor) -> bool:
-    """Set the low-precision weight from [<= partition_numel] values; True when any bit changed.
+    """Set the weight from [<= partition_numel] values as a script has them; True when any bit changed.
 
-    The master of a changed element becomes the new value exactly; an unchanged element keeps its remainder.
+    The master of a changed element becomes the new value exactly; an unchanged element keeps its remainder. Of narrowed
+    weights scripts have the masters.
     """
     state, span = unit.state, slice(entry.offset, entry.offset + values.numel())
+    if unit.spec.precision.narrowed and values.dtype == unit.parameter_dtype:
+        return _write_master(unit, span, values.reshape(-1))
     weight = state.read("weight", span)
     new = values.reshape(-1).to(device=weight.device, dtype=weight.dtype)
     changed = new.view(_bits(new.dtype)) != weight.view(_bits(weight.dtype))
@@ -126,6 +129,15 @@ def write_weight(unit: Unit, entry: Entry, values: torch.Tensor) -> bool:
         own[changed] = new[changed].float() if own.is_floating_point() else 0
         state.write("remainder", span, own)
     state.write("weight", span, new)
+    return True
+
+
+def _write_master(unit: Unit, span: slice, values: torch.Tensor) -> bool:
+    old = read_values(unit, MASTER, span)
+    new = values.to(old.device)
+    if torch.equal(new.view(torch.int32), old.view(torch.int32)):
+        return False
+    write_values(unit, MASTER, span, new)
     return True
 
 

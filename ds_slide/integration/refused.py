@@ -31,13 +31,6 @@ _NO_QUANTIZATION = "DS-Slide does not support ZeRO++"
 FP32_STATES = "DS-Slide keeps master weights and moments in fp32"
 
 REFUSED_ENGINE_SETTINGS = (
-    Refused(
-        "torch_autocast",
-        "torch_autocast.enabled",
-        (False,),
-        "torch.autocast would keep a copy of every weight on the GPU until the forward ends",
-        "remove torch_autocast and set bf16.enabled to true, which computes in bf16 from the same fp32 masters",
-    ),
     Refused("hybrid_engine", "hybrid_engine.enabled", (False,), NO_SUPPORT, "set it to false"),
     Refused(
         "deepcompile",

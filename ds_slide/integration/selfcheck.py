@@ -57,6 +57,11 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.__init__", ("self", "model_params")),
     # compile_lock.py
     Symbol("deepspeed.ops.op_builder.builder", "OpBuilder.jit_load", ("self",)),
+    # autocast.py, early.py
+    Symbol("deepspeed.runtime.torch_autocast", "has_comm_dtype", ("param",)),
+    Symbol("deepspeed.runtime.torch_autocast", "get_comm_dtype", ("param",)),
+    Symbol("deepspeed.runtime.torch_autocast", "get_default_autocast_lower_precision_modules", ()),
+    Symbol("deepspeed.runtime.config", "DtypeEnum"),
     # inference.py
     Symbol("deepspeed.runtime.engine", "DeepSpeedEngine._backward_prologue", ("self",)),
     Symbol(_OFFLOAD, "DeepSpeedZeRoOffload.__init__", ("self", "module", "timers", "ds_config"), ("dp_process_group",)),

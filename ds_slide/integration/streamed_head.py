@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from ds_slide.errors import SlideConfigError
-from ds_slide.model.structure import ModelStructure
+from ds_slide.model.structure import ModelStructure, PrecisionOf
+from ds_slide.runtime.settings import RuntimeSettings
 
 ASKED = "ds_slide.stream_head is true"
 WAY_OUT = "set it to false"
@@ -23,9 +23,10 @@ class StreamedHead:
     module: nn.Linear
 
 
-def find_streamed_head(model: nn.Module, world_size: int, gradient_dtype: torch.dtype) -> StreamedHead:
-    """The head of `model`, a plain linear layer with a weight of its own. Raises SlideConfigError for another one.
-    `gradient_dtype`: in which gradients leave the GPU."""
+def find_streamed_head(
+    model: nn.Module, world_size: int, settings: RuntimeSettings, precision_of: PrecisionOf
+) -> StreamedHead:
+    """The head of `model`, a plain linear layer with a weight of its own. Raises SlideConfigError for another one."""
     if world_size > 1:
         raise SlideConfigError(
             f"{ASKED}, but the rows of a head pass through one GPU and there are {world_size} ranks; {WAY_OUT}"
@@ -57,7 +58,10 @@ def find_streamed_head(model: nn.Module, world_size: int, gradient_dtype: torch.
             f"{ASKED}, but the weight of the head {path} has hooks for its gradient, which never exists as a whole; "
             f"{WAY_OUT}"
         )
-    if head.weight.requires_grad and head.weight.dtype != gradient_dtype:
+    (weight,) = head.parameters(recurse=False)
+    precision = precision_of(weight)
+    gradient_dtype = settings.gradient_of(precision)
+    if head.weight.requires_grad and precision.weight != gradient_dtype:
         raise SlideConfigError(
             f"{ASKED}, but the head {path} is {head.weight.dtype} and gradients are reduced in {gradient_dtype} "
             f"(communication_data_type), while its own goes down as it is made; {WAY_OUT}"

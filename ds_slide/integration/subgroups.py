@@ -126,9 +126,10 @@ class SubGroups:
         """Set one state of a unit, in the order of the planes, padding included, and in pieces that start at a multiple
         of PIECE: planes with a scale for each group of elements get whole groups."""
         self.runtime.settle(unit)
+        weights = unit.parameter_dtype
         for span in pieces(unit.layout.trainable_numel, PIECE):
             values = _values(unit, span, sources, files)
-            write_values(unit, key, span, as_weights(values, unit.state.dtype_of("weight")) if rounded else values)
+            write_values(unit, key, span, as_weights(values, weights) if rounded else values)
 
     def _check(self, flats: Sequence[torch.Tensor], what: str) -> None:
         expected = [sum(self.places[parameter][1].partition_numel for parameter in group) for group in self.groups]

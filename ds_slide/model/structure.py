@@ -1,6 +1,6 @@
 """What a model is made of: blocks (elements of its repeated layer lists) and edges (everything else).
 
-A unit has one data type. A block of several (adapters in fp32 beside frozen weights in bf16) keeps the one that most of
+A unit has one precision. A block of several (adapters in fp32 beside frozen weights in bf16) keeps the one that most of
 its elements have; the others are its parts.
 
 Found from the module tree alone: no forward, no trace. Parameters may be ZeRO-3 partitions (empty data, the real size
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import nn
 
 from ds_slide.errors import SlideConfigError
+from ds_slide.model.precision import Precision
 
 # Below this share of the model's parameters a list is not worth streaming: it is a classification head or a projector.
 MIN_LIST_SHARE = 0.10
@@ -30,6 +30,7 @@ LIST_TYPES = (nn.ModuleList, nn.Sequential)
 
 _Kind = tuple[type[nn.Module], tuple[tuple[int, ...], ...]]
 _Named = list[tuple[str, nn.Parameter]]
+PrecisionOf = Callable[[nn.Parameter], Precision]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ class UnitSpec:
     """What is moved and updated as one."""
 
     name: str
-    """Module path of a block; "edge:<module path>" or "edge" for an edge. Parts, and edges in another data type than
+    """Module path of a block; "edge:<module path>" or "edge" for an edge. Parts, and edges in another precision than
     the model's, have that in parentheses behind it."""
     kind: Literal["block", "part", "edge"]
     index: int
@@ -49,10 +50,8 @@ class UnitSpec:
     numel: int
     """Elements of the whole (unpartitioned) parameters."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of all its parameters."""
-        return self.parameters[0][1].dtype
+    precision: Precision
+    """Of all its parameters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +61,7 @@ class ModelStructure:
     blocks: tuple[UnitSpec, ...]
     """Blocks of all layer lists in registration order (T5: encoder, then decoder)."""
     parts: tuple[UnitSpec, ...]
-    """What blocks have in other data types, one for each of these."""
+    """What blocks have in other precisions, one for each of these."""
     edges: tuple[UnitSpec, ...]
     lists: tuple[str, ...]
     """Module paths of the layer lists; "" is the model itself."""
@@ -88,6 +87,7 @@ def find_structure(
     blocks: Literal["auto"] | Sequence[str] = "auto",
     apart: Collection[str] = (),
     undivided: Collection[nn.Module] = (),
+    precision_of: PrecisionOf = Precision.declared,
 ) -> ModelStructure:
     """Split `module` into blocks and edges.
 
@@ -101,7 +101,7 @@ def find_structure(
     """
     ownership = _Ownership(module)
     lists = _find_lists(module, ownership, undivided) if blocks == "auto" else _named_lists(module, blocks, ownership)
-    return _split(module, lists, ownership, apart)
+    return _split(module, lists, ownership, apart, precision_of)
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,11 @@ def _not_a_list(path: str, modules: dict[str, nn.Module]) -> str:
 
 
 def _split(
-    root: nn.Module, lists: Sequence[_LayerList], ownership: _Ownership, apart: Collection[str]
+    root: nn.Module,
+    lists: Sequence[_LayerList],
+    ownership: _Ownership,
+    apart: Collection[str],
+    precision_of: PrecisionOf,
 ) -> ModelStructure:
     """Hand every parameter to its block, to a part of that, or to an edge."""
     layers = [layer for layer_list in lists for layer in layer_list.layers]
@@ -261,57 +265,59 @@ def _split(
         else:
             of_edge[name.rpartition(".")[0]].append((name, parameter))
 
-    model_dtype = _main_dtype(list(root.named_parameters()))
+    model_precision = _main(_by_precision(list(root.named_parameters()), precision_of))
     edges: dict[str, _Named] = defaultdict(list)
     for path, parameters in of_edge.items():
         large = bool(layers) and bool(path) and _numel(parameters) >= LARGE_EDGE_NUMEL
         name = f"edge:{path}" if large or path in apart else "edge"
-        for dtype, same in _by_dtype(parameters).items():
-            edges[name if dtype is model_dtype else _with_dtype(name, dtype)].extend(same)
+        for precision, same in _by_precision(parameters, precision_of).items():
+            edges[name if precision == model_precision else _with(name, precision)].extend(same)
 
     # A block whose parameters are all shared has nothing to move.
     blocks: list[tuple[str, nn.Module, _Named]] = []
     parts: list[tuple[str, nn.Module, _Named]] = []
     for path, layer in layers:
         if path in of_block:
-            main = _main_dtype(of_block[path])
-            for dtype, same in _by_dtype(of_block[path]).items():
-                if dtype is main:
+            found = _by_precision(of_block[path], precision_of)
+            main = _main(found)
+            for precision, same in found.items():
+                if precision == main:
                     blocks.append((path, layer, same))
                 else:
-                    parts.append((_with_dtype(path, dtype), layer, same))
+                    parts.append((_with(path, precision), layer, same))
     return ModelStructure(
-        blocks=_specs("block", blocks),
-        parts=_specs("part", parts),
-        edges=_specs("edge", [(name, None, parameters) for name, parameters in edges.items()]),
+        blocks=_specs("block", blocks, precision_of),
+        parts=_specs("part", parts, precision_of),
+        edges=_specs("edge", [(name, None, parameters) for name, parameters in edges.items()], precision_of),
         lists=tuple(layer_list.path for layer_list in lists),
     )
 
 
 def _specs(
-    kind: Literal["block", "part", "edge"], units: Sequence[tuple[str, nn.Module | None, _Named]]
+    kind: Literal["block", "part", "edge"],
+    units: Sequence[tuple[str, nn.Module | None, _Named]],
+    precision_of: PrecisionOf,
 ) -> tuple[UnitSpec, ...]:
     return tuple(
-        UnitSpec(name, kind, index, module, tuple(parameters), _numel(parameters))
+        UnitSpec(name, kind, index, module, tuple(parameters), _numel(parameters), precision_of(parameters[0][1]))
         for index, (name, module, parameters) in enumerate(units)
     )
 
 
-def _by_dtype(parameters: _Named) -> dict[torch.dtype, _Named]:
-    found: dict[torch.dtype, _Named] = defaultdict(list)
+def _by_precision(parameters: _Named, precision_of: PrecisionOf) -> dict[Precision, _Named]:
+    found: dict[Precision, _Named] = defaultdict(list)
     for name, parameter in parameters:
-        found[parameter.dtype].append((name, parameter))
+        found[precision_of(parameter)].append((name, parameter))
     return found
 
 
-def _main_dtype(parameters: _Named) -> torch.dtype | None:
-    """The data type that most elements have, of two with as many the one that comes first; None without parameters."""
-    found = _by_dtype(parameters)
-    return max(found, key=lambda dtype: _numel(found[dtype]), default=None)
+def _main(found: dict[Precision, _Named]) -> Precision | None:
+    """What most elements have, of two with as many the one that comes first; None without parameters."""
+    return max(found, key=lambda precision: _numel(found[precision]), default=None)
 
 
-def _with_dtype(name: str, dtype: torch.dtype) -> str:
-    return f"{name} ({str(dtype).removeprefix('torch.')})"
+def _with(name: str, precision: Precision) -> str:
+    return f"{name} ({precision.label})"
 
 
 def _numel(parameters: Sequence[tuple[str, nn.Parameter]]) -> int:

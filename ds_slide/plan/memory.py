@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from ds_slide.errors import SlideError
-from ds_slide.plan.placement import HostPlacement, Needs, UnitSize, place_on_host
+from ds_slide.plan.placement import HostPlacement, Needs, UnitSize, gradient_item, held_item, place_on_host
 from ds_slide.store.planes import optimizer_bytes
 
 # 5 %: on a 141 GB card that covers the vocabulary matrix of a 3 B model and some blocks, on a 24 GB card a block or
@@ -92,7 +92,7 @@ class Plan:
 def gpu_cost(unit: UnitSize, needs: Needs) -> int:
     """Bytes more on the GPU when the unit's states (and its held gradient) move there."""
     trainable = unit.layout.trainable_numel
-    cost = optimizer_bytes(unit.specs, trainable) + trainable * max(needs.gradient_bytes, needs.held_bytes)
+    cost = optimizer_bytes(unit.specs, trainable) + trainable * max(gradient_item(unit, needs), held_item(unit, needs))
     if not unit.stays:
         cost += unit.layout.slot_numel * unit.weight_bytes
     return cost
@@ -148,14 +148,15 @@ def _window(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int], bud
 def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
     streamed = _streamed(units, on_gpu)
     packed = [unit for index, unit in enumerate(units) if not unit.is_edge and index not in on_gpu]
-    staging = max((unit.layout.slot_trainable_numel for unit in packed), default=0)
+    staging = max((unit.layout.slot_trainable_numel * gradient_item(unit, needs) for unit in packed), default=0)
     gathered = 0
     if needs.world_size > 1:
         # The gradients of all units pass the staging buffers, whole and once more this rank's part.
-        staging = max((unit.layout.trainable_numel for unit in units), default=0) * (needs.world_size + 1)
+        largest = max((unit.layout.trainable_numel * gradient_item(unit, needs) for unit in units), default=0)
+        staging = largest * (needs.world_size + 1)
         gathered = _passing_bytes(units, needs, on_gpu)
     window = min(needs.window, len(streamed)) * _slot_bytes(streamed, needs)
-    total = gathered + window + needs.stagings * staging * needs.gradient_bytes
+    total = gathered + window + needs.stagings * staging
     resident = [unit for unit in units if unit.stays]
     total += sum((unit.passing_numel or unit.layout.slot_numel) * unit.weight_bytes for unit in resident)
     return total + sum(gpu_cost(units[index], needs) for index in on_gpu)

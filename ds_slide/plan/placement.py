@@ -29,7 +29,7 @@ EXTRA_WEIGHT_BUFFERS = 4
 @dataclass(frozen=True)
 class UnitSize:
     """What the plan knows of a unit. The weights of edges and parts of blocks are always in host memory, and on the GPU
-    as well unless they pass through it. `specs`: the optimizer planes. `weight_bytes`: of one element."""
+    as well unless they pass through it. `specs`: the optimizer planes. Item sizes in bytes."""
 
     name: str
     layout: UnitLayout
@@ -38,6 +38,10 @@ class UnitSize:
     weight_bytes: int
     passing_numel: int = 0
     """Elements of the GPU buffers through which an edge passes in chunks; 0 where it is there as a whole."""
+    gradient_bytes: int | None = None
+    """None: as `Needs` has it."""
+    held_bytes: int | None = None
+    """Likewise."""
 
     @property
     def is_edge(self) -> bool:
@@ -65,7 +69,7 @@ class SsdNeeds:
 
 @dataclass(frozen=True)
 class Needs:
-    """Storage settings that set the bytes. Item sizes in bytes."""
+    """Storage settings that set the bytes. Item sizes in bytes, of gradients for units that have none of their own."""
 
     gradient_bytes: int
     held_bytes: int
@@ -168,8 +172,23 @@ def _records(unit: UnitSize) -> int:
     return optimizer_bytes(unit.specs, unit.layout.trainable_numel)
 
 
+def gradient_item(unit: UnitSize, needs: Needs) -> int:
+    """Bytes of an element of the unit's gradient on its way."""
+    return needs.gradient_bytes if unit.gradient_bytes is None else unit.gradient_bytes
+
+
+def held_item(unit: UnitSize, needs: Needs) -> int:
+    """Bytes of an element of the unit's held gradient; 0 when gradients are not held."""
+    return needs.held_bytes if unit.held_bytes is None else unit.held_bytes
+
+
 def _held(unit: UnitSize, needs: Needs) -> int:
-    return unit.layout.trainable_numel * needs.held_bytes
+    return unit.layout.trainable_numel * held_item(unit, needs)
+
+
+def _passing(unit: UnitSize, needs: Needs) -> int:
+    """Bytes of the unit's gradient on its way."""
+    return unit.layout.trainable_numel * gradient_item(unit, needs)
 
 
 def _gradients_that_leave(units: Sequence[UnitSize], needs: Needs, on_host: Sequence[int], free: int) -> frozenset[int]:
@@ -221,13 +240,13 @@ def _spread(sizes: Sequence[tuple[int, int]], budget: int) -> set[int]:
 def _gradient_bytes(units: Sequence[UnitSize], needs: Needs, on_host: Sequence[int], on_ssd: frozenset[int]) -> int:
     """Held gradients and the buffers of all gradients in host memory, with the held ones of `on_ssd` on SSD."""
     held = sum(_held(units[i], needs) for i in on_host if i not in on_ssd)
-    blocks = max((units[i].layout.trainable_numel for i in on_host if not units[i].is_edge), default=0)
-    edges = max((units[i].layout.trainable_numel for i in on_host if units[i].is_edge), default=0)
-    ring, buffer = needs.ring, blocks * needs.gradient_bytes
+    ring = needs.ring
+    buffer = max((_passing(units[i], needs) for i in on_host if not units[i].is_edge), default=0)
+    edges = max((_passing(units[i], needs) for i in on_host if units[i].is_edge), default=0)
     if on_ssd:
         ring, buffer = needs.ring or needs.ring_to_ssd, whole_pages(buffer)  # written from where they arrive
         held += max(whole_pages(_held(units[i], needs)) for i in on_ssd)  # where they are added up and read back
-    return held + ring * buffer + (edges * needs.gradient_bytes if needs.ring else 0)
+    return held + ring * buffer + (edges if needs.ring else 0)
 
 
 def _pool_bytes(

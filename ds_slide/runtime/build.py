@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from ds_slide.model.layout import Entry
 from ds_slide.optim.cpu import CpuUpdater
+from ds_slide.optim.reference import encode_planar
 from ds_slide.plan.memory import Plan, Taken
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime import running
@@ -43,6 +44,8 @@ from ds_slide.store.ssd_places import whole_pages
 from ds_slide.store.ssd_unit import SsdUnit, page_buffer
 from ds_slide.store.state import HostMemory, gpu_state, memory_state
 
+SPLIT_NUMEL = 1 << 22
+"""Of narrowed weights that are split at once: 16 MiB a temporary."""
 STAGINGS = 2
 """GPU staging buffers for gradients: one that is packed while the other is copied down."""
 
@@ -73,7 +76,7 @@ def build_runtime(
         ranks.require_equal(_choices(unit_plans, plan, settings), "what is to be where")
     recorder = StepRecorder(device)
     memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.huge_pages)
-    empty = Empty.on(device.torch, {unit_plan.dtype for unit_plan in unit_plans})
+    empty = Empty.on(device.torch, {unit_plan.spec.precision.parameter for unit_plan in unit_plans})
     store, on_ssd = open_store(unit_plans, plan, settings, ranks, memory, failures)
     shared = None
     if sharing is not None:
@@ -109,7 +112,7 @@ def build_runtime(
 
 def _choices(unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettings) -> dict[str, object]:
     """What all ranks have to have decided alike, because it sets which collectives they call in which order."""
-    host, model = plan.host, repr([(unit.spec.name, unit.dtype, unit.layout) for unit in unit_plans])
+    host, model = plan.host, repr([(unit.spec.name, unit.spec.precision, unit.layout) for unit in unit_plans])
     return {
         "the digest of the model's layout": f"{zlib.crc32(model.encode()):08x}",
         "the units whose states are on the GPU": sorted(plan.on_gpu),
@@ -133,14 +136,15 @@ def _make_unit(
     failures: Failures,
 ) -> Unit:
     layout, dtype, stays = unit_plan.layout, unit_plan.dtype, unit_plan.spec.kind != "block"
+    reduced, held = settings.gradient_of(unit_plan.spec.precision), settings.held_of(unit_plan.spec.precision)
     specs = settings.specs(dtype)
     if on_gpu:
-        state = gpu_state(device.torch, layout, specs, dtype, settings.held_dtype or settings.gradient_dtype)
+        state = gpu_state(device.torch, layout, specs, dtype, held or reduced)
     else:
         weights = None if shared is None else shared.memory
-        state = memory_state(memory, layout, specs, dtype, settings.held_dtype, ssd, weights)
+        state = memory_state(memory, layout, specs, dtype, held, ssd, weights)
     first = Ticket.kept(failures)
-    unit = Unit(unit_plan.spec, layout, unit_plan.parameters, state, order, first, settings.gradient_dtype)
+    unit = Unit(unit_plan.spec, layout, unit_plan.parameters, state, order, first, reduced, held)
     unit.chunk_rows = unit_plan.chunk_rows
     unit.is_gathered = ranks.world_size > 1 and (shared is None or on_gpu or state.weight is None)
     if on_gpu and ranks.world_size == 1:
@@ -160,8 +164,9 @@ def _join_parts(units: Sequence[Unit]) -> None:
 
 
 def _load_weights(unit: Unit, ranks: Ranks, take_weights: TakeWeights) -> None:
-    """Fill the weight plane, and the fp16 format's master. Planes that start at zero are zero already: new memory, and
-    the unwritten parts of a preallocated file."""
+    """Fill the weight plane, and what completes it to the masters: of fp16 weights these themselves, of narrowed ones
+    the remainders. Other planes start at zero and are zero already: new memory, and the unwritten parts of a
+    preallocated file."""
     state, ssd = unit.state, unit.state.ssd
     weight = state.weight
     if weight is None:
@@ -170,7 +175,10 @@ def _load_weights(unit: Unit, ranks: Ranks, take_weights: TakeWeights) -> None:
         weight = ssd.weight_view(plane)
     for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True):
         own = take_weights(parameter, entry).detach().reshape(-1)
-        weight[entry.offset : entry.offset + own.numel()].copy_(own)
+        if unit.spec.precision.narrowed:
+            _load_narrowed(unit, entry.offset, own, weight)
+        else:
+            weight[entry.offset : entry.offset + own.numel()].copy_(own)
     if state.weight is None:
         assert ssd is not None
         ssd.write("weight", slice(0, weight.numel()), weight)
@@ -178,6 +186,16 @@ def _load_weights(unit: Unit, ranks: Ranks, take_weights: TakeWeights) -> None:
         state.write("remainder", slice(0, unit.layout.trainable_numel), weight[: unit.layout.trainable_numel].float())
     if unit.resident is not None and ranks.world_size == 1:
         unit.resident.copy_(weight)
+
+
+def _load_narrowed(unit: Unit, offset: int, values: torch.Tensor, weight: torch.Tensor) -> None:
+    """Split fp32 `values` into weights and remainders, in pieces: the encoding works in 32-bit integers."""
+    for start in range(0, values.numel(), SPLIT_NUMEL):
+        piece = values[start : start + SPLIT_NUMEL].float()
+        high, low = encode_planar(piece)
+        place = slice(offset + start, offset + start + piece.numel())
+        weight[place].copy_(high.view(weight.dtype))
+        unit.state.write("remainder", place, low)
 
 
 def _wire(
@@ -230,8 +248,8 @@ def _wire(
             torch.zeros(nbytes, dtype=torch.uint8, device=device.torch) for _ in range(min(plan.window, len(streamed)))
         ]
         window = Window(device, lanes.h2d, failures, streamed, buffers, uploads.fill, *announcer(ssd, settings))
-    stagings = _stagings(units, settings, ranks, device, failures)
-    ranks.connect(stagings[0].packed, stagings[0].own)
+    stagings = _stagings(units, ranks, device, failures)
+    ranks.connect(stagings[0].packed, stagings[0].own, settings.gradient_dtype)
     gradients = Gradients(
         device=device,
         ranks=ranks,
@@ -239,16 +257,13 @@ def _wire(
         updates=lanes.update,
         updater=updater,
         failures=failures,
-        route=GradientRoute(
-            held=settings.held_dtype is not None,
-            first_accumulates=settings.held_dtype not in (None, settings.gradient_dtype),
-        ),
+        route=GradientRoute(held=settings.held_dtype is not None),
         stagings=stagings,
         ring=_rings(units, settings, memory, failures),
         num_units=len(units),
         square_sum=square_sum,
         updating=updating,
-        on_ssd=None if store is None else make_ssd_gradients(units, settings, store, memory, meters["update"]),
+        on_ssd=None if store is None else make_ssd_gradients(units, store, memory, meters["update"]),
     )
     if ssd is not None:
         recorder.watch_ssd(ssd.statistics)
@@ -302,22 +317,23 @@ def _watchdog(
     )
 
 
-def _stagings(
-    units: Sequence[Unit], settings: RuntimeSettings, ranks: Ranks, device: Device, failures: Failures
-) -> list[Staging]:
+def _stagings(units: Sequence[Unit], ranks: Ranks, device: Device, failures: Failures) -> list[Staging]:
     if ranks.world_size > 1:
         passing = list(units)
     else:
         passing = [unit for unit in units if unit.state.tier != "gpu" and unit.spec.kind != "edge"]
-    numel = max((unit.layout.trainable_numel for unit in passing), default=0)
+    nbytes = max((_gradient_bytes(unit) for unit in passing), default=0)
 
     def staging() -> Staging:
-        dtype = settings.gradient_dtype
-        packed = torch.zeros(ranks.world_size * numel, dtype=dtype, device=device.torch)
-        own = packed if ranks.world_size == 1 else torch.zeros(numel, dtype=dtype, device=device.torch)
+        packed = torch.zeros(ranks.world_size * nbytes, dtype=torch.uint8, device=device.torch)
+        own = packed if ranks.world_size == 1 else torch.zeros(nbytes, dtype=torch.uint8, device=device.torch)
         return Staging(packed, own, failures)
 
     return [staging() for _ in range(STAGINGS)]
+
+
+def _gradient_bytes(unit: Unit) -> int:
+    return unit.layout.trainable_numel * unit.gradient_dtype.itemsize
 
 
 def _rings(
@@ -326,22 +342,21 @@ def _rings(
     """Blocks and their parts share a ring. Edges, a few and each larger than many blocks, have one buffer between
     them."""
     host = [unit for unit in units if unit.state.tier != "gpu" and unit.layout.trainable_numel]
-    dtype = settings.gradient_dtype
-    needed = settings.held_dtype is None or settings.accumulates or settings.held_dtype is not dtype
+    needed = settings.held_dtype is None or settings.accumulates or any(unit.converts_gradient for unit in host)
     to_ssd = any(unit.state.gradient_on_ssd for unit in host)
 
-    def ring(count: int, numel: int) -> HostRing:
+    def ring(count: int, nbytes: int) -> HostRing:
         def buffer() -> torch.Tensor:
-            return memory.tensor(numel, dtype, transfers=True)
+            return memory.tensor(nbytes, torch.uint8, transfers=True)
 
         return HostRing([buffer() for _ in range(count)], failures, spare=buffer)
 
     def largest(*kinds: str) -> int:
-        return max((unit.layout.trainable_numel for unit in host if unit.spec.kind in kinds), default=0)
+        return max((_gradient_bytes(unit) for unit in host if unit.spec.kind in kinds), default=0)
 
-    blocks, edges, size = largest("block", "part"), largest("edge"), dtype.itemsize
+    blocks, edges = largest("block", "part"), largest("edge")
     if to_ssd:
-        blocks = whole_pages(blocks * size) // size  # written from where they have arrived
+        blocks = whole_pages(blocks)  # written from where they have arrived
     rings = {
         "block": ring(settings.gradient_buffers if (needed or to_ssd) and blocks else 0, blocks),
         "edge": ring(1 if needed and edges else 0, edges),

@@ -37,7 +37,7 @@ def open_store(
     for order, unit_plan in enumerate(unit_plans):
         if order in host.weights_on_ssd | host.records_on_ssd | host.gradients_on_ssd:
             assert settings.ssd is not None
-            layout, held = unit_plan.layout, settings.held_dtype
+            layout, held = unit_plan.layout, settings.held_of(unit_plan.spec.precision)
             places[order] = place_unit(
                 end,
                 settings.specs(unit_plan.dtype),
@@ -66,11 +66,13 @@ def open_store(
         delay=Delay(settings.delay_ms, settings.seed + 4),
         waiting=failures.waiting,
     )
-    dtypes = [unit_plan.dtype for unit_plan in unit_plans]
-    return store, {
-        order: SsdUnit(store, place, settings.specs(dtypes[order]), dtypes[order], settings.held_dtype)
-        for order, place in places.items()
-    }
+
+    def unit_of(order: int) -> SsdUnit:
+        unit_plan = unit_plans[order]
+        held = settings.held_of(unit_plan.spec.precision)
+        return SsdUnit(store, places[order], settings.specs(unit_plan.dtype), unit_plan.dtype, held)
+
+    return store, {order: unit_of(order) for order in places}
 
 
 def _what_lies_at(places: Sequence[tuple[str, UnitPlaces]]) -> Callable[[int], str]:
@@ -109,14 +111,17 @@ def make_ssd_states(
 
 
 def make_ssd_gradients(
-    units: Sequence[Unit], settings: RuntimeSettings, store: SsdStore, memory: HostMemory, meter: LaneMeter
+    units: Sequence[Unit], store: SsdStore, memory: HostMemory, meter: LaneMeter
 ) -> SsdGradients | None:
     """What reads and writes held gradients on SSD; None where all are in memory. `meter`: of the update lane."""
-    numel = max((unit.layout.trainable_numel for unit in units if unit.state.gradient_on_ssd), default=0)
-    if not numel or settings.held_dtype is None:
+    sizes = [
+        unit.layout.trainable_numel * unit.state.dtype_of("gradient").itemsize
+        for unit in units
+        if unit.state.gradient_on_ssd
+    ]
+    if not any(sizes):
         return None
-    nbytes = whole_pages(numel * settings.held_dtype.itemsize)
-    return SsdGradients(_buffers(store, memory, nbytes, 1, transfers=False)[0], settings.held_dtype, meter)
+    return SsdGradients(_buffers(store, memory, whole_pages(max(sizes)), 1, transfers=False)[0], meter)
 
 
 def _buffers(store: SsdStore, memory: HostMemory, nbytes: int, count: int, *, transfers: bool) -> list[torch.Tensor]:

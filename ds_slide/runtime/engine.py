@@ -47,6 +47,7 @@ from ds_slide.runtime.updates import UpdateLane
 from ds_slide.runtime.updating import Updating
 from ds_slide.runtime.uploads import Uploads
 from ds_slide.runtime.watchdog import Watchdog
+from ds_slide.runtime.wide_hooks import WideHooks
 from ds_slide.runtime.window import Slot, Window
 from ds_slide.store.state import HostMemory
 
@@ -156,7 +157,7 @@ class SlideRuntime:
         self._totals = Totals(parts.ranks, self.device)
         self._module = module
         self._saved = SavedWeights({} if self._window is None else self._window.by_storage, self.enter_backward)
-        self.hooks: list[BlockHooks | RootHooks | EdgeHooks] = []
+        self.hooks: list[BlockHooks | RootHooks | EdgeHooks | WideHooks] = []
         self.attach()
         self.bind_residents()
         # A daemon thread that is inside C++ when the interpreter ends would be torn down there, and take the process
@@ -171,6 +172,7 @@ class SlideRuntime:
         self.hooks = [
             *(BlockHooks(unit, self, self._saved, self._root) for unit in self.blocks),
             *EdgeHooks.on(self._module, edges, self.bind_if_fetched),
+            *WideHooks.on(self._module, self.units, self.device.torch.type),
             RootHooks(
                 self._module,
                 self._root,
@@ -230,7 +232,7 @@ class SlideRuntime:
 
     def _unbind(self, unit: Unit) -> None:
         for parameter in unit.parameters:
-            parameter.data = self.parts.empty.tensors[unit.dtype]
+            parameter.data = self.parts.empty.tensors[unit.parameter_dtype]
         self._availability(unit.parameters, False)
 
     def _bind_slot(self, unit: Unit, direction: str) -> Slot:
@@ -307,6 +309,10 @@ class SlideRuntime:
     def leave_forward(self, unit: Unit) -> None:
         if not unit.in_backward:
             self._unbind_slot(unit)
+            if unit.dtype == torch.float32 and torch.is_autocast_enabled(self.device.torch.type):
+                # Autocast would keep the copies in lower precision that it has made of the block's weights, on the GPU,
+                # until the forward of the whole model has ended.
+                torch.clear_autocast_cache()
 
     # ---- backward --------------------------------------------------------------------------------------------
 
@@ -582,6 +588,9 @@ class SlideRuntime:
         self.detach()
         if self.rows is not None:
             self.rows.close()
+        for unit in self.units:
+            if unit.resident is not None and unit.spec.precision.narrowed:
+                self._unbind(unit)  # what the parameters hold is not all of them; the planes have the rest
         why = self.parts.failures.message
         try:
             with self.parts.failures.waiting("the engine to end"):

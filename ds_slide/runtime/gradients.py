@@ -39,8 +39,6 @@ class GradientRoute:
     held: bool
     """Gradients wait in `UnitState.gradient`, or on SSD, for the step; otherwise a unit is updated as soon as its own
     has arrived."""
-    first_accumulates: bool
-    """The held plane has another dtype than the gradient, so even the first micro-batch is converted by the CPU."""
 
 
 class Gradients:
@@ -141,7 +139,7 @@ class Gradients:
             self.square_sums[unit.order] += self._square_sum(part)
 
     def _send_to_host(self, unit: Unit, final: bool, source: Source) -> None:
-        accumulate = unit.gradient_ready or (self._route.held and self._route.first_accumulates)
+        accumulate = unit.gradient_ready or unit.converts_gradient
         unit.square_sum_on = None if accumulate else "device"
         try:
             with self._ranks.on_stream():
@@ -224,13 +222,14 @@ class Gradients:
         """Copy the gradient to a ring buffer; `use` it on the update lane; then it has arrived."""
         ring = self._ring(unit)
         buffer = ring.lease()
+        gradient = _of_dtype(buffer, unit.gradient_dtype)
         marker = PASSED
         for span in unit.spans:
-            marker = self._copy(source, span, buffer, packed)
+            marker = self._copy(source, span, gradient, packed)
         source.release(marker)
 
         def run() -> int:
-            moved = use(buffer)
+            moved = use(gradient)
             ring.give_back(buffer)
             arrived.keep()
             return moved
@@ -248,6 +247,7 @@ class Gradients:
     ) -> None:
         ring = self._ring(unit)
         buffer = ring.lease()
+        whole = _of_dtype(buffer, unit.gradient_dtype)
         left = len(unit.spans)
 
         def span_is_done() -> None:  # on the update lane, one thread
@@ -258,8 +258,8 @@ class Gradients:
 
         marker = PASSED
         for index, span in enumerate(unit.spans):
-            marker = self._copy(source, span, buffer, packed)
-            gradient = functools.partial(buffer.__getitem__, span)
+            marker = self._copy(source, span, whole, packed)
+            gradient = functools.partial(whole.__getitem__, span)
             self._updating.start(unit, index, update, marker, gradient, hypers, 1.0, span_is_done, reserved=True)
         source.release(marker)
         arrived.keep(marker)
@@ -323,9 +323,10 @@ class Gradients:
         the collectives stream makes it, and the compute stream does not wait for it."""
         numel = unit.layout.trainable_numel
         if self._ranks.world_size == 1:
-            own = staging.own[:numel]
+            own = _of_dtype(staging.own, unit.gradient_dtype)[:numel]
             return Packed(staging.free, own, collect(unit, own, accumulate=False))
-        packed, own = staging.packed[: self._ranks.world_size * numel], staging.own[:numel]
+        packed = _of_dtype(staging.packed, unit.gradient_dtype)[: self._ranks.world_size * numel]
+        own = _of_dtype(staging.own, unit.gradient_dtype)[:numel]
         packed.zero_()
         targets, sources = [], []
         for (_, entry), flat in zip(unit.trainable, unit.gradients(), strict=True):
@@ -341,3 +342,8 @@ class Gradients:
             torch._foreach_copy_(targets, sources)
         self._ranks.reduce_gradients(unit, packed, own, self._device.mark())
         return Packed(staging.free, own, None)
+
+
+def _of_dtype(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A buffer of bytes, one for gradients of all data types, as elements of `dtype`."""
+    return buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)

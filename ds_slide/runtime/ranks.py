@@ -175,10 +175,12 @@ class Ranks:
 
     # ---- while the engine is built -----------------------------------------------------------------------------------
 
-    def connect(self, packed: torch.Tensor, own: torch.Tensor) -> None:
-        """One collective of each kind over buffers of zeros, so that connections are made now and not in training."""
+    def connect(self, packed: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> None:
+        """One collective of each kind over buffers of zeros, so that connections are made now and not in training.
+        `packed`, `own`: of bytes, used as elements of `dtype`."""
         if self.world_size == 1:
             return
+        packed, own = packed.view(dtype), own.view(dtype)
         if not own.numel():  # nothing is trained; weights may be gathered
             own, packed = own.new_zeros(1), own.new_zeros(self.world_size)
         with self._issue("connecting the ranks", self._device.mark()):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ds_slide.model.layout import UnitLayout
+from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
 from ds_slide.optim.low_precision import StateFormat
 from ds_slide.plan.placement import SsdNeeds
@@ -32,8 +33,9 @@ class SsdSettings:
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """`gradient_dtype`: in which the gradients of all parameters are reduced and go to host memory. `held_dtype`: of
-    held ones (None: not held). `moments`: storage format of the optimizer's moments. `ssd`: None without an SSD tier.
+    """`gradient_dtype`: in which gradients are reduced and go to host memory where a unit's precision says no other.
+    `held_dtype`: of held ones (None: not held), likewise. `moments`: storage format of the optimizer's moments. `ssd`:
+    None without an SSD tier.
     """
 
     gradient_dtype: torch.dtype
@@ -57,6 +59,16 @@ class RuntimeSettings:
         """The optimizer planes of weights of `dtype`."""
         return optimizer_planes(dtype, self.moments) if self.trains else ()
 
+    def gradient_of(self, precision: Precision) -> torch.dtype:
+        """In which gradients of units of `precision` are reduced and go to host memory."""
+        return precision.gradient or self.gradient_dtype
+
+    def held_of(self, precision: Precision) -> torch.dtype | None:
+        """In which they are held: sums of several in one data type, single ones as they come."""
+        if self.held_dtype is None or self.accumulates or precision.gradient is None:
+            return self.held_dtype
+        return precision.gradient
+
 
 @dataclass(frozen=True)
 class UnitPlan:
@@ -71,7 +83,7 @@ class UnitPlan:
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""
-        return self.spec.dtype
+        return self.spec.precision.weight
 
     @property
     def passing_numel(self) -> int:

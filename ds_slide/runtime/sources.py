@@ -62,15 +62,16 @@ class Source(Protocol):
 
 
 class Staging:
-    """A flat GPU buffer for one unit's gradient. Owners: the compute stream while it packs, the collectives stream
-    while it reduces (several ranks), then the d2h lane until `free` is kept; a GPU-tier unit's gradient is copied, and
-    `free` kept, by the collectives stream itself. Whoever takes it next waits for `free` on its own stream."""
+    """A flat GPU buffer, of bytes, for one unit's gradient. Owners: the compute stream while it packs, the collectives
+    stream while it reduces (several ranks), then the d2h lane until `free` is kept; a GPU-tier unit's gradient is
+    copied, and `free` kept, by the collectives stream itself. Whoever takes it next waits for `free` on its own
+    stream."""
 
     def __init__(self, packed: torch.Tensor, own: torch.Tensor, failures: Failures) -> None:
         self.packed = packed
-        """[world_size * trainable_numel] of the largest unit, rank-major."""
+        """[world_size * trainable_numel] elements of the largest unit, rank-major."""
         self.own = own
-        """[trainable_numel] of the largest unit; the same memory as `packed` for one rank."""
+        """[trainable_numel] elements of the largest unit; the same memory as `packed` for one rank."""
         self.free = Ticket.kept(failures)
 
 

@@ -22,12 +22,11 @@ from ds_slide.runtime.unit import Unit
 class SsdGradients:
     """All methods are called by the update lane, and what they return is valid until its next call of one.
 
-    buffer: uint8, whole pages for the largest of these gradients. dtype: of held gradients. meter: of the update lane.
+    buffer: uint8, whole pages for the largest of these gradients. meter: of the update lane.
     """
 
-    def __init__(self, buffer: torch.Tensor, dtype: torch.dtype, meter: LaneMeter) -> None:
+    def __init__(self, buffer: torch.Tensor, meter: LaneMeter) -> None:
         self._buffer = buffer
-        self._dtype = dtype
         self._meter = meter
 
     def load(self, unit: Unit, span: slice) -> torch.Tensor:
@@ -35,11 +34,11 @@ class SsdGradients:
         assert unit.state.ssd is not None
         with self._disk_works():
             unit.state.ssd.read_gradient_now(span, self._buffer)
-        return self._view(span.stop - span.start)
+        return self._view(unit, span.stop - span.start)
 
     def zeros(self, unit: Unit) -> torch.Tensor:
         """A gradient of zeros that `store` may follow."""
-        return self._view(unit.layout.trainable_numel).zero_()
+        return self._view(unit, unit.layout.trainable_numel).zero_()
 
     def store(self, unit: Unit, buffer: torch.Tensor | None = None) -> None:
         """Write the unit's gradient from the beginning of `buffer` (page aligned, whole pages), None for what `load` or
@@ -49,8 +48,9 @@ class SsdGradients:
         with self._disk_works():
             unit.state.ssd.write_gradient_now(whole, self._buffer if buffer is None else buffer)
 
-    def _view(self, numel: int) -> torch.Tensor:
-        return self._buffer[: numel * self._dtype.itemsize].view(self._dtype)
+    def _view(self, unit: Unit, numel: int) -> torch.Tensor:
+        dtype = unit.state.dtype_of("gradient")
+        return self._buffer[: numel * dtype.itemsize].view(dtype)
 
     @contextmanager
     def _disk_works(self) -> Iterator[None]:

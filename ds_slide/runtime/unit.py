@@ -86,14 +86,18 @@ class Unit:
         order: int,
         updated: Ticket,
         gradient_dtype: torch.dtype | None = None,
+        held_dtype: torch.dtype | None = None,
     ) -> None:
-        """`gradient_dtype`: in which its gradient leaves the parameters, the weights' if None."""
+        """`gradient_dtype`: in which its gradient leaves the parameters, the weights' if None. `held_dtype`: in which
+        that is held in host memory or on SSD, None where it is not."""
         self.spec = spec
         self.layout = layout
         self.parameters = list(parameters)
         self.state = state
         self.dtype = state.dtype_of("weight")
         self.gradient_dtype = gradient_dtype or self.dtype
+        self.converts_gradient = held_dtype not in (None, self.gradient_dtype)
+        """The held plane has another data type, so even the first micro-batch is converted by the CPU."""
         self.parts: list[Unit] = []
         """Of a block: its parameters in other data types. They are on the GPU all the time, as an edge's are; their
         gradients leave with the block's."""
@@ -142,6 +146,11 @@ class Unit:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """What a script sees of its parameters outside of a forward."""
+        return self.spec.precision.parameter
 
     @property
     def is_streamed(self) -> bool:
@@ -199,7 +208,7 @@ def _spans(numel: int, kind: str, world_size: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class Empty:
-    """What a parameter holds while its unit is not on the GPU: ZeRO-3's empty tensor, of its own data type."""
+    """What a parameter holds while its unit is not on the GPU: ZeRO-3's empty tensor, as the model declares it."""
 
     tensors: Mapping[torch.dtype, torch.Tensor]
 

@@ -54,6 +54,10 @@ class SsdUnit:
     def has_gradient(self) -> bool:
         return self.places.gradient_offset is not None
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Of a plane ("weight", "gradient" or the name of a spec)."""
+        return self._geometry(name)[0]
+
     # ---- whole records and weight planes, asynchronously -----------------------------------------------------------
 
     def load_record(self, index: int, buffer: torch.Tensor, then: Then) -> None:

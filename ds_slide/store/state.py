@@ -63,12 +63,13 @@ class UnitState:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Of a plane as it is stored."""
-        if name != "weight":
+        if name not in ("weight", "gradient"):
             return self._spec(name).dtype
-        if self.weight is not None:
-            return self.weight.dtype
+        plane = self._in_memory(name)
+        if plane is not None:
+            return plane.dtype
         assert self.ssd is not None
-        return self.ssd.weight_dtype
+        return self.ssd.dtype_of(name)
 
     @property
     def device(self) -> torch.device:

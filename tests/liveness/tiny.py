@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ds_slide.model.layout import ParameterInfo, build_layout, piece
+from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.memory import Plan
@@ -124,6 +125,7 @@ def unit_plans(model: Tiny, configuration: Configuration, *, trains: bool) -> li
             module=module if block else None,
             parameters=((f"units.{order}.weight", parameter),),
             numel=parameter.numel(),
+            precision=Precision.declared(parameter),
         )
         info = ParameterInfo("weight", tuple(parameter.shape), parameter.numel(), 0 if trains else None)
         plans.append(UnitPlan(spec, build_layout([info], configuration.ranks), [parameter]))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from torch import nn
 
+from ds_slide.model.precision import Precision
 from ds_slide.model.structure import ModelStructure, find_structure
 
 
@@ -34,7 +35,7 @@ def check_structure(model: nn.Module, structure: ModelStructure) -> None:
         assert unit.numel == sum(parameter.numel() for _, parameter in unit.parameters)
         order = [positions[name] for name, _ in unit.parameters]
         assert order == sorted(order)
-        assert {parameter.dtype for _, parameter in unit.parameters} == {unit.dtype}
+        assert {Precision.declared(parameter) for _, parameter in unit.parameters} == {unit.precision}
     for kind, units in (("block", structure.blocks), ("part", structure.parts), ("edge", structure.edges)):
         assert [unit.index for unit in units] == list(range(len(units)))
         assert all(unit.kind == kind for unit in units)
@@ -46,6 +47,6 @@ def check_structure(model: nn.Module, structure: ModelStructure) -> None:
     assert all(edge.module is None for edge in structure.edges)
     block_of = {block.module: block for block in structure.blocks}
     for part in structure.parts:
-        assert part.dtype != block_of[part.module].dtype
+        assert part.precision != block_of[part.module].precision
         inside = {id(parameter) for parameter in part.module.parameters()}
         assert all(id(parameter) in inside for _, parameter in part.parameters)

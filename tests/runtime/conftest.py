@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_slide.model.layout import ParameterInfo, build_layout
+from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.report.statistics import LaneMeter
@@ -65,7 +66,9 @@ def make_unit(order: int, failures: Failures) -> Unit:
     """A block of one parameter; every weight holds `100 * order`, and an update adds one."""
     layout = build_layout([ParameterInfo("weight", (NUMEL,), NUMEL, 0)], 1)
     parameter = nn.Parameter(torch.empty(0))
-    spec = UnitSpec(f"blocks.{order}", "block", order, None, (("weight", parameter),), NUMEL)
+    spec = UnitSpec(
+        f"blocks.{order}", "block", order, None, (("weight", parameter),), NUMEL, Precision.declared(parameter)
+    )
     weight = torch.full((NUMEL,), 100.0 * order)
     specs = optimizer_planes(torch.float32, STATE_FORMATS["fp32"])
     state = UnitState("host", specs, weight, {spec.name: torch.zeros(NUMEL) for spec in specs}, None)

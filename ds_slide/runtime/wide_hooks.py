@@ -1,0 +1,71 @@
+"""Narrowed weights where autocast is off: in the parameters' own data type while their module runs.
+
+Inside autocast a linear layer takes bf16 weights beside any input. Outside of it, in `model.generate()` for instance,
+which no engine's forward surrounds, the layer multiplies by what it has, and its inputs are in fp32 there. So it gets
+copies of its weights that are wide again, which autograd can go back through. They hide the parameters for the length
+of the call: as attributes of the module object, which Python finds before it asks `nn.Module` for a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_slide.runtime.unit import Unit
+
+_Place = tuple[nn.Module, str, torch.dtype]
+"""A module, the name of a parameter that it owns, and in what it is to be."""
+
+
+class WideHooks:
+    """Hooks of a module. They run behind those that bind its weights."""
+
+    def __init__(self, module: nn.Module, places: Sequence[_Place], device_type: str) -> None:
+        self._places = places
+        self._device_type = device_type
+        self._hidden: list[list[tuple[nn.Module, str]]] = []
+        """Of every call that is under way."""
+        self._handles = [
+            module.register_forward_pre_hook(self._before),
+            module.register_forward_hook(self._after, always_call=True),
+        ]
+
+    @classmethod
+    def on(cls, root: nn.Module, units: Sequence[Unit], device_type: str) -> list[WideHooks]:
+        """One for every module that owns narrowed parameters, and one for every block with such modules: it looks at
+        the data types of their weights before it calls them."""
+        wide = {id(p): unit.parameter_dtype for unit in units if unit.spec.precision.narrowed for p in unit.parameters}
+        if not wide:
+            return []
+        hooks = []
+        blocks = {unit.spec.module for unit in units if unit.spec.kind == "block"}
+        for module in root.modules():
+            inside = module.modules() if module in blocks else (module,)
+            # By `items`, which looks only; ZeRO-3's dictionary gathers what is looked up in it.
+            named = [(owner, name, p) for owner in inside for name, p in owner._parameters.items()]
+            places = [(owner, name, wide[id(p)]) for owner, name, p in named if id(p) in wide]
+            if places:
+                hooks.append(cls(module, places, device_type))
+        return hooks
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, *_call: Any) -> None:
+        hidden: list[tuple[nn.Module, str]] = []
+        self._hidden.append(hidden)
+        if torch.is_autocast_enabled(self._device_type):
+            return
+        for owner, name, dtype in self._places:
+            if name not in vars(owner) and (parameter := getattr(owner, name)).dtype != dtype:
+                vars(owner)[name] = parameter.to(dtype)
+                hidden.append((owner, name))
+
+    def _after(self, *_call: Any) -> None:
+        if self._hidden:  # not when another hook raised before `_before`
+            for owner, name in self._hidden.pop():
+                del vars(owner)[name]
