@@ -83,6 +83,11 @@ class Staging:
                 with _below(tag.split("/"), own, make=True):
                     pass
 
+    @property
+    def present_path(self) -> Path:
+        """A path of the directory that is `open`, whatever its name leads to by now."""
+        return self.path if self._held is None else _as_path(self._held.directory, self.path)
+
     def free_bytes(self) -> int:
         status = os.statvfs(self.path)
         return status.f_bavail * status.f_frsize
@@ -93,14 +98,14 @@ class Staging:
         with opened(self.save_dir) as parent, owned(self.path.name, parent) as own:
             manifest = manifest_now(files)
             manifest.check(self.path / tag, lambda _name: False)
-            manifest.write(self.path / tag)
+            manifest.write(_as_path(own, self.path) / tag)
             scripts = [name for name in os.listdir(own) if name.endswith(".py")]
             self._publish_tag(tag, parent, own)
             reached("renamed")
             for script in scripts:
                 os.replace(script, script, src_dir_fd=own, dst_dir_fd=parent)
             if latest:
-                write_durably(self.path / "latest", tag.encode())
+                write_durably(_as_path(own, self.path) / "latest", tag.encode())
                 reached("before latest")
                 os.replace("latest", "latest", src_dir_fd=own, dst_dir_fd=parent)
             os.fsync(parent)
@@ -158,19 +163,19 @@ class _Held:
     """Descriptors of the directory of a save and of its locked lock; as a context, closes both."""
 
     def __init__(self, directory: int) -> None:
-        self._directory = os.dup(directory)
+        self.directory = os.dup(directory)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._lock: int | None = None
         try:
             self._lock = os.open(LOCK, flags, 0o666, dir_fd=directory)
         except BaseException:
-            os.close(self._directory)
+            os.close(self.directory)
             raise
 
     def lock(self) -> bool:
         """False when another process has the lock, or has removed its file."""
         assert self._lock is not None
-        return try_lock(self._lock) is not False and is_at(LOCK, self._directory, self._lock)
+        return try_lock(self._lock) is not False and is_at(LOCK, self.directory, self._lock)
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -178,11 +183,11 @@ class _Held:
             self._lock = None
 
     def __enter__(self) -> int:
-        return self._directory
+        return self.directory
 
     def __exit__(self, *_error: object) -> None:
         self.unlock()
-        os.close(self._directory)
+        os.close(self.directory)
 
 
 def _replace(tag: str, parent: int, new: int, target: int) -> None:
@@ -210,6 +215,12 @@ def _exchange(name: str, one: int, other: int) -> bool:
     if code in _NO_EXCHANGE:
         return False
     raise OSError(code, os.strerror(code), name)
+
+
+def _as_path(descriptor: int, otherwise: Path) -> Path:
+    """A path that leads to an open directory, for those who take nothing else; `otherwise` without /proc."""
+    path = Path(f"/proc/self/fd/{descriptor}")
+    return path if path.exists() else otherwise
 
 
 @contextlib.contextmanager

@@ -222,7 +222,7 @@ def _open(engine: Any, staging: Staging, tag: str, needed: int) -> None:
     with _as_failure(target, needed):
         staging.open(tag)
         if engine.global_rank == 0:
-            engine._copy_recovery_script(str(staging.path))
+            engine._copy_recovery_script(str(staging.present_path))
         free = staging.free_bytes()
     if free < needed:
         raise SlideError(
