@@ -127,11 +127,11 @@ def place_on_host(
     pools = _pool_bytes(units, needs, ssd, may_move_weights, may_move_records)
     movable = sum(_weights(units[i]) for i in may_move_weights)
     movable += sum(_records(units[i]) for i in may_move_records)
-    # Of all that may go there: what stays after all leaves a little of it unused.
-    sums = _sum_bytes(units, needs, ssd, may_move_weights, may_move_records, _may_leave(units, needs, on_host))
-    reserved = sum(pools) + sums
+    # With the sums of all that may go there: what stays after all leaves a little of that unused.
+    reserved = sum(pools) + _sum_bytes(units, needs, ssd, may_move_weights, may_move_records, ())
     gradients: frozenset[int] = frozenset()
     if ssd.records and everything - movable + reserved > usable:
+        reserved += _sum_bytes(units, needs, ssd, (), (), _may_leave(units, needs, on_host))
         free = int(host_free * USABLE_SHARE) - (everything - movable) - reserved
         gradients = _gradients_that_leave(units, needs, on_host, free)
         around = _gradient_bytes(units, needs, on_host, gradients)

@@ -60,9 +60,9 @@ class SsdStore:
     parents: (JSON path for messages, directory). Each gets a file (RunFiles) and its part of the space, in proportion
     to its bandwidth, which is measured when there are several.
 
-    fail: is given the first error of an asynchronous transfer, once, on the thread that found it; from then on nothing
-    that was under way is followed by its `then`, and new transfers raise. Whoever waits for a `then` must also watch
-    for `fail`.
+    fail: is given the first error of an asynchronous transfer, once, on the thread that found it. From then on none is
+    followed by its `then`, neither those that were under way nor new ones, and those that a thread waits for raise.
+    Whoever waits for a `then` must also watch for `fail`.
 
     sums: of the pages of this store; with them, bytes that are read and are not those that were written last are such
     an error, also where a thread waits for them. None: no checks. what_lies_at: names the content of a byte offset.
@@ -137,7 +137,7 @@ class SsdStore:
         thread, or where sums are kept on the one that checks.
 
         `then` must be short and must neither block nor raise. `urgent`: before all that is not. The memory belongs to
-        the transfer until then. SlideError once the store has failed or is closed.
+        the transfer until then. SlideError once the store is closed.
         """
         self._submit(False, parts, _Transfer(then), urgent)
 
@@ -258,6 +258,8 @@ class SsdStore:
             transfer.to_check, transfer.urgent = parts, urgent
         token = next(self._tokens)
         with self._lock:
+            if self._failure is not None and transfer.told is None:
+                return  # `fail` has been told: the engine ends with that error, and not with one of whoever asks next
             if self._failure is not None:
                 raise SlideError(f"SSD tier: stopped by an earlier error: {self._failure}") from self._failure
             if self._closed:

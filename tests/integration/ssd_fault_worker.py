@@ -25,6 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for `damage`, as tests/conftest.py does
+
+import damage
 import deepspeed
 import torch
 from forking import ask_cpu_once, require_one_thread
@@ -208,6 +211,17 @@ class Run:
             file.unlink()
         if what == "directory":
             path.parent.rmdir()
+
+    def damage(self, kind: str, block: int, chunk: int) -> None:
+        """Change the optimizer states of a chunk of a block in the state file, in a way of `damage.KINDS`."""
+        runtime = self.engine.optimizer.runtime
+        for unit in runtime.units:
+            runtime.settle(unit)
+        chunks = runtime.blocks[block].state.ssd.places.chunks
+        extent, other = (damage.Extent(each.offset, each.nbytes) for each in (chunks[chunk], chunks[chunk - 1]))
+        with damage.state_file_of(runtime.parts.ssd._store) as file:
+            file.damage(kind, extent, other, file.read(other))
+        self.note("fault_at", time.monotonic())
 
     def fill_disk(self) -> None:
         """Take all that is left on the disk."""

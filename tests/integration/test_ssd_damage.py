@@ -75,6 +75,9 @@ def check_end(engine: Any, raised: BaseException, folder: Path, what: str) -> No
         r"disk and start again from the last checkpoint; .*resume from the last checkpoint"
     )
     assert isinstance(raised, SlideError) and re.fullmatch(sentence, str(raised)), raised
+    # Reads that nobody waits for raise nothing, whoever asks: above all not in `destroy()`, which frees buffers.
+    runtime = engine.optimizer.runtime
+    runtime.parts.ssd.expect_weights(runtime.blocks, ())
     with pytest.raises(SlideError, match="the ssd lane stopped"):
         train(engine, batches(1))
 
@@ -128,6 +131,7 @@ def test_damage_ends_the_run(tmp_path: Path, what: str, kind: str, clip: float, 
         # A file that is cut loses all that lies behind, and whatever of it is read first is named.
         check_end(engine, caught.value, tmp_path, r"[a-z0-9 ]+ of \S+" if kind == "cut and regrown" else NAMES[what])
     assert not list(tmp_path.iterdir())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ds_slide")]
 
 
 def test_a_checkpoint_of_damaged_states_is_not_saved(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.memory import Budgets, make_plan
 from ds_slide.plan.placement import USABLE_SHARE, HostPlacement, Needs, SsdNeeds, UnitSize, place_on_host
 from ds_slide.store.planes import optimizer_bytes, optimizer_planes
-from ds_slide.store.ssd_places import record_bytes, whole_pages
+from ds_slide.store.ssd_places import place_unit, record_bytes, sum_table_bytes, whole_pages
 
 SPECS = optimizer_planes(torch.bfloat16, STATE_FORMATS["fp32"])
 CHUNK = 2048
@@ -167,6 +167,36 @@ def test_gradients_that_are_not_held_go_nowhere() -> None:
     needs = replace(NEEDS, held_bytes=0, ring=4, ring_to_ssd=4)
     assert place(None, needs, free=0).gradients_on_ssd == frozenset()
     assert place(None, needs, free=0).host_bytes == place(0, needs).host_bytes
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
+def test_checksums_are_counted_and_fit(share: float) -> None:
+    """Those of the pages that the units get on SSD, within what is free; also where held gradients have to leave."""
+    needs = replace(NEEDS, ssd=replace(BOTH, checksums=True))
+
+    def sums(placed: HostPlacement) -> int:
+        places = [
+            place_unit(
+                0,
+                SPECS,
+                weight_bytes=BLOCK * 2 if index in placed.weights_on_ssd else 0,
+                records_of=each.layout.trainable_numel if index in placed.records_on_ssd else 0,
+                chunk_numel=CHUNK,
+                gradient_bytes=BLOCK * 2 if index in placed.gradients_on_ssd else 0,
+            )
+            for index, each in enumerate(UNITS)
+        ]
+        return sum_table_bytes(sum(place.end for place in places))
+
+    least = place(0, needs).host_bytes
+    placed = gradients(int(least + share * STATES), needs)
+    pools = placed.record_buffers * record_bytes(SPECS, CHUNK) + placed.weight_buffers * whole_pages(BLOCK * 2)
+    held = (EDGE + BLOCKS * BLOCK) * 2
+    assert placed.host_bytes == placed.state_bytes + held + pools + sums(placed) <= least + share * STATES
+    assert placed.ssd_bytes > 0 and not placed.gradients_on_ssd
+    gone, without = place(None, needs, free=0), place(None, free=0)
+    assert len(gone.gradients_on_ssd) == BLOCKS
+    assert gone.host_bytes - without.host_bytes == sums(gone) > 0
 
 
 def test_free_memory_sets_the_default_budget() -> None:
