@@ -46,7 +46,9 @@ class CpuUpdater:
         try:
             self._workers = _native.Workers(num_threads, list(cores))
         except (RuntimeError, ValueError) as error:
-            raise SlideError(f"cannot start the CPU update threads: {error}.") from error
+            raise SlideError(
+                f"ds_slide.cpu_threads: the threads of the CPU update cannot be started: {error}"
+            ) from error
 
     @property
     def num_threads(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -82,6 +83,7 @@ def build_runtime(
     if sharing is not None:
         shared = SharedWeights(ranks, sharing, memory, len(unit_plans), failures)
     units: list[Unit] = []
+    started = ExitStack()
     try:
         progress = tqdm(unit_plans, desc="ds_slide: placing states", disable=None, leave=False)
         for order, unit_plan in enumerate(progress):
@@ -94,19 +96,41 @@ def build_runtime(
         if shared is not None:
             shared.map_others([unit for unit in units if not unit.is_gathered])
         runtime = _wire(
-            module, units, plan, settings, store, ranks, device, memory, shared, empty, failures, recorder, availability
+            module,
+            units,
+            plan,
+            settings,
+            store,
+            ranks,
+            device,
+            memory,
+            shared,
+            empty,
+            failures,
+            recorder,
+            availability,
+            started,
         )
     except BaseException:
+        # No lane has been given anything yet, so none waits for another one, or for the disk.
+        started.close()
         if store is not None:
             store.close()
+            store.remove_new_parents()
         raise
-    # The buffers were zeroed on this thread's stream; the lanes' streams know nothing of it.
-    device.synchronize()
-    runtime.fill_residents()
-    if runtime.parts.watchdog is not None:
-        runtime.parts.watchdog.start()
-    runtime.start()
-    running.enter(runtime)
+    try:
+        # The buffers were zeroed on this thread's stream; the lanes' streams know nothing of it.
+        device.synchronize()
+        runtime.fill_residents()
+        if runtime.parts.watchdog is not None:
+            runtime.parts.watchdog.start()
+        runtime.start()
+        running.enter(runtime)
+    except BaseException:
+        runtime.close()
+        if store is not None:
+            store.remove_new_parents()
+        raise
     return runtime
 
 
@@ -212,7 +236,9 @@ def _wire(
     failures: Failures,
     recorder: StepRecorder,
     availability: Availability,
+    started: ExitStack,
 ) -> SlideRuntime:
+    """`started`: gets what ends the threads, for a caller that is left with them when this fails."""
     meters = recorder.meters
     delays = [Delay(settings.delay_ms, settings.seed + number) for number in range(4)]
     idle = not settings.trains
@@ -236,6 +262,8 @@ def _wire(
         d2h=Lane("d2h", device, failures, meters["d2h"], delays[1], idle=idle),
         update=UpdateLane(device, failures, meters["update"], delays[2], idle=idle),
     )
+    for lane in (lanes.h2d, lanes.edges, lanes.d2h, lanes.update):
+        started.callback(lane.close)
     uploads = Uploads(device, units, {} if shared is None else shared.parts, ssd, failures)
     streamed = [unit for unit in units if unit.is_streamed]
     updating = Updating(lanes.update, host_update(updater), ssd)

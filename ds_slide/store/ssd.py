@@ -18,6 +18,7 @@ from typing import Any
 from ds_slide import _native
 from ds_slide.errors import SlideError
 from ds_slide.store.bandwidth import mixed_bandwidth
+from ds_slide.store.new_directories import missing_directories, remove_if_empty
 from ds_slide.store.page_sums import CheckThread, PageSums
 from ds_slide.store.run_files import RunFile, RunFiles
 from ds_slide.store.ssd_places import MOST_DEPTH, PAGE
@@ -111,6 +112,7 @@ class SsdStore:
         self._labels: list[str] = []
         """By mount, also of one that is left out."""
         self._engine: _native.IoEngine | None = None
+        self._made = missing_directories(parent for _, parent in parents)
         try:
             for json_path, parent in parents:
                 self._places.append(RunFiles(parent, rank, json_path=json_path))
@@ -125,6 +127,7 @@ class SsdStore:
             ]
         except BaseException:
             self._discard()
+            self.remove_new_parents()
             raise
         self._thread = threading.Thread(target=self._run, name="ds_slide-ssd", daemon=True)
         self._thread.start()
@@ -184,6 +187,10 @@ class SsdStore:
         """Remove the files that have names while transfers may be under way: the process is about to be ended."""
         for place in self._places:
             place.close()
+
+    def remove_new_parents(self) -> None:
+        """Remove those of `parents` that this store has made and that are empty: the run that it is for is refused."""
+        remove_if_empty(self._made)
 
     def close(self) -> None:
         """Wait for the requests in flight, drop the others, remove the files. A second call does nothing.

@@ -1,0 +1,149 @@
+"""A refused engine leaves no thread, no file and no directory, wherever on its way it is refused; blocks that are not
+refused are run."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import batches, ds_config, engine_for, llama, train
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ds_slide.config import SlideConfig
+from ds_slide.errors import SlideError
+from ds_slide.runtime import build
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+PATIENCE_S = 30.0
+SECONDS = 2.0
+NAMES = re.compile(r"ds_slide|slide-update")
+
+
+def own_threads() -> list[str]:
+    """Those of Python and of the extension, by the names that the kernel has for them."""
+    names = [thread.name for thread in threading.enumerate()]
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            names.append((task / "comm").read_text().strip())
+        except OSError:
+            continue  # it has just ended
+    return [name for name in names if NAMES.match(name)]
+
+
+def wait_for_threads() -> None:
+    """A thread that has been joined is in /proc for a moment longer."""
+    deadline = time.monotonic() + PATIENCE_S
+    while own_threads() and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not own_threads()
+
+
+@contextmanager
+def nothing_left(disk: Path) -> Iterator[None]:
+    """After the engine, no thread of ours is alive, and `disk` is as it was."""
+    before = sorted(disk.rglob("*"))
+    assert not own_threads()
+    yield
+    wait_for_threads()
+    assert sorted(disk.rglob("*")) == before
+
+
+def config_of(slide: dict[str, Any], disk: Path | None) -> dict[str, Any]:
+    config = ds_config(slide)
+    if disk is not None:
+        for section in ("offload_param", "offload_optimizer"):
+            config["zero_optimization"][section] = {"device": "nvme", "nvme_path": str(disk / "new" / "folder")}
+    return config
+
+
+def small() -> Any:
+    return llama(num_hidden_layers=2)
+
+
+@pytest.mark.parametrize("part", ["make_ssd_gradients", "_memory_report", "running", "CpuUpdater"])
+def test_an_engine_that_fails_while_it_is_built(part: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory, say, that cannot be had: after the files were made, and before or after the threads were started."""
+
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise SlideError("host tier: no memory")
+
+    if part == "running":
+        monkeypatch.setattr(build.running, "enter", refuse)
+    else:
+        monkeypatch.setattr(build, part, refuse)
+    with nothing_left(disk):
+        with pytest.raises(SlideError, match="no memory"), engine_for(small(), config_of({"host_memory": 0}, disk)):
+            pass
+
+
+# What is within the limits of the schema, and what a machine, a model or another setting may still refuse.
+VALUES: dict[str, Any] = {
+    "window": [2, 3, 4096],
+    "gpu_memory": [1, "1MiB", "8EiB", "1GiB", None],
+    "host_memory": [0, 1, "1MiB", 10**12, None],
+    "state_dtype": ["fp32", "bf16", "8bit"],
+    "ssd_buffers": [2, 4096, "auto"],
+    "weight_buffers": [2, 4096, "auto"],
+    "io_backend": ["auto", "io_uring", "libaio", "threads"],
+    "gpu_states": [0, 1, "1MiB", 2**62, "auto"],
+    "share_weights": [True, False, "auto"],
+    "hold_gradients": [True, False, "auto"],
+    "gradient_buffers": [2, 64],
+    "cpu_threads": [1, 2, 65, 5000],
+    "cpu_cores": ["auto", "none", [0], [0, 0], [1023], [10**20]],
+    "blocks": ["auto", ["model.layers"], ["model.layers"] * 2, ["model"], ["no.such"], ["\ud800"], ["x" * 300]],
+    "stream_head": [True, False],
+    "huge_pages": [True, False],
+    "kernels": ["auto", "off", ["loss"], ["norm", "norm"]],
+    "async_save": [True, False],
+    "checksums": [True, False],
+    "hang_timeout": [0, 1e8, 300, 1e-9],
+    "debug": [{}, {"lane_delay_ms": 0.5}, {"seed": 2**63 - 1}, {"lane_delay_ms": 1e300}],
+    "no_such_key": [1],
+}
+assert set(SlideConfig.model_fields) - {"enabled", "nvme_path"} < set(VALUES)
+SLIDES = st.lists(st.sampled_from(sorted(VALUES)), min_size=1, max_size=3, unique=True).flatmap(
+    lambda keys: st.fixed_dictionaries({key: st.sampled_from(VALUES[key]) for key in keys})
+)
+FEW = settings(deadline=None, derandomize=True, max_examples=12, suppress_health_check=list(HealthCheck))
+MANY = settings(FEW, derandomize=False, max_examples=300)
+
+
+def check(slide: dict[str, Any], on_disk: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        disk = Path(folder)
+        start = time.process_time()  # of the clock's seconds others may have most
+        try:
+            with engine_for(small(), config_of(slide, disk if on_disk else None)) as engine:
+                assert len(train(engine, batches(2)).losses) == 2
+            left = ["new", "new/folder"] if on_disk and (disk / "new").exists() else []
+        except SlideError as error:
+            text, left = str(error), []
+            assert time.process_time() - start < SECONDS, (slide, text)
+            assert all("; " in line for line in text.splitlines()), text
+            assert any(f"ds_slide.{key}" in text for key in slide), (slide, text)
+        wait_for_threads()
+        assert sorted(str(path.relative_to(disk)) for path in disk.rglob("*")) == left
+
+
+@given(slide=SLIDES, on_disk=st.booleans())
+@FEW
+def test_some_blocks_run_or_are_refused(slide: dict[str, Any], on_disk: bool) -> None:
+    check(slide, on_disk)
+
+
+@given(slide=SLIDES, on_disk=st.booleans())
+@MANY
+@pytest.mark.slow
+def test_many_blocks_run_or_are_refused(slide: dict[str, Any], on_disk: bool) -> None:
+    check(slide, on_disk)
