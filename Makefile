@@ -35,15 +35,24 @@ test: install lint
 	$(ACTIVATE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu and not clients" $(WORKERS) $(PYTEST_FLAGS)
 
 # Programs that people fine-tune with, each in an environment of its own packages on top of the one above.
-test-clients: $(CLIENTS)/trl/.installed
-	$(ACTIVATE) OMP_NUM_THREADS=1 $(CLIENTS)/trl/bin/python -m pytest -m clients tests/clients/test_trl.py tests/clients/test_peft.py $(PYTEST_FLAGS)
+test-clients: $(foreach client,trl sentence-transformers llamafactory,$(CLIENTS)/$(client)/.installed)
+	$(CLIENT_TEST) $(BIN)/python $(CLIENT_FLAGS) tests/clients/test_accelerate.py
+	$(CLIENT_TEST) $(CLIENTS)/trl/bin/python $(CLIENT_FLAGS) tests/clients/test_trl.py tests/clients/test_peft.py
+	$(CLIENT_TEST) $(CLIENTS)/sentence-transformers/bin/python $(CLIENT_FLAGS) tests/clients/test_sentence_transformers.py
+	$(CLIENT_TEST) $(CLIENTS)/llamafactory/bin/python $(CLIENT_FLAGS) tests/clients/test_llamafactory.py
 
-# `addsitedir`, so that the .pth files there count, the editable installation's among them.
+CLIENT_TEST = $(ACTIVATE) OMP_NUM_THREADS=1
+CLIENT_FLAGS = -m pytest -m clients $(PYTEST_FLAGS)
+
+# `addsitedir`, so that the .pth files there count, the editable installation's among them. The lists are complete: what a
+# client declares beside them would bring another torch, or is not imported. PyPI's torchaudio is built for CUDA alone and
+# does not load beside another torch; without that library it has what is written in Python.
 $(CLIENTS)/%/.installed: tests/clients/requirements-%.txt | install
 	$(BIN)/python -m venv $(CLIENTS)/$*
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(CLIENTS)/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/layer.pth"
-	$(CLIENTS)/$*/bin/python -m pip install --quiet $(PIP_FLAGS) -r $<
+	$(CLIENTS)/$*/bin/python -m pip install --quiet --no-deps $(PIP_FLAGS) -r $<
+	rm -rf $(CLIENTS)/$*/lib/python3*/site-packages/torchaudio/lib
 	@touch $@
 
 lint: install

@@ -32,6 +32,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {},
     ),
     "bf16_adapters": (LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM"), {"cast": False}),
+    "autocast": (LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM"), {"autocast": True}),
     "checkpointing": (LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM"), {"checkpointing": True}),
 }
 
@@ -77,11 +78,16 @@ def train(
     lr: float = 2e-4,
     cast: bool = True,
     checkpointing: bool = False,
+    autocast: bool = False,
 ) -> dict[str, Any]:
+    config = deepspeed_config(slide)
+    if autocast:
+        del config["bf16"]
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     arguments = TrainingArguments(
         output_dir=str(out),
-        deepspeed=deepspeed_config(slide),
-        bf16=True,
+        deepspeed=config,
+        bf16=not autocast,
         use_cpu=True,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,

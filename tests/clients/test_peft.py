@@ -10,7 +10,7 @@ import pytest
 import torch
 
 Seen = Callable[[str, str], dict[str, Any]]
-CASES = ("lora", "dora", "ia3", "modules_to_save", "bf16_adapters", "checkpointing")
+CASES = ("lora", "dora", "ia3", "modules_to_save", "bf16_adapters", "checkpointing", "autocast")
 # Two runs of one process each, with the imports before the first.
 pytestmark = pytest.mark.timeout(600)
 

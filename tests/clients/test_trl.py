@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from workers import distance
 
 # Two runs of one process each, with the imports before the first.
 pytestmark = pytest.mark.timeout(600)
@@ -19,6 +20,8 @@ CASES = [
     "sft-re-entrant",
     "sft-assistant-only",
     "sft-packing",
+    "sft-ranks",
+    "sft-autocast",
     "sft-lora",
     "dpo",
     "dpo-lora",
@@ -34,7 +37,8 @@ SAME = ("learning_rate", "num_tokens", "completions/", "reward", "frac_reward")
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_weights_are_stocks(case: str, trl_worker: Any) -> None:
-    stock, slide = trl_worker.run(case, "stock"), trl_worker.run(case, "slide")
+    ranks = 2 if case == "sft-ranks" else 1
+    stock, slide = trl_worker.run(case, "stock", ranks), trl_worker.run(case, "slide", ranks)
     assert stock["optimizer"] == "DeepSpeedZeroOptimizer_Stage3"
     assert slide["optimizer"] == "SlideZeroOptimizer"
     assert len(slide["log"]) == len(stock["log"]) == 4
@@ -60,11 +64,6 @@ def _compare_weights(ours: dict[str, Any], theirs: dict[str, Any], before: dict[
     assert moved
     for name in moved:
         # 2^-7: two elements of a norm's weight, near 1, that were rounded to neighbours.
-        assert _distance([ours[name]], [theirs[name]]) < 0.1 * _distance([theirs[name]], [before[name]]) + 2.0**-7, name
+        assert distance([ours[name]], [theirs[name]]) < 0.1 * distance([theirs[name]], [before[name]]) + 2.0**-7, name
     mine, stocks, start = ([weights[name] for name in sorted(moved)] for weights in (ours, theirs, before))
-    assert _distance(mine, stocks) < 0.02 * _distance(stocks, start)
-
-
-def _distance(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
-    """Euclidean, over all elements."""
-    return sum(float((a.double() - b.double()).square().sum()) for a, b in zip(left, right, strict=True)) ** 0.5
+    assert distance(mine, stocks) < 0.02 * distance(stocks, start)

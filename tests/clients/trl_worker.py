@@ -39,6 +39,11 @@ def ds_config(run: str) -> dict[str, Any]:
     return trainer_json(None if run == "stock" else {"window": 3})
 
 
+def under_autocast(run: str) -> dict[str, Any]:
+    """For a model in fp32."""
+    return {**ds_config(run), "bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+
 def common(run: str, **others: Any) -> dict[str, Any]:
     return {
         "output_dir": tempfile.mkdtemp(),
@@ -127,6 +132,10 @@ CASES: dict[str, Callable[[str], Any]] = {
     "sft-re-entrant": lambda run: sft(run, tiny.texts(32), gradient_checkpointing_kwargs={"use_reentrant": True}),
     "sft-assistant-only": lambda run: sft(run, tiny.conversations(32), assistant_only_loss=True),
     "sft-packing": lambda run: sft(run, tiny.texts(48), packing=True),
+    "sft-ranks": lambda run: sft(run, tiny.texts(64)),
+    "sft-autocast": lambda run: sft(
+        run, tiny.texts(32), model=tiny.causal_model().float(), bf16=False, deepspeed=under_autocast(run)
+    ),
     "sft-lora": lambda run: sft(run, tiny.texts(32), peft=LORA),
     "dpo": dpo,
     "dpo-lora": lambda run: dpo(run, peft=LORA),

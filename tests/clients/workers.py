@@ -1,0 +1,73 @@
+"""Processes in which clients run, and what their results are compared by."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+# The workers are forked when they have imported everything: no library may have started threads by then.
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
+
+
+@dataclass
+class Worker:
+    """A process that has a client's packages imported and forks for every run (see trl_worker.py)."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def run(self, case: str, engine: str, ranks: int = 1) -> dict[str, Any]:
+        """What `case` has left when it ran on `engine`, "stock" or "slide"."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{case} {engine} {ranks}\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline().strip()
+        log = self.folder / f"{case}.{engine}.log"
+        assert answer == "0", f"{engine}, exit status {answer or 'unknown'}:\n{_end_of(log)}"
+        result: dict[str, Any] = torch.load(self.folder / f"{case}.{engine}.pt")
+        return result
+
+
+def distance(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+    """Euclidean, over all elements."""
+    return sum(float((a.double() - b.double()).square().sum()) for a, b in zip(left, right, strict=True)) ** 0.5
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text()[-6000:] if log.exists() else "the worker has ended"
+
+
+def start_worker(script: str, folder: Path) -> Iterator[Worker]:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    search = [
+        str(REPOSITORY),
+        str(REPOSITORY / "tests"),
+        str(REPOSITORY / "tests" / "integration"),
+        variables.get("PYTHONPATH", ""),
+    ]
+    variables |= {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(search)}
+    command = [sys.executable, str(HERE / script), str(folder)]
+    with subprocess.Popen(
+        command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
+        try:
+            yield Worker(process, folder)
+        finally:
+            process.stdin.close()  # type: ignore[union-attr]
+            process.terminate()
