@@ -30,7 +30,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class StateFile:
-    """The open state file of a store with one directory."""
+    """An open state file of a store."""
 
     descriptor: int
 
@@ -66,8 +66,9 @@ class StateFile:
 
 
 @contextmanager
-def state_file_of(store: SsdStore) -> Iterator[StateFile]:
-    (size,) = store._striping.file_sizes(store.nbytes)
+def state_file_of(store: SsdStore, mount: int = 0) -> Iterator[StateFile]:
+    """`mount`: which of several, whose files have different sizes."""
+    size = store._striping.file_sizes(store.nbytes)[mount]
     found = []
     for number in map(int, os.listdir("/proc/self/fd")):
         try:
