@@ -70,9 +70,9 @@ def file_of(engine: Any) -> Iterator[StateFile]:
 
 def check_end(engine: Any, raised: BaseException, folder: Path, what: str) -> None:
     sentence = (
-        rf"the ssd lane stopped with SlideError: SSD tier: {re.escape(str(folder))}\S+ holds other bytes at offset "
+        rf"the ssd lane stopped with SlideError: SSD tier: {re.escape(str(folder))}.+ holds other bytes at offset "
         rf"[\d,]+ than were written there \({what}\), because the disk or another program has changed them; check the "
-        r"disk and start again from the last checkpoint; .*resume from the last checkpoint"
+        r"disk and keep other programs out of that directory; .*resume from the last checkpoint"
     )
     assert isinstance(raised, SlideError) and re.fullmatch(sentence, str(raised)), raised
     # Reads that nobody waits for raise nothing, whoever asks: above all not in `destroy()`, which frees buffers.

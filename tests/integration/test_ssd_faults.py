@@ -278,7 +278,7 @@ def test_a_state_file_that_is_changed_is_an_error(launcher: Launcher, disk: Path
     slide = {"ssd_buffers": 2, "weight_buffers": 2}
     run = launcher.begin(start(disk, slide), ["train", 2], ["damage", "hole punched", 2, 5], ["train", 2])
     place = r"\(chunk 5 of the optimizer states of model\.layers\.2\)"
-    named = rf"SSD tier: {disk}/\S+ holds other bytes at offset [\d,]+ than were written there {place}"
+    named = rf"SSD tier: {disk}/.+ holds other bytes at offset [\d,]+ than were written there {place}"
     check_failure(run, disk, named, "resume from the last checkpoint")
 
 

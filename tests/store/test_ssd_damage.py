@@ -108,7 +108,7 @@ def check_sentence(error: BaseException, offset: int, folder: Path) -> None:
     assert isinstance(error, SlideError) and "\n" not in text
     assert text.startswith("SSD tier: ") and str(folder / "disk0") in text, text
     assert f"other bytes at offset {offset:,} than were written there (byte {offset:,} of the test)" in text, text
-    assert "check the disk and start again from the last checkpoint" in text
+    assert "check the disk and keep other programs out of that directory" in text
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "then"])
