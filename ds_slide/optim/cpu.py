@@ -50,6 +50,11 @@ class CpuUpdater:
                 f"ds_slide.cpu_threads: the threads of the CPU update cannot be started: {error}"
             ) from error
 
+    def end_threads(self) -> None:
+        """At once, where whoever is left with this object may keep it. Nothing can be done with it afterwards."""
+        if hasattr(self, "_workers"):
+            del self._workers
+
     @property
     def num_threads(self) -> int:
         return self._workers.num_threads

@@ -116,7 +116,7 @@ def build_runtime(
         started.close()
         if store is not None:
             store.close()
-            store.remove_new_parents()
+            store.undo()
         raise
     try:
         # The buffers were zeroed on this thread's stream; the lanes' streams know nothing of it.
@@ -128,8 +128,9 @@ def build_runtime(
         running.enter(runtime)
     except BaseException:
         runtime.close()
+        started.close()
         if store is not None:
-            store.remove_new_parents()
+            store.undo()
         raise
     return runtime
 
@@ -243,6 +244,7 @@ def _wire(
     delays = [Delay(settings.delay_ms, settings.seed + number) for number in range(4)]
     idle = not settings.trains
     updater = CpuUpdater(settings.cpu_threads, settings.cpu_cores, idle=idle)
+    started.callback(updater.end_threads)
     ssd = None if store is None else make_ssd_states(units, plan, settings, store, memory, failures)
     for unit in units:
         if ssd is not None and unit.state.ssd is not None:

@@ -51,6 +51,10 @@ class PageSums:
         self._bytes = 0
         self._seconds = 0.0
 
+    def end_threads(self) -> None:
+        """At once, where whoever is left with this object may keep it. Nothing can be done with it afterwards."""
+        del self._workers
+
     def keep(self, offset: int, address: int, nbytes: int) -> None:
         """`nbytes` at `address` are about to be written at byte `offset` of the store."""
         if not self.is_on:

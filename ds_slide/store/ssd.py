@@ -127,7 +127,7 @@ class SsdStore:
             ]
         except BaseException:
             self._discard()
-            self.remove_new_parents()
+            self.undo()
             raise
         self._thread = threading.Thread(target=self._run, name="ds_slide-ssd", daemon=True)
         self._thread.start()
@@ -188,8 +188,11 @@ class SsdStore:
         for place in self._places:
             place.close()
 
-    def remove_new_parents(self) -> None:
-        """Remove those of `parents` that this store has made and that are empty: the run that it is for is refused."""
+    def undo(self) -> None:
+        """The run that it is for is refused, and it is closed: end the threads of the sums, which the frames of
+        an error would keep alive, and remove those of `parents` that were made and are empty."""
+        if self._sums is not None:
+            self._sums.end_threads()
         remove_if_empty(self._made)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@ refused are run."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import tempfile
@@ -107,6 +108,7 @@ VALUES: dict[str, Any] = {
     "kernels": ["auto", "off", ["loss"], ["norm", "norm"]],
     "async_save": [True, False],
     "checksums": [True, False],
+    "checkpoint": [{}, {"require_manifest": True}],
     "hang_timeout": [0, 1e8, 300, 1e-9],
     "debug": [{}, {"lane_delay_ms": 0.5}, {"seed": 2**63 - 1}, {"lane_delay_ms": 1e300}],
     "no_such_key": [1],
@@ -119,13 +121,18 @@ FEW = settings(deadline=None, derandomize=True, max_examples=12, suppress_health
 MANY = settings(FEW, derandomize=False, max_examples=300)
 
 
+def run(slide: dict[str, Any], disk: Path | None) -> None:
+    with engine_for(small(), config_of(slide, disk)) as engine:
+        assert len(train(engine, batches(2)).losses) == 2
+
+
 def check(slide: dict[str, Any], on_disk: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         disk = Path(folder)
         start = time.process_time()  # of the clock's seconds others may have most
         try:
-            with engine_for(small(), config_of(slide, disk if on_disk else None)) as engine:
-                assert len(train(engine, batches(2)).losses) == 2
+            run(slide, disk if on_disk else None)
+            gc.collect()  # the threads of a destroyed engine's update end with the object
             left = ["new", "new/folder"] if on_disk and (disk / "new").exists() else []
         except SlideError as error:
             text, left = str(error), []

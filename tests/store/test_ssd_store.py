@@ -186,7 +186,7 @@ def test_a_truncated_state_file_fails_the_store_once_and_for_good(make, failed, 
     assert isinstance(error, SlideError)
     assert store.statistics()["paths"][0] in str(error)
     assert str(4 * MIB) in str(error).replace(",", "")
-    assert "last checkpoint" in str(error)
+    assert str(error).endswith("; keep other programs out of that directory")  # who stops the run adds the rest
     for call in (store.read, store.write):
         call([Part(0, memory.address, PAGE)], lambda: followed.append(1))
     for wait in (store.read_now, store.write_now):
@@ -372,7 +372,7 @@ def test_a_limit_on_the_length_of_files_is_not_taken_for_a_full_disk(tmp_path):
 def test_a_directory_that_cannot_be_used_leaves_nothing_in_the_others(tmp_path):
     (tmp_path / "file").touch()
     assert refusal([tmp_path / "good", tmp_path / "file"], MIB).startswith(f"{KEY}[1]: ")
-    assert not list((tmp_path / "good").iterdir())
+    assert not (tmp_path / "good").exists()
 
 
 def test_a_backend_that_does_not_exist_is_refused(tmp_path):
