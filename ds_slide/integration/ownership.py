@@ -34,7 +34,9 @@ def enter(owner: Owner, module: nn.Module) -> None:
     reference = weakref.ref(owner)
     for parameter in module.parameters():
         _owners[parameter] = reference
-    FWD_MODULE_STACK.append(module)  # where DeepSpeed registers a parameter that is used outside its module
+    # Where DeepSpeed registers a parameter that is used outside its module. Not the module itself, which would live for
+    # ever, and with it, by its hooks, the engine.
+    FWD_MODULE_STACK.append(weakref.proxy(module, _take_away))
 
 
 def leave(owner: Owner, module: nn.Module) -> None:
@@ -42,8 +44,13 @@ def leave(owner: Owner, module: nn.Module) -> None:
     own = [parameter for parameter in module.parameters() if _owner_of(parameter) is owner]
     for parameter in own:
         del _owners[parameter]
-    if own and module in FWD_MODULE_STACK:
-        FWD_MODULE_STACK.remove(module)
+    if own:
+        for entry in [entry for entry in FWD_MODULE_STACK if entry == module]:
+            _take_away(entry)
+
+
+def _take_away(stand_in: Any) -> None:
+    FWD_MODULE_STACK[:] = [entry for entry in FWD_MODULE_STACK if entry is not stand_in]
 
 
 def end_earlier_engine(module: nn.Module) -> None:

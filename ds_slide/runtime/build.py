@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -33,7 +34,7 @@ from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.shared_weights import SharedWeights
 from ds_slide.runtime.sharing import Sharing
 from ds_slide.runtime.sources import Staging
-from ds_slide.runtime.ssd import SsdStates
+from ds_slide.runtime.ssd import moved_bytes
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates import UpdateLane
 from ds_slide.runtime.updating import Updating
@@ -317,7 +318,7 @@ def _wire(
         updating=updating,
         ssd=ssd,
         make_rows=_make_rows(passing[0], device, lanes, failures, gradients) if passing else None,
-        watchdog=_watchdog(settings, ranks, device, failures, ssd),
+        watchdog=_watchdog(settings, ranks, device, failures, store),
         memory_report=_memory_report(units, plan, window, passing, memory),
         taken=Taken(
             plan.gpu_bytes,
@@ -330,8 +331,9 @@ def _wire(
 
 
 def _watchdog(
-    settings: RuntimeSettings, ranks: Ranks, device: Device, failures: Failures, ssd: SsdStates | None
+    settings: RuntimeSettings, ranks: Ranks, device: Device, failures: Failures, store: SsdStore | None
 ) -> Watchdog | None:
+    # Its thread must not keep the engine alive, so it knows the store, and not what that is used for.
     if not settings.hang_timeout_s:
         return None
     peers = Peers.of(ranks.rank, ranks.exchange) if ranks.world_size > 1 else None
@@ -341,9 +343,9 @@ def _watchdog(
         failures,
         device,
         settings.hang_timeout_s,
-        progress=[] if ssd is None else [ssd.moved_bytes],
+        progress=[] if store is None else [functools.partial(moved_bytes, store)],
         peers=peers,
-        last=(lambda: None) if ssd is None else ssd.remove_files,
+        last=(lambda: None) if store is None else store.remove_files,
     )
 
 

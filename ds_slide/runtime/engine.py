@@ -11,9 +11,7 @@ It knows nothing of DeepSpeed; `ds_slide.integration` drives it.
 from __future__ import annotations
 
 import atexit
-import os
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -118,12 +116,6 @@ class Parts:
     """Of the limits that all engines of a process share."""
 
 
-def _close_at_exit(runtime: weakref.ref[SlideRuntime], owner: int) -> None:
-    alive = runtime()
-    if alive is not None and os.getpid() == owner:
-        alive.close()
-
-
 class SlideRuntime:
     """All methods are called by the thread that computes."""
 
@@ -160,9 +152,7 @@ class SlideRuntime:
         self.hooks: list[BlockHooks | RootHooks | EdgeHooks | WideHooks] = []
         self.attach()
         self.bind_residents()
-        # A daemon thread that is inside C++ when the interpreter ends would be torn down there, and take the process
-        # along; so the lanes are ended first. Not in a forked child, which has no lanes.
-        atexit.register(_close_at_exit, weakref.ref(self), os.getpid())
+        self._at_exit = running.close_at_exit(self)
 
     def attach(self) -> None:
         """Put the hooks into the model, in place of those that are there: without them the model computes with what
@@ -585,6 +575,7 @@ class SlideRuntime:
     def close(self) -> None:
         """Run what is queued, end the threads, remove the hooks. Harmless when called twice."""
         running.leave(self)
+        atexit.unregister(self._at_exit)
         self.detach()
         if self.rows is not None:
             self.rows.close()

@@ -72,6 +72,7 @@ class Lane:
                 self._delay()
                 with self.device.on(self.stream):
                     job()
+                job = None  # while this waits for the next one, it must not keep alive what the last one knew
                 self._failures.progressed()
         except BaseException as error:
             self._failures.record(self.name, error)

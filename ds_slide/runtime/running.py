@@ -6,7 +6,11 @@ from the same configuration. Two of them that each take the whole of a limit wou
 
 from __future__ import annotations
 
+import atexit
+import functools
+import os
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 from ds_slide.plan.memory import NOTHING_TAKEN, Taken
@@ -25,6 +29,7 @@ class Running(Protocol):
 
     @property
     def parts(self) -> HoldsMemory: ...
+    def close(self) -> None: ...
 
 
 _engines: weakref.WeakSet[Running] = weakref.WeakSet()
@@ -49,3 +54,19 @@ def untouched_host_bytes() -> int:
     """What the engines have set aside in host memory and not written yet (moments before the first update), so that the
     operating system still counts it as free."""
     return sum(engine.parts.memory.untouched_bytes() for engine in _engines)
+
+
+def close_at_exit(engine: Running) -> Callable[[], None]:
+    """Close `engine` when the interpreter ends, if it lives by then. -> for `atexit.unregister`.
+
+    A daemon thread that is inside C++ when the interpreter ends would be torn down there, and take the process along.
+    """
+    close = functools.partial(_close, weakref.ref(engine), os.getpid())
+    atexit.register(close)
+    return close
+
+
+def _close(engine: weakref.ref[Running], owner: int) -> None:
+    alive = engine()
+    if alive is not None and os.getpid() == owner:  # a forked child has no lanes
+        alive.close()

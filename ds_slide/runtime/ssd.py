@@ -148,15 +148,6 @@ class SsdStates:
         """Of the store, since its start."""
         return dict(self._store.statistics())
 
-    def moved_bytes(self) -> int:
-        """Bytes that the disk has read and written since the start: requests, not whole transfers."""
-        statistics = self._store.statistics()
-        return int(statistics["read_bytes"] + statistics["written_bytes"])
-
-    def remove_files(self) -> None:
-        """The process is about to be ended."""
-        self._store.remove_files()
-
     def abandon(self) -> None:
         """Before the lanes end: nothing more is brought to them."""
         self.records.abandon()
@@ -175,6 +166,12 @@ class SsdStates:
         ssd = self._units[order].state.ssd
         assert ssd is not None
         ssd.load_weight(buffer, then)
+
+
+def moved_bytes(store: Any) -> int:
+    """Bytes that the disk has read and written since the start: requests, not whole transfers."""
+    statistics = store.statistics()
+    return int(statistics["read_bytes"] + statistics["written_bytes"])
 
 
 def _weight_on_ssd(unit: Unit) -> bool:

@@ -81,6 +81,7 @@ class UpdateLane:
                 synchronize(self._failures, task.ready, "a gradient on its way to its update")
                 started = time.perf_counter()
                 moved = task.run()
+                task = None  # as in `Lane`
                 self._meter.add_seconds(time.perf_counter() - started, moved)
                 with self._changed:
                     self._unfinished -= 1

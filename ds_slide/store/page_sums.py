@@ -122,6 +122,7 @@ class CheckThread:
                 then()
             except BaseException as error:
                 self._failed(error)
+            check = then = _nothing  # while this waits for the next job, it must not keep alive what the last one knew
 
 
 def _nothing() -> None:

@@ -33,7 +33,7 @@ def loss_of(model: nn.Module, config: dict[str, Any]) -> float:
 
 
 def is_registered(model: nn.Module) -> bool:
-    return any(entry is model for entry in FWD_MODULE_STACK)
+    return any(entry == model for entry in FWD_MODULE_STACK)
 
 
 def test_weights_in_memory_outlive_their_engine() -> None:
