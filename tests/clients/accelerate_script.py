@@ -44,7 +44,7 @@ def main(out: Path) -> None:
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        losses.append(float(accelerator.gather(loss.detach().reshape(1)).mean()))
+        losses.append(float(accelerator.reduce(loss.detach(), reduction="mean")))
         rates.append(float(schedule.get_last_lr()[0]))
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:

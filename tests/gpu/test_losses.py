@@ -15,9 +15,14 @@ CASES: list[dict[str, Any]] = [
     {"name": f"{model} clip {clip:g} accumulate {grad_accum}", "model": model, "clip": clip, "grad_accum": grad_accum}
     for model, clip, grad_accum in [("llama", 0.5, 1), ("llama", 0.0, 1), ("llama", 0.5, 2), ("gpt2", 0.0, 2)]
 ]
+AUTOCAST: list[dict[str, Any]] = [
+    {"name": "autocast", "model": "untied", "precision": "autocast", "clip": 0.5},
+    {"name": "autocast gpt2", "model": "gpt2", "precision": "autocast", "grad_accum": 2},
+]
 FP16: dict[str, Any] = {"name": "fp16", "precision": "fp16", "clip": 1.0, "steps": 20, "overflow_at": 6}
 GRADIENTS: dict[str, Any] = {"name": "first gradients", "exact": True, "clip": 1.0, "steps": 1, "record": ["gradients"]}
 WITH_KERNELS = f"{CASES[0]['name']} with kernels"
+AUTOCAST_WITH_KERNELS = "autocast with kernels"
 STEPS = 30
 LOSS_TOLERANCE = 0.008
 NORM_TOLERANCE = 0.15
@@ -26,7 +31,7 @@ KERNELS_TOLERANCE = 1e-3
 
 
 def scenarios(system: str) -> list[dict[str, Any]]:
-    cases = [*({**case, "steps": STEPS} for case in CASES), FP16, GRADIENTS]
+    cases = [*({**case, "steps": STEPS} for case in [*CASES, *AUTOCAST]), FP16, GRADIENTS]
     return [{**case, "system": system, "slide": {"kernels": "off"}} for case in cases]
 
 
@@ -38,7 +43,8 @@ def stock(run_scenarios: Callable[..., Any]) -> Any:
 @pytest.fixture(scope="module")
 def slide(run_scenarios: Callable[..., Any]) -> Any:
     with_kernels = {**CASES[0], "name": WITH_KERNELS, "steps": STEPS, "slide": {"kernels": "auto"}}
-    return run_scenarios([*scenarios("slide"), with_kernels])
+    autocast = {**AUTOCAST[0], "name": AUTOCAST_WITH_KERNELS, "steps": STEPS, "slide": {"kernels": "auto"}}
+    return run_scenarios([*scenarios("slide"), with_kernels, autocast])
 
 
 def assert_same_course(ours: list[float], theirs: list[float], tolerance: float) -> None:
@@ -47,7 +53,7 @@ def assert_same_course(ours: list[float], theirs: list[float], tolerance: float)
         assert our == pytest.approx(their, rel=tolerance), f"step {step}: {our} instead of {their}"
 
 
-@pytest.mark.parametrize("name", [case["name"] for case in CASES])
+@pytest.mark.parametrize("name", [case["name"] for case in [*CASES, *AUTOCAST]])
 def test_losses_follow_stock(name: str, stock: Any, slide: Any) -> None:
     # Both start from the same bits, so the first loss differs by kernel choice at most. From then on the masters differ
     # in the last fp32 bits (stock's CPU Adam fuses multiply and add, ours rounds each), which now and then moves a bf16
@@ -74,6 +80,14 @@ def test_losses_with_kernels_follow_stock(stock: Any, slide: Any) -> None:
     # Other roundings must show somewhere, or the kernels did not run.
     assert ours["losses"] != slide[CASES[0]["name"]]["losses"]
     assert slide[CASES[0]["name"]]["kernels"] == {}
+
+
+@pytest.mark.needs_cuda
+def test_losses_with_kernels_under_autocast_follow_stock(stock: Any, slide: Any) -> None:
+    ours, theirs = slide[AUTOCAST_WITH_KERNELS], stock[AUTOCAST[0]["name"]]
+    assert ours["kernels"]
+    assert ours["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-4)
+    assert_same_course(ours["losses"], theirs["losses"], LOSS_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", [case["name"] for case in CASES if case["clip"]])

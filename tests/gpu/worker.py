@@ -43,7 +43,7 @@ class Scenario:
     model: str = "llama"
     """`llama` (tied, 8 blocks), `untied` (the same with a head of its own) or `gpt2` (tied, 6 blocks, biases)."""
     precision: str = "bf16"
-    """`bf16` or `fp16`; fp16 scales the loss dynamically."""
+    """`bf16`; `fp16`, which scales the loss dynamically; or `autocast`, a model in fp32 under `torch_autocast`."""
     steps: int = 10
     clip: float = 0.0
     grad_accum: int = 1
@@ -73,7 +73,7 @@ def build_model(scenario: Scenario) -> Any:
     torch.manual_seed(0)
     # Eager attention is matrix products and a softmax; the fused ones add up with atomics in backward.
     attention = "eager" if scenario.exact else "sdpa"
-    dtype = torch.bfloat16 if scenario.precision == "bf16" else torch.float16
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}[scenario.precision]
     with torch.device(device()):
         if scenario.model == "gpt2":
             no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -114,6 +114,8 @@ def engine_config(scenario: Scenario) -> dict[str, Any]:
     }
     if scenario.precision == "bf16":
         config["bf16"] = {"enabled": True}
+    elif scenario.precision == "autocast":
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     else:
         # hysteresis 1: the first overflow already lowers the scale; window 8: it rises again within the run.
         config["fp16"] = {"enabled": True, "initial_scale_power": 12, "hysteresis": 1, "loss_scale_window": 8}
