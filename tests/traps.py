@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from intruder import MANY
+from intruder import MANY, exchange
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user, which needs root")
 Tree = dict[bytes, tuple[object, ...]]
@@ -130,10 +131,25 @@ def mounts(parent: Path, prefix: str, elsewhere: Path) -> Iterator[None]:
         yield
 
 
+def require_exchange(parent: Path) -> None:
+    trial = parent / "trial"
+    for name in ("link", "other"):
+        (trial / name).mkdir(parents=True)
+    descriptor = os.open(trial, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if not exchange(descriptor, "other"):
+            pytest.skip(f"RENAME_EXCHANGE is refused in {parent}")
+    finally:
+        os.close(descriptor)
+        shutil.rmtree(trial)
+
+
 @contextmanager
 def intruder(parent: Path, pattern: str, target: Path, *planted: str) -> Iterator[Callable[[], int]]:
     """Meanwhile another user swaps the directories in `parent` whose names match for links to `target`, and plants one
-    named `planted`, if given, where there is none. Gives a function that tells the number of swaps."""
+    named `planted`, if given, where there is none. Gives a function that tells the number of swaps. Skips where the
+    file system has no such swap, and a test would wait for one for ever."""
+    require_exchange(parent)
     directory, counter = os.open(parent, os.O_RDONLY | os.O_DIRECTORY), os.memfd_create("swaps")
     os.pwrite(counter, bytes(8), 0)
     script = str(Path(__file__).with_name("intruder.py"))

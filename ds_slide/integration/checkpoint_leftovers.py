@@ -35,8 +35,11 @@ logger = logging.getLogger(__name__)
 
 SAVING, REPLACED = ".ds_slide_saving.", ".ds_slide_replaced."
 LOCK = "lock"
+_ENDED = ".ended"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_LEFT_ALONE = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ESTALE, errno.EBUSY)
+# The last two: another process has a file of it open, which NFS keeps as long under another name.
+_LEFT_ALONE = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ESTALE, errno.EBUSY, errno.ENOTEMPTY, errno.EEXIST)
+_NOT_PUT_BACK = (errno.EPERM, errno.EACCES, errno.EROFS)
 # DeepSpeed's files end so, at whatever depth (universal ones), and those of the ranks that agree on a save.
 _FILE_OF_TAG = re.compile(rf"[\w.-]+\.pt|{re.escape(MANIFEST)}")
 _FILE_BESIDE_TAG = re.compile(rf"{LOCK}|latest|\w+\.py|{re.escape(SAVING)}(publishing|rank\d+\.(json|new))")
@@ -91,7 +94,7 @@ def _put_back(save_dir: Path, parent: int, name: str, tag: str) -> None:
     except FileNotFoundError:
         return  # another process was faster
     except OSError as error:
-        if error.errno != errno.EPERM:
+        if error.errno not in _NOT_PUT_BACK:
             raise
         logger.warning("%s was left alone: %s", save_dir / name, error.strerror)
     finally:
@@ -139,12 +142,27 @@ def _remove_dead_save(path: Path, parent: int, directory: int) -> None:
         raise OSError(errno.EINVAL, f"its {LOCK} is no file")
     lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     try:
-        if try_lock(lock) and is_at(LOCK, directory, lock):
-            _require_saved(directory, _is_of_save)
-            logger.warning("removing %s, which a save that was killed has left", path)
-            remove_directory(path.name, parent, directory)
+        if not (try_lock(lock) and is_at(LOCK, directory, lock)):
+            return
+        _require_saved(directory, _is_of_save)
+        logger.warning("removing %s, which a save that was killed has left", path)
+        rename_away(path.name, parent, directory)
     finally:
-        os.close(lock)
+        os.close(lock)  # before the file goes: NFS keeps an open one, and with it the directory
+    remove_directory(ended_name(path.name), parent, directory)
+
+
+def ended_name(name: str) -> str:
+    """Of the directory of a save that has ended, which nobody writes or publishes any more."""
+    return name if name.endswith(_ENDED) else name + _ENDED
+
+
+def rename_away(name: str, parent: int, directory: int) -> None:
+    """Give the directory open as `directory` its `ended_name`, before a part of it is removed: no rank of the save
+    finds the rest, to publish that or to publish it again. Raises OSError."""
+    if ended_name(name) != name and is_at(name, parent, directory):
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(name, ended_name(name), src_dir_fd=parent, dst_dir_fd=parent)
 
 
 def try_lock(descriptor: int) -> bool | None:

@@ -27,19 +27,22 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ds_slide.errors import SlideError
 from ds_slide.integration.checkpoint_leftovers import (
     LOCK,
     SAVING,
     checked_tag,
+    ended_name,
     recover,
     remove_dead,
     remove_directory,
+    rename_away,
     replaced_name,
     try_lock,
 )
 from ds_slide.integration.checkpoint_manifest import manifest_now, write_durably
 from ds_slide.integration.checkpoint_sums import Sum
-from ds_slide.store.owned_directory import is_at, open_below, opened, owned, status_of
+from ds_slide.store.owned_directory import is_at, obstacle, open_below, opened, owned, status_of
 from ds_slide.store.writable_by_others import warn_if_writable_by_others
 
 __all__ = ["SAVING", "Staging", "checked_tag", "new_name", "reached", "recover"]
@@ -68,10 +71,12 @@ class Staging:
         self._held: _Held | None = None
 
     def open(self, tag: str) -> None:
-        """Remove what dead saves have left, then make and lock the directory and that of the tag. Raises OSError."""
+        """Remove what dead saves have left, then make and lock the directory and that of the tag. Raises OSError, and
+        SlideError, with nothing made, where the tag could not be put in its place afterwards."""
         self.save_dir.mkdir(parents=True, exist_ok=True)
         recover(self.save_dir)
         with opened(self.save_dir) as parent:
+            _require_place(tag, parent, self.save_dir)
             warn_if_writable_by_others(parent, self.save_dir, "save_dir")
             remove_dead(self.save_dir, parent)
             os.mkdir(self.path.name, dir_fd=parent)
@@ -130,11 +135,11 @@ class Staging:
         so what cannot be removed is left, with a warning, to the next save."""
         try:
             with opened(self.save_dir) as parent, owned(self.path.name, parent) as own:
-                self._rename_away(parent, own)
-                remove_directory(self._ended, parent, own)
+                rename_away(self.path.name, parent, own)
+                remove_directory(ended_name(self.path.name), parent, own)
         except OSError as error:
             if not isinstance(error, FileNotFoundError):
-                path = self.save_dir / self._ended
+                path = self.save_dir / ended_name(self.path.name)
                 logger.warning("%s cannot be removed (%s); the next save tries again", path, error)
 
     def discard(self) -> None:
@@ -144,19 +149,9 @@ class Staging:
             return
         held, self._held = self._held, None
         with held as own, contextlib.suppress(FileNotFoundError), opened(self.save_dir) as parent:
-            self._rename_away(parent, own)
+            rename_away(self.path.name, parent, own)
             held.unlock()  # before the file goes: NFS keeps an open one, and with it the directory
-            remove_directory(self._ended, parent, own)
-
-    @property
-    def _ended(self) -> str:
-        return f"{self.path.name}.ended"
-
-    def _rename_away(self, parent: int, own: int) -> None:
-        """First, and at once: no other rank finds a part of it, to publish that or to publish it again."""
-        if is_at(self.path.name, parent, own):
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(self.path.name, self._ended, src_dir_fd=parent, dst_dir_fd=parent)
+            remove_directory(ended_name(self.path.name), parent, own)
 
 
 class _Held:
@@ -190,6 +185,28 @@ class _Held:
         os.close(self.directory)
 
 
+def _require_place(tag: str, parent: int, save_dir: Path) -> None:
+    """Raise SlideError unless each part of the tag in save_dir, open as `parent`, is a directory or not there."""
+    path, above = save_dir, os.dup(parent)
+    try:
+        for part in tag.split("/"):
+            path /= part
+            what = obstacle(part, above)
+            if what is not None:
+                raise SlideError(
+                    f"the checkpoint tag {tag!r} cannot be saved in {save_dir}: {path} is {what}, and a checkpoint is "
+                    "renamed into its place, where only a directory of the same file system can be; use another tag or "
+                    "another save_dir"
+                )
+            if status_of(part, above) is None:
+                return
+            below = open_below([part], above)
+            os.close(above)
+            above = below
+    finally:
+        os.close(above)
+
+
 def _replace(tag: str, parent: int, new: int, target: int) -> None:
     """Put the directory of the tag's last name in `new` in the place of that in `target`; the old one ends in the place
     of the new one. All of them are descriptors, `parent` that of save_dir."""
@@ -198,9 +215,14 @@ def _replace(tag: str, parent: int, new: int, target: int) -> None:
         return
     replaced = replaced_name(tag)
     os.rename(last, replaced, src_dir_fd=target, dst_dir_fd=parent)
-    os.fsync(parent)
-    reached("renamed away")
-    os.rename(last, last, src_dir_fd=new, dst_dir_fd=target)
+    try:
+        os.fsync(parent)
+        reached("renamed away")
+        os.rename(last, last, src_dir_fd=new, dst_dir_fd=target)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the next load or save tries again
+            os.rename(replaced, last, src_dir_fd=parent, dst_dir_fd=target)
+        raise
     os.rename(replaced, last, src_dir_fd=parent, dst_dir_fd=new)
 
 

@@ -64,11 +64,17 @@ def whole_tag(engine: Any, directory: Path, tag: Any, *, every_rank: Callable[[P
     `every_rank`: whether the files of all ranks are read. Collective. Raises SlideError."""
     chosen = str(tag)
 
-    def verify() -> str:
-        nonlocal chosen
+    def put_back() -> None:
         try:
             if is_publisher(engine):
                 recover(directory)
+        except OSError as error:
+            where = error.filename or directory
+            raise SlideError(f"the checkpoint's {where} cannot be read ({error.strerror})") from error
+
+    def verify() -> str:
+        nonlocal chosen
+        try:
             if tag is None:
                 chosen = tag_in(directory / "latest")
             _verify(engine, directory, _checked(directory, chosen), every_rank)
@@ -78,6 +84,7 @@ def whole_tag(engine: Any, directory: Path, tag: Any, *, every_rank: Callable[[P
         return chosen
 
     try:
+        together(put_back)  # a step of its own: no rank looks for the tag before it is back
         return together(verify)[0]
     except SlideError as error:
         other = together(lambda: newest_whole_tag(directory, {chosen}) if is_publisher(engine) else None)[0]

@@ -15,7 +15,7 @@ from deepspeed.runtime.config import DtypeEnum
 
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideConfigError
-from ds_slide.integration.json_types import type_problems
+from ds_slide.integration.json_types import AUTO, SECTIONS, device_of, type_problems
 from ds_slide.report.refusals import end_in_one_sentence
 
 
@@ -34,26 +34,30 @@ def enabled_block(raw: Mapping[str, Any]) -> SlideConfig | None:
     return slide
 
 
-def check_types(raw: Mapping[str, Any]) -> SlideConfig | None:
-    """As `enabled_block`; also raises SlideConfigError for sections that are not what their readers take them for."""
+def check_types(raw: Mapping[str, Any], *, filled: bool = True) -> SlideConfig | None:
+    """As `enabled_block`; also raises SlideConfigError for sections that are not what their readers take them for.
+
+    `filled`: nobody replaces an "auto" now.
+    """
     slide = enabled_block(raw)
     if slide is not None:
         from ds_slide.integration.contract import raise_all
 
-        raise_all(*type_problems(raw))
+        raise_all(*type_problems(raw, filled=filled))
     return slide
 
 
 def check_json(raw: Mapping[str, Any]) -> None:
     """Raise SlideConfigError for what no engine with DS-Slide could do. `raw`: as it was written, "auto" included."""
-    slide = check_types(raw)
+    slide = check_types(raw, filled=False)
     if slide is None:
         return
     from ds_slide.integration import contract
     from ds_slide.integration.refused import REFUSED_ENGINE_SETTINGS, REFUSED_ZERO_SETTINGS, setting_problems
     from ds_slide.integration.ssd_settings import ssd_problems
 
-    contract.require_stage(_at(raw, "zero_optimization.stage", 0))
+    if (stage := _at(raw, "zero_optimization.stage", 0)) != AUTO:
+        contract.require_stage(stage)
     rows = (*REFUSED_ENGINE_SETTINGS, *REFUSED_ZERO_SETTINGS)
     values = {row.name: value for row in rows if _is_set(value := _at(raw, row.path))} | _numbers(raw)
     offload = _at(raw, "zero_optimization.offload_optimizer")
@@ -67,10 +71,19 @@ def check_json(raw: Mapping[str, Any]) -> None:
         *setting_problems(values, rows),
         *contract.autocast_problems(values),
         *contract.offload_problems(values),
-        *ssd_problems(slide, raw),
+        *(() if _ssd_is_open(slide, raw) else ssd_problems(slide, raw)),
         *contract.state_dtype_problems(slide),
         *contract.holding_problems(values, slide),
     )
+
+
+def _ssd_is_open(slide: SlideConfig, raw: Mapping[str, Any]) -> bool:
+    """Whether there is an SSD tier, or where, is still to be filled in."""
+    sections = [_at(raw, f"zero_optimization.{name}") for name in SECTIONS]
+    if any(device_of(section) == AUTO for section in sections):
+        return True
+    on_nvme = [section for section in sections if device_of(section) == "nvme"]
+    return slide.nvme_path is None and any(section.get("nvme_path") == AUTO for section in on_nvme)
 
 
 def _dtype(name: Any) -> Any:
@@ -105,4 +118,4 @@ def _at(raw: Any, path: str, default: Any = None) -> Any:
 
 
 def _is_set(value: Any) -> bool:
-    return value is not None and value != "auto"
+    return value is not None and value != AUTO

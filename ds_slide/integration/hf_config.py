@@ -25,7 +25,7 @@ def install(module: ModuleType) -> None:
         if given is not None and "ds_slide" in given:
             from ds_slide.integration.early import check_types
 
-            check_types(given)  # which the constructor reads before anybody has looked at them
+            check_types(given, filled=False)  # which the constructor reads before anybody has looked at them
         original(self, *args, **kwargs)
         config = getattr(self, "config", None)
         # Without the key nothing of DS-Slide is imported, let alone run.

@@ -15,31 +15,62 @@ from ds_slide.errors import SlideConfigError
 
 SECTIONS = ("offload_optimizer", "offload_param")
 DEVICES = ("none", "cpu", "nvme")
+AUTO = "auto"
+"""What accelerate's DeepSpeedPlugin replaces, but only once HfDeepSpeedConfig has read the JSON."""
+# What that plugin fills in where nobody has named a directory.
+_NO_DIRECTORY = "none"
 
 
-def type_problems(raw: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong, one sentence each. `raw`: the JSON as it was written."""
+def type_problems(raw: Mapping[str, Any], *, filled: bool = True) -> Iterator[str]:
+    """What is wrong, one sentence each. `raw`: the JSON as it was written. `filled`: nobody replaces an "auto" now."""
     zero = raw.get("zero_optimization")
     # A bool is the form of long ago, which DeepSpeed still reads: stage 1 or none.
     if not isinstance(zero, Mapping | bool | None):
         yield f'zero_optimization is {shown(zero)}; expected an object such as {{"stage": 3}}'
     if isinstance(zero, Mapping):
+        if filled and zero.get("stage") == AUTO:
+            yield 'zero_optimization.stage is "auto", but nothing has filled it in; set it to 3'
         for section in SECTIONS:
-            yield from _offload_problems(f"zero_optimization.{section}", zero.get(section))
+            path = f"zero_optimization.{section}"
+            yield from _offload_problems(path, zero.get(section), filled)
+            if not _directory_in_block(raw):
+                yield from _placeholder_problems(path, zero.get(section), filled)
     aio = raw.get("aio")
     if not isinstance(aio, Mapping | None):
         yield f'aio is {shown(aio)}; expected an object such as {{"queue_depth": 32}}, or leave it out'
 
 
-def _offload_problems(path: str, section: Any) -> Iterator[str]:
+def device_of(section: Any) -> Any:
+    """As it is written, by name; None where there is none."""
+    device = section.get("device") if isinstance(section, Mapping) else None
+    return getattr(device, "value", device)
+
+
+def _directory_in_block(raw: Mapping[str, Any]) -> bool:
+    """ "ds_slide" names directories, so that those of DeepSpeed's sections are not read."""
+    block = raw.get("ds_slide")
+    return isinstance(block, Mapping) and block.get("nvme_path") is not None
+
+
+def _placeholder_problems(path: str, section: Any, filled: bool) -> Iterator[str]:
+    """Texts that would be taken for directories of that name below the present one."""
+    placeholders = (_NO_DIRECTORY, AUTO) if filled else (_NO_DIRECTORY,)
+    if device_of(section) == "nvme" and section.get("nvme_path") in placeholders:
+        yield (
+            f"{path}.nvme_path is {shown(section['nvme_path'])}, which is no directory but says that none is named; "
+            f"set {path}.nvme_path or ds_slide.nvme_path"
+        )
+
+
+def _offload_problems(path: str, section: Any, filled: bool) -> Iterator[str]:
     if section is None:
         return
     if not isinstance(section, Mapping):
         yield f'{path} is {shown(section)}; expected an object such as {{"device": "cpu"}}, or leave it out'
         return
     if "device" in section:
-        device = getattr(section["device"], "value", section["device"])
-        if device not in DEVICES:
+        device = device_of(section)
+        if device not in DEVICES and (filled or device != AUTO):
             yield f'{path}.device is {shown(device)}; expected "none", "cpu" or "nvme"'
     directory = section.get("nvme_path")
     if directory is None or directory == "":

@@ -169,6 +169,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def clear_backward_seen_flag(self) -> None:
         ZeROOptimizer.clear_backward_seen_flag(self)
+        self.runtime.interruptions.nest()
         self._leave_interrupted_backward()
         # DeepSpeed finds the begin of backward by the tensors in the model's output. Where it finds none (an output
         # that is no tuple, list or dictionary) there is no prologue, and these are the hyper-parameters.

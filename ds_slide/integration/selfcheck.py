@@ -185,6 +185,7 @@ SYMBOLS: tuple[Symbol, ...] = (
         _restore_from_bit16_weights="",
         finalize_gradient_accumulation_boundary="",
         clear_backward_seen_flag="",
+        scale_if_loss="value",
         set_gradient_accumulation_boundary="is_boundary",
         empty_partition_cache="",
         offload_states="include",

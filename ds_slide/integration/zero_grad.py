@@ -1,15 +1,14 @@
-"""`engine.zero_grad()`: what has been accumulated since the last step is gone, and the step begins anew.
+"""`engine.zero_grad()`: stock's, and after an exception the way to begin the step anew.
 
-DeepSpeed's own empties `parameter.grad` alone, where ZeRO-3 keeps nothing, and goes on counting micro-batches.
+Under ZeRO-3 DeepSpeed's own empties `parameter.grad`, where nothing is kept, and leaves the sum of the micro-batches
+alone; scripts that call it before every micro-batch train all the same. So it does here, except where an exception has
+spoilt that sum: then the sum goes, and the step begins with its first micro-batch.
 """
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import Any
-
-logger = logging.getLogger(__name__)
 
 
 def attach(engine: Any) -> None:
@@ -21,33 +20,21 @@ def attach(engine: Any) -> None:
 class _ZeroGrad:
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)  # not the engine itself, which would then own itself
-        self._has_warned = False
 
     def __call__(self) -> None:
-        """Drop the gradients of the micro-batches since the last step. SlideError where they have been applied."""
+        """Empty `parameter.grad`; drop the sum of the micro-batches since the last step where an exception has spoilt
+        it. SlideError where weights have been updated from it."""
         engine: Any = self._engine()
-        lost_already = engine.optimizer.runtime.interruptions.has_lost_gradients()
-        engine.optimizer.zero_grad()
-        micro_batches = _restart(engine)
-        if micro_batches and not lost_already and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "engine.zero_grad() has dropped the gradients of %d micro-batches of a step of %d, which begins anew; "
-                "call it between two steps only, if it was not meant to (stock ZeRO-3 keeps them)",
-                micro_batches,
-                engine.gradient_accumulation_steps(),
-            )
+        for parameter in engine.module.parameters():
+            parameter.grad = None
+        if engine.optimizer.runtime.interruptions.has_lost_gradients():
+            engine.optimizer.zero_grad()
+            _restart(engine)
 
 
-def _restart(engine: Any) -> int:
-    """Count the micro-batches of a step from the first one. -> how many had been counted."""
-    counted: int
+def _restart(engine: Any) -> None:
+    """Count the micro-batches of a step from the first one, where the script does not count them itself."""
     if not engine.managed_gradient_accumulation():
-        counted = engine._unmanaged_backward_count
         engine._unmanaged_backward_count = 0
-        return counted
-    if engine._is_gradient_accumulation_boundary is not None:  # the script counts
-        return 0
-    counted = engine.micro_steps % engine.gradient_accumulation_steps()
-    engine.micro_steps -= counted
-    return counted
+    elif engine._is_gradient_accumulation_boundary is None:
+        engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()

@@ -44,7 +44,9 @@ def is_one_token(tensor: torch.Tensor, length_dimension: int = 1) -> bool:
     length, not by size: re-entrant checkpointing runs a training forward without gradients, too, and its recomputation
     must compute the same.
     """
-    if not tensor.is_cuda or torch.is_grad_enabled() or tensor.dim() < 3:
+    # Of [batch, length, width], or of heads; a norm of heads may have them before or behind the length.
+    dimensions = 3 if length_dimension == 1 else 4
+    if not tensor.is_cuda or torch.is_grad_enabled() or tensor.dim() != dimensions:
         return False
     return tensor.shape[length_dimension] == 1
 

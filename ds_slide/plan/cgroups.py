@@ -5,11 +5,14 @@ the top of what is mounted here bounds it. Read are version 2 (memory.max and me
 its processes down until they stand still) and version 1 (memory.limit_in_bytes), also where both are mounted.
 
 A container may see another tree than /proc/self/cgroup speaks of. `/proc/self/mountinfo` says which group lies at the
-mount; where the named one is not below it, the mount itself is the container's group.
+mount; where the named one is not below it, the mount itself is the container's group. A mount that was made outside of
+the container has a group above the container's: its root is as many ".." as it lies above. Which of the groups below is
+the container's own, neither file says; it is the one that lists this process.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Iterator
@@ -52,7 +55,10 @@ def _group_paths(root: Path) -> dict[int, str]:
     """Of this process, by the version of the hierarchy that could limit its memory."""
     paths = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
+        fields = line.split(":", 2)
+        if len(fields) < 3:
+            continue
+        number, controllers, path = fields
         if number == "0" and not controllers:
             paths[2] = path
         elif "memory" in controllers.split(","):
@@ -82,12 +88,34 @@ def _unescaped(text: str) -> str:
 def _directories(path: str, mounts: list[_Mount]) -> list[Path]:
     """From this process's group up to the top of its mount."""
     for mount in sorted(mounts, key=lambda mount: -len(mount.root)):
-        below = os.path.relpath(path, mount.root)
-        if ".." not in path.split("/") and not below.startswith("..") and (mount.point / below).is_dir():
-            own = mount.point / below
-            ups = 0 if below == "." else len(Path(below).parts)
-            return [own, *own.parents[:ups]]
+        top, own = _parts(mount.root), _parts(path)
+        below = own[len(top) :]
+        if own[: len(top)] == top and ".." not in below and (directory := mount.point.joinpath(*below)).is_dir():
+            return [directory, *directory.parents[: len(below)]]
+    for mount in mounts:
+        if ".." not in _parts(mount.root):
+            return [mount.point]
+    for mount in mounts:
+        if found := _group_of_this_process(mount, path):
+            return found
     return [mounts[0].point]
+
+
+def _parts(path: str) -> list[str]:
+    return [part for part in path.split("/") if part]
+
+
+def _group_of_this_process(mount: _Mount, path: str) -> list[Path]:
+    """It and those above it up to the top of `mount`; empty where it is not found. `path`: from the container's on."""
+    ups, below = _parts(mount.root), _parts(path)
+    if set(ups) != {".."} or ".." in below:
+        return []
+    # Not Path.glob, which fails where a group ends meanwhile.
+    for group in glob.iglob(os.path.join(glob.escape(str(mount.point)), *["*"] * len(ups))):
+        own = Path(group, *below)
+        if str(os.getpid()) in _text(own / "cgroup.procs").split():
+            return [own, *own.parents[: len(ups) + len(below)]]
+    return []
 
 
 def _limits_of(version: int, directories: list[Path]) -> Iterator[MemoryLimit]:
@@ -98,7 +126,10 @@ def _limits_of(version: int, directories: list[Path]) -> Iterator[MemoryLimit]:
         if limits and used is not None:
             name = min(limits, key=lambda name: limits[name])
             room = max(0, limits[name] - max(0, used - _reclaimable(directory, version)))
-            status = directory.stat()
+            try:
+                status = directory.stat()
+            except OSError:  # a group that has just ended
+                continue
             yield MemoryLimit(directory / name, limits[name], room, f"{status.st_dev}:{status.st_ino}")
         if version == 1 and _text(directory.parent / "memory.use_hierarchy").strip() == "0":
             return  # the groups above do not count what this one uses

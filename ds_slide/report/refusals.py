@@ -2,7 +2,8 @@
 
 Above it stands the line of the script that the error came from, if there is one; the frames of DS-Slide, DeepSpeed and
 other installed packages, and the errors that led to this one, are left out, because the sentence says what they meant.
-DS_SLIDE_TRACEBACK=1 in the environment shows all of it.
+DS_SLIDE_TRACEBACK=1 in the environment shows all of it. Who has put a hook of their own there (such as a service that
+collects errors) gets the error with all of it, too, and the sentence stands below what that hook prints.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from ds_slide.errors import SlideError
 
 TRACEBACK_VARIABLE = "DS_SLIDE_TRACEBACK"
+
+# Of the user, of the system's Python below a virtual environment, and of Debian.
+_SITES = {"site-packages", "dist-packages"}
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _previous: _Hook | None = None
@@ -32,13 +38,29 @@ def end_in_one_sentence() -> None:
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     assert _previous is not None
-    if isinstance(error, SlideError) and os.environ.get(TRACEBACK_VARIABLE, "0") in ("", "0"):
-        trace = _only(list(_of_the_script(trace)))
-        error = error.with_traceback(trace)
-        error.__cause__, error.__suppress_context__ = None, True
+    if not isinstance(error, SlideError) or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
+        _previous(kind, error, trace)
+    elif _previous is sys.__excepthook__:
+        _say(kind, error, _only(list(_of_the_script(trace))))
+    else:
+        try:
+            _previous(kind, error, trace)
+        finally:
+            _say(kind, error, None)
+
+
+def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Without the errors that led to this one, and without a change to it: others may hold it."""
+    told = traceback.TracebackException(kind, error, trace)
+    lines = list(told.format_exception_only() if trace is None else told.format(chain=False))
+    # A closed stream is a ValueError, a pipe that nobody reads an OSError.
+    with suppress(OSError, ValueError):
         if sys.stdout is not None:
             sys.stdout.flush()  # where both streams go to one file, what the script has printed comes before
-    _previous(kind, error, trace)
+    with suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            sys.stderr.write("".join(lines))
+            sys.stderr.flush()
 
 
 def _of_the_script(trace: TracebackType | None) -> Iterator[TracebackType]:
@@ -47,7 +69,7 @@ def _of_the_script(trace: TracebackType | None) -> Iterator[TracebackType]:
     packages = tuple(os.path.join(folder, "") for folder in (*installed, str(Path(__file__).parents[1])))
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if not name.startswith(packages) and not name.startswith("<frozen "):
+        if not name.startswith((*packages, "<frozen ")) and _SITES.isdisjoint(Path(name).parts):
             yield trace
         trace = trace.tb_next
 

@@ -42,6 +42,7 @@ class Accumulation:
         self.has_taken = False
         """Gradients of that backward have left the parameters, or updates have begun under it."""
         self._task = 0
+        self._is_nested = False
         self._spoiled: Spoiled | None = None
         self._why = ""
 
@@ -52,14 +53,27 @@ class Accumulation:
         if not self.is_open:
             self.is_open, self._task = True, task
 
+    def nest(self) -> None:
+        """The engine has been called from inside of the open backward: a backward of what it returns has another task
+        and is a part of that."""
+        self._is_nested = True
+
     def is_another(self, task: int) -> bool:
         """Whether one is open that `task` does not belong to, so that it has ended with an exception."""
-        return self.is_open and self._task != task
+        return self.is_open and self._task != task and not self._is_nested
+
+    def pass_over(self, task: int) -> bool:
+        """`task` has ended by itself and without DeepSpeed's epilogue, as `torch.autograd.grad` does. -> whether it was
+        the open backward and took nothing, so that it is over."""
+        if not self.is_open or self._task != task or self._is_nested or self.has_taken:
+            return False
+        self.is_open = False
+        return True
 
     def close(self) -> None:
         """It has ended, and all of its gradients are on their way."""
         self.micro_batches += 1
-        self.is_open = self.has_taken = False
+        self.is_open = self.has_taken = self._is_nested = False
         if self._spoiled == "step":
             self._spoiled = None
 
@@ -73,9 +87,12 @@ class Accumulation:
     def interrupt(self, *, held: bool) -> bool:
         """The open backward has ended with an exception. `held`: gradients wait for the step. -> whether what was
         accumulated before still counts."""
-        taken, self.is_open, self.has_taken = self.has_taken, False, False
+        taken = self.has_taken
+        self.is_open = self.has_taken = self._is_nested = False
         if not taken:
-            self._spoil("step", NO_BACKWARD)
+            # Without held gradients a backward before this one is all of the step, which goes on.
+            if held or not self.micro_batches:
+                self._spoil("step", NO_BACKWARD)
         elif not held:
             self._spoil("weights", MIXED_WEIGHTS.format(what="backward()"))
         elif self.micro_batches:
@@ -126,5 +143,5 @@ class Accumulation:
     def reload(self) -> None:
         """Weights and optimizer states have come from a checkpoint."""
         self.clear()
-        self.is_open = self.has_taken = False
+        self.is_open = self.has_taken = self._is_nested = False
         self._spoiled = None

@@ -30,7 +30,7 @@ from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.gathers import Gathers
 from ds_slide.runtime.gradients import Gradients
 from ds_slide.runtime.handoff import Failures, Ticket
-from ds_slide.runtime.hooks import NO_TASK, BlockHooks, EdgeHooks, RootHooks, RootState, graph_task
+from ds_slide.runtime.hooks import BlockHooks, EdgeHooks, RootHooks, RootState
 from ds_slide.runtime.interruptions import Interruptions
 from ds_slide.runtime.lane import Lane
 from ds_slide.runtime.ranks import Ranks
@@ -273,7 +273,7 @@ class SlideRuntime:
     def _begin_forward(self) -> None:
         self.parts.failures.raise_first()
         for hooks in self.hooks:
-            if isinstance(hooks, BlockHooks):
+            if isinstance(hooks, BlockHooks | WideHooks):
                 hooks.close_left_open()
         self.interruptions.begin_forward(with_gradient=torch.is_grad_enabled())
         if self._unstepped:
@@ -299,7 +299,8 @@ class SlideRuntime:
     def leave_forward(self, unit: Unit) -> None:
         if not unit.in_backward:
             self._unbind_slot(unit)
-            if unit.dtype == torch.float32 and torch.is_autocast_enabled(self.device.torch.type):
+            is_wide = any(part.dtype == torch.float32 for part in (unit, *unit.parts))
+            if is_wide and torch.is_autocast_enabled(self.device.torch.type):
                 # Autocast would keep the copies in lower precision that it has made of the block's weights, on the GPU,
                 # until the forward of the whole model has ended.
                 torch.clear_autocast_cache()
@@ -313,8 +314,7 @@ class SlideRuntime:
                 "a backward() that is not the only one before its engine.step() needs held gradients, because with "
                 f"clipping off weights are updated under backward; {HOLD_HINT}"
             )
-        if (task := graph_task()) != NO_TASK:
-            self.accumulation.open(task)
+        self.interruptions.begin_backward_of_block()
         unit.in_backward = True
         if not unit.is_streamed:
             return None

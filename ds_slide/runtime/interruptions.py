@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from ds_slide.errors import SlideError
 from ds_slide.runtime.accumulation import Accumulation
 from ds_slide.runtime.handoff import Failures
@@ -61,6 +63,20 @@ class Interruptions:
         self._accumulation.require_gradients()
         self._accumulation.open(task)
 
+    def begin_backward_of_block(self) -> None:
+        """As `begin_backward`, of a graph whose backward DeepSpeed has not announced, and which may end unannounced."""
+        task = graph_task()
+        if task == NO_TASK or self._accumulation.is_open:
+            return
+        self._accumulation.open(task)
+        # Called when the whole graph has run, and not after an exception.
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_unannounced(task))
+
+    def nest(self) -> None:
+        """The engine is called, maybe from inside of a backward (gradient caching calls it in a hook)."""
+        if graph_task() != NO_TASK:
+            self._accumulation.nest()
+
     def backward_is_under_way(self) -> bool:
         """Whether the calling thread is in the backward that has begun last."""
         return self._accumulation.is_open and not self._accumulation.is_another(graph_task())
@@ -92,14 +108,22 @@ class Interruptions:
         self._failures.raise_first()
         self._accumulation.require_whole()
 
-    def _recover(self) -> None:
-        self._end_with_the_others()
+    def _end_unannounced(self, task: int) -> None:
+        if self._accumulation.pass_over(task):
+            self._leave_units()
+
+    def _leave_units(self) -> None:
         for unit in self._units:
             unit.in_backward = unit.finalized = False
             unit.count_uses_anew()
+        self._release()
+
+    def _recover(self) -> None:
+        self._end_with_the_others()
+        self._leave_units()
+        for unit in self._units:
             for parameter, _ in unit.trainable:
                 parameter.grad = None
-        self._release()
         if not self._accumulation.interrupt(held=self._held):
             for unit in self._units:
                 unit.gradient_ready = False

@@ -54,6 +54,13 @@ class WideHooks:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+        self.close_left_open()
+
+    def close_left_open(self) -> None:
+        """Take away the copies of calls that an interrupt has ended: torch calls no hook then, and a copy that stays
+        would be what its module computes with for ever."""
+        while self._hidden:
+            self._after()
 
     def _before(self, *_call: Any) -> None:
         hidden: list[tuple[nn.Module, str]] = []
@@ -68,4 +75,4 @@ class WideHooks:
     def _after(self, *_call: Any) -> None:
         if self._hidden:  # not when another hook raised before `_before`
             for owner, name in self._hidden.pop():
-                del vars(owner)[name]
+                vars(owner).pop(name, None)

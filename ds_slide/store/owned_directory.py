@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,9 @@ _READ_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MOST_LEVELS = 32
 # Somebody who renames a directory all the time is met at the name where it was seen sooner or later.
 _ATTEMPTS = 100
-_NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
+# Of O_TMPFILE, after which a named file cannot be made either. The rest, whatever it is, may be about nameless ones.
+_NO_FILES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+_HIDDEN = re.compile(r"\.(nfs|fuse_hidden)[0-9A-Fa-f]+")
 
 
 @contextlib.contextmanager
@@ -94,15 +97,41 @@ def is_at(name: str, parent: int, descriptor: int) -> bool:
     return found is not None and os.path.samestat(found, os.fstat(descriptor))
 
 
+def obstacle(name: str, parent: int) -> str | None:
+    """What the entry is that no directory can be renamed to or below; None for a directory on the file system of
+    `parent`, whoever owns it, and where there is nothing. Raises OSError."""
+    try:
+        descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    except FileNotFoundError:
+        return None
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISLNK(mode):
+            return "a symbolic link"
+        if not stat.S_ISDIR(mode):
+            return "no directory"
+        return None if _on_same_mount(descriptor, parent) else "a mount point"
+    finally:
+        os.close(descriptor)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether it is a name that NFS or FUSE gives to an open file that is unlinked. It goes when the file is closed,
+    and stays for ever where the machine or the FUSE process dies before that."""
+    return _HIDDEN.fullmatch(name) is not None
+
+
 def first_foreign(directory: int, known: Known, level: int = 0) -> str | None:
     """The first entry in the directory or below that we do not make: not a regular file or directory, another's, on
-    another file system, or of a name that is not `known`. None where all of them may be ours."""
+    another file system, or of a name that is neither `known` nor, for a file, `is_hidden`. None where all of them may
+    be ours."""
     for name in sorted(os.listdir(directory)):
         found = status_of(name, directory)
         if found is None:
             continue
         is_directory = stat.S_ISDIR(found.st_mode)
-        if not known(name, is_directory, level) or level == _MOST_LEVELS:
+        is_known = known(name, is_directory, level) or (is_hidden(name) and not is_directory)
+        if not is_known or level == _MOST_LEVELS:
             return name
         if is_directory:
             try:
@@ -186,18 +215,23 @@ def unnamed_file(directory: int) -> int | None:
     try:
         return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=directory)
     except OSError as error:
-        if error.errno in _NO_UNNAMED_FILES:
-            return None
-        raise
+        if error.errno in _NO_FILES:
+            raise
+        return None
 
 
 def _require_ours(name: str, parent: int, descriptor: int) -> None:
-    found, above = os.fstat(descriptor), os.fstat(parent)
-    # The mount tells a bind mount of the same file system, whose device is the parent's.
-    if found.st_dev != above.st_dev or _mount_of(descriptor) != _mount_of(parent):
+    found = os.fstat(descriptor)
+    if not _on_same_mount(descriptor, parent):
         raise _not_ours(name, "another file system is mounted there")
     if found.st_uid != os.geteuid() and found.st_uid != _owner_of_new_files(parent):
         raise _not_ours(name, f"it belongs to user {found.st_uid}")
+
+
+def _on_same_mount(descriptor: int, parent: int) -> bool:
+    """The mount tells a bind mount of the same file system, whose device is the parent's."""
+    same_device = os.fstat(descriptor).st_dev == os.fstat(parent).st_dev
+    return same_device and _mount_of(descriptor) == _mount_of(parent)
 
 
 def _not_ours(name: str, reason: str) -> OSError:

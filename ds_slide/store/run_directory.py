@@ -34,7 +34,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ds_slide.errors import SlideError
-from ds_slide.store.owned_directory import first_foreign, is_at, open_owned, owned, remove_empty, status_of
+from ds_slide.store.owned_directory import (
+    first_foreign,
+    is_at,
+    is_hidden,
+    open_owned,
+    owned,
+    remove_empty,
+    status_of,
+)
 
 LOCK_NAME = "lock"
 FILES = ("bandwidth", "states")
@@ -77,13 +85,19 @@ class _Made:
     path: Path
     parent: int
     directory: int
-    lock: int
+    lock: int | None
     owner: int = field(default_factory=os.getpid)
     removing: threading.RLock = field(default_factory=threading.RLock)
     removed: bool = False
 
+    def unlock(self) -> None:
+        lock, self.lock = self.lock, None
+        if lock is not None:
+            os.close(lock)
+
     def let_go(self) -> None:
-        for descriptor in (self.lock, self.directory, self.parent):
+        self.unlock()
+        for descriptor in (self.directory, self.parent):
             os.close(descriptor)
 
 
@@ -110,6 +124,10 @@ def _make(parent: int, parent_path: Path, prefix: str) -> _Made:
             directory = open_owned(name, parent)
         except FileNotFoundError:
             continue  # a remover took the directory while it was empty
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.rmdir(name, dir_fd=parent)
+            raise
         lock = None
         try:
             if os.listdir(directory):
@@ -164,13 +182,15 @@ def _remove_dead(name: str, parent: int, directory: int) -> None:
         raise OSError(errno.EINVAL, "its lock is no file")
     lock = os.open(LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     try:
-        if _locked(lock) and is_at(LOCK_NAME, directory, lock):
+        try:
+            if not (_locked(lock) and is_at(LOCK_NAME, directory, lock)):
+                return
             _remove_files(directory)
-            _remove_if_empty(name, parent, directory)
+        finally:
+            os.close(lock)  # before the directory: NFS keeps the open file in it
+        _remove_if_empty(name, parent, directory)
     except OSError as error:
         _log.warning("the directory %s of a dead run could not be removed (%s); remove it", name, error.strerror)
-    finally:
-        os.close(lock)
 
 
 def _remove_files(directory: int) -> None:
@@ -179,7 +199,8 @@ def _remove_files(directory: int) -> None:
     foreign = first_foreign(directory, lambda name, below, _level: not below and name in (*FILES, LOCK_NAME))
     if foreign is not None:
         raise OSError(errno.ENOTEMPTY, f"it holds {foreign!r}, which no run puts there")
-    for name in (*FILES, LOCK_NAME):
+    hidden = filter(is_hidden, os.listdir(directory))
+    for name in (*hidden, *FILES, LOCK_NAME):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=directory)
 
@@ -202,6 +223,7 @@ def _remove_own(made: _Made) -> None:
         made.removed = True
         try:
             _remove_files(made.directory)
+            made.unlock()  # before the directory: NFS keeps the open file in it
             if not remove_empty(made.path.name, made.parent, made.directory):
                 _log.warning("somebody has renamed the run directory %s; an empty directory is left", made.path)
         except OSError as error:

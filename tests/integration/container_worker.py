@@ -47,7 +47,7 @@ def run(case: dict[str, Any], out: Path) -> None:
     try:
         with engine_for(model, ds_config({"window": 2})) as engine:
             result["losses"] = train(engine, batches(1)).losses
-            result["states"] = engine.optimizer.slide_stats()["memory"]["host_bytes"]
+            result["states"] = engine.optimizer.runtime.parts.memory_report["host_bytes"]
     except SlideError as error:
         result["error"] = str(error)
         result["seconds"] = time.monotonic() - begun

@@ -18,6 +18,7 @@ from harness import Batch, batches, causal_loss, ds_config, llama, trained
 from tight_memory import room_for_gradients_of
 
 from ds_slide.integration import assemble, ssd_settings
+from ds_slide.plan.memory import Budgets
 
 STEPS = 4
 LESS_MEMORY = 1_700_000
@@ -45,12 +46,16 @@ COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", 
 
 
 @contextlib.contextmanager
-def host_memory(less: bool) -> Iterator[None]:
-    """Whether this rank finds memory for no more than three quarters of its states."""
+def host_memory(nbytes: int | None) -> Iterator[None]:
+    """What this rank finds free, beside what the accelerator computes in, as on a GPU. None: all that there is."""
     find = assemble._budgets
+
+    def found(*given: Any) -> Budgets:
+        budgets = dataclasses.replace(find(*given), gpu_is_own=True)
+        return budgets if nbytes is None else dataclasses.replace(budgets, host_free=nbytes)
+
     with pytest.MonkeyPatch.context() as patch:
-        if less:
-            patch.setattr(assemble, "_budgets", lambda *given: dataclasses.replace(find(*given), host_free=LESS_MEMORY))
+        patch.setattr(assemble, "_budgets", found)
         yield
 
 
@@ -102,8 +107,8 @@ def main(rank: int, folder: Path) -> None:
             if name.startswith("ssd"):
                 for section in ("offload_optimizer", "offload_param"):
                     config["zero_optimization"][section] = {"device": "nvme", "nvme_path": f"{folder}/disk"}
-            less = name == "ssd-less-memory" and rank == 1
-            with room_for_gradients_of(1 if name == "ssd-gradients" else None) as plan, host_memory(less):
+            found = LESS_MEMORY if name == "ssd-less-memory" and rank == 1 else None
+            with room_for_gradients_of(1 if name == "ssd-gradients" else None) as plan, host_memory(found):
                 evaluates = name in ("clipping", "immediate") and rank == 1
                 result = trained(llama(seed=rank), config, data[rank::2], loss_of=Watched(data[0], evaluates))
             assert slide is None or bool(plan().host.gradients_on_ssd) == (name == "ssd-gradients")

@@ -10,6 +10,7 @@ import textwrap
 import deepspeed
 import pytest
 import torch
+from accelerate import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
@@ -20,6 +21,7 @@ from torch import nn
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideConfigError
 from ds_slide.integration.activation import warn_if_meant
+from ds_slide.integration.as_written import as_written
 from ds_slide.integration.contract import (
     check_deepspeed_config,
     check_supported,
@@ -259,6 +261,95 @@ def test_what_the_json_alone_does_not_decide(others):
     config = ds_config(**others)
     HfDeepSpeedConfig(config)
     check_json(config)
+
+
+AUTO = {
+    "stage": ({"stage": "auto"}, 'zero_optimization.stage is "auto", but nothing has filled it in; set it to 3'),
+    "device": (
+        {"offload_optimizer": {"device": "auto", "nvme_path": "auto"}},
+        'zero_optimization.offload_optimizer.device is "auto"; expected "none", "cpu" or "nvme"',
+    ),
+    "nvme_path": (
+        {"offload_param": {"device": "nvme", "nvme_path": "auto"}},
+        'zero_optimization.offload_param.nvme_path is "auto", which is no directory but',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AUTO)
+def test_what_accelerate_fills_in_later_is_refused_by_the_engine_only(case):
+    zero, message = AUTO[case]
+    HfDeepSpeedConfig(ds_config(zero))
+    check_json(ds_config(zero))
+    with pytest.raises(SlideConfigError, match=f"^{re.escape(message)}"):
+        check(ds_config(zero))
+
+
+def test_a_device_that_may_become_nvme():
+    section = {"offload_optimizer": {"device": "auto"}}
+    check_json(ds_config(section, {"nvme_path": "/tmp"}))
+    with pytest.raises(SlideConfigError, match=r"^aio\.queue_depth is 0; expected"):  # what is settled is told
+        check_json(ds_config(NVME | {"offload_param": {"device": "cpu", "nvme_path": "auto"}}, aio={"queue_depth": 0}))
+
+
+def test_placeholders_for_a_directory_that_nothing_reads():
+    section = {"offload_optimizer": {"device": "cpu", "nvme_path": "auto"}}
+    on_nvme = {"offload_optimizer": {"device": "nvme", "nvme_path": "none"}}
+    for config in (ds_config(section), ds_config(on_nvme, {"nvme_path": "/tmp"})):
+        check_json(config)
+        check(config)
+
+
+@pytest.mark.parametrize("directory", [None, "/tmp"])
+def test_the_plugin_of_accelerate_fills_in_what_is_auto(monkeypatch, directory):
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "nvme")
+    if directory:
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", directory)
+    zero = {"stage": "auto", "offload_optimizer": {"device": "auto", "nvme_path": "auto"}}
+    config = DeepSpeedPlugin(hf_ds_config=ds_config(zero)).deepspeed_config
+    assert config["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": directory or "none"},
+    }
+    if directory:
+        check(config)
+        return
+    with pytest.raises(SlideConfigError, match=r'^zero_optimization.offload_optimizer.nvme_path is "none", which'):
+        check(config)
+
+
+class TestFiles:
+    """What is read before DeepSpeed reads the same file."""
+
+    @pytest.fixture
+    def read(self, tmp_path):
+        def read(text):
+            file = tmp_path / "config.json"
+            file.write_bytes(text)
+            return as_written(str(file))
+
+        return read
+
+    def test_as_deepspeed_reads_it(self, read):
+        text = b'{\n  # a comment\n  "ds_slide": {"enabled": true}, // another\n  "aio": {"block_size": 1,},\n}'
+        assert read(text) == {"ds_slide": {"enabled": True}, "aio": {"block_size": 1}}
+
+    @pytest.mark.parametrize("text", [b'{"a": 1, "a": 2}', b"{", b"[1]", b"\xff", b'{"a":' * 10_000])
+    def test_what_deepspeed_has_to_judge(self, read, text):
+        assert read(text) is None
+
+    def test_a_file_that_cannot_be_read(self, tmp_path, monkeypatch):
+        file = tmp_path / "config.json"
+        file.write_text("{}")
+        assert as_written(file) == {}
+
+        def refuse(*_args, **_kwargs):
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr("builtins.open", refuse)  # root may read everything
+        monkeypatch.setattr("io.open", refuse)
+        assert as_written(file) is None
 
 
 def test_off_is_off_where_the_json_is_read():

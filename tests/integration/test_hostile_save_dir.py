@@ -6,11 +6,13 @@ import contextlib
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from traps import AS_ROOT, intruder, mounts, plant, plant_replaced, precious, tree
 
+from ds_slide.errors import SlideError
 from ds_slide.integration import checkpoint_leftovers, checkpoint_place
 from ds_slide.integration.checkpoint_leftovers import REPLACED, SAVING, recover, replaced_name, replaced_tag
 from ds_slide.integration.checkpoint_place import Staging, new_name
@@ -175,15 +177,28 @@ def test_a_tag_behind_a_link_is_not_reached(saves, theirs, exchange, monkeypatch
     (theirs / "tag").mkdir()
     (saves / "link").symlink_to(theirs)
     before = tree(theirs)
-    with pytest.raises(OSError, match=r"Not a directory|symbolic links"):
+    with pytest.raises(SlideError, match=f"{saves}/link is a symbolic link"):
         save(saves, "link/tag")
+    (saves / "link").unlink()
+    with pytest.raises(OSError, match=r"Not a directory|symbolic links"):
+        save_with("link/tag", saves, lambda: (saves / "link").symlink_to(theirs))
     assert tree(theirs) == before and leftovers(saves) == []
 
 
-def test_a_replaced_link_goes_and_its_target_stays(saves, theirs):
-    (saves / "tag").symlink_to(theirs)
+def save_with(tag: str, saves: Path, happens: Callable[[], None]) -> None:
+    """Something happens when the directory of the save is there."""
+    staging = Staging(saves, new_name())
+    try:
+        staging.open(tag)
+        happens()
+        staging.publish(tag, write(staging, tag), latest=True)
+    finally:
+        staging.discard()
+
+
+def test_a_link_that_appears_during_the_save_goes_and_its_target_stays(saves, theirs):
     before = tree(theirs)
-    save(saves)
+    save_with("tag", saves, lambda: (saves / "tag").symlink_to(theirs))
     assert content_of(saves) == b"states" and not (saves / "tag").is_symlink()
     assert tree(theirs) == before and leftovers(saves) == []
 
@@ -230,7 +245,7 @@ def test_saves_whose_directories_become_links(saves, theirs, rounds):
     with intruder(saves, rf"{SAVING}.*|{REPLACED}.*", theirs) as swaps:
         done = 0
         while done < rounds or swaps() < SWAPS:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, SlideError):
                 save(saves, content=b"%d" % done)
             done += 1
             if done % 20 == 0:

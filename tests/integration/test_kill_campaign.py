@@ -103,7 +103,7 @@ class Campaign:
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize(("size", "tier"), [(1, "ssd"), (1, "host"), (2, "ssd"), (2, "host")])
 def test_nothing_is_lost_wrong_or_left(launcher: Launcher, tmp_path: Path, size: int, tier: str) -> None:
-    before = set(Path("/dev/shm").iterdir())
+    before = ours_in_memory()
     campaign = Campaign(launcher, tmp_path / "killed", size, tier)
     for _ in range(max(1, KILLS // 4)):
         told = campaign.kill()
@@ -113,4 +113,9 @@ def test_nothing_is_lost_wrong_or_left(launcher: Launcher, tmp_path: Path, size:
     last = campaign.end()
     expected = campaign.undisturbed(tmp_path / "whole", last)
     assert {key: expected[key] for key in campaign.losses} == campaign.losses
-    assert set(Path("/dev/shm").iterdir()) <= before
+    assert ours_in_memory() <= before
+
+
+def ours_in_memory() -> set[str]:
+    """Other programs, and DeepSpeed's and torch's own buffers, come and go beside it."""
+    return {name for name in os.listdir("/dev/shm") if "slide" in name}

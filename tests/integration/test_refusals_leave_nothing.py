@@ -7,7 +7,6 @@ import gc
 import os
 import re
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,33 +29,35 @@ SECONDS = 2.0
 NAMES = re.compile(r"ds_slide|slide-update")
 
 
-def own_threads() -> list[str]:
-    """Those of Python and of the extension, by the names that the kernel has for them."""
-    names = [thread.name for thread in threading.enumerate()]
+def own_threads() -> dict[int, str]:
+    """Threads of this package that are alive, of Python and of the extension, by the number that the kernel has."""
+    found = {}
     for task in Path("/proc/self/task").iterdir():
         try:
-            names.append((task / "comm").read_text().strip())
+            name = (task / "comm").read_text().strip()
         except OSError:
             continue  # it has just ended
-    return [name for name in names if NAMES.match(name)]
+        if NAMES.match(name):
+            found[int(task.name)] = name
+    return found
 
 
-def wait_for_threads() -> None:
-    """A thread that has been joined is in /proc for a moment longer."""
+def wait_for_threads(before: dict[int, str]) -> None:
+    """No thread is left but those of `before`, of engines of other tests. One that has been joined is in /proc for a
+    moment longer."""
     deadline = time.monotonic() + PATIENCE_S
-    while own_threads() and time.monotonic() < deadline:
+    while own_threads().keys() - before.keys() and time.monotonic() < deadline:
         os.sched_yield()
-    assert not own_threads()
+    assert not own_threads().keys() - before.keys(), own_threads()
 
 
 @contextmanager
 def nothing_left(disk: Path) -> Iterator[None]:
-    """After the engine, no thread of ours is alive, and `disk` is as it was."""
-    before = sorted(disk.rglob("*"))
-    assert not own_threads()
+    """After the engine, no thread of ours is alive that was not before, and `disk` is as it was."""
+    files, threads = sorted(disk.rglob("*")), own_threads()
     yield
-    wait_for_threads()
-    assert sorted(disk.rglob("*")) == before
+    wait_for_threads(threads)
+    assert sorted(disk.rglob("*")) == files
 
 
 def config_of(slide: dict[str, Any], disk: Path | None) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def run(slide: dict[str, Any], disk: Path | None) -> None:
 
 def check(slide: dict[str, Any], on_disk: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        disk = Path(folder)
+        disk, threads = Path(folder), own_threads()
         start = time.process_time()  # of the clock's seconds others may have most
         try:
             run(slide, disk if on_disk else None)
@@ -139,7 +140,7 @@ def check(slide: dict[str, Any], on_disk: bool) -> None:
             assert time.process_time() - start < SECONDS, (slide, text)
             assert all("; " in line for line in text.splitlines()), text
             assert any(f"ds_slide.{key}" in text for key in slide), (slide, text)
-        wait_for_threads()
+        wait_for_threads(threads)
         assert sorted(str(path.relative_to(disk)) for path in disk.rglob("*")) == left
 
 

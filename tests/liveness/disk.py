@@ -90,6 +90,13 @@ class Disk:
     def statistics(self) -> dict[str, Any]:
         return {**self.counts, "busy_s": 0.0}
 
+    def remove_files(self) -> None:
+        """There are none."""
+
+    def undo(self) -> None:
+        """Nothing is left of it: it has made no directory."""
+        assert self.closed
+
     def close(self) -> None:
         self.closed = True
         for transfer in self.pending:

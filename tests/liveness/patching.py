@@ -38,7 +38,11 @@ class Updater:
 
     num_threads = 1
 
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+    def __init__(self, *_args: Any, idle: bool = False, **_kwargs: Any) -> None:
+        self._has_threads = not idle
+
+    def end_threads(self) -> None:
+        self._has_threads = False
 
     def adamw_(
         self,
@@ -51,6 +55,7 @@ class Updater:
         grad_scale: float = 1.0,
         **_others: Any,
     ) -> None:
+        assert self._has_threads
         exp_avg.mul_(0.9).add_(grad, alpha=grad_scale)
         exp_avg_sq.mul_(0.5).addcmul_(exp_avg, exp_avg)
         weight.sub_(exp_avg, alpha=0.01 * hyper.step)
@@ -58,9 +63,11 @@ class Updater:
             remainder.mul_(3).add_(hyper.step)
 
     def accumulate_(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        assert self._has_threads
         dst.add_(src)
 
     def sum_of_squares(self, tensor: torch.Tensor) -> float:
+        assert self._has_threads
         return float(tensor.double().square().sum())
 
 

@@ -1,7 +1,11 @@
 """Limits of control groups, read from trees of files as kernels and container engines make them."""
 
+import os
+import shutil
+
 import pytest
 
+from ds_slide.plan import cgroups
 from ds_slide.plan.cgroups import memory_limits
 
 GIB = 1 << 30
@@ -136,6 +140,51 @@ def test_both_versions_mounted(system):
 def test_containers_that_see_their_own_group_at_the_mount(system, cgroup, root):
     found = system(cgroup, V2.format(root=root, point="/sys/fs/cgroup"), {"/sys/fs/cgroup": v2(2 * GIB, GIB)})
     assert found == [("/sys/fs/cgroup/memory.max", 2 * GIB, GIB + 4050)]
+
+
+OUTSIDE = V2.format(root="/../../..", point="/host")
+INSIDE = V2.format(root="/", point="/sys/fs/cgroup")
+
+
+@pytest.mark.parametrize("mountinfo", [OUTSIDE + INSIDE, INSIDE + OUTSIDE])
+@pytest.mark.parametrize("cgroup", ["0::/\n", "0::/../moved\n"])
+def test_a_mount_from_outside_of_the_container_is_not_its_own_group(system, mountinfo, cgroup):
+    found = system(cgroup, mountinfo, {"/host": v2(9 * GIB), "/sys/fs/cgroup": v2(2 * GIB, GIB)})
+    assert found == [("/sys/fs/cgroup/memory.max", 2 * GIB, GIB + 4050)]
+
+
+def test_a_mount_from_outside_alone(system):
+    """As with `docker run -v /sys/fs/cgroup:/sys/fs/cgroup`, which hides the container's own."""
+    groups = {
+        "/host": {"cgroup.controllers": "memory"},
+        "/host/kube/pod/other/job": v2(GIB) | {"cgroup.procs": "1\n0"},
+        "/host/kube/pod/own/job": v2("max") | {"cgroup.procs": f"1\n{os.getpid()}"},
+        "/host/kube/pod/own": v2(2 * GIB),
+        "/host/kube": v2(4 * GIB),
+    }
+    found = [(path, limit) for path, limit, _ in system("0::/job\n", OUTSIDE, groups)]
+    assert found == [("/host/kube/pod/own/memory.max", 2 * GIB), ("/host/kube/memory.max", 4 * GIB)]
+
+
+def test_a_process_that_was_moved_to_where_a_mount_from_outside_shows_it(system):
+    found = system("0::/../../../job\n", OUTSIDE + INSIDE, {"/host/job": v2(GIB), "/sys/fs/cgroup": v2(2 * GIB)})
+    assert [path for path, _, _ in found] == ["/host/job/memory.max"]
+
+
+def test_lines_that_are_not_of_the_form(system):
+    cgroup = "nonsense\n0:\n\n0::/a\n"
+    assert len(system(cgroup, INSIDE, {"/sys/fs/cgroup/a": v2(GIB)})) == 1
+
+
+def test_a_group_that_ends_while_it_is_read(system, monkeypatch):
+    def end(directory, _version):
+        if directory.name == "b":
+            shutil.rmtree(directory)
+        return 0
+
+    monkeypatch.setattr(cgroups, "_reclaimable", end)
+    found = system("0::/a/b\n", INSIDE, {"/sys/fs/cgroup/a": v2(2 * GIB), "/sys/fs/cgroup/a/b": v2(GIB)})
+    assert [path for path, _, _ in found] == ["/sys/fs/cgroup/a/memory.max"]
 
 
 def test_a_group_below_that_of_the_container(system):

@@ -27,14 +27,22 @@ FAILING = """
     %s
     prepare()
 """
+# A hook that sees the frames and what led to the error.
+HEARD = (
+    "lambda kind, error, trace: print('heard', len(list(__import__('traceback').walk_tb(error.__traceback__))), error, "
+    "error.__context__)"
+)
+# A pipe that nobody reads any more.
+BROKEN = "import os; ends = os.pipe(); os.dup2(ends[1], 1); os.close(ends[0]); os.close(ends[1]); print('more')"
 
 
 @pytest.fixture
 def lines(tmp_path):
     """Of a script, both streams in one file, as a launcher's log has them."""
 
-    def run(before="end_in_one_sentence(); end_in_one_sentence()", **variables):
-        script = tmp_path / "train.py"
+    def run(before="end_in_one_sentence(); end_in_one_sentence()", name="train.py", code=1, **variables):
+        script = tmp_path / name
+        script.parent.mkdir(parents=True, exist_ok=True)
         script.write_text(textwrap.dedent(FAILING % before))
         environment = {key: value for key, value in os.environ.items() if not key.startswith("DS_SLIDE")} | variables
         environment["PYTHONPATH"] = str(REPOSITORY)
@@ -47,7 +55,7 @@ def lines(tmp_path):
             timeout=60,
             check=False,
         )
-        assert done.returncode == 1, done.stdout
+        assert code in (None, done.returncode), done.stdout
         return done.stdout.splitlines()
 
     return run
@@ -83,5 +91,34 @@ def test_other_errors_are_shown_as_ever(lines):
 
 
 def test_who_listens_for_errors_still_hears_of_them(lines):
-    before = "sys.excepthook = lambda kind, error, trace: print('heard', kind.__name__, error); end_in_one_sentence()"
-    assert lines(before=before)[-1] == f"heard SlideConfigError {SENTENCE}"
+    """All of it, and the sentence stays the last line."""
+    found = lines(before=f"sys.excepthook = {HEARD}; end_in_one_sentence()")
+    assert found[-2:] == [f"heard 4 {SENTENCE} 'hidden cause'", f"ds_slide.errors.SlideConfigError: {SENTENCE}"]
+
+
+def test_a_listener_that_prints_by_the_hook_before_it(lines):
+    found = lines(before="sys.excepthook = lambda *all: sys.__excepthook__(*all); end_in_one_sentence()")
+    assert found[-1] == f"ds_slide.errors.SlideConfigError: {SENTENCE}"
+    assert [line for line in found if "hidden cause" in line]
+
+
+def test_a_listener_that_ends_the_process(lines):
+    found = lines(before="sys.excepthook = lambda *all: sys.exit(1); end_in_one_sentence()")
+    assert found[-1] == f"ds_slide.errors.SlideConfigError: {SENTENCE}"
+
+
+def test_a_listener_that_came_later_and_calls_first(lines):
+    before = f"end_in_one_sentence(); ours = sys.excepthook; sys.excepthook = lambda *a: (ours(*a), ({HEARD})(*a))"
+    assert f"heard 4 {SENTENCE} 'hidden cause'" in lines(before=before)
+
+
+@pytest.mark.parametrize("stream", ["sys.stdout.close()", "__import__('os').close(1)", "sys.stderr.close()", BROKEN])
+def test_streams_that_cannot_be_written_to(lines, stream):
+    found = lines(before=f"end_in_one_sentence(); {stream}", code=None, PYTHONUNBUFFERED="")
+    assert "Error in sys.excepthook:" not in found
+    assert (f"ds_slide.errors.SlideConfigError: {SENTENCE}" in found) == ("stderr" not in stream)
+
+
+@pytest.mark.parametrize("folder", ["home/.local/lib/python3.11/site-packages", "usr/lib/python3/dist-packages"])
+def test_what_is_installed_elsewhere_is_not_of_the_script(lines, folder):
+    assert files(lines(name=f"{folder}/tool.py")) == []

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import traps
 from traps import AS_ROOT, intruder, mounts, plant, precious, tree
 
 from ds_slide.store import owned_directory
@@ -128,6 +129,13 @@ def test_a_directory_put_in_the_place_of_a_new_one_is_not_used(shared, monkeypat
         start(shared)
     (path,) = shared.glob("*/states")
     assert path.read_text() == "precious"
+
+
+def test_where_nothing_can_be_swapped_the_tests_that_wait_for_it_are_skipped(shared, theirs, monkeypatch):
+    monkeypatch.setattr(traps, "exchange", lambda _directory, _name: False)
+    with pytest.raises(pytest.skip.Exception, match="RENAME_EXCHANGE is refused"), intruder(shared, "", theirs):
+        pytest.fail("nothing was skipped")
+    assert tree(shared) == {}
 
 
 ROUNDS = pytest.mark.parametrize("rounds", [150, pytest.param(SWAPS, marks=pytest.mark.slow)])

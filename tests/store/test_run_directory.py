@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -12,9 +13,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from silly_names import keep_names
 
 from ds_slide.errors import SlideError
-from ds_slide.store import run_directory, run_files
+from ds_slide.store import owned_directory, run_directory, run_files
 from ds_slide.store.owned_directory import opened
 from ds_slide.store.run_directory import NAME, RunDirectory, remove_dead_runs
 from ds_slide.store.run_files import RunFiles
@@ -159,6 +161,51 @@ def test_a_number_of_a_dead_process_that_lives_again_does_not_save_a_dead_direct
     (dead / "lock").touch()
     (dead / "states").write_bytes(b"x")
     started(tmp_path).close()
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    "hidden", [".nfs0000000000a1b2c3", ".nfs00000000012345670000002a", ".fuse_hidden0000000100000002"]
+)
+def test_a_name_that_the_file_system_gave_keeps_no_dead_run(tmp_path, hidden):
+    dead = tmp_path / "ds_slide-host-1-0-0123456789ab"
+    dead.mkdir()
+    for name in ("lock", "states", hidden):
+        (dead / name).write_bytes(b"x")
+    started(tmp_path).close()
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.parametrize("other", [".nfs", ".nfs-notes", ".fuse_hidden", "nfs01", ".nfs01/"])
+def test_a_name_that_looks_like_it_keeps_it(tmp_path, other):
+    dead = tmp_path / "ds_slide-host-1-0-0123456789ab"
+    dead.mkdir()
+    for name in ("lock", "states", other):
+        (dead / name).mkdir() if name.endswith("/") else (dead / name).touch()
+    before = names(dead)
+    started(tmp_path).close()
+    assert names(dead) == before
+
+
+def test_a_lock_that_keeps_a_name_while_it_is_open_keeps_no_dead_run(tmp_path, monkeypatch):
+    dead = tmp_path / "ds_slide-host-1-0-0123456789ab"
+    dead.mkdir()
+    for name in ("lock", "states"):
+        (dead / name).touch()
+    keep_names(monkeypatch, run_directory, owned_directory)
+    with opened(tmp_path) as parent:
+        remove_dead_runs(parent, tmp_path)
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EMFILE, errno.EACCES])
+def test_a_new_directory_that_cannot_be_opened_goes(tmp_path, monkeypatch, code):
+    def refuse(_name: str, _parent: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(run_directory, "open_owned", refuse)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        started(tmp_path)
     assert names(tmp_path) == set()
 
 

@@ -11,12 +11,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from silly_names import Calls, keep_names
 
-from ds_slide.store import owned_directory, run_files, writable_by_others
+from ds_slide.store import owned_directory, run_directory, run_files, writable_by_others
 from ds_slide.store.run_directory import LOCK_NAME, NAME
 from ds_slide.store.run_files import RunFile, RunFiles
 
@@ -35,31 +35,6 @@ def put_and_get(file: RunFile) -> None:
 def no_unnamed_files(monkeypatch) -> None:
     """As on file systems without O_TMPFILE. Patched: those that can be mounted here have it."""
     monkeypatch.setattr(run_files, "unnamed_file", lambda _directory: None)
-
-
-def keep_names(monkeypatch) -> None:
-    """What NFS does with an open file that is unlinked, done by a rename."""
-
-    def unlink(name: str, *, dir_fd: int) -> None:
-        os.rename(name, f".nfs{name}", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-
-    def close(descriptor: int) -> None:
-        folder = os.path.dirname(os.readlink(f"/proc/self/fd/{descriptor}"))
-        os.close(descriptor)
-        for path in Path(folder).glob(".nfs*"):
-            path.unlink()
-
-    monkeypatch.setattr(run_files, "os", Calls(unlink=unlink, close=close))
-
-
-class Calls:
-    """The module os with other functions."""
-
-    def __init__(self, **functions: Callable[..., object]) -> None:
-        vars(self).update(functions)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(os, name)
 
 
 def test_a_file_has_no_name_and_no_directory(tmp_path):
@@ -91,11 +66,10 @@ def test_without_o_tmpfile_it_is_unlinked_and_the_directory_goes(tmp_path):
 
 
 @pytest.mark.usefixtures("no_unnamed_files")
-def test_where_an_open_file_cannot_be_unlinked_it_keeps_its_name(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        keep_names(patch)
-        files = RunFiles(tmp_path, 0)
-        first, second = files.make("bandwidth"), files.make("states")
+def test_where_an_open_file_cannot_be_unlinked_it_keeps_its_name(tmp_path, monkeypatch, caplog):
+    keep_names(monkeypatch, run_files, run_directory, owned_directory)
+    files = RunFiles(tmp_path, 0)
+    first, second = files.make("bandwidth"), files.make("states")
     (directory,) = tmp_path.iterdir()
     assert names(directory) == ["bandwidth", LOCK_NAME, "states"]
     assert second.label == str(directory / "states")
@@ -103,9 +77,10 @@ def test_where_an_open_file_cannot_be_unlinked_it_keeps_its_name(tmp_path, monke
     put_and_get(second)
     files.discard(first)
     assert names(directory) == [LOCK_NAME, "states"]
-    files.close()
-    assert names(tmp_path) == []
     os.close(second.descriptor)
+    with caplog.at_level(logging.WARNING, "ds_slide"):
+        files.close()
+    assert names(tmp_path) == [] and caplog.text == ""
 
 
 def test_a_file_that_does_not_give_back_what_is_written_is_not_used(tmp_path, monkeypatch):
@@ -120,7 +95,7 @@ def test_a_file_that_does_not_give_back_what_is_written_is_not_used(tmp_path, mo
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EISDIR])
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EISDIR, errno.EPERM, errno.ENOTSUP, errno.EIO])
 def test_the_kernel_says_that_there_is_no_o_tmpfile(tmp_path, monkeypatch, code):
     def without(path: str, flags: int, *arguments: int, **options: int) -> int:
         if flags & os.O_TMPFILE == os.O_TMPFILE:
@@ -132,6 +107,17 @@ def test_the_kernel_says_that_there_is_no_o_tmpfile(tmp_path, monkeypatch, code)
     os.close(files.make("states").descriptor)
     assert names(tmp_path) == []
     files.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+def test_what_no_file_can_be_made_for_is_said(tmp_path, monkeypatch, code):
+    def refuse(*_arguments: object, **_options: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with owned_directory.opened(tmp_path) as parent:
+        monkeypatch.setattr(owned_directory, "os", Calls(open=refuse))
+        with pytest.raises(OSError, match=os.strerror(code)):
+            owned_directory.unnamed_file(parent)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
