@@ -16,19 +16,27 @@ import pickletools
 import re
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
+from torch._weights_only_unpickler import Unpickler
+from torch.serialization import add_safe_globals, get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
 from ds_slide.errors import SlideError
-from ds_slide.integration.checkpoint_numpy import STAND_INS
+from ds_slide.integration.checkpoint_numpy import STAND_INS, in_numpys_own
 from ds_slide.integration.checkpoint_open import regular_file
 
-_CLASSES = (
+
+def _empty_bytes() -> bytes:
+    """As which protocol 2 writes b"", in an empty array too."""
+    return b""
+
+
+_LISTED: tuple[Any, ...] = (
+    (_empty_bytes, "builtins.bytes"),
     LossScaler,  # in the optimizer's file, also without loss scaling
     DynamicLossScaler,
     ZeroStageEnum,  # likewise, in stock's
@@ -76,11 +84,17 @@ def load_open(file: BinaryIO, path: str, map_location: Any, *, mapped: bool) -> 
     """The content of `file`, opened at `path`. `mapped`: its tensors are maps of the file. Raises SlideError."""
     # Mapped, torch opens the file by name. This name is that of the file which is open, whatever is at `path` now.
     source: Any = f"/proc/self/fd/{file.fileno()}" if mapped else file
-    with _allowed():
+
+    def read() -> Any:
+        file.seek(0)
+        return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
+
+    with _lock:  # the list is the process's: another thread must not take away what this one still needs
         try:
-            return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
+            return _read_allowed(read)
         except pickle.UnpicklingError as error:
-            names = _refused_names(file, str(error))
+            with _allowed(users_numpy=True):
+                names = _refused_names(file, str(error))
             if not names:
                 raise _unreadable(path, _reason(error)) from error
             # Without torch's own words, which advise to load the file unrestricted.
@@ -101,23 +115,71 @@ def refused_names(pickled: bytes) -> list[str]:
         archive.writestr("archive/data.pkl", pickled)
         archive.writestr("archive/version", b"3\n")
     buffer.seek(0)
-    with _allowed():
+    with _lock:
         try:
-            return sorted(get_unsafe_globals_in_checkpoint(buffer))
+            with _allowed(users_numpy=True):
+                names = sorted(get_unsafe_globals_in_checkpoint(buffer))
+            if names or b"cnumpy" not in pickled:
+                return names
+            _read_allowed(lambda: _without_storages(pickled))  # numpy's are also refused for what they hold
         except pickle.UnpicklingError as error:
-            return _operation(str(error))
+            return _operation(str(error)) or _named_in(str(error)) or [_reason(error)]
+        except Exception:  # a class of the user that cannot be made without its tensors' values
+            pass
+    return []
+
+
+def _without_storages(pickled: bytes) -> Any:
+    """What is in a pickle; its tensors have no memory."""
+
+    def storage(saved: Any) -> Any:
+        _, kind, _, _, numel = saved
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        empty = torch.UntypedStorage(numel * dtype.itemsize, device="meta")
+        return torch.storage.TypedStorage(wrap_storage=empty, dtype=dtype, _internal=True)
+
+    reader: Any = Unpickler(io.BytesIO(pickled), encoding="utf-8")
+    reader.persistent_load = storage
+    return reader.load()
+
+
+def _read_allowed(read: Callable[[], Any]) -> Any:
+    """What `read` unpickles. Where the user has allowed something of numpy, that is used for what the stand-ins refuse:
+    alone, a part of it would only be in their way. Under `_lock`."""
+    try:
+        with _allowed(users_numpy=False):
+            return in_numpys_own(read(), _classes())
+    except pickle.UnpicklingError:
+        if not _users_numpy():
+            raise
+    with _allowed(users_numpy=True):
+        return in_numpys_own(read(), _classes())
+
+
+def _classes() -> tuple[type, ...]:
+    """Those whose objects may have attributes out of a file."""
+    entries = [entry[0] if isinstance(entry, tuple) else entry for entry in get_safe_globals()]
+    return (torch.Tensor, *(entry for entry in entries if isinstance(entry, type)))
+
+
+def _users_numpy() -> list[Any]:
+    names = {name for _, name in STAND_INS}
+    return [entry for entry in get_safe_globals() if _name_of(entry) in names]
 
 
 @contextlib.contextmanager
-def _allowed() -> Iterator[None]:
-    """Meanwhile torch's unpickler knows the list. What the user has allowed stays as it is, before and after."""
-    with _lock:  # the list is the process's: another thread must not take away what this one still needs
+def _allowed(*, users_numpy: bool) -> Iterator[None]:
+    """Meanwhile torch's unpickler knows the list, and of numpy what the user has allowed or only the stand-ins. What
+    the user has allowed is the same before and after. Under `_lock`."""
+    hidden = [] if users_numpy else _users_numpy()
+    with safe_globals(hidden):
+        pass  # at its end they are off the list
+    try:
         taken = {_name_of(entry) for entry in get_safe_globals()}
-        entries: list[Any] = [entry for entry in _CLASSES if _name_of(entry) not in taken]
-        if not any(name.startswith("numpy.") for name in taken):
-            entries += STAND_INS
-        with safe_globals(entries):
+        with safe_globals([entry for entry in (*_LISTED, *STAND_INS) if _name_of(entry) not in taken]):
             yield
+    finally:
+        add_safe_globals(hidden)
 
 
 def _name_of(entry: Any) -> str:
@@ -131,9 +193,13 @@ def _refused_names(file: BinaryIO, message: str) -> str:
         file.seek(0)
         names = sorted(get_unsafe_globals_in_checkpoint(f"/proc/self/fd/{file.fileno()}"))
     if not names:
-        names = [match[1] for pattern in _IN_TORCHS_WORDS if (match := re.search(pattern, message))][:1]
-        names = [name if "." in name else f"builtins.{name}" for name in names]
+        names = _named_in(message)
     return listed(names or _operation(message))
+
+
+def _named_in(message: str) -> list[str]:
+    names = [match[1] for pattern in _IN_TORCHS_WORDS if (match := re.search(pattern, message))][:1]
+    return [name if "." in name else f"builtins.{name}" for name in names]
 
 
 def _operation(message: str) -> list[str]:

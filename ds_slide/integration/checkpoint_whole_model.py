@@ -27,8 +27,8 @@ class _Torch(ModuleType):
         return getattr(torch, name)
 
     @staticmethod
-    def load(path: str, map_location: Any = None, mmap: bool = False, weights_only: bool = True) -> Any:
-        return restricted.load(path, map_location, mapped=mmap)
+    def load(path: str, map_location: Any = None, *_others: Any, mmap: bool | None = False, **_options: Any) -> Any:
+        return restricted.load(path, map_location, mapped=bool(mmap))
 
 
 @contextmanager
