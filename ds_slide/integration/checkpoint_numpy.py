@@ -106,7 +106,10 @@ def in_numpys_own(value: Any, classes: tuple[type, ...]) -> Any:
         if isinstance(attributes, dict):
             change(attributes)
 
-    return real(value)
+    try:
+        return real(value)
+    finally:
+        done.clear()  # the two functions refer to each other: what is in it would live until garbage is collected
 
 
 def _type_of(number: Any) -> np.dtype[Any] | None:

@@ -40,7 +40,8 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     assert _previous is not None
     if not isinstance(error, SlideError) or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
         _previous(kind, error, trace)
-    elif _previous is sys.__excepthook__:
+    elif _previous is sys.__excepthook__ or getattr(_previous, "__module__", "").startswith("torch."):
+        # torch's puts the rank before what the hook below it prints, and is there as soon as there is a process group.
         _say(kind, error, _only(list(_of_the_script(trace))))
     else:
         try:

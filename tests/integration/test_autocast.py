@@ -110,6 +110,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @schedules
 @pytest.mark.parametrize("slide", PLACEMENTS.values(), ids=PLACEMENTS)
 def test_placement_changes_no_bit(schedule: Any, slide: dict[str, Any]) -> None:
@@ -258,6 +259,7 @@ def test_a_model_in_bf16_trains_under_autocast() -> None:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saver", ["slide", "stock"])
 @pytest.mark.parametrize("loader", ["slide", "stock"])
 def test_checkpoints_go_both_ways(saver: str, loader: str, tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from ds_slide.plan.cgroups import _group_paths, _mounts
 HERE = Path(__file__).resolve().parent
 PATIENCE_S = 280
 MIB = 1 << 20
+# A minute: four processes that fill memory.
+pytestmark = pytest.mark.slow
 NAME = f"ds_slide-test-{os.getpid()}"
 
 

@@ -24,7 +24,14 @@ from ds_slide.runtime import running
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 CONFIGURATIONS = pytest.mark.parametrize(
-    ("tier", "clip"), [("host", 1.0), ("host", 0.0), ("ssd", 1.0), ("ssd", 0.0)], ids=lambda value: str(value)
+    ("tier", "clip"),
+    [
+        ("host", 1.0),
+        ("ssd", 1.0),
+        pytest.param("host", 0.0, marks=pytest.mark.slow),
+        pytest.param("ssd", 0.0, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: str(value),
 )
 PATIENCE_S = 30.0
 

@@ -146,6 +146,7 @@ def check(slide: dict[str, Any], on_disk: bool) -> None:
 
 @given(slide=SLIDES, on_disk=st.booleans())
 @FEW
+@pytest.mark.slow
 def test_some_blocks_run_or_are_refused(slide: dict[str, Any], on_disk: bool) -> None:
     check(slide, on_disk)
 
