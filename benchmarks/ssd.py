@@ -9,11 +9,11 @@ the same figure right before and after the engine: disks of one kind differ thre
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ import torch
 from tqdm import tqdm
 
 from ds_slide import _native
+from ds_slide.store.page_sums import PageSums
 
 PATTERNS = ("read", "write", "mixed", "bursts")
 BURST_BYTES = 64 << 20
@@ -127,6 +128,7 @@ def run_engine(
     seconds: float,
     memory_bytes: int = 0,
     begin_bytes: int = 0,
+    sums: PageSums | None = None,
 ) -> tuple[Sample, dict[str, Any]]:
     """The load `pattern` for `seconds`: its sample and `{"direct": ..., **engine.stats()}`.
 
@@ -134,19 +136,21 @@ def run_engine(
     more transfers than `depth` are handed over, so that the disk never waits for this thread; their short wait in
     the engine's queue is part of the latency. `memory_bytes`: of the buffers, used in turn, at least as many as are
     needed: where a processor copies what the disk moves, as in a virtual machine, few buffers stay in its cache.
-    `begin_bytes`: where in the file, or in each of its halves, the pattern begins.
+    `begin_bytes`: where in the file, or in each of its halves, the pattern begins. `sums`: keeps a checksum of every
+    page that is written and checks every page that is read, in the thread that hands the transfers over.
     """
     burst = pattern == "bursts"
     nbytes = BURST_BYTES if burst else request_bytes
     ahead = 1 if burst else depth + max(2, depth // 4)
     memory = buffers(nbytes, max(ahead, memory_bytes // nbytes))
-    turns = itertools.cycle(range(len(memory)))
+    free = deque(memory.data_ptr() + index * nbytes for index in range(len(memory)))
     file_bytes = path.stat().st_size
     sample = Sample()
     with engine(backend, depth, request_bytes) as io:
         file = io.open(str(path), 0)
         io.register_memory(memory.data_ptr(), memory.numel())
         started = [0.0] * ahead
+        where = [(0, 0)] * ahead  # offset in the file and address of the transfer in each place
         number = 0
 
         def submit(place: int) -> None:
@@ -158,7 +162,11 @@ def run_engine(
             room, first = (half, half if write else 0) if pattern in ("mixed", "bursts") else (file_bytes, 0)
             offset = first + (begin_bytes // nbytes + turn) * nbytes % (room // nbytes * nbytes)
             started[place] = time.perf_counter()
-            io.submit(2 * place + write, write, [(file, offset, memory[next(turns)].data_ptr(), nbytes)], False)
+            address = free.popleft()
+            where[place] = offset, address
+            if sums is not None and write:
+                sums.keep(offset, address, nbytes)
+            io.submit(2 * place + write, write, [(file, offset, address, nbytes)], False)
             number += 1
 
         begin = time.perf_counter()
@@ -169,6 +177,9 @@ def run_engine(
             place, write = divmod(next_done(io), 2)
             now = time.perf_counter()
             sample.latencies_s.append(now - started[place])
+            free.append(where[place][1])
+            if sums is not None and not write and sums.first_wrong(*where[place], nbytes) is not None:
+                raise RuntimeError(f"{path}: {nbytes} bytes at {where[place][0]} are not what was written there")
             sample.written_bytes += nbytes if write else 0
             sample.read_bytes += 0 if write else nbytes
             if now - begin < seconds:
