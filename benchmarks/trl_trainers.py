@@ -110,24 +110,23 @@ def make(case: str, options: argparse.Namespace, folder: str, vocabulary: int, d
     )
 
 
-def generation_s(trainer: Any, batch: int, device: torch.device) -> dict[str, float]:
-    """Seconds of one generation of GENERATED tokens for each of `batch` prompts, gathered and not."""
-    seconds = {}
+def generation_s(trainer: Any, batch: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of generations of GENERATED tokens for each of `batch` prompts: several gathered, one not."""
+    seconds: dict[str, list[float]] = {"warming up": [], "gathered": [], "not gathered": []}
     prompt = {"input_ids": torch.full((batch, 16), 7, device=device)}
     prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
-    for gathered in (True, False):
-        for _ in range(2 if gathered else 1):  # the first one of all warms up
-            step.synchronize(device)
-            begin = time.perf_counter()
-            with (
-                unwrap_model_for_generation(
-                    trainer.model_wrapped, trainer.accelerator, gather_deepspeed3_params=gathered
-                ) as model,
-                torch.no_grad(),
-            ):
-                model.generate(**prompt, max_new_tokens=GENERATED, min_new_tokens=GENERATED, do_sample=False)
-            step.synchronize(device)
-            seconds["gathered" if gathered else "not gathered"] = time.perf_counter() - begin
+    for turn in ("warming up", *["gathered"] * 7, "not gathered"):
+        step.synchronize(device)
+        begin = time.perf_counter()
+        with (
+            unwrap_model_for_generation(
+                trainer.model_wrapped, trainer.accelerator, gather_deepspeed3_params=turn != "not gathered"
+            ) as model,
+            torch.no_grad(),
+        ):
+            model.generate(**prompt, max_new_tokens=GENERATED, min_new_tokens=GENERATED, do_sample=False)
+        step.synchronize(device)
+        seconds[turn].append(time.perf_counter() - begin)
     return seconds
 
 
