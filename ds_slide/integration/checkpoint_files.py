@@ -13,10 +13,10 @@ import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, OPTIMIZER_STATE_DICT
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+from ds_slide.checkpoint import restricted
+from ds_slide.checkpoint.archive import Archive
+from ds_slide.checkpoint.mapped import MappedFiles
 from ds_slide.errors import SlideError
-from ds_slide.integration import checkpoint_restricted as restricted
-from ds_slide.integration.checkpoint_archive import Archive
-from ds_slide.integration.checkpoint_mapped import MappedFiles
 
 
 class Reading:

@@ -21,7 +21,7 @@ from ds_slide.plan.memory import Plan
 from ds_slide.plan.placement import HostPlacement, SsdNeeds
 from ds_slide.runtime.build import build_runtime
 from ds_slide.runtime.device import Device
-from ds_slide.runtime.ranks import Ranks
+from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.settings import RuntimeSettings, SsdSettings, UnitPlan
 from liveness.weights import sharing_of
 
