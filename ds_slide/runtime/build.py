@@ -76,7 +76,7 @@ def build_runtime(
     ranks.watched_by(failures)
     if ranks.world_size > 1:
         ranks.require_equal(_choices(unit_plans, plan, settings), "what is to be where")
-    recorder = StepRecorder(device)
+    recorder = StepRecorder()
     memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.huge_pages)
     empty = Empty.on(device.torch, {unit_plan.spec.precision.parameter for unit_plan in unit_plans})
     store, on_ssd = open_store(unit_plans, plan, settings, ranks, memory, failures)
