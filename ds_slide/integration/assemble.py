@@ -25,6 +25,7 @@ from ds_slide.plan.memory import Budgets, Plan, Taken, make_plan
 from ds_slide.plan.placement import Needs, UnitSize
 from ds_slide.plan.probe.file_mappings import FileMappings
 from ds_slide.plan.probe.host_room import groups, host_room, share_with
+from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.plan.ssd_settings import ssd_settings
 from ds_slide.runtime import running
 from ds_slide.runtime.build import STAGINGS, build_runtime
@@ -152,11 +153,6 @@ def forward_settings(config: SlideConfig, ds_config: Mapping[str, Any], dtype: t
         hang_timeout_s=config.hang_timeout,
         trains=False,
     )
-
-
-def local_ranks() -> int:
-    """Ranks on this machine, as launchers announce them."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
 
 
 def _in_forward_order(module: nn.Module, units: Sequence[UnitSpec]) -> list[UnitSpec]:
