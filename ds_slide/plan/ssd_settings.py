@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,18 @@ from ds_slide.config import SlideConfig, expanded_directory, shown
 from ds_slide.config.json_types import SECTIONS
 from ds_slide.errors import SlideConfigError
 from ds_slide.plan.placement import SsdNeeds
-from ds_slide.runtime.settings import SsdSettings
 from ds_slide.store.ssd.places import CHUNK_NUMEL, MOST_DEPTH, MOST_REQUEST_BYTES, PAGE
+
+
+@dataclass(frozen=True)
+class SsdSettings:
+    """`parents`: (JSON path for messages, directory) of every disk. `needs`: what may go there. None is automatic."""
+
+    parents: Sequence[tuple[str, Path]]
+    needs: SsdNeeds
+    backend: str
+    queue_depth: int | None
+    request_bytes: int | None
 
 
 def offload_device(ds_config: Mapping[str, Any], section: str) -> str:
