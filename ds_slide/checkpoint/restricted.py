@@ -1,8 +1,9 @@
-"""How DS-Slide reads a file of torch.save: tensors, plain containers, and by name what DeepSpeed's files hold besides.
+"""How DS-Slide reads a file of torch.save: tensors, plain containers, and by name what such files hold besides.
 
 A pickle can call whatever Python can import, and a manifest is no protection: whoever writes the one can write the
-other. So every file goes through torch's restricted unpickler (`weights_only`), with the list below. A user allows
-classes of their own with `torch.serialization.add_safe_globals`. Here alone DS-Slide calls torch.load.
+other. So every file goes through torch's restricted unpickler (`weights_only`), with the list below, to which
+`ds_slide.integration` adds what DeepSpeed's files hold. A user allows classes of their own with
+`torch.serialization.add_safe_globals`. Here alone DS-Slide calls torch.load.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch._weights_only_unpickler import Unpickler
 from torch.serialization import add_safe_globals, get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
@@ -35,13 +34,10 @@ def _empty_bytes() -> bytes:
     return b""
 
 
-_LISTED: tuple[Any, ...] = (
+_listed: list[Any] = [
     (_empty_bytes, "builtins.bytes"),
-    LossScaler,  # in the optimizer's file, also without loss scaling
-    DynamicLossScaler,
-    ZeroStageEnum,  # likewise, in stock's
     argparse.Namespace,  # a script's arguments, which Megatron's clients of DeepSpeed save
-)
+]
 _SHOWN = 5
 """Names in a message, at most."""
 _IN_TORCHS_WORDS = (
@@ -52,6 +48,12 @@ _IN_TORCHS_WORDS = (
     r"(numpy[ .].*)",
 )
 _lock = threading.Lock()
+
+
+def also_allow(*classes: type) -> None:
+    """From now on files may hold objects of these classes, too."""
+    with _lock:
+        _listed.extend(entry for entry in classes if entry not in _listed)
 
 
 def load(path: str, map_location: Any = None, *, mapped: bool = False) -> Any:
@@ -176,7 +178,7 @@ def _allowed(*, users_numpy: bool) -> Iterator[None]:
         pass  # at its end they are off the list
     try:
         taken = {_name_of(entry) for entry in get_safe_globals()}
-        with safe_globals([entry for entry in (*_LISTED, *STAND_INS) if _name_of(entry) not in taken]):
+        with safe_globals([entry for entry in (*_listed, *STAND_INS) if _name_of(entry) not in taken]):
             yield
     finally:
         add_safe_globals(hidden)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM
 from torch import nn
 
 from ds_slide.checkpoint.mapped import MappedFiles
+from ds_slide.checkpoint.names import OPTIMIZER_STATE_DICT, PARAM
 from ds_slide.checkpoint.planes import MASTER, STATE_KEYS
 from ds_slide.checkpoint.subgroups import Flat, SubGroups
 from ds_slide.errors import SlideError
