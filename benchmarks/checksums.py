@@ -28,7 +28,7 @@ from settings import Setting
 from trainers import make_trainer
 
 from ds_slide import _native
-from ds_slide.store.page_sums import PageSums
+from ds_slide.store.ssd.page_sums import PageSums
 
 RATE_BYTES = {"cache_gb_s": 256 << 10, "memory_gb_s": 256 << 20}
 

@@ -19,8 +19,8 @@ import torch
 from ssd import CEILING_DEPTH, CEILING_MEMORY_BYTES, buffers, engine, full_file, next_done, parse_size, run_engine
 from tqdm import tqdm
 
-from ds_slide.store.page_sums import MOST_THREADS, PageSums
-from ds_slide.store.ssd_places import PAGE
+from ds_slide.store.ssd.page_sums import MOST_THREADS, PageSums
+from ds_slide.store.ssd.places import PAGE
 
 PATTERNS = ("read", "write", "mixed")
 REQUEST_BYTES = 1 << 20

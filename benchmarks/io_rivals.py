@@ -1,4 +1,4 @@
-"""fio and DeepSpeed's aio handle under the loads of `io.py`."""
+"""fio and DeepSpeed's aio handle under the loads of `ssd_io.py`."""
 
 from __future__ import annotations
 

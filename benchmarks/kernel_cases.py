@@ -54,38 +54,38 @@ def _name(shape: tuple[int, ...]) -> str:
 
 
 def _ours_rms_norm() -> System:
-    from ds_slide.kernels.rms_norm import rms_norm
+    from ds_slide.kernels.norm.rms_norm import rms_norm
 
     return lambda x, weight: rms_norm(x, weight, rivals.EPS, round_before_weight=True)
 
 
 def _ours_add_rms_norm() -> System:
-    from ds_slide.kernels.rms_norm import add_rms_norm
+    from ds_slide.kernels.norm.rms_norm import add_rms_norm
 
     return lambda x, residual, weight: add_rms_norm(x, residual, weight, rivals.EPS, round_before_weight=True)
 
 
 def _ours_layer_norm() -> System:
-    from ds_slide.kernels.layer_norm import layer_norm
+    from ds_slide.kernels.norm.layer_norm import layer_norm
 
     return lambda x, weight, bias: layer_norm(x, weight, bias, rivals.EPS)
 
 
 def _ours_add_layer_norm() -> System:
-    from ds_slide.kernels.layer_norm import add_layer_norm
+    from ds_slide.kernels.norm.layer_norm import add_layer_norm
 
     return lambda x, residual, weight, bias: add_layer_norm(x, residual, weight, bias, rivals.EPS)
 
 
 def _ours_rope() -> System:
-    from ds_slide.kernels.rope import rope
+    from ds_slide.kernels.rope.rotary import rope
 
     return rope
 
 
 def _ours_gated(activation: str) -> Factory:
     def make() -> System:
-        from ds_slide.kernels.gated import gated
+        from ds_slide.kernels.gated.gated_activation import gated
 
         return lambda gate, up: gated(gate, up, activation)
 
@@ -93,7 +93,7 @@ def _ours_gated(activation: str) -> Factory:
 
 
 def _ours_loss() -> System:
-    from ds_slide.kernels.linear_cross_entropy import linear_cross_entropy
+    from ds_slide.kernels.loss.linear_cross_entropy import linear_cross_entropy
 
     return lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, ignore_index=rivals.IGNORED)
 

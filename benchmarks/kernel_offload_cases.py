@@ -47,7 +47,7 @@ def pack(accumulate: bool, shape: tuple[int, ...], device: torch.device) -> Prob
         return [flat[start:end] for start, end in zip(offsets, ends, strict=True)]
 
     def ours() -> System:
-        from ds_slide.kernels.gradient_pack import pack_gradients
+        from ds_slide.kernels.offload.gradient_pack import pack_gradients
 
         total = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -62,7 +62,7 @@ def pack(accumulate: bool, shape: tuple[int, ...], device: torch.device) -> Prob
         (torch._foreach_add_ if accumulate else torch._foreach_copy_)(parts(flat), views)
 
     def two_passes() -> System:
-        from ds_slide.kernels.square_sum import square_sum
+        from ds_slide.kernels.offload.square_sum import square_sum
 
         def call(flat: Tensor, *sources: Tensor) -> tuple[Tensor, Tensor]:
             gather(flat, sources)
@@ -99,7 +99,7 @@ def square_sums(numel: int, device: torch.device) -> Problem:
     values = random_tensor(numel, device=device)
 
     def ours() -> System:
-        from ds_slide.kernels.square_sum import square_sum
+        from ds_slide.kernels.offload.square_sum import square_sum
 
         return square_sum
 
@@ -138,7 +138,7 @@ def adamw(numel: int, device: torch.device) -> Problem:
     correction1, correction2 = 1 - BETAS[0] ** STEP, 1 - BETAS[1] ** STEP
 
     def ours() -> System:
-        from ds_slide.kernels.adamw_planar import adamw_planar_
+        from ds_slide.kernels.offload.adamw_planar import adamw_planar_
 
         def call(weight: Tensor, low: Tensor, m: Tensor, v: Tensor, g: Tensor, _: Tensor) -> tuple[Tensor, ...]:
             adamw_planar_(weight, low, m, v, g, hyper, 1.0)
@@ -198,7 +198,7 @@ def quantise(numel: int, device: torch.device) -> Problem:
     values = random_tensor(numel, device=device, scale=0.02)
 
     def ours() -> System:
-        from ds_slide.kernels.block8 import block8_quantise
+        from ds_slide.kernels.offload.block8 import block8_quantise
 
         return block8_quantise
 
@@ -223,7 +223,7 @@ def dequantise(numel: int, device: torch.device) -> Problem:
     codes, scales = plain_quantise(random_tensor(numel, device=device, scale=0.02))
 
     def ours() -> System:
-        from ds_slide.kernels.block8 import block8_dequantise
+        from ds_slide.kernels.offload.block8 import block8_dequantise
 
         return lambda codes, scales: block8_dequantise(codes, scales, DTYPE)
 

@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from ds_slide import _native
-from ds_slide.store.page_sums import PageSums
+from ds_slide.store.ssd.page_sums import PageSums
 
 PATTERNS = ("read", "write", "mixed", "bursts")
 BURST_BYTES = 64 << 20

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ds_slide.store.ssd import SsdStore
-from ds_slide.store.ssd_places import PAGE
+from ds_slide.store.ssd.places import PAGE
+from ds_slide.store.ssd.store import SsdStore
 
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
 _libc = ctypes.CDLL(None, use_errno=True)

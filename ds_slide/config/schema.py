@@ -64,7 +64,7 @@ MOST_THREADS = 4096
 LAST_CORE = 1023  # a cpu_set_t has 1,024 bits
 MOST_DELAY_MS = 60_000
 LEAST_HANG_TIMEOUT_S, MOST_HANG_TIMEOUT_S = 0.1, 100_000_000
-# A disk that would get less than one stripe in 32 is left out (ds_slide.store.striping), so more are of no use.
+# A disk that would get less than one stripe in 32 is left out (ds_slide.store.ssd.striping), so more are of no use.
 MOST_DIRECTORIES = 32
 _LARGEST_SEED = 2**63 - 1
 

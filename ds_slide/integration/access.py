@@ -12,8 +12,8 @@ import torch
 from deepspeed import comm as dist
 from torch import nn
 
+from ds_slide.checkpoint import planes
 from ds_slide.errors import SlideError
-from ds_slide.integration import planes
 from ds_slide.model.layout import Entry, piece
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.unit import Unit

@@ -14,28 +14,29 @@ from torch import nn
 
 from ds_slide.config import SlideConfig
 from ds_slide.integration import parameters as protocol
-from ds_slide.integration.file_mappings import FileMappings
 from ds_slide.integration.kernels import install_kernels
-from ds_slide.integration.ssd_settings import ssd_settings
-from ds_slide.integration.streamed_head import StreamedHead, check_is_edge, find_streamed_head
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import PrecisionOf, UnitSpec, find_structure, parameter_numel, parameter_shape
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.patching.apply import Replaced
 from ds_slide.patching.streamed_head import stream_head
-from ds_slide.plan.host_room import groups, host_room, share_with
 from ds_slide.plan.memory import Budgets, Plan, Taken, make_plan
 from ds_slide.plan.placement import Needs, UnitSize
+from ds_slide.plan.probe.file_mappings import FileMappings
+from ds_slide.plan.probe.host_room import groups, host_room, share_with
+from ds_slide.plan.probe.local_ranks import local_ranks
+from ds_slide.plan.ssd_settings import ssd_settings
 from ds_slide.runtime import running
 from ds_slide.runtime.build import STAGINGS, build_runtime
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.ranks import Ranks
-from ds_slide.runtime.rows import chunk_rows
+from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
-from ds_slide.runtime.sharing import open_sharing
-from ds_slide.runtime.threads import update_cores
+from ds_slide.runtime.updates.threads import update_cores
+from ds_slide.runtime.weights.rows import chunk_rows
+from ds_slide.runtime.weights.sharing import open_sharing
+from ds_slide.runtime.weights.streamed_head import StreamedHead, check_is_edge, find_streamed_head
 from ds_slide.store.page_locks import require_page_locks
 
 LEAST_WINDOW = 3
@@ -152,11 +153,6 @@ def forward_settings(config: SlideConfig, ds_config: Mapping[str, Any], dtype: t
         hang_timeout_s=config.hang_timeout,
         trains=False,
     )
-
-
-def local_ranks() -> int:
-    """Ranks on this machine, as launchers announce them."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
 
 
 def _in_forward_order(module: nn.Module, units: Sequence[UnitSpec]) -> list[UnitSpec]:

@@ -1,8 +1,8 @@
 """Checkpoints of an engine that runs DS-Slide: crash-safe, and in bounded memory however large the model.
 
 The files are DeepSpeed's, for its tools and for stock ZeRO-3. `checkpoint_save` and `checkpoint_load` say what is done
-when; `checkpoint_archive`, `_pickle`, `_sums` and `_mapped` write and read one file piece by piece; `checkpoint_place`
-and `_manifest` make the files of all ranks one checkpoint, which is there or not.
+when. Of `ds_slide.checkpoint`, `archive`, `pickle_writer`, `sums` and `mapped` write and read one file piece by piece;
+`publish` and `manifest` make the files of all ranks one checkpoint, which is there or not.
 
 The engine gets these as attributes of the object: the class, and with it every engine without the key, keeps
 DeepSpeed's.

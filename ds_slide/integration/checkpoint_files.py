@@ -12,11 +12,16 @@ from typing import Any
 import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, OPTIMIZER_STATE_DICT
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
+from ds_slide.checkpoint import restricted
+from ds_slide.checkpoint.archive import Archive
+from ds_slide.checkpoint.mapped import MappedFiles
 from ds_slide.errors import SlideError
-from ds_slide.integration import checkpoint_restricted as restricted
-from ds_slide.integration.checkpoint_archive import Archive
-from ds_slide.integration.checkpoint_mapped import MappedFiles
+
+# The loss scalers are in the optimizer's file, also without loss scaling; the stage likewise, in stock's.
+restricted.also_allow(LossScaler, DynamicLossScaler, ZeroStageEnum)
 
 
 class Reading:

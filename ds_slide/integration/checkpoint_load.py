@@ -10,13 +10,13 @@ from typing import Any
 
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 
+from ds_slide.checkpoint.pickle_writer import PIECE
+from ds_slide.checkpoint.planes import write_frozen
 from ds_slide.errors import SlideError
 from ds_slide.integration.checkpoint_files import Reading
-from ds_slide.integration.checkpoint_pickle import PIECE
 from ds_slide.integration.checkpoint_save import finish_save
 from ds_slide.integration.checkpoint_tag import ranks, saved_ranks, universal_tag, whole_tag
 from ds_slide.integration.checkpoint_whole_model import whole_model_loaded
-from ds_slide.integration.planes import write_frozen
 
 Loaded = tuple[str | None, dict[str, Any] | None]
 

@@ -18,18 +18,18 @@ from deepspeed.checkpoint.constants import DS_VERSION, OPTIMIZER_STATE_DICT
 from deepspeed.git_version_info import version
 from torch import nn
 
+from ds_slide.checkpoint import restricted
+from ds_slide.checkpoint.agreement import Agreement
+from ds_slide.checkpoint.archive import Archive, Wrote
+from ds_slide.checkpoint.background import BackgroundSave
+from ds_slide.checkpoint.pickle_writer import Planned
+from ds_slide.checkpoint.planes import read_weights
+from ds_slide.checkpoint.publish import Staging, checked_tag, new_name, reached
+from ds_slide.checkpoint.snapshot import Snapshot
+from ds_slide.checkpoint.subgroups import States
+from ds_slide.checkpoint.sums import Sum
 from ds_slide.errors import SlideError
-from ds_slide.integration import checkpoint_restricted as restricted
-from ds_slide.integration.checkpoint_agreement import Agreement
-from ds_slide.integration.checkpoint_archive import Archive, Wrote
-from ds_slide.integration.checkpoint_background import BackgroundSave
-from ds_slide.integration.checkpoint_pickle import Planned
-from ds_slide.integration.checkpoint_place import Staging, checked_tag, new_name, reached
 from ds_slide.integration.checkpoint_ranks import together
-from ds_slide.integration.checkpoint_snapshot import Snapshot
-from ds_slide.integration.checkpoint_sums import Sum
-from ds_slide.integration.planes import read_weights
-from ds_slide.integration.subgroups import States
 
 logger = logging.getLogger(__name__)
 

@@ -10,16 +10,16 @@ from typing import Any
 
 from deepspeed import comm as dist
 
+from ds_slide.checkpoint.archive import is_ours
+from ds_slide.checkpoint.manifest import NAME, Manifest, newest_whole_tag
+from ds_slide.checkpoint.mapped import MappedFiles
+from ds_slide.checkpoint.opening import tag_in
+from ds_slide.checkpoint.planes import MASTER, STATE_KEYS
+from ds_slide.checkpoint.publish import checked_tag, recover
+from ds_slide.checkpoint.universal import LATEST
 from ds_slide.errors import SlideError
-from ds_slide.integration.checkpoint_archive import is_ours
-from ds_slide.integration.checkpoint_manifest import NAME, Manifest, newest_whole_tag
-from ds_slide.integration.checkpoint_mapped import MappedFiles
-from ds_slide.integration.checkpoint_open import tag_in
-from ds_slide.integration.checkpoint_place import checked_tag, recover
 from ds_slide.integration.checkpoint_ranks import together
 from ds_slide.integration.checkpoint_save import is_publisher
-from ds_slide.integration.checkpoint_universal import LATEST
-from ds_slide.integration.planes import MASTER, STATE_KEYS
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ds_slide.integration import checkpoint_restricted as restricted
+from ds_slide.checkpoint import restricted
 
 _MODULE = "deepspeed.utils.zero_to_fp32"
 

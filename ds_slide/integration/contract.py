@@ -21,8 +21,8 @@ from ds_slide.integration.refused import (
     Values,
     setting_problems,
 )
-from ds_slide.integration.ssd_settings import ssd_problems
-from ds_slide.runtime.threads import first_unusable_core
+from ds_slide.plan.ssd_settings import ssd_problems
+from ds_slide.runtime.updates.threads import first_unusable_core
 
 # (package, class) of what is supported: a subclass may change the update rule, so the type must be exact.
 _ADAM_CLASSES = (("deepspeed", "DeepSpeedCPUAdam"), ("deepspeed", "FusedAdam"), ("torch", "Adam"), ("torch", "AdamW"))

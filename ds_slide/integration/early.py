@@ -14,8 +14,8 @@ from typing import Any
 from deepspeed.runtime.config import DtypeEnum
 
 from ds_slide.config import SlideConfig
+from ds_slide.config.json_types import AUTO, SECTIONS, device_of, type_problems
 from ds_slide.errors import SlideConfigError
-from ds_slide.integration.json_types import AUTO, SECTIONS, device_of, type_problems
 from ds_slide.report.refusals import end_in_one_sentence
 
 
@@ -54,7 +54,7 @@ def check_json(raw: Mapping[str, Any]) -> None:
         return
     from ds_slide.integration import contract
     from ds_slide.integration.refused import REFUSED_ENGINE_SETTINGS, REFUSED_ZERO_SETTINGS, setting_problems
-    from ds_slide.integration.ssd_settings import ssd_problems
+    from ds_slide.plan.ssd_settings import ssd_problems
 
     if (stage := _at(raw, "zero_optimization.stage", 0)) != AUTO:
         contract.require_stage(stage)

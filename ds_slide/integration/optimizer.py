@@ -19,25 +19,26 @@ from deepspeed.runtime.zero.partition_parameters import _init_external_params
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
+from ds_slide.checkpoint import planes
+from ds_slide.checkpoint.background import BackgroundSave
+from ds_slide.checkpoint.mapped import MappedFiles
+from ds_slide.checkpoint.pickle_writer import PIECE, materialized
+from ds_slide.checkpoint.planes import require_no_update
+from ds_slide.checkpoint.subgroups import States, SubGroups, load_settings
+from ds_slide.checkpoint.universal import UniversalCheckpoint
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideError
-from ds_slide.integration import autocast, ownership, planes
+from ds_slide.integration import autocast, ownership
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.access import StateAccess
 from ds_slide.integration.assemble import assemble, runtime_settings
-from ds_slide.integration.checkpoint_background import BackgroundSave
-from ds_slide.integration.checkpoint_mapped import MappedFiles
-from ds_slide.integration.checkpoint_pickle import PIECE, materialized
-from ds_slide.integration.checkpoint_universal import UniversalCheckpoint
 from ds_slide.integration.contract import check_supported, gradient_dtype
-from ds_slide.integration.norm_watch import NormWatch
 from ds_slide.integration.parameter_offload import ParameterOffload
-from ds_slide.integration.planes import require_no_update
 from ds_slide.integration.stock_names import leaf_parameters, missing
-from ds_slide.integration.subgroups import States, SubGroups, load_settings
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import PrecisionOf
 from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.runtime.gradients.norm_watch import NormWatch
 
 
 class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):

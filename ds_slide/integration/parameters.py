@@ -20,8 +20,8 @@ from deepspeed.runtime.zero.partition_parameters import (
 )
 from torch import nn
 
+from ds_slide.checkpoint import planes
 from ds_slide.errors import SlideError
-from ds_slide.integration import planes
 from ds_slide.model.layout import Entry, piece
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.unit import Unit

@@ -99,7 +99,7 @@ def _random_linear(inside: int, outside: int, generator: torch.Generator) -> nn.
 
 
 def _gated_forward(original: Forward, form: GatedForm) -> Forward:
-    from ds_slide.kernels.gated import gated, gated_packed
+    from ds_slide.kernels.gated.gated_activation import gated, gated_packed
 
     activation = form.activation
 

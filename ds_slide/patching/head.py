@@ -70,7 +70,7 @@ class LossLinear(nn.Linear):
         if (rows := rows_of(self)) is not None:
             if loss_arguments is None:
                 return streamed_logits(self, input)
-            from ds_slide.kernels.streamed_linear_cross_entropy import streamed_linear_cross_entropy
+            from ds_slide.kernels.loss.streamed_linear_cross_entropy import streamed_linear_cross_entropy
 
             hidden = in_dtype_of(rows, input.reshape(-1, input.shape[-1]))
             return streamed_linear_cross_entropy(
@@ -80,7 +80,7 @@ class LossLinear(nn.Linear):
             raise SlideError(f"the head's weight is not here, so the logits cannot be computed now: {HINT}")
         if loss_arguments is None:
             return super().forward(input)
-        from ds_slide.kernels.linear_cross_entropy import linear_cross_entropy
+        from ds_slide.kernels.loss.linear_cross_entropy import linear_cross_entropy
 
         dtype = _compute_dtype(input)
         return linear_cross_entropy(

@@ -117,7 +117,7 @@ def _agrees(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _rms_forward(original: Forward, form: RmsForm) -> Forward:
-    from ds_slide.kernels.rms_norm import rms_norm
+    from ds_slide.kernels.norm.rms_norm import rms_norm
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         weight = self.weight
@@ -137,7 +137,7 @@ def _rms_forward(original: Forward, form: RmsForm) -> Forward:
 
 
 def _layer_norm_forward(original: Forward) -> Forward:
-    from ds_slide.kernels.layer_norm import layer_norm
+    from ds_slide.kernels.norm.layer_norm import layer_norm
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         weight, bias = self.weight, self.bias

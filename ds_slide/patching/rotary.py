@@ -140,7 +140,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 def kernel_rotary(original: Rotary, form: RotaryForm) -> Rotary:
     """`original` with the kernel where it applies (see `_fits`); with every other argument the original runs."""
-    from ds_slide.kernels.rope import rope
+    from ds_slide.kernels.rope.rotary import rope
 
     def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
         if not args and (not kwargs or _only_defaults(kwargs)) and _fits(q, k, cos, sin, form):

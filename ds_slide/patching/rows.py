@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ds_slide.errors import SlideError
-from ds_slide.kernels.weight_rows import WeightRows
+from ds_slide.kernels.loss.weight_rows import WeightRows
 
 ROWS = "_slide_rows"
 
@@ -40,7 +40,7 @@ def streamed_logits(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """`hidden` [..., h] times the head's streamed weight: [..., v], with gradients."""
     rows = rows_of(head)
     assert rows is not None
-    from ds_slide.kernels.streamed_linear import streamed_linear
+    from ds_slide.kernels.loss.streamed_linear import streamed_linear
 
     return streamed_linear(in_dtype_of(rows, hidden), rows)
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 from ds_slide.model.layout import UnitLayout
 from ds_slide.store.planes import PlaneSpec, optimizer_bytes
-from ds_slide.store.ssd_places import record_bytes, sum_table_bytes, whole_pages
+from ds_slide.store.ssd.places import record_bytes, sum_table_bytes, whole_pages
 
 # Of the free memory: Python's objects, the data loader and the page cache go on growing after the plan is made.
 USABLE_SHARE = 0.95

@@ -7,9 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from ds_slide.runtime.device import Device, Marker
+from typing import Any, Protocol
 
 LANES = ("compute", "h2d", "d2h", "update")
 SSD = "ssd"
@@ -17,6 +15,15 @@ SSD = "ssd"
 SSD_TOTALS = ("read_bytes", "written_bytes", "busy_s", "checked_bytes", "checked_s")
 """Of the store since its start; the last two where it keeps checksums."""
 SECONDS_A_DAY = 86_400
+
+
+class Marker(Protocol):
+    """A point in the work of one stream, as `ds_slide.runtime.device` makes them."""
+
+    def done(self) -> bool: ...
+
+    def seconds_until(self, later: Any) -> float:
+        """Device seconds between two points that have been passed."""
 
 
 class LaneMeter:
@@ -78,8 +85,7 @@ class StepRecorder:
     less the measured waits (`stall`). Whatever the host loses between kernels therefore counts as compute.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self.meters = {lane: LaneMeter() for lane in LANES[1:]}
         self.stall = LaneMeter()
         self._last_end: float | None = None

@@ -17,33 +17,33 @@ from ds_slide.optim.reference import encode_planar
 from ds_slide.plan.memory import Plan, Taken
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime import running
-from ds_slide.runtime.apply import host_update
 from ds_slide.runtime.build_ssd import announcer, make_ssd_gradients, make_ssd_states, open_store
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import Lanes, Parts, SlideRuntime
-from ds_slide.runtime.gathers import Gathers
-from ds_slide.runtime.gradients import GradientRoute, Gradients
-from ds_slide.runtime.handoff import Failures, Ticket
-from ds_slide.runtime.lane import Delay, Lane
-from ds_slide.runtime.norm import square_sum
-from ds_slide.runtime.peers import Peers
-from ds_slide.runtime.ranks import Ranks
-from ds_slide.runtime.ring import HostRing
-from ds_slide.runtime.rows import MakeRows, RowBuffers, RowEvents, StreamedRows
+from ds_slide.runtime.gradients.norm import square_sum
+from ds_slide.runtime.gradients.route import GradientRoute, Gradients
+from ds_slide.runtime.gradients.sources import Staging
+from ds_slide.runtime.ranks.collectives import Ranks
+from ds_slide.runtime.ranks.peers import Peers
+from ds_slide.runtime.ranks.watchdog import Watchdog
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
-from ds_slide.runtime.shared_weights import SharedWeights
-from ds_slide.runtime.sharing import Sharing
-from ds_slide.runtime.sources import Staging
-from ds_slide.runtime.ssd import moved_bytes
+from ds_slide.runtime.transfers.handoff import Failures, Ticket
+from ds_slide.runtime.transfers.lane import Delay, Lane
+from ds_slide.runtime.transfers.ring import HostRing
+from ds_slide.runtime.transfers.ssd import moved_bytes
+from ds_slide.runtime.transfers.uploads import Uploads
 from ds_slide.runtime.unit import Availability, Empty, Unit
-from ds_slide.runtime.updates import UpdateLane
-from ds_slide.runtime.updating import Updating
-from ds_slide.runtime.uploads import Uploads
-from ds_slide.runtime.watchdog import Watchdog
-from ds_slide.runtime.window import Window
-from ds_slide.store.ssd import SsdStore
-from ds_slide.store.ssd_places import whole_pages
-from ds_slide.store.ssd_unit import SsdUnit, page_buffer
+from ds_slide.runtime.updates.apply import host_update
+from ds_slide.runtime.updates.update_lane import UpdateLane
+from ds_slide.runtime.updates.updating import Updating
+from ds_slide.runtime.weights.gathers import Gathers
+from ds_slide.runtime.weights.rows import MakeRows, RowBuffers, RowEvents, StreamedRows
+from ds_slide.runtime.weights.shared_weights import SharedWeights
+from ds_slide.runtime.weights.sharing import Sharing
+from ds_slide.runtime.weights.window import Window
+from ds_slide.store.ssd.places import whole_pages
+from ds_slide.store.ssd.store import SsdStore
+from ds_slide.store.ssd.unit import SsdUnit, page_buffer
 from ds_slide.store.state import HostMemory, gpu_state, memory_state
 
 SPLIT_NUMEL = 1 << 22
@@ -76,7 +76,7 @@ def build_runtime(
     ranks.watched_by(failures)
     if ranks.world_size > 1:
         ranks.require_equal(_choices(unit_plans, plan, settings), "what is to be where")
-    recorder = StepRecorder(device)
+    recorder = StepRecorder()
     memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.huge_pages)
     empty = Empty.on(device.torch, {unit_plan.spec.precision.parameter for unit_plan in unit_plans})
     store, on_ssd = open_store(unit_plans, plan, settings, ranks, memory, failures)

@@ -8,18 +8,18 @@ import torch
 
 from ds_slide.plan.memory import Plan
 from ds_slide.report.statistics import LaneMeter
-from ds_slide.runtime.handoff import Failures
-from ds_slide.runtime.lane import Delay
-from ds_slide.runtime.ranks import Ranks
+from ds_slide.runtime.gradients.ssd_gradients import SsdGradients
+from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
-from ds_slide.runtime.ssd import SsdStates
-from ds_slide.runtime.ssd_gradients import SsdGradients
+from ds_slide.runtime.transfers.handoff import Failures
+from ds_slide.runtime.transfers.lane import Delay
+from ds_slide.runtime.transfers.ssd import SsdStates
 from ds_slide.runtime.unit import Unit
-from ds_slide.runtime.window import Announce
-from ds_slide.store.page_sums import PageSums
-from ds_slide.store.ssd import SsdStore
-from ds_slide.store.ssd_places import SUM_BYTES, UnitPlaces, place_unit, sum_table_bytes, whole_pages
-from ds_slide.store.ssd_unit import SsdUnit
+from ds_slide.runtime.weights.window import Announce
+from ds_slide.store.ssd.page_sums import PageSums
+from ds_slide.store.ssd.places import SUM_BYTES, UnitPlaces, place_unit, sum_table_bytes, whole_pages
+from ds_slide.store.ssd.store import SsdStore
+from ds_slide.store.ssd.unit import SsdUnit
 from ds_slide.store.state import HostMemory
 
 

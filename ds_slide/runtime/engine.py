@@ -25,28 +25,28 @@ from ds_slide.plan.memory import NOTHING_TAKEN, Taken
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime import running
 from ds_slide.runtime.accumulation import Accumulation
-from ds_slide.runtime.apply import device_update
 from ds_slide.runtime.device import Device, Marker
-from ds_slide.runtime.gathers import Gathers
-from ds_slide.runtime.gradients import Gradients
-from ds_slide.runtime.handoff import Failures, Ticket
-from ds_slide.runtime.hooks import BlockHooks, EdgeHooks, RootHooks, RootState
+from ds_slide.runtime.gradients.route import Gradients
+from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.interruptions import Interruptions
-from ds_slide.runtime.lane import Lane
-from ds_slide.runtime.ranks import Ranks
-from ds_slide.runtime.rows import MakeRows, StreamedRows
-from ds_slide.runtime.saved_weights import SavedWeights
-from ds_slide.runtime.shared_weights import SharedWeights
-from ds_slide.runtime.ssd import SsdStates
-from ds_slide.runtime.streamed_gradient import StreamedGradient
+from ds_slide.runtime.ranks.collectives import Ranks
+from ds_slide.runtime.ranks.watchdog import Watchdog
 from ds_slide.runtime.totals import Totals
+from ds_slide.runtime.transfers.handoff import Failures, Ticket
+from ds_slide.runtime.transfers.lane import Lane
+from ds_slide.runtime.transfers.ssd import SsdStates
+from ds_slide.runtime.transfers.uploads import Uploads
 from ds_slide.runtime.unit import Availability, Empty, Unit
-from ds_slide.runtime.updates import UpdateLane
-from ds_slide.runtime.updating import Updating
-from ds_slide.runtime.uploads import Uploads
-from ds_slide.runtime.watchdog import Watchdog
-from ds_slide.runtime.wide_hooks import WideHooks
-from ds_slide.runtime.window import Slot, Window
+from ds_slide.runtime.updates.apply import device_update
+from ds_slide.runtime.updates.update_lane import UpdateLane
+from ds_slide.runtime.updates.updating import Updating
+from ds_slide.runtime.weights.gathers import Gathers
+from ds_slide.runtime.weights.hooks import BlockHooks, EdgeHooks, RootHooks, RootState
+from ds_slide.runtime.weights.rows import MakeRows, StreamedRows
+from ds_slide.runtime.weights.saved_weights import SavedWeights
+from ds_slide.runtime.weights.shared_weights import SharedWeights
+from ds_slide.runtime.weights.wide_hooks import WideHooks
+from ds_slide.runtime.weights.window import Slot, Window
 from ds_slide.store.state import HostMemory
 
 HOLD_HINT = (

@@ -13,10 +13,10 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.runtime.accumulation import Accumulation
-from ds_slide.runtime.handoff import Failures
-from ds_slide.runtime.hooks import NO_TASK, RootState, graph_task
-from ds_slide.runtime.ranks import Ranks
+from ds_slide.runtime.ranks.collectives import Ranks
+from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.weights.hooks import NO_TASK, RootState, graph_task
 
 
 class Interruptions:

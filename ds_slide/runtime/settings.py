@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -13,22 +12,11 @@ from ds_slide.model.layout import UnitLayout
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
 from ds_slide.optim.low_precision import StateFormat
-from ds_slide.plan.placement import SsdNeeds
+from ds_slide.plan.ssd_settings import SsdSettings
 from ds_slide.store.planes import PlaneSpec, optimizer_planes
 
 ROW_BUFFERS = 2
 """Of an edge whose rows pass through the GPU: for its weight, and for its gradient."""
-
-
-@dataclass(frozen=True)
-class SsdSettings:
-    """`parents`: (JSON path for messages, directory) of every disk. `needs`: what may go there. None is automatic."""
-
-    parents: Sequence[tuple[str, Path]]
-    needs: SsdNeeds
-    backend: str
-    queue_depth: int | None
-    request_bytes: int | None
 
 
 @dataclass(frozen=True)

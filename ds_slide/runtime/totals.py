@@ -11,7 +11,7 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.runtime.device import PASSED, Device, Marker
-from ds_slide.runtime.ranks import Ranks
+from ds_slide.runtime.ranks.collectives import Ranks
 
 _WHAT = "the square sums of the gradients"
 

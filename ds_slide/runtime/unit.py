@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_slide.model.layout import UnitLayout
 from ds_slide.model.structure import UnitSpec
-from ds_slide.runtime.handoff import Failures, Ticket
+from ds_slide.runtime.transfers.handoff import Failures, Ticket
 from ds_slide.store.state import UnitState
 
 Availability = Callable[[Sequence[nn.Parameter], bool], None]
@@ -126,7 +126,7 @@ class Unit:
         self.resident: torch.Tensor | None = None
         """GPU buffer of a unit that is always on the GPU (edges, GPU-tier blocks), in slot layout."""
         self.chunk_rows = 0
-        """Rows of a chunk of an edge, one matrix, that passes through the GPU (`ds_slide.runtime.rows`)."""
+        """Rows of a chunk of an edge, one matrix, that passes through the GPU (`ds_slide.runtime.weights.rows`)."""
         self.square_sum_on: Literal["device", "host"] | None = None
         """Where the square sum of the current gradient is; None: nobody has computed it yet."""
         self.host_square_sum = 0.0

@@ -18,7 +18,7 @@ from ds_slide.errors import SlideError
 from ds_slide.model.layout import UnitLayout
 from ds_slide.optim.low_precision import from_fp32, to_fp32
 from ds_slide.store.planes import Planes, PlaneSpec
-from ds_slide.store.ssd_unit import SsdUnit
+from ds_slide.store.ssd.unit import SsdUnit
 from ds_slide.store.untouched import untouched_bytes
 
 Tier = Literal["host", "gpu", "ssd"]

@@ -22,5 +22,5 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 def rope_reference(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `ds_slide.kernels.rope.rope`, every operation rounded to the dtype of the arguments (any dtype)."""
+    """As `ds_slide.kernels.rope.rotary.rope`, every operation rounded to the dtype of the arguments (any dtype)."""
     return rotate(q, cos, sin), rotate(k, cos, sin)

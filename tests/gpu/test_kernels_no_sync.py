@@ -48,7 +48,7 @@ def with_backward(function: Callable[..., Any], *inputs: Tensor, **options: Any)
 
 
 def rms_norms(names: str, residual: bool) -> Work:
-    from ds_slide.kernels import rms_norm
+    from ds_slide.kernels.norm import rms_norm
 
     inputs = [tensor(ROWS, HIDDEN) for _ in range(2 if residual else 1)]
     return with_backward(
@@ -57,14 +57,14 @@ def rms_norms(names: str, residual: bool) -> Work:
 
 
 def layer_norms(name: str, residual: bool) -> Work:
-    from ds_slide.kernels import layer_norm
+    from ds_slide.kernels.norm import layer_norm
 
     inputs = [tensor(ROWS, HIDDEN) for _ in range(2 if residual else 1)]
     return with_backward(getattr(layer_norm, name), *inputs, tensor(HIDDEN), tensor(HIDDEN), eps=1e-6)
 
 
 def rope() -> Work:
-    from ds_slide.kernels.rope import rope
+    from ds_slide.kernels.rope.rotary import rope
 
     q, k = (torch.randn(2, 24, heads, 64, device="cuda").bfloat16().transpose(1, 2) for heads in (4, 2))
     cos, sin = tensor(1, 24, 64, gradient=False), tensor(1, 24, 64, gradient=False)
@@ -72,19 +72,19 @@ def rope() -> Work:
 
 
 def gated(activation: str) -> Work:
-    from ds_slide.kernels.gated import gated
+    from ds_slide.kernels.gated.gated_activation import gated
 
     return with_backward(gated, tensor(ROWS, HIDDEN), tensor(ROWS, HIDDEN), activation=activation)
 
 
 def gated_packed() -> Work:
-    from ds_slide.kernels.gated import gated_packed
+    from ds_slide.kernels.gated.gated_activation import gated_packed
 
     return with_backward(gated_packed, tensor(ROWS, 2 * HIDDEN), activation="silu")
 
 
 def loss(**options: Any) -> Work:
-    from ds_slide.kernels.linear_cross_entropy import linear_cross_entropy
+    from ds_slide.kernels.loss.linear_cross_entropy import linear_cross_entropy
 
     labels = torch.randint(VOCABULARY, (ROWS,), device="cuda")
     labels[::7] = -100
@@ -97,7 +97,7 @@ def loss_by_count() -> Work:
 
 
 def pack(accumulate: bool) -> Work:
-    from ds_slide.kernels.gradient_pack import pack_gradients
+    from ds_slide.kernels.offload.gradient_pack import pack_gradients
 
     sources = [tensor(64, 48, gradient=False), tensor(77, gradient=False), tensor(128, 3, gradient=False)]
     plane = torch.zeros(64 * 48 + 128 + 384, dtype=torch.bfloat16, device="cuda")
@@ -106,14 +106,14 @@ def pack(accumulate: bool) -> Work:
 
 
 def square_sum() -> Work:
-    from ds_slide.kernels.square_sum import square_sum
+    from ds_slide.kernels.offload.square_sum import square_sum
 
     values = tensor(100_003, gradient=False)
     return lambda: square_sum(values)
 
 
 def block8(signed: bool) -> Work:
-    from ds_slide.kernels.block8 import block8_dequantise, block8_quantise
+    from ds_slide.kernels.offload.block8 import block8_dequantise, block8_quantise
 
     values = tensor(10_001, gradient=False).abs()
 
@@ -125,7 +125,7 @@ def block8(signed: bool) -> Work:
 
 
 def adamw() -> Work:
-    from ds_slide.kernels.adamw_planar import adamw_planar_
+    from ds_slide.kernels.offload.adamw_planar import adamw_planar_
     from ds_slide.optim.hyper import AdamWHyper
 
     weight, gradient = tensor(5003, gradient=False), tensor(5003, gradient=False)

@@ -245,7 +245,7 @@ def run(scenario: Scenario) -> dict[str, Any]:
     if scenario.on_host:
         model = model.to("cpu")
     if scenario.slide.get("stream_head"):
-        from ds_slide.runtime import rows
+        from ds_slide.runtime.weights import rows
 
         rows.CHUNK_NUMEL = HEAD_CHUNK_ROWS * model.lm_head.in_features
     before = gpu_bytes_in_use(restart=True)

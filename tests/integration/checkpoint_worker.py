@@ -15,9 +15,9 @@ import two_ranks
 from harness import ds_config, engine_for, states_of
 from world_two_worker import OddModel, freeze, tokens_of, train
 
+from ds_slide.checkpoint.manifest import NAME as MANIFEST
 from ds_slide.errors import SlideError
 from ds_slide.integration import checkpoint_save
-from ds_slide.integration.checkpoint_manifest import NAME as MANIFEST
 
 
 def fault_of(action: Any, *arguments: Any) -> str:

@@ -10,8 +10,8 @@ from harness import VOCABULARY, Batch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_slide.runtime.hooks import in_backward
-from ds_slide.runtime.saved_weights import hooks_around
+from ds_slide.runtime.weights.hooks import in_backward
+from ds_slide.runtime.weights.saved_weights import hooks_around
 
 WIDTH, BLOCKS = 32, 4
 

@@ -17,7 +17,8 @@ import two_ranks
 from harness import Batch, batches, causal_loss, ds_config, llama, trained
 from tight_memory import room_for_gradients_of
 
-from ds_slide.integration import assemble, ssd_settings
+from ds_slide.integration import assemble
+from ds_slide.plan import ssd_settings
 from ds_slide.plan.memory import Budgets
 
 STEPS = 4

@@ -35,8 +35,9 @@ from harness import batches, ds_config, llama, states_of
 
 import ds_slide  # noqa: F401 - switches the "ds_slide" key on where the package is not installed
 from ds_slide.errors import SlideError
-from ds_slide.integration import ssd_settings
-from ds_slide.store import run_files, ssd_unit
+from ds_slide.plan import ssd_settings
+from ds_slide.store.directories import run_files
+from ds_slide.store.ssd import unit as ssd_unit
 
 # Of 4096 parameters each, so that a block of the small model has 11, as a real one has.
 CHUNK_NUMEL = 4096

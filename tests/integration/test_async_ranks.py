@@ -13,7 +13,7 @@ from harness import same_bits, states_of
 from test_checkpoint_safety import leftovers
 from world_two_worker import tokens_of, train
 
-from ds_slide.integration.checkpoint_manifest import Manifest
+from ds_slide.checkpoint.manifest import Manifest
 
 pytestmark = pytest.mark.slow
 

@@ -120,7 +120,7 @@ def test_placement_changes_no_bit(schedule: Any, slide: dict[str, Any]) -> None:
 
 @schedules
 def test_states_on_ssd_change_no_bit(schedule: Any, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_slide.integration.ssd_settings.CHUNK_NUMEL", 4096)
+    monkeypatch.setattr("ds_slide.plan.ssd_settings.CHUNK_NUMEL", 4096)
     own = model()
     with engine_for(own, on_disk(config_of({"host_memory": 0}, schedule), disk)) as engine:
         assert engine.optimizer.runtime.parts.memory_report["ssd_units"] > 3

@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from universal import UNIVERSAL, convert
 
+from ds_slide.checkpoint.manifest import NAME as MANIFEST
+from ds_slide.checkpoint.manifest import Manifest
 from ds_slide.errors import SlideError
-from ds_slide.integration.checkpoint_manifest import NAME as MANIFEST
-from ds_slide.integration.checkpoint_manifest import Manifest
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -10,7 +10,7 @@ import pytest
 import two_ranks
 from harness import same_bits
 
-from ds_slide.integration.checkpoint_manifest import NAME as MANIFEST
+from ds_slide.checkpoint.manifest import NAME as MANIFEST
 
 
 @pytest.fixture(scope="module")

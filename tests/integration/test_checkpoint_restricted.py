@@ -21,12 +21,12 @@ from harness import Result, batches, differences, ds_config, engine_for, llama, 
 from torch.serialization import get_safe_globals, safe_globals
 from universal import UNIVERSAL, convert
 
+from ds_slide.checkpoint.archive import Archive
+from ds_slide.checkpoint.manifest import NAME as MANIFEST
+from ds_slide.checkpoint.manifest import Manifest
+from ds_slide.checkpoint.restricted import load, refused_names
+from ds_slide.checkpoint.sums import sum_of_file
 from ds_slide.errors import SlideError
-from ds_slide.integration.checkpoint_archive import Archive
-from ds_slide.integration.checkpoint_manifest import NAME as MANIFEST
-from ds_slide.integration.checkpoint_manifest import Manifest
-from ds_slide.integration.checkpoint_restricted import load, refused_names
-from ds_slide.integration.checkpoint_sums import sum_of_file
 from ds_slide.integration.checkpoint_whole_model import _zero_to_fp32
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -20,12 +20,13 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from harness import batches, ds_config, engine_for, llama, same_bits, states_of, train
 from torch import nn
 
+from ds_slide.checkpoint import archive, publish
+from ds_slide.checkpoint.manifest import NAME as MANIFEST
+from ds_slide.checkpoint.pickle_writer import Planned
+from ds_slide.checkpoint.planes import read_weights
 from ds_slide.errors import SlideConfigError, SlideError
-from ds_slide.integration import checkpoint_archive, checkpoint_place, checkpoint_save
+from ds_slide.integration import checkpoint_save
 from ds_slide.integration.checkpoint import attach
-from ds_slide.integration.checkpoint_manifest import NAME as MANIFEST
-from ds_slide.integration.checkpoint_pickle import Planned
-from ds_slide.integration.planes import read_weights
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -121,9 +122,9 @@ def at_phase(phase: str, *, exchange: bool = True) -> Callable[[Callable[[], Non
             if name == phase:
                 die()
 
-        checkpoint_place.reached = checkpoint_save.reached = reached
+        publish.reached = checkpoint_save.reached = reached
         if not exchange:
-            checkpoint_place._exchange = lambda *_: False
+            publish._exchange = lambda *_: False
 
     return prepare
 
@@ -142,7 +143,7 @@ def at_write(number: int) -> Callable[[Callable[[], None]], None]:
                 die()
             os.pwrite(descriptor, data, offset)
 
-        checkpoint_archive._write_all = write_all
+        archive._write_all = write_all
 
     return prepare
 
@@ -199,7 +200,7 @@ def test_saving_twice_to_one_tag(engine, folder):
 
 
 def test_a_save_that_lives_is_not_removed(engine, folder):
-    other = checkpoint_place.Staging(folder, checkpoint_place.new_name())
+    other = publish.Staging(folder, publish.new_name())
     other.open("other")
     engine.save_checkpoint(folder, "new")
     assert leftovers(folder) == [other.path.name]
@@ -299,7 +300,7 @@ def check_after_failure(engine: Any, disk: Path, old: States, before: States) ->
 @pytest.mark.parametrize("tag", ["new", "old"])
 def test_a_full_disk(checked, tag, engine, old, small_disk, monkeypatch):
     if not checked:  # as when others fill the disk meanwhile
-        monkeypatch.setattr(checkpoint_place.Staging, "free_bytes", lambda _self: 1 << 60)
+        monkeypatch.setattr(publish.Staging, "free_bytes", lambda _self: 1 << 60)
     before = states_of(engine.module)
     sentence = "needs [0-9,]+ bytes, but [0-9,]+ are free" if checked else r"bytes \(No space left on device\)"
     with pytest.raises(SlideError, match=f"{small_disk}.*{sentence}"):

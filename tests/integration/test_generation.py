@@ -28,7 +28,7 @@ from harness import (
 )
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.handoff import Ticket
+from ds_slide.runtime.transfers.handoff import Ticket
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -26,8 +26,8 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime import sources
-from ds_slide.runtime.saved_weights import hooks_around
+from ds_slide.runtime.gradients import sources
+from ds_slide.runtime.weights.saved_weights import hooks_around
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -241,7 +241,7 @@ def test_memory_runs_out_while_gradients_are_packed(clip: float, monkeypatch: py
 def test_the_head_of_a_streamed_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradient goes down while it is made: the lane must not wait for what will never come, though the client
     keeps the exception, and with it the pass."""
-    from ds_slide.runtime.rows import StreamedRows
+    from ds_slide.runtime.weights.rows import StreamedRows
 
     config, data = ds_config({"window": 2, "stream_head": True}), batches(2)
     from harness import llama

@@ -102,7 +102,7 @@ def test_placement_changes_no_bit(schedule: Any, beside: Collection[str], slide:
 def test_states_on_ssd_change_no_bit(
     schedule: Any, beside: Collection[str], disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds_slide.integration.ssd_settings.CHUNK_NUMEL", 2048)
+    monkeypatch.setattr("ds_slide.plan.ssd_settings.CHUNK_NUMEL", 2048)
     config = config_of({"host_memory": 0, "debug": {"lane_delay_ms": 1.0, "seed": 2}}, schedule)
     for section in ("offload_param", "offload_optimizer"):
         config["zero_optimization"][section] = {"device": "nvme", "nvme_path": str(disk)}

@@ -29,7 +29,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from ds_slide.runtime.saved_weights import hooks_around
+from ds_slide.runtime.weights.saved_weights import hooks_around
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_slide.integration.ssd_settings.CHUNK_NUMEL", CHUNK_NUMEL)
+    monkeypatch.setattr("ds_slide.plan.ssd_settings.CHUNK_NUMEL", CHUNK_NUMEL)
 
 
 def on_ssd(folder: Path, slide: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import pytest
 from ssd_fault_runs import Launcher, Run, launched
 from traps import mounts, plant, plant_replaced, precious, tree
 
-from ds_slide.integration.checkpoint_leftovers import REPLACED, SAVING
+from ds_slide.checkpoint.leftovers import REPLACED, SAVING
 
 BACKENDS = ("io_uring", "libaio", "threads")
 PAGE = 4096
@@ -241,7 +241,7 @@ def test_two_runs_in_one_missing_directory(launcher: Launcher, whole: Any, disk:
 
 # ---- the state file ------------------------------------------------------------------------------------------------
 
-WRITE = "ds_slide.store.ssd_unit:SsdUnit.store_record"
+WRITE = "ds_slide.store.ssd.unit:SsdUnit.store_record"
 
 
 CUTS = list(itertools.product((1.0, 0.0), (0, 3_000_000), (5, "last")))
@@ -288,10 +288,10 @@ PHASES = {
     "forward": ["transformers.models.llama.modeling_llama:LlamaMLP.forward", 4],
     "backward": ["ds_slide.runtime.engine:SlideRuntime.leave_backward", 3],
     "step": ["ds_slide.runtime.engine:SlideRuntime._queue_update", 3],
-    "update": ["ds_slide.runtime.ssd:SsdStates.put_back", 30],
+    "update": ["ds_slide.runtime.transfers.ssd:SsdStates.put_back", 30],
     "write": [WRITE, 40],
     "save": ["ds_slide.integration.checkpoint_save:reached", 2],
-    "publish": ["ds_slide.integration.checkpoint_place:reached", 2],
+    "publish": ["ds_slide.checkpoint.publish:reached", 2],
 }
 FAST_PHASES = ("update", "publish")
 
@@ -329,7 +329,7 @@ def test_a_kill_loses_nothing_that_was_saved(launcher: Launcher, whole: Any, dis
 def test_a_kill_before_training(launcher: Launcher, whole: Any, disk: Path, phase: str) -> None:
     """While weights are placed, and while a checkpoint is written over them."""
     saves = shutil.copytree(whole()[0], disk.parent / "saves")
-    kill = ["at", "ds_slide.store.ssd:SsdStore.write_now", 4, "kill", signal.SIGKILL]
+    kill = ["at", "ds_slide.store.ssd.store:SsdStore.write_now", 4, "kill", signal.SIGKILL]
     load = ["load", str(saves)]
     run = launcher.begin(*((kill, start(disk)) if phase == "start" else (start(disk), kill, load)))
     assert run.end() == -signal.SIGKILL, run.log[-3000:]
@@ -364,7 +364,7 @@ def test_kills_at_random_instants(launcher: Launcher, whole: Any, disk: Path, cl
 def test_ctrl_c_leaves_nothing(launcher: Launcher, whole: Any, disk: Path, phase: str) -> None:
     """At any instant; also the checkpoint that was being saved is whole or not there."""
     saves = shutil.copytree(whole()[0], disk.parent / "saves")
-    where = PHASES.get(phase, ["ds_slide.store.ssd:SsdStore.write_now", 4])
+    where = PHASES.get(phase, ["ds_slide.store.ssd.store:SsdStore.write_now", 4])
     stop, train = ["at", *where, "kill", signal.SIGINT], [["train", 1], ["save", str(saves), "base"]]
     load = ["load", str(saves)]
     run = launcher.begin(start(disk), *([stop, load] if phase == "load" else [load, stop]), *train)

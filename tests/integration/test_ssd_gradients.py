@@ -16,7 +16,7 @@ from harness import Result, batches, differences, ds_config, engine_for, llama, 
 from tight_memory import room_for_gradients_of
 
 from ds_slide.errors import SlideError
-from ds_slide.store.ssd import SsdStore
+from ds_slide.store.ssd.store import SsdStore
 
 # Of 4096 parameters each: a block of the small model, 45 thousand, has 11, and 23 pages of gradient in bf16.
 CHUNK_NUMEL = 4096
@@ -36,7 +36,7 @@ Run = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_slide.integration.ssd_settings.CHUNK_NUMEL", CHUNK_NUMEL)
+    monkeypatch.setattr("ds_slide.plan.ssd_settings.CHUNK_NUMEL", CHUNK_NUMEL)
 
 
 def on_ssd(folder: Path, slide: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from harness import VOCABULARY, Result, batches, differences, ds_config, engine_
 from tight_memory import room_for_gradients_of
 from torch import nn
 
-from ds_slide.runtime.lane import Delay
-from ds_slide.store.ssd_unit import SsdUnit
+from ds_slide.runtime.transfers.lane import Delay
+from ds_slide.store.ssd.unit import SsdUnit
 
 WIDTH = 32
 SECONDS = 120.0
@@ -219,7 +219,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
     None if it does not matter. `more`: of the config, in both."""
 
     def make(case: Case, must_spill: bool | None = False, **more: Any) -> list[str]:
-        monkeypatch.setattr("ds_slide.integration.ssd_settings.CHUNK_NUMEL", case.chunk_numel)
+        monkeypatch.setattr("ds_slide.plan.ssd_settings.CHUNK_NUMEL", case.chunk_numel)
         monkeypatch.setattr("ds_slide.runtime.build_ssd.Delay", lambda _, seed: Delay(case.disk_ms, seed))
         results = []
         for on_ssd in (False, True):
@@ -281,7 +281,7 @@ def test_moments_that_are_written_are_not_read_ahead_before(compare: Compare, mo
                 )
         write(unit, name, items, values)
 
-    monkeypatch.setattr("ds_slide.runtime.buffers.BufferCache.read_ahead", remember)
+    monkeypatch.setattr("ds_slide.runtime.transfers.buffers.BufferCache.read_ahead", remember)
     monkeypatch.setattr(SsdUnit, "write", write_late)
     train, change_one = ("train", list(range(6)), None), ("moment", [], "embed.weight")
     # Fewer buffers than the embedding has chunks: when its update has ended the first of them have left.

@@ -13,8 +13,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from harness import batches, differences, ds_config, engine_for, llama, states_of, train, trained
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.ssd import _update_order
-from ds_slide.store import ssd
+from ds_slide.runtime.transfers.ssd import _update_order
+from ds_slide.store.ssd import store
 
 # Of 4096 parameters each, so that a block of the small model has 11, as a real one has.
 CHUNK_NUMEL = 4096
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_slide.integration.ssd_settings.CHUNK_NUMEL", CHUNK_NUMEL)
+    monkeypatch.setattr("ds_slide.plan.ssd_settings.CHUNK_NUMEL", CHUNK_NUMEL)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_several_directories_are_striped(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ssd, "mixed_bandwidth", lambda *_: 1.0)  # one disk that is busy may seem three of any speed
+    monkeypatch.setattr(store, "mixed_bandwidth", lambda *_: 1.0)  # one disk that is busy may seem three of any speed
     disks = [tmp_path / "one", tmp_path / "two", tmp_path / "three"]
     config = ssd_config(ALL | {"nvme_path": [str(disk) for disk in disks]})
     with engine_for(llama(), config) as engine:

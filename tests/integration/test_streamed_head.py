@@ -19,7 +19,7 @@ from torch import nn
 
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.patching.streamed_head import StreamedLinear
-from ds_slide.runtime import rows
+from ds_slide.runtime.weights import rows
 
 pytestmark = pytest.mark.usefixtures("one_rank", "many_chunks")
 
@@ -37,7 +37,7 @@ Schedule = tuple[float, int]
 def many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "CHUNK_NUMEL", CHUNK_ROWS * 64)
     monkeypatch.setattr("ds_slide.runtime.unit.SPAN_NUMEL", 3008)
-    monkeypatch.setattr("ds_slide.integration.ssd_settings.CHUNK_NUMEL", 4096)
+    monkeypatch.setattr("ds_slide.plan.ssd_settings.CHUNK_NUMEL", 4096)
 
 
 def run(schedule: Schedule, slide: dict[str, Any], ssd: Path | None = None, **options: Any) -> Result:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-# The test files of this folder import `norm_checks` by this name.
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+# The test files of these folders import `norm_checks` and `test_linear_cross_entropy` by these names.
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE / "norm"), str(HERE / "loss")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,18 +43,18 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs one by one: few for the sums over programs."""
-    from ds_slide.kernels import norm_launch
+    from ds_slide.kernels.norm import launch
 
     if not torch.cuda.is_available():
-        monkeypatch.setattr(norm_launch, "SUM_ROWS", 4)
-        monkeypatch.setattr(norm_launch, "SUM_COLUMNS", 2048)
+        monkeypatch.setattr(launch, "SUM_ROWS", 4)
+        monkeypatch.setattr(launch, "SUM_COLUMNS", 2048)
 
 
 @pytest.fixture
 def long_walks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few programs, so that few rows suffice for walks of many tiles."""
-    from ds_slide.kernels import norm_launch
+    from ds_slide.kernels.norm import launch
 
-    monkeypatch.setattr(norm_launch, "PROCESSORS", 1)
-    monkeypatch.setattr(norm_launch, "SHORT_PROGRAMS", 1)
-    monkeypatch.setattr(norm_launch, "TILE", 256)
+    monkeypatch.setattr(launch, "PROCESSORS", 1)
+    monkeypatch.setattr(launch, "SHORT_PROGRAMS", 1)
+    monkeypatch.setattr(launch, "TILE", 256)

@@ -1,4 +1,4 @@
-"""A store instead of `ds_slide.store.ssd.SsdStore`: any transfer that is under way may be the next to complete.
+"""A store instead of `ds_slide.store.ssd.store.SsdStore`: any transfer that is under way may be the next to complete.
 
 Bytes move when a transfer completes. Until then the memory of a read holds a pattern that is nobody's state, and that
 of a write must not change: both would show a buffer that has two owners.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_slide.runtime import ranks
+from ds_slide.runtime.ranks import collectives
 from liveness.collectives import Collectives
 from liveness.disk import Disk, Loses
 from liveness.patching import Replaceable, patched_engine
@@ -102,7 +102,7 @@ class Engine:
     def _run(self, configuration: Configuration, chooser: Chooser, keep_labels: bool) -> Outcome:
         scheduler = Scheduler(chooser, keep_labels=keep_labels)
         loses = self._loses
-        getattr(ranks, "_channels", {}).clear()  # of the run before: each has process groups of its own
+        getattr(collectives, "_channels", {}).clear()  # of the run before: each has process groups of its own
         self._replaceable.make_disk = lambda *args, **kwargs: Disk(*args, loses=loses, **kwargs)
         self._replaceable.collectives = Collectives(configuration.ranks, one_at_a_time=configuration.one_at_a_time)
 

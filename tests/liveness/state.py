@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_slide.runtime.handoff import Failures
-from ds_slide.store.ssd import Part
+from ds_slide.runtime.transfers.handoff import Failures
+from ds_slide.store.ssd.store import Part
 from liveness import locks, stand_ins
 from liveness.collectives import Collectives, Group, Meeting
 from liveness.disk import Disk, Transfer
@@ -41,9 +41,9 @@ _FIXED_MODULES = (
     "ds_slide.config",
     "ds_slide.report",
     "ds_slide.store.planes",
-    "ds_slide.store.ssd_places",
+    "ds_slide.store.ssd.places",
     "ds_slide.runtime.settings",
-    "ds_slide.runtime.hooks",
+    "ds_slide.runtime.weights.hooks",
     "torch",
     "logging",
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_slide.runtime.unit import Update
-from ds_slide.runtime.window import Window
+from ds_slide.runtime.weights.window import Window
 from liveness.configurations import HANG_1, SHARED
 from liveness.explore import explore_by_chance, explore_orders
 
@@ -79,7 +79,7 @@ def test_a_version_that_nobody_publishes_is_found(monkeypatch: pytest.MonkeyPatc
 @needs_shared
 def test_weights_that_are_read_before_they_are_published_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By their bits."""
-    from ds_slide.runtime.shared_weights import SharedWeights
+    from ds_slide.runtime.weights.shared_weights import SharedWeights
 
     monkeypatch.setattr(SharedWeights, "_await_others", lambda *_: None)
     (finding, *_) = explore_by_chance(SHARED[0], 100).findings

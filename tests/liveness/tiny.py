@@ -19,10 +19,11 @@ from ds_slide.model.structure import UnitSpec
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.placement import HostPlacement, SsdNeeds
+from ds_slide.plan.ssd_settings import SsdSettings
 from ds_slide.runtime.build import build_runtime
 from ds_slide.runtime.device import Device
-from ds_slide.runtime.ranks import Ranks
-from ds_slide.runtime.settings import RuntimeSettings, SsdSettings, UnitPlan
+from ds_slide.runtime.ranks.collectives import Ranks
+from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from liveness.weights import sharing_of
 
 CHUNK_NUMEL = 2048

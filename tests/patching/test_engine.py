@@ -16,7 +16,7 @@ from models import ALL
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.patching.pending import PendingLogits
 from ds_slide.patching.rows import rows_of
-from ds_slide.runtime import rows
+from ds_slide.runtime.weights import rows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 STEPS = 2

@@ -203,7 +203,7 @@ def rotary_inputs() -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("attention", [Attention, Decorated])
 def test_rotary_embedding_of_one_object(attention: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_slide.kernels import rope as kernel
+    from ds_slide.kernels.rope import rotary as kernel
 
     calls, rope = [], kernel.rope
     monkeypatch.setattr(kernel, "rope", lambda *args: calls.append(1) or rope(*args))

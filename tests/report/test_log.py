@@ -31,12 +31,12 @@ def test_info_is_shown_on_standard_error(capsys: pytest.CaptureFixture[str]) -> 
     show()
     show()
     log.info("a line")
-    logging.getLogger("ds_slide.store.ssd").warning("and another")
+    logging.getLogger("ds_slide.store.ssd.store").warning("and another")
     captured = capsys.readouterr()
     assert captured.out == ""
     first, second = captured.err.splitlines()
     assert first.endswith("[INFO] [ds_slide] a line")
-    assert second.endswith("[WARNING] [ds_slide.store.ssd] and another")
+    assert second.endswith("[WARNING] [ds_slide.store.ssd.store] and another")
 
 
 @no_logging_yet()

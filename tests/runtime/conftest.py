@@ -16,10 +16,10 @@ from ds_slide.model.structure import UnitSpec
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import Device
-from ds_slide.runtime.handoff import Failures, Ticket
-from ds_slide.runtime.lane import Delay, Lane
+from ds_slide.runtime.transfers.handoff import Failures, Ticket
+from ds_slide.runtime.transfers.lane import Delay, Lane
 from ds_slide.runtime.unit import Unit
-from ds_slide.runtime.updates import UpdateLane
+from ds_slide.runtime.updates.update_lane import UpdateLane
 from ds_slide.store.planes import optimizer_planes
 from ds_slide.store.state import UnitState
 

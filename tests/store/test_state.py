@@ -13,9 +13,9 @@ import torch
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.store.planes import optimizer_planes
-from ds_slide.store.ssd import SsdStore
-from ds_slide.store.ssd_places import place_unit
-from ds_slide.store.ssd_unit import SsdUnit
+from ds_slide.store.ssd.places import place_unit
+from ds_slide.store.ssd.store import SsdStore
+from ds_slide.store.ssd.unit import SsdUnit
 from ds_slide.store.state import HostMemory, UnitState, memory_state
 
 NUMEL, CHUNK_NUMEL = 10_048, 4096

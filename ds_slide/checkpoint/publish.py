@@ -1,0 +1,255 @@
+"""The directory in which a checkpoint is written, and the rename that makes it current.
+
+    save_dir/.ds_slide_saving.<id>/    locked (flock) by the process that publishes, for as long as it lives
+        lock
+        <tag>/                         the files, then their manifest
+        zero_to_fp32.py, latest        what goes beside the tag
+
+What a kill -9 leaves, instant by instant. Before the rename: the old tag and `latest` as they were, and a directory
+whose lock is free, which the next save into save_dir removes. The rename is one system call; a tag that exists is
+exchanged with the new one, never absent. After it: the new tag is whole (files, manifest and directories were synced
+before), `latest` names the old tag or, after a second rename, the new one; either loads. Only where the file system
+cannot exchange (NFS, some overlays) is the old tag first renamed to `.ds_slide_replaced.<tag>`; killed between the two
+renames, the next load or save renames it back (leftovers.py).
+
+Others may be able to write to save_dir, so the directory of a save is reached by its descriptor, opened without
+following a link and found to be ours; what is renamed or removed is named relative to it and to save_dir.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ds_slide.checkpoint.leftovers import (
+    LOCK,
+    SAVING,
+    checked_tag,
+    ended_name,
+    recover,
+    remove_dead,
+    remove_directory,
+    rename_away,
+    replaced_name,
+    try_lock,
+)
+from ds_slide.checkpoint.manifest import manifest_now, write_durably
+from ds_slide.checkpoint.sums import Sum
+from ds_slide.errors import SlideError
+from ds_slide.store.directories.owned_directory import is_at, obstacle, open_below, opened, owned, status_of
+from ds_slide.store.directories.writable_by_others import warn_if_writable_by_others
+
+__all__ = ["SAVING", "Staging", "checked_tag", "new_name", "reached", "recover"]
+
+logger = logging.getLogger(__name__)
+
+_RENAME_EXCHANGE = 2
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def new_name() -> str:
+    """A name for the directory of one save, the same for all its ranks."""
+    return SAVING + uuid.uuid4().hex[:16]
+
+
+def reached(_phase: str) -> None:
+    """The save has come to `_phase`. Does nothing; tests kill the process here."""
+
+
+class Staging:
+    """`save_dir`/`name` of the publishing process: from `open` until `discard`."""
+
+    def __init__(self, save_dir: Path, name: str) -> None:
+        self.save_dir = save_dir
+        self.path = save_dir / name
+        self._held: _Held | None = None
+
+    def open(self, tag: str) -> None:
+        """Remove what dead saves have left, then make and lock the directory and that of the tag. Raises OSError, and
+        SlideError, with nothing made, where the tag could not be put in its place afterwards."""
+        self.save_dir.mkdir(parents=True, exist_ok=True)
+        recover(self.save_dir)
+        with opened(self.save_dir) as parent:
+            _require_place(tag, parent, self.save_dir)
+            warn_if_writable_by_others(parent, self.save_dir, "save_dir")
+            remove_dead(self.save_dir, parent)
+            os.mkdir(self.path.name, dir_fd=parent)
+            with owned(self.path.name, parent) as own:
+                self._held = _Held(own)
+                if not self._held.lock():
+                    # Another save began to remove stale directories when this one had no lock yet.
+                    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(self.path))
+                with _below(tag.split("/"), own, make=True):
+                    pass
+
+    @property
+    def present_path(self) -> Path:
+        """A path of the directory that is `open`, whatever its name leads to by now."""
+        return self.path if self._held is None else _as_path(self._held.directory, self.path)
+
+    def free_bytes(self) -> int:
+        status = os.statvfs(self.path)
+        return status.f_bavail * status.f_frsize
+
+    def publish(self, tag: str, files: Mapping[str, Sum], *, latest: bool) -> None:
+        """Complete the tag with the manifest of its `files` and make it current, then the scripts in this directory
+        and, if asked for, `latest`. Raises OSError, and SlideError where a file is not as it was written."""
+        with opened(self.save_dir) as parent, owned(self.path.name, parent) as own:
+            manifest = manifest_now(files)
+            manifest.check(self.path / tag, lambda _name: False)
+            manifest.write(_as_path(own, self.path) / tag)
+            scripts = [name for name in os.listdir(own) if name.endswith(".py")]
+            self._publish_tag(tag, parent, own)
+            reached("renamed")
+            for script in scripts:
+                os.replace(script, script, src_dir_fd=own, dst_dir_fd=parent)
+            if latest:
+                write_durably(_as_path(own, self.path) / "latest", tag.encode())
+                reached("before latest")
+                os.replace("latest", "latest", src_dir_fd=own, dst_dir_fd=parent)
+            os.fsync(parent)
+            reached("published")
+
+    def _publish_tag(self, tag: str, parent: int, own: int) -> None:
+        """The rename. `parent` and `own`: descriptors of save_dir and of the directory of this save."""
+        *above, last = tag.split("/")
+        with _below(above, own) as new, _below([last], new) as content:
+            os.fsync(content)
+            with _below(above, parent, make=True) as target:
+                reached("before the rename")
+                if status_of(last, target) is not None:
+                    _replace(tag, parent, new, target)
+                else:
+                    os.rename(last, last, src_dir_fd=new, dst_dir_fd=target)
+                os.fsync(target)
+            os.fsync(parent)
+
+    def remove(self) -> None:
+        """Remove the directory with what is left in it, as any rank may that has published: the checkpoint is there,
+        so what cannot be removed is left, with a warning, to the next save."""
+        try:
+            with opened(self.save_dir) as parent, owned(self.path.name, parent) as own:
+                rename_away(self.path.name, parent, own)
+                remove_directory(ended_name(self.path.name), parent, own)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                path = self.save_dir / ended_name(self.path.name)
+                logger.warning("%s cannot be removed (%s); the next save tries again", path, error)
+
+    def discard(self) -> None:
+        """Remove the directory with what is left in it: a failed save, or the checkpoint that was replaced. Raises
+        OSError."""
+        if self._held is None:
+            return
+        held, self._held = self._held, None
+        with held as own, contextlib.suppress(FileNotFoundError), opened(self.save_dir) as parent:
+            rename_away(self.path.name, parent, own)
+            held.unlock()  # before the file goes: NFS keeps an open one, and with it the directory
+            remove_directory(ended_name(self.path.name), parent, own)
+
+
+class _Held:
+    """Descriptors of the directory of a save and of its locked lock; as a context, closes both."""
+
+    def __init__(self, directory: int) -> None:
+        self.directory = os.dup(directory)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._lock: int | None = None
+        try:
+            self._lock = os.open(LOCK, flags, 0o666, dir_fd=directory)
+        except BaseException:
+            os.close(self.directory)
+            raise
+
+    def lock(self) -> bool:
+        """False when another process has the lock, or has removed its file."""
+        assert self._lock is not None
+        return try_lock(self._lock) is not False and is_at(LOCK, self.directory, self._lock)
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> int:
+        return self.directory
+
+    def __exit__(self, *_error: object) -> None:
+        self.unlock()
+        os.close(self.directory)
+
+
+def _require_place(tag: str, parent: int, save_dir: Path) -> None:
+    """Raise SlideError unless each part of the tag in save_dir, open as `parent`, is a directory or not there."""
+    path, above = save_dir, os.dup(parent)
+    try:
+        for part in tag.split("/"):
+            path /= part
+            what = obstacle(part, above)
+            if what is not None:
+                raise SlideError(
+                    f"the checkpoint tag {tag!r} cannot be saved in {save_dir}: {path} is {what}, and a checkpoint is "
+                    "renamed into its place, where only a directory of the same file system can be; use another tag or "
+                    "another save_dir"
+                )
+            if status_of(part, above) is None:
+                return
+            below = open_below([part], above)
+            os.close(above)
+            above = below
+    finally:
+        os.close(above)
+
+
+def _replace(tag: str, parent: int, new: int, target: int) -> None:
+    """Put the directory of the tag's last name in `new` in the place of that in `target`; the old one ends in the place
+    of the new one. All of them are descriptors, `parent` that of save_dir."""
+    last = tag.rpartition("/")[2]
+    if _exchange(last, new, target):
+        return
+    replaced = replaced_name(tag)
+    os.rename(last, replaced, src_dir_fd=target, dst_dir_fd=parent)
+    try:
+        os.fsync(parent)
+        reached("renamed away")
+        os.rename(last, last, src_dir_fd=new, dst_dir_fd=target)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the next load or save tries again
+            os.rename(replaced, last, src_dir_fd=parent, dst_dir_fd=target)
+        raise
+    os.rename(replaced, last, src_dir_fd=parent, dst_dir_fd=new)
+
+
+def _exchange(name: str, one: int, other: int) -> bool:
+    """Exchange what has the name in two directories in one system call; False where that cannot be done."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(one, os.fsencode(name), other, os.fsencode(name), ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), name)
+
+
+def _as_path(descriptor: int, otherwise: Path) -> Path:
+    """A path that leads to an open directory, for those who take nothing else; `otherwise` without /proc."""
+    path = Path(f"/proc/self/fd/{descriptor}")
+    return path if path.exists() else otherwise
+
+
+@contextlib.contextmanager
+def _below(parts: Sequence[str], top: int, *, make: bool = False) -> Iterator[int]:
+    """`open_below`, closed afterwards."""
+    descriptor = open_below(parts, top, make=make)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

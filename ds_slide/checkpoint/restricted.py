@@ -1,0 +1,228 @@
+"""How DS-Slide reads a file of torch.save: tensors, plain containers, and by name what such files hold besides.
+
+A pickle can call whatever Python can import, and a manifest is no protection: whoever writes the one can write the
+other. So every file goes through torch's restricted unpickler (`weights_only`), with the list below, to which
+`ds_slide.integration` adds what DeepSpeed's files hold. A user allows classes of their own with
+`torch.serialization.add_safe_globals`. Here alone DS-Slide calls torch.load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import pickle
+import pickletools
+import re
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
+
+import torch
+from torch._weights_only_unpickler import Unpickler
+from torch.serialization import add_safe_globals, get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
+
+from ds_slide.checkpoint.numpy_values import STAND_INS, in_numpys_own
+from ds_slide.checkpoint.opening import regular_file
+from ds_slide.errors import SlideError
+
+
+def _empty_bytes() -> bytes:
+    """As which protocol 2 writes b"", in an empty array too."""
+    return b""
+
+
+_listed: list[Any] = [
+    (_empty_bytes, "builtins.bytes"),
+    argparse.Namespace,  # a script's arguments, which Megatron's clients of DeepSpeed save
+]
+_SHOWN = 5
+"""Names in a message, at most."""
+_IN_TORCHS_WORDS = (
+    r"GLOBAL (\S+) was not an allowed",
+    r"unsupported GLOBAL (\S+) whose",
+    r"but got <\w+ '([^']+)'>",
+    r"unrecognized function <[\w-]+ (?:\w+ )?'?([\w.]+)",
+    r"(numpy[ .].*)",
+)
+_lock = threading.Lock()
+
+
+def also_allow(*classes: type) -> None:
+    """From now on files may hold objects of these classes, too."""
+    with _lock:
+        _listed.extend(entry for entry in classes if entry not in _listed)
+
+
+def load(path: str, map_location: Any = None, *, mapped: bool = False) -> Any:
+    """The content of a file. `mapped`: its tensors are maps of the file where its format allows that. Raises
+    FileNotFoundError, and SlideError where it cannot be loaded or holds what is not allowed, which has not been run."""
+    with regular_checkpoint_file(path) as file:
+        return load_open(file, path, map_location, mapped=mapped and is_zip(file))
+
+
+@contextlib.contextmanager
+def regular_checkpoint_file(path: str) -> Iterator[BinaryIO]:
+    """Open a file of a checkpoint. Raises FileNotFoundError, SlideError."""
+    try:
+        with regular_file(path) as file:
+            yield file
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _unreadable(path, f"{error.strerror}") from error
+
+
+def is_zip(file: BinaryIO) -> bool:
+    """Whether the file has torch's present format, which can be mapped."""
+    found = zipfile.is_zipfile(file)
+    file.seek(0)
+    return found
+
+
+def load_open(file: BinaryIO, path: str, map_location: Any, *, mapped: bool) -> Any:
+    """The content of `file`, opened at `path`. `mapped`: its tensors are maps of the file. Raises SlideError."""
+    # Mapped, torch opens the file by name. This name is that of the file which is open, whatever is at `path` now.
+    source: Any = f"/proc/self/fd/{file.fileno()}" if mapped else file
+
+    def read() -> Any:
+        file.seek(0)
+        return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
+
+    with _lock:  # the list is the process's: another thread must not take away what this one still needs
+        try:
+            return _read_allowed(read)
+        except pickle.UnpicklingError as error:
+            with _allowed(users_numpy=True):
+                names = _refused_names(file, str(error))
+            if not names:
+                raise _unreadable(path, _reason(error)) from error
+            # Without torch's own words, which advise to load the file unrestricted.
+            raise SlideError(
+                f"the checkpoint file {path} holds {names}, but only tensors and plain containers are loaded, so that "
+                "loading runs no code out of a file; load another tag or, if you trust the file and need that, allow "
+                "it with torch.serialization.add_safe_globals([...]) before load_checkpoint"
+            ) from None
+        except Exception as error:
+            raise _unreadable(path, f"{type(error).__name__}: {_reason(error)}") from error
+
+
+def refused_names(pickled: bytes) -> list[str]:
+    """What in a pickle that torch.save would write is refused when it is read back. A user's `add_safe_globals`
+    counts."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/version", b"3\n")
+    buffer.seek(0)
+    with _lock:
+        try:
+            with _allowed(users_numpy=True):
+                names = sorted(get_unsafe_globals_in_checkpoint(buffer))
+            if names or b"cnumpy" not in pickled:
+                return names
+            _read_allowed(lambda: _without_storages(pickled))  # numpy's are also refused for what they hold
+        except pickle.UnpicklingError as error:
+            return _operation(str(error)) or _named_in(str(error)) or [_reason(error)]
+        except Exception:  # a class of the user that cannot be made without its tensors' values
+            pass
+    return []
+
+
+def _without_storages(pickled: bytes) -> Any:
+    """What is in a pickle; its tensors have no memory."""
+
+    def storage(saved: Any) -> Any:
+        _, kind, _, _, numel = saved
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        empty = torch.UntypedStorage(numel * dtype.itemsize, device="meta")
+        return torch.storage.TypedStorage(wrap_storage=empty, dtype=dtype, _internal=True)
+
+    reader: Any = Unpickler(io.BytesIO(pickled), encoding="utf-8")
+    reader.persistent_load = storage
+    return reader.load()
+
+
+def _read_allowed(read: Callable[[], Any]) -> Any:
+    """What `read` unpickles. Where the user has allowed something of numpy, that is used for what the stand-ins refuse:
+    alone, a part of it would only be in their way. Under `_lock`."""
+    try:
+        with _allowed(users_numpy=False):
+            return in_numpys_own(read(), _classes())
+    except pickle.UnpicklingError:
+        if not _users_numpy():
+            raise
+    with _allowed(users_numpy=True):
+        return in_numpys_own(read(), _classes())
+
+
+def _classes() -> tuple[type, ...]:
+    """Those whose objects may have attributes out of a file."""
+    entries = [entry[0] if isinstance(entry, tuple) else entry for entry in get_safe_globals()]
+    return (torch.Tensor, *(entry for entry in entries if isinstance(entry, type)))
+
+
+def _users_numpy() -> list[Any]:
+    names = {name for _, name in STAND_INS}
+    return [entry for entry in get_safe_globals() if _name_of(entry) in names]
+
+
+@contextlib.contextmanager
+def _allowed(*, users_numpy: bool) -> Iterator[None]:
+    """Meanwhile torch's unpickler knows the list, and of numpy what the user has allowed or only the stand-ins. What
+    the user has allowed is the same before and after. Under `_lock`."""
+    hidden = [] if users_numpy else _users_numpy()
+    with safe_globals(hidden):
+        pass  # at its end they are off the list
+    try:
+        taken = {_name_of(entry) for entry in get_safe_globals()}
+        with safe_globals([entry for entry in (*_listed, *STAND_INS) if _name_of(entry) not in taken]):
+            yield
+    finally:
+        add_safe_globals(hidden)
+
+
+def _name_of(entry: Any) -> str:
+    return entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
+
+
+def _refused_names(file: BinaryIO, message: str) -> str:
+    """What was refused, as a list in words; empty where torch's message is about something else."""
+    names: list[str] = []
+    with contextlib.suppress(Exception):  # a file in the old format, or a broken one
+        file.seek(0)
+        names = sorted(get_unsafe_globals_in_checkpoint(f"/proc/self/fd/{file.fileno()}"))
+    if not names:
+        names = _named_in(message)
+    return listed(names or _operation(message))
+
+
+def _named_in(message: str) -> list[str]:
+    names = [match[1] for pattern in _IN_TORCHS_WORDS if (match := re.search(pattern, message))][:1]
+    return [name if "." in name else f"builtins.{name}" for name in names]
+
+
+def _operation(message: str) -> list[str]:
+    match = re.search(r"Unsupported operand (\d+)", message)
+    return [f"the pickle operation {op.name}" for op in pickletools.opcodes if match and op.code == chr(int(match[1]))]
+
+
+def listed(names: list[str]) -> str:
+    """Names out of a pickle, fit for a message."""
+    shown = ", ".join(ascii(name[:200])[1:-1] for name in names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} others"
+
+
+def _reason(error: Exception) -> str:
+    """The line of an error's message that says what is wrong, fit for a terminal."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if line.startswith("WeightsUnpickler error:")] or lines or [""]
+    return ascii(telling[0].removeprefix("WeightsUnpickler error:").strip()[:300])[1:-1]
+
+
+def _unreadable(path: str | os.PathLike[str], how: str) -> SlideError:
+    return SlideError(
+        f"the checkpoint file {os.fspath(path)} cannot be loaded ({how}); load another tag or a copy of this one"
+    )

@@ -1,0 +1,163 @@
+"""DeepSpeed's view of the states: flat tensors by sub-group, as its checkpoints and tools expect them.
+
+A sub-group is a run of parameters of one optimizer group (cut at `sub_group_size`, as stock ZeRO-3 does), and its
+flat tensors hold this rank's padded partitions one after the other. DS-Slide stores by unit, so these tensors are
+planned, not made: a checkpoint takes them piece by piece from the planes, and is taken apart piece by piece.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_slide.checkpoint.mapped import MappedFiles
+from ds_slide.checkpoint.pickle_writer import PIECE, Planned
+from ds_slide.checkpoint.planes import (
+    MASTER,
+    STATE_KEYS,
+    HasState,
+    as_weights,
+    pieces,
+    read_values,
+    write_values,
+)
+from ds_slide.errors import SlideError
+from ds_slide.model.layout import Entry
+from ds_slide.runtime.engine import SlideRuntime
+from ds_slide.runtime.unit import Unit
+
+Places = dict[nn.Parameter, tuple[Unit, Entry]]
+States = Callable[[Unit], HasState]
+"""Where the states of a unit are read: in the unit itself once it has settled, or in a copy."""
+Flat = tuple[torch.Tensor, int]
+"""A flat tensor, and where in it the partition of a parameter begins."""
+
+
+@dataclass(frozen=True)
+class SubGroups:
+    """`groups`: DeepSpeed's `fp16_groups`. `group_ids`: the optimizer group that each belongs to."""
+
+    groups: Sequence[Sequence[nn.Parameter]]
+    group_ids: Sequence[int]
+    places: Places
+    runtime: SlideRuntime
+
+    def settled(self, unit: Unit) -> Unit:
+        """`unit`, whose pending update has ended."""
+        self.runtime.settle(unit)
+        return unit
+
+    def masters(self, states: States) -> list[Planned]:
+        """fp32 masters by sub-group (`fp32_flat_groups`)."""
+        return [self._planned(group, MASTER, states) for group in self.groups]
+
+    def optimizer_state(
+        self, param_groups: Sequence[dict[str, Any]], step: Callable[[], int | torch.Tensor], states: States
+    ) -> dict[str, Any]:
+        """The state dict that a torch optimizer over the flat sub-groups would have. `step`: makes one for each of
+        them, since optimizers that keep tensors count in place."""
+        state = {
+            number: {"step": step(), **{key: self._planned(group, key, states) for key in STATE_KEYS}}
+            for number, group in enumerate(self.groups)
+        }
+        packed = []
+        for group_id, param_group in enumerate(param_groups):
+            settings = {key: value for key, value in param_group.items() if key != "params"}
+            members = [number for number, owner in enumerate(self.group_ids) if owner == group_id]
+            packed.append({**settings, "params": members})
+        return {"state": state, "param_groups": packed}
+
+    def _planned(self, group: Sequence[nn.Parameter], key: str, states: States) -> Planned:
+        places = [self.places[parameter] for parameter in group]
+        ends = list(accumulate(entry.partition_numel for _, entry in places))
+
+        def read(start: int, stop: int) -> torch.Tensor:
+            values = torch.empty(stop - start, dtype=torch.float32)
+            index, done = bisect_right(ends, start), start
+            while done < stop:
+                unit, entry = places[index]
+                end = min(ends[index], stop)
+                offset = entry.offset + entry.partition_numel - ends[index]
+                run = slice(offset + done, offset + end)
+                values[done - start : end - start] = read_values(states(unit), key, run)
+                index, done = index + 1, end
+            return values
+
+        return Planned(ends[-1] if ends else 0, torch.float32, read)
+
+    def load_masters(self, flats: Sequence[torch.Tensor], files: MappedFiles, *, rounded: bool = False) -> None:
+        """Set weights and masters from `fp32_flat_groups`. `rounded`: to the model's dtype, both."""
+        self._check(flats, "fp32_flat_groups")
+        self.runtime.begin_writing()
+        self._load(MASTER, flats, files, rounded=rounded)
+        for unit in self.runtime.units:
+            self.runtime.weights_changed(unit)
+
+    def load_optimizer_state(
+        self, state_dict: dict[str, Any], param_groups: Sequence[dict[str, Any]], files: MappedFiles
+    ) -> int:
+        """Set the moments and the groups' settings; returns the step count."""
+        saved = [state_dict["state"][number] for number in sorted(state_dict["state"])]
+        for key in STATE_KEYS:
+            flats = [state[key].reshape(-1) for state in saved]
+            self._check(flats, "optimizer_state_dict")
+            self._load(key, flats, files)
+        load_settings(param_groups, state_dict["param_groups"])
+        return int(saved[-1]["step"]) if saved else 0
+
+    def _load(self, key: str, flats: Sequence[torch.Tensor], files: MappedFiles, *, rounded: bool = False) -> None:
+        sources: dict[nn.Parameter, Flat] = {}
+        for group, flat in zip(self.groups, flats, strict=True):
+            starts = accumulate((self.places[parameter][1].partition_numel for parameter in group), initial=0)
+            sources |= {parameter: (flat, start) for parameter, start in zip(group, starts, strict=False)}
+        for unit in self.runtime.units:
+            self.load_unit(unit, key, sources, files, rounded=rounded)
+
+    def load_unit(
+        self, unit: Unit, key: str, sources: Mapping[nn.Parameter, Flat], files: MappedFiles, *, rounded: bool = False
+    ) -> None:
+        """Set one state of a unit, in the order of the planes, padding included, and in pieces that start at a multiple
+        of PIECE: planes with a scale for each group of elements get whole groups."""
+        self.runtime.settle(unit)
+        weights = unit.parameter_dtype
+        for span in pieces(unit.layout.trainable_numel, PIECE):
+            values = _values(unit, span, sources, files)
+            write_values(unit, key, span, as_weights(values, weights) if rounded else values)
+
+    def _check(self, flats: Sequence[torch.Tensor], what: str) -> None:
+        expected = [sum(self.places[parameter][1].partition_numel for parameter in group) for group in self.groups]
+        found = [flat.numel() for flat in flats]
+        if found != expected:
+            raise SlideError(
+                f"the checkpoint's {what} holds sub-groups of {found} elements on this rank, but the model needs "
+                f"{expected}; load it with the model, the number of ranks and the zero_optimization.sub_group_size "
+                "that it was saved with"
+            )
+
+
+def load_settings(param_groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Give each parameter group its saved settings."""
+    for param_group, loaded in zip(param_groups, saved, strict=True):
+        settings = {key: value for key, value in loaded.items() if key != "params"}
+        param_group.update(copy.deepcopy(settings))  # a tensor among them would keep the file mapped
+
+
+def _values(unit: Unit, span: slice, sources: Mapping[nn.Parameter, Flat], files: MappedFiles) -> torch.Tensor:
+    """Local elements `span` of a unit from the flat tensors; zeros between the parameters and where a flat tensor ends
+    before the partition does."""
+    values = torch.zeros(span.stop - span.start, dtype=torch.float32)
+    for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True):
+        first, last = max(entry.offset, span.start), min(entry.offset + entry.partition_numel, span.stop)
+        if first < last and parameter in sources:
+            flat, begin = sources[parameter]
+            offset = begin - entry.offset
+            with files.using(flat[offset + first : offset + last]) as source:
+                values[first - span.start : first - span.start + source.numel()] = source
+    return values

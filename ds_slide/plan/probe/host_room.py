@@ -1,0 +1,75 @@
+"""How much host memory this process may still take, and what says so: the machine, a container, the shell."""
+
+from __future__ import annotations
+
+import resource
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from ds_slide.plan.probe.cgroups import MemoryLimit, memory_limits
+
+# Of the address space: the stacks (8 MiB) and malloc's arenas (64 MiB) of the threads that an engine starts. 14 of them
+# take that on a small machine; those of the update need a stack only.
+THREADS_ADDRESS_SPACE = 1 << 30
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class HostRoom:
+    """`nbytes`: for this process. `source`: what limits it, as part of a sentence."""
+
+    nbytes: int
+    source: str
+
+
+_ranks_in: Counter[str] = Counter()
+
+
+def groups() -> list[str]:
+    """The memory control groups with a limit that this process is in, each the same for whoever is in it."""
+    return [_name(limit) for limit in memory_limits()]
+
+
+def share_with(groups_of_ranks: Iterable[Iterable[str]]) -> None:
+    """What `groups` gives on every rank: a group's memory is divided evenly between the ranks in it. They stay where
+    they are, so this process remembers it."""
+    _ranks_in.clear()
+    for names in groups_of_ranks:
+        _ranks_in.update(set(names))
+
+
+def host_room(local_ranks: int, untouched: int = 0) -> HostRoom:
+    """The least of what the machine, each control group and the limit of this process's address space leave.
+
+    `local_ranks`: ranks on this machine, which share what is free. `untouched`: bytes that this process has set aside
+    and not written yet, so that the kernel still counts them as free.
+    """
+    machine = psutil.virtual_memory().available // local_ranks
+    rooms = [HostRoom(machine - untouched, f"MemAvailable of /proc/meminfo{_for_each(local_ranks)}")]
+    for limit in memory_limits():
+        ranks = max(1, _ranks_in[_name(limit)])
+        source = f"{limit.file} is {limit.limit:,} and has {limit.room:,} left{_for_each(ranks)}"
+        rooms.append(HostRoom(limit.room // ranks - untouched, source))
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if soft != resource.RLIM_INFINITY:
+        used = psutil.Process().memory_info().vms
+        source = f"the limit of address space (ulimit -v) is {soft:,}, of which {used:,} are in use"
+        rooms.append(HostRoom(soft - used - THREADS_ADDRESS_SPACE, source))
+    least = min(rooms, key=lambda room: room.nbytes)
+    return HostRoom(max(0, least.nbytes), least.source)
+
+
+def _name(limit: MemoryLimit) -> str:
+    """Of its group, among those of all machines."""
+    try:
+        return f"{_BOOT.read_text().strip()} {limit.group}"
+    except OSError:
+        return limit.group
+
+
+def _for_each(ranks: int) -> str:
+    return "" if ranks == 1 else f", for {ranks} ranks"

@@ -1,0 +1,1 @@
+"""Where the gradients of a unit go when backward has made them."""

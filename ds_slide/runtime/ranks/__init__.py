@@ -1,0 +1,1 @@
+"""What the ranks of a run do together, and what they know of each other."""

@@ -1,0 +1,1 @@
+"""What moves data: lanes, their buffers, and how a buffer changes owners."""

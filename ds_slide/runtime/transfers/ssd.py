@@ -1,0 +1,195 @@
+"""The way of states between SSD and their update: what an update needs is brought together, and written back after it.
+
+    store      reads a chunk's record and the block's weights into pooled host buffers
+    update     AdamW in place, on the update lane
+    store      writes both back; h2d copies the new weights from the same buffer
+
+No thread of its own: every hand-over is a completion of the store, a task of the update lane or a call of the compute
+thread, ordered by the two `BufferCache`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ds_slide.runtime.transfers.buffers import BufferCache
+from ds_slide.runtime.transfers.handoff import Failures
+from ds_slide.runtime.unit import Unit, Update
+from ds_slide.store.planes import Planes
+
+ChunkKey = tuple[int, int]
+"""(order of the unit, number of the chunk)"""
+UsePlanes = Callable[[Planes], None]
+
+
+class SsdStates:
+    """States of all units that have some on SSD. `store`: `ds_slide.store.ssd.store.SsdStore`, closed by `close`."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        store: Any,
+        record_buffers: Sequence[torch.Tensor],
+        weight_buffers: Sequence[torch.Tensor],
+        failures: Failures,
+        *,
+        updates_under_backward: bool,
+    ) -> None:
+        self._units = {unit.order: unit for unit in units}
+        self._store = store
+        order = _update_order(units, under_backward=updates_under_backward)
+        self.records: BufferCache[ChunkKey] = BufferCache(
+            record_buffers, self._load_record, failures, order, "the optimizer states (unit, chunk)"
+        )
+        self.weights: BufferCache[int] = BufferCache(
+            weight_buffers, self._load_weight, failures, what="the weights of unit"
+        )
+        self.ahead = len(weight_buffers)
+        """Blocks whose weights may be read ahead."""
+        # Backward waits for updates under it (for gradient buffers), never for those under the next forward.
+        self._updates_are_urgent = updates_under_backward
+
+    # ---- updates -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """From here on records are read ahead, in the order of the updates, whenever a buffer is free: the disk does
+        not stop between two steps."""
+        self.records.read_ahead()
+
+    def reserve(self, unit: Unit) -> None:
+        """All chunks of the unit will be updated as soon as its gradient is in host memory."""
+        if _weight_on_ssd(unit):
+            self.weights.reserve(unit.order, len(unit.spans))
+
+    def bring(self, unit: Unit, index: int, update: Update, use: UsePlanes, *, reserved: bool) -> None:
+        """Call `use` with the planes of span `index` once they are in host memory, on any thread. `put_back` follows.
+        `update`: the one that they are for, which the one before must have left. `reserved`: after `reserve`."""
+        ssd, state = unit.state.ssd, unit.state
+        assert ssd is not None
+        span = unit.spans[index]
+
+        def with_weight(weight: torch.Tensor) -> None:
+            if not ssd.has_records:
+                use(state.planes(span, weight))
+                return
+            key = (unit.order, index)
+            self.records.take(
+                key, lambda record: use(ssd.planes(index, record, weight[span])), urgent=True, generation=update
+            )
+
+        # The weights first, always: two updates that hold one and wait for the other would wait for ever.
+        if state.weight is not None:
+            with_weight(state.weight)
+        else:
+            self.weights.take(
+                unit.order,
+                lambda buffer: with_weight(ssd.weight_view(buffer)),
+                urgent=self._updates_are_urgent,
+                pressed=lambda: update.is_pressed,
+                generation=update,
+                reserved=reserved,
+            )
+
+    def press(self, unit: Unit) -> None:
+        """Somebody waits for the unit's update (`Update.press`): it goes before what the GPU needs soon, because the
+        GPU may be the one that waits."""
+        if _weight_on_ssd(unit):
+            self.weights.press(unit.order)
+
+    def put_back(self, unit: Unit, index: int) -> None:
+        """The planes of span `index` have been updated: write them. Called by the update lane."""
+        ssd, order = unit.state.ssd, unit.order
+        assert ssd is not None
+        if ssd.has_records:
+            key = (order, index)
+            record = self.records.begin_write(key)
+            self.records.release(key)
+            ssd.store_record(index, record, lambda: self.records.end_write(key))
+        if ssd.has_weight:
+            plane = self.weights.begin_write(order)
+            self.weights.release(order)
+            ssd.store_weight(unit.spans[index], plane, lambda: self.weights.end_write(order))
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    def expect_weights(self, coming: Sequence[Unit], kept: Sequence[Unit]) -> None:
+        """Blocks whose weights are needed next in host memory, for the GPU or an update, in order; and those of them
+        that must not make room."""
+        self.weights.expect(
+            [unit.order for unit in coming if _weight_on_ssd(unit)],
+            [unit.order for unit in kept if _weight_on_ssd(unit)],
+        )
+
+    @contextmanager
+    def weight(self, unit: Unit) -> Iterator[torch.Tensor]:
+        """The weight plane in a host buffer, for the h2d lane; it stays there until the block ends."""
+        assert unit.state.ssd is not None
+        with self.weights.held(unit.order) as buffer:
+            yield unit.state.ssd.weight_view(buffer)
+
+    # ---- from outside ------------------------------------------------------------------------------------------------
+
+    def settle(self, unit: Unit) -> None:
+        """Wait for the unit's pending update and its writes, and keep nothing of it in buffers: whoever reads or writes
+        its planes does so in the file."""
+        with self.weights.hurry():
+            unit.updated.synchronize()
+        self.forget(unit)
+
+    def forget(self, unit: Unit) -> None:
+        self.records.forget(lambda key: key[0] == unit.order)
+        self.weights.forget(lambda order: order == unit.order)
+
+    def statistics(self) -> dict[str, Any]:
+        """Of the store, since its start."""
+        return dict(self._store.statistics())
+
+    def abandon(self) -> None:
+        """Before the lanes end: nothing more is brought to them."""
+        self.records.abandon()
+        self.weights.abandon()
+
+    def close(self) -> None:
+        """After the lanes have ended. The files are removed."""
+        self._store.close()
+
+    def _load_record(self, key: ChunkKey, buffer: torch.Tensor, then: Callable[[], None]) -> None:
+        ssd = self._units[key[0]].state.ssd
+        assert ssd is not None
+        ssd.load_record(key[1], buffer, then)
+
+    def _load_weight(self, order: int, buffer: torch.Tensor, then: Callable[[], None]) -> None:
+        ssd = self._units[order].state.ssd
+        assert ssd is not None
+        ssd.load_weight(buffer, then)
+
+
+def moved_bytes(store: Any) -> int:
+    """Bytes that the disk has read and written since the start: requests, not whole transfers."""
+    statistics = store.statistics()
+    return int(statistics["read_bytes"] + statistics["written_bytes"])
+
+
+def _weight_on_ssd(unit: Unit) -> bool:
+    return unit.state.ssd is not None and unit.state.ssd.has_weight
+
+
+def _update_order(units: Sequence[Unit], *, under_backward: bool) -> list[ChunkKey]:
+    """Chunks in the order in which their updates become ready: by deadline, or as backward finishes the units."""
+    ordered = sorted(units, key=lambda unit: unit.order)
+    if under_backward:
+        blocks = [unit for unit in reversed(ordered) if unit.spec.kind != "edge"]
+        # A streamed head is finished before backward has come to the blocks, the other edges after them.
+        edges = [unit for unit in ordered if unit.spec.kind == "edge"]
+        first = [unit for unit in edges if unit.chunk_rows]
+        ordered = [*first, *blocks, *(unit for unit in edges if not unit.chunk_rows)]
+    return [
+        (unit.order, index)
+        for unit in ordered
+        if unit.state.ssd is not None
+        for index in range(len(unit.state.ssd.places.chunks))
+    ]

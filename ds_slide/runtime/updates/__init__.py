@@ -1,0 +1,1 @@
+"""When and where the states of a unit are updated."""

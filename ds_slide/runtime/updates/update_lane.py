@@ -1,0 +1,105 @@
+"""The update lane: CPU work on states, always the ready task whose block is needed soonest.
+
+A task is ready when its gradient has arrived in host memory (its marker has passed). Backward finishes
+the last block first while the next forward needs the first block first, so first-in-first-out would leave
+the first block for the end of the queue; with deadlines the next forward waits for one update, not for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ds_slide.report.statistics import LaneMeter
+from ds_slide.runtime.device import Device, Marker
+from ds_slide.runtime.transfers.handoff import THREAD_PREFIX, Failures, synchronize
+from ds_slide.runtime.transfers.lane import Delay
+
+
+@dataclass(frozen=True)
+class UpdateTask:
+    """`run` returns the bytes it moved through host memory. It starts after `ready` and owns the unit's planes."""
+
+    deadline: int
+    sequence: int
+    ready: Marker
+    run: Callable[[], int]
+
+
+class UpdateLane:
+    """One thread that orders the tasks; the work inside a task is spread over the updater's own threads."""
+
+    name = "update"
+
+    def __init__(
+        self, device: Device, failures: Failures, meter: LaneMeter, delay: Delay, *, idle: bool = False
+    ) -> None:
+        """`idle`: it is given nothing, and has no thread."""
+        self._device = device
+        self._failures = failures
+        self._meter = meter
+        self._delay = delay
+        self._changed = threading.Condition()
+        self._tasks: list[UpdateTask] = []
+        self._sequence = 0
+        self._unfinished = 0
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        if not idle:
+            self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}update", daemon=True)
+            self._thread.start()
+
+    def submit(self, deadline: int, ready: Marker, run: Callable[[], int]) -> None:
+        assert self._thread is not None, "the update lane is idle"
+        with self._changed:
+            self._tasks.append(UpdateTask(deadline, self._sequence, ready, run))
+            self._sequence += 1
+            self._unfinished += 1
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Block until every task submitted so far has run."""
+        with self._changed:
+            self._failures.wait_for(self._changed, lambda: not self._unfinished, "the updates that are under way")
+
+    def close(self) -> None:
+        """End the thread after the tasks submitted so far; harmless when called twice."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=30.0)
+
+    def _run(self) -> None:
+        try:
+            self._device.enter_thread()
+            while (task := self._next()) is not None:
+                self._delay()
+                synchronize(self._failures, task.ready, "a gradient on its way to its update")
+                started = time.perf_counter()
+                moved = task.run()
+                task = None  # as in `Lane`
+                self._meter.add_seconds(time.perf_counter() - started, moved)
+                with self._changed:
+                    self._unfinished -= 1
+                    self._changed.notify_all()
+                self._failures.progressed()
+        except BaseException as error:
+            self._failures.record(self.name, error)
+
+    def _next(self) -> UpdateTask | None:
+        with self._changed:
+            while not self._tasks:
+                if self._closing:
+                    return None
+                self._changed.wait()
+            # Transfers run in the order of submission, so what has arrived is a beginning of the list. Asked one by one
+            # to the end, a late task could be seen as arrived and an early one, asked sooner, as not: then the spans of
+            # one unit would be updated out of order, and the last one gives their common buffer back.
+            ready = list(itertools.takewhile(lambda task: task.ready.done(), self._tasks))
+            chosen = min(ready or self._tasks[:1], key=lambda task: (task.deadline, task.sequence))
+            self._tasks.remove(chosen)
+            return chosen

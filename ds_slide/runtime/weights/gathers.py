@@ -1,0 +1,58 @@
+"""Weights that no rank has as a whole in memory it can read: each uploads its part, the compute thread gathers.
+
+Of several machines, of blocks on SSD, of units that are updated on the GPU, and of all units with `"share_weights":
+false`. A gather is a collective, so it must not depend on what a rank's window happens to hold: a block is gathered
+each time that it is bound. Only where the window has a slot for each of its blocks none ever makes room for another,
+on any rank, and what was gathered stays until the weights change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ds_slide.runtime.device import PASSED, Device, Marker
+from ds_slide.runtime.ranks.collectives import Ranks
+from ds_slide.runtime.transfers.handoff import Ticket
+from ds_slide.runtime.transfers.uploads import own_part
+from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.weights.window import Slot
+
+
+class Gathers:
+    """Called by the thread that computes. `scratch` (bytes of world_size times the largest rank's part, None where
+    nothing is gathered) belongs to the collectives stream."""
+
+    def __init__(self, ranks: Ranks, scratch: torch.Tensor | None, *, all_fit: bool) -> None:
+        """`all_fit`: the window has a slot for each block that passes through it."""
+        self._ranks = ranks
+        self._scratch = scratch
+        self._all_fit = all_fit
+        self._gathered: dict[int, Ticket] = {}
+        """The upload that was gathered last, by slot."""
+
+    @classmethod
+    def on(cls, device: Device, ranks: Ranks, units: Sequence[Unit], *, all_fit: bool) -> Gathers:
+        parts = (unit.layout.local_numel * unit.dtype.itemsize for unit in units if unit.is_gathered)
+        nbytes = ranks.world_size * max(parts, default=0)
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=device.torch) if nbytes else None
+        return cls(ranks, scratch, all_fit=all_fit)
+
+    def into_slot(self, unit: Unit, slot: Slot) -> Marker:
+        """Gather the unit into the slot that holds it, behind its upload. -> when it is there."""
+        assert slot.ready is not None
+        uploaded = slot.ready.wait()
+        if self._all_fit and self._gathered.get(slot.index) is slot.ready:
+            return PASSED  # the compute stream has waited for it when it was bound before
+        self._gathered[slot.index] = slot.ready
+        # The upload has waited for what computed with the slot before it, but not for what did so since.
+        return self.into(unit, slot.buffer, uploaded, slot.free)
+
+    def into(self, unit: Unit, buffer: torch.Tensor, *after: Marker) -> Marker:
+        """Gather the unit into a buffer in slot layout, from its weights on the GPU or from what was uploaded."""
+        assert self._scratch is not None
+        buffer = buffer.view(unit.dtype)
+        own = unit.state.weight if unit.state.tier == "gpu" else own_part(unit, buffer)
+        assert own is not None
+        return self._ranks.gather_weights(unit, own, self._scratch.view(unit.dtype), buffer, *after)

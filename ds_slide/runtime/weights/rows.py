@@ -1,0 +1,194 @@
+"""An edge that stays in host memory: chunks of its rows pass through two GPU buffers, their gradients through two more.
+
+    h2d lane        fills a row buffer when its last reader has been submitted and the rows have had their update
+    compute stream  reads the rows, and in backward writes the gradient of the same rows
+    d2h lane        copies that down while the next one is made (`StreamedGradient`)
+
+So a vocabulary matrix needs no memory of its size on the GPU. Two buffers suffice: for 16,384 tokens and a chunk of
+8,192 x 2,048 there is 0.55 TFLOP to do forward and three times that backward, 0.8 and 2.4 ms at 700 TFLOP/s, under
+transfers of 34 MB, 0.6 ms each at 55 GB/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ds_slide.errors import SlideError
+from ds_slide.runtime.device import PASSED, Device, Marker
+from ds_slide.runtime.gradients.route import Gradients
+from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
+from ds_slide.runtime.settings import ROW_BUFFERS
+from ds_slide.runtime.transfers.handoff import Failures, Ticket
+from ds_slide.runtime.transfers.lane import Lane
+from ds_slide.runtime.unit import Unit
+
+CHUNK_NUMEL = 1 << 24
+"""Elements of a chunk, at most: 32 MiB of bf16, 0.6 ms of transfer, 8,192 rows of 2,048."""
+ROW_MULTIPLE = 128
+
+
+def chunk_rows(rows: int, width: int) -> int:
+    """Rows of a chunk of a matrix [rows, width]."""
+    fitting = max(1, CHUNK_NUMEL // width)
+    return min(rows, fitting // ROW_MULTIPLE * ROW_MULTIPLE or fitting)
+
+
+class RowEvents(Protocol):
+    """What the runtime does for rows that pass."""
+
+    def wait(self, ticket: Ticket) -> None: ...
+    def enter_backward(self, unit: Unit) -> object: ...
+    def begin_streamed_gradient(self, unit: Unit, gradient: StreamedGradient) -> None: ...
+
+
+@dataclass(frozen=True)
+class RowBuffers:
+    """The GPU buffers of `unit`, a single matrix, [rows * width] each; none for gradients of a frozen one."""
+
+    unit: Unit
+    rows: int
+    weights: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor]
+
+    @classmethod
+    def on(cls, device: Device, unit: Unit, rows: int) -> RowBuffers:
+        entry = unit.layout.entries[0]
+
+        def buffer() -> torch.Tensor:
+            return torch.zeros(rows * entry.shape[1], dtype=unit.dtype, device=device.torch)
+
+        count = ROW_BUFFERS if entry.trainable else 0
+        return cls(unit, rows, [buffer() for _ in range(ROW_BUFFERS)], [buffer() for _ in range(count)])
+
+    def nbytes(self) -> int:
+        return sum(buffer.numel() * buffer.element_size() for buffer in (*self.weights, *self.gradients))
+
+
+class StreamedRows:
+    """The weight [v, h] of one unit, chunk by chunk; a WeightRows of `ds_slide.kernels`.
+
+    All methods are called by the thread that computes. A row buffer belongs to the h2d lane from its request until its
+    ticket is kept, then to the compute stream until the next chunk is asked for. A gradient buffer belongs to the
+    compute stream until the next chunk is asked for, then to the d2h lane until its ticket is kept.
+    """
+
+    def __init__(
+        self,
+        buffers: RowBuffers,
+        device: Device,
+        h2d: Lane,
+        d2h: Lane,
+        failures: Failures,
+        gradients: Gradients,
+        events: RowEvents,
+    ) -> None:
+        self.unit = buffers.unit
+        entry = self.unit.layout.entries[0]
+        self.shape = torch.Size(entry.shape)
+        self.dtype = buffers.weights[0].dtype
+        self._buffers = buffers
+        self._device, self._h2d, self._d2h, self._failures = device, h2d, d2h, failures
+        self._gradients, self._events = gradients, events
+        self._read: list[Marker] = [PASSED] * len(buffers.weights)
+        self._copied = [Ticket.kept(failures) for _ in buffers.gradients]
+        self._open: StreamedGradient | None = None
+        self._closed = False
+
+    @property
+    def requires_grad(self) -> bool:
+        """A parameter that the script has frozen since has buffers, but gets no gradient."""
+        return bool(self._buffers.gradients) and self.unit.parameters[0].requires_grad
+
+    def close(self) -> None:
+        """No pass begins any more, and one that was left open holds up no lane."""
+        self._closed = True
+        if self._open is not None:
+            self._open.close()
+
+    def give_up(self) -> None:
+        """The backward of a pass has ended with an exception, which may keep the pass open for as long as it is kept
+        itself: zeros go down for what it has not made."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    @property
+    def version(self) -> int:
+        """Counts the weight's generations."""
+        return self.unit.version
+
+    def rows(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, chunk [c, h]): all rows in order, each the reader's until it asks for the next."""
+        return self._pass(self._updates())
+
+    def rows_and_gradients(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """The same with a buffer [c, h] that takes the gradient of these rows, of this backward.
+
+        A pass that is given up half-way leaves zeros for what it has not made.
+        """
+        updates = self._updates()  # before this gradient begins one that the rows would wait for
+        self._events.enter_backward(self.unit)
+        self._open = gradient = StreamedGradient(self._device, self._d2h.stream, self._failures)
+        self._events.begin_streamed_gradient(self.unit, gradient)
+        width = self.shape[1]
+        try:
+            for number, (first, rows) in enumerate(self._pass(updates)):
+                turn = number % len(self._copied)
+                self._events.wait(self._copied[turn])
+                flat = self._buffers.gradients[turn][: rows.numel()]
+                yield first, rows, flat.view(rows.shape)
+                self._gradients.add_square_sum(self.unit, flat)
+                self._copied[turn] = gradient.put(first * width, flat)
+        finally:
+            gradient.close()
+            if self._open is gradient:
+                self._open = None
+
+    def _updates(self) -> list[tuple[slice, Ticket]]:
+        """What the rows wait for."""
+        if self._closed:
+            raise SlideError("the weight of the streamed head is gone: its engine was destroyed")
+        return list(zip(self.unit.spans, self.unit.span_updated, strict=True))
+
+    def _pass(self, updates: Sequence[tuple[slice, Ticket]]) -> Iterator[tuple[int, torch.Tensor]]:
+        height, width = self.shape
+        firsts = range(0, height, self._buffers.rows)
+        ready = [self._request(number, first, updates) for number, first in enumerate(firsts[:ROW_BUFFERS])]
+        for number, first in enumerate(firsts):
+            turn, count = number % ROW_BUFFERS, min(self._buffers.rows, height - first)
+            self._events.wait(ready[turn])
+            try:
+                yield first, self._buffers.weights[turn][: count * width].view(count, width)
+            finally:
+                self._read[turn] = self._device.mark()
+            if number + ROW_BUFFERS < len(firsts):
+                ready[turn] = self._request(number, firsts[number + ROW_BUFFERS], updates)
+
+    def _request(self, number: int, first: int, updates: Sequence[tuple[slice, Ticket]]) -> Ticket:
+        turn, width = number % ROW_BUFFERS, self.shape[1]
+        part = slice(first * width, min(first + self._buffers.rows, self.shape[0]) * width)
+        updated = [ticket for span, ticket in updates if span.start < part.stop and part.start < span.stop]
+        ready = Ticket(self._failures, f"rows of {self.unit.name} on the GPU")
+        read, buffer = self._read[turn], self._buffers.weights[turn]
+        plane, lane = self.unit.state.weight, self._h2d
+        assert plane is not None  # an edge's always are in memory
+
+        def job() -> None:
+            for ticket in updated:
+                ticket.wait()
+            self._device.wait(read, lane.stream)
+            start = self._device.mark(lane.stream, timed=True)
+            buffer[: part.stop - part.start].copy_(plane[part], non_blocking=True)
+            end = self._device.mark(lane.stream, timed=True)
+            ready.keep(end)
+            lane.meter.add_interval(start, end, (part.stop - part.start) * buffer.element_size())
+
+        lane.submit(job)
+        return ready
+
+
+MakeRows = Callable[[RowEvents], StreamedRows]

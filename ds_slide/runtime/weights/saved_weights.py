@@ -1,0 +1,179 @@
+"""What autograd saves while a block computes: weights are remembered by their place, everything else as it would be.
+
+A weight lies in a slot of the window, and so do its views (`weight.t()`, which a linear layer saves). Autograd would
+read whatever block occupies the slot when backward comes. So hooks for saved tensors lie around each block, and around
+blocks only: what a module outside of them saves is in no slot, and autograd gives a parameter back as the very object
+only where no hook has been at it (an autograd.Function may look for `ds_status` on what it has saved).
+
+Of several hooks torch applies the innermost alone. A block's are the innermost, so they hand what is no weight to those
+that lie around them: activation checkpointing's, `save_on_cpu`, a trainer's. A block that is recomputed for one of
+those is hooked as in its first forward, because checkpointing counts what is saved in both.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.weights.window import Slot
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+EnterBackward = Callable[[Unit], Slot | None]
+
+
+@dataclass(frozen=True)
+class SlotReference:
+    """A saved tensor that lies in a slot, remembered by unit and place: by the time backward needs it, other blocks
+    have been through the slot and the unit may lie in another one."""
+
+    unit: Unit
+    dtype: torch.dtype
+    """Of the saved tensor, which may be another view of the weight's bytes."""
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class ParameterReference:
+    """A saved tensor that is a whole parameter of `unit`. Backward gets the parameter itself, or, since torch copies
+    what requires a gradient and comes from a hook, a tensor on its memory."""
+
+    unit: Unit
+    parameter: nn.Parameter
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A saved tensor as it is. Autograd compares versions only where no hooks are."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def unchanged(self) -> torch.Tensor:
+        """RuntimeError, as autograd's own, where it has been modified since."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; expected "
+                f"version {self.version} instead. Hint: enable anomaly detection to find the operation that failed to "
+                "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+            )
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """What the hooks around the block's have made of a saved tensor."""
+
+    value: Any
+
+
+class SavedWeights:
+    """Makes the hooks of each block's forward. `slots`: by address of their memory."""
+
+    def __init__(self, slots: Mapping[int, Slot], enter_backward: EnterBackward) -> None:
+        self._slots = slots
+        self._enter_backward = enter_backward
+
+    def open(self) -> OpenHooks:
+        """Hooks that are in force until they are closed."""
+        return OpenHooks(self._reference, self._restore)
+
+    def _reference(self, tensor: torch.Tensor) -> SlotReference | ParameterReference | None:
+        if tensor.layout is not torch.strided:
+            return None
+        slot = self._slots.get(tensor.untyped_storage().data_ptr())
+        if slot is None or slot.unit is None:
+            return None
+        if isinstance(tensor, nn.Parameter):
+            return ParameterReference(slot.unit, tensor)
+        place = tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
+        return SlotReference(slot.unit, tensor.dtype, *place)
+
+    def _restore(self, saved: SlotReference | ParameterReference) -> torch.Tensor:
+        slot = self._enter_backward(saved.unit)
+        if isinstance(saved, ParameterReference):
+            return saved.parameter
+        assert slot is not None
+        return slot.buffer.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+
+
+def hooks_around() -> tuple[Pack, Unpack] | None:
+    """The hooks for saved tensors that are in force in this thread."""
+    around: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return around
+
+
+def _stack() -> list[tuple[Pack, Unpack]]:
+    """All that are in force, those that were opened last at the end."""
+    above = []
+    while (top := hooks_around()) is not None:
+        above.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    above.reverse()
+    for pair in above:
+        torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+    return above
+
+
+class OpenHooks:
+    """In force from their making to `close`."""
+
+    def __init__(
+        self,
+        reference: Callable[[torch.Tensor], SlotReference | ParameterReference | None],
+        restore: Callable[[Any], torch.Tensor],
+    ) -> None:
+        self._reference, self._restore = reference, restore
+        self._below = _stack()
+        self._around = self._below[-1] if self._below else None
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+
+    def close(self) -> None:
+        """Take these hooks away, and only these: a forward hook of the block that opened others closes them after.
+
+        An interrupt (Ctrl-C) leaves them open. The contexts around the block are left then, and each takes away what is
+        on top of the stack: the first one these hooks, the last one those of the context within. So if these are gone,
+        the topmost of what was below them and is left belongs to a context that has been left, and goes instead.
+        """
+        if (top := hooks_around()) is not None and top[0] == self._pack:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            return
+        stack = _stack()
+        stale = next((place for place, pair in enumerate(stack) if pair[0] == self._pack), None)
+        if stale is None:
+            pairs = zip(stack, self._below, strict=False)
+            stale = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], pairs)) - 1
+        if stale < 0:
+            return
+        for _ in stack[stale:]:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        for pair in stack[stale + 1 :]:
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+
+    def _pack(self, tensor: torch.Tensor) -> _Kept | SlotReference | ParameterReference | _Packed:
+        if tensor.is_conj() or tensor.is_neg():  # a view that only says so: its place does not
+            tensor = tensor.resolve_conj().resolve_neg()
+        reference = self._reference(tensor)
+        if reference is not None:
+            return reference
+        if self._around is not None:
+            return _Packed(self._around[0](tensor))
+        # A result that its own node saves would hold that node, and a graph without a backward would live for ever.
+        return _Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+
+    def _unpack(self, saved: _Kept | SlotReference | ParameterReference | _Packed) -> torch.Tensor:
+        if isinstance(saved, _Kept):
+            return saved.unchanged()
+        if isinstance(saved, _Packed):
+            assert self._around is not None
+            return self._around[1](saved.value)
+        return self._restore(saved)

@@ -1,0 +1,1 @@
+"""Directories and files of a run, below directories that others may write to."""

@@ -1,0 +1,1 @@
+"""The SSD tier: state files, what lies where in them, and the checks of what is read."""

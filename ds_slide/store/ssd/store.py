@@ -1,0 +1,447 @@
+"""The SSD tier: one preallocated state file per rank and mount, and asynchronous transfers between them and memory."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import functools
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_slide import _native
+from ds_slide.errors import SlideError
+from ds_slide.store.directories.new_directories import missing_directories, remove_if_empty
+from ds_slide.store.directories.run_files import RunFile, RunFiles
+from ds_slide.store.ssd.bandwidth import mixed_bandwidth
+from ds_slide.store.ssd.page_sums import CheckThread, PageSums
+from ds_slide.store.ssd.places import MOST_DEPTH, PAGE
+from ds_slide.store.ssd.striping import Striping
+
+STATE_FILE = "states"
+DEFAULT_REQUEST_BYTES = 2 << 20
+# Requests at each mount: the first, or the second where it is measured to be faster.
+LOW_DEPTH, HIGH_DEPTH = 32, 128
+# The completion thread asks again so often; a wake-up costs it microseconds.
+IDLE_S = 10.0
+
+_log = logging.getLogger("ds_slide")
+
+
+@dataclass(frozen=True)
+class Part:
+    """`nbytes` at byte `offset` of the store and at `address` in memory; all multiples of 4096."""
+
+    offset: int
+    address: int
+    nbytes: int
+
+
+@dataclass
+class _Transfer:
+    """Under way. Either `then` follows it, or a thread waits for `told`, which is set in every case, after `error`.
+    `to_check`: what is read, where sums are kept."""
+
+    then: Callable[[], None] | None = None
+    told: threading.Event | None = None
+    error: SlideError | None = None
+    to_check: Sequence[Part] = ()
+    urgent: bool = False
+
+
+class SsdStore:
+    """`nbytes` bytes of logical address space, striped over a file in each of `parents`.
+
+    parents: (JSON path for messages, directory). Each gets a file (RunFiles) and its part of the space, in proportion
+    to its bandwidth, which is measured when there are several.
+
+    fail: is given the first error of an asynchronous transfer, once, on the thread that found it. From then on none is
+    followed by its `then`, neither those that were under way nor new ones, and those that a thread waits for raise.
+    Whoever waits for a `then` must also watch for `fail`.
+
+    sums: of the pages of this store; with them, bytes that are read and are not those that were written last are such
+    an error, also where a thread waits for them. None: no checks. what_lies_at: names the content of a byte offset.
+
+    delay: called before every submit (on the caller's thread), before every completion is delivered (on the completion
+    thread) and before every check of a read that nobody waits for, for race tests.
+
+    waiting: around the wait of a thread in `read_now` or `write_now`, given what it waits for.
+
+    SlideError where a directory cannot be used, has too little space, or the backend does not work.
+    """
+
+    def __init__(
+        self,
+        parents: Sequence[tuple[str, Path]],
+        nbytes: int,
+        *,
+        rank: int,
+        fail: Callable[[BaseException], None],
+        backend: str = "auto",
+        queue_depth: int | None = None,
+        request_bytes: int | None = None,
+        sums: PageSums | None = None,
+        what_lies_at: Callable[[int], str] = "byte {:,} of the store".format,
+        delay: Callable[[], None] = lambda: None,
+        waiting: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        if not parents or nbytes <= 0 or nbytes % PAGE:
+            raise ValueError(f"an SSD store needs a directory and a positive multiple of {PAGE} bytes, not {nbytes}")
+        self.nbytes = nbytes
+        self._fail = fail
+        self._delay = delay
+        self._waiting = waiting
+        self._sums = sums
+        self._what_lies_at = what_lies_at
+        self._owner = os.getpid()
+        self._lock = threading.Lock()  # guards what follows
+        self._transfers: dict[int, _Transfer] = {}
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._tokens = itertools.count()
+        self._drained = threading.Event()
+        self._places: list[RunFiles] = []
+        self._state_files: list[tuple[RunFile, int]] = []
+        """With their lengths in bytes."""
+        self._labels: list[str] = []
+        """By mount, also of one that is left out."""
+        self._engine: _native.IoEngine | None = None
+        self._made = missing_directories(parent for _, parent in parents)
+        try:
+            for json_path, parent in parents:
+                self._places.append(RunFiles(parent, rank, json_path=json_path))
+            names = [json_path for json_path, _ in parents]
+            self._striping = Striping(self._weigh(names, backend))
+            sizes = self._striping.file_sizes(nbytes)
+            _check_space(names, [place.path for place in self._places], sizes)
+            request_bytes = request_bytes or DEFAULT_REQUEST_BYTES
+            self._io = self._engine = _engine(backend, queue_depth, len(parents), request_bytes)
+            self._files = [
+                self._open(name, place, size) for name, place, size in zip(names, self._places, sizes, strict=True)
+            ]
+        except BaseException:
+            self._discard()
+            self.undo()
+            raise
+        self._thread = threading.Thread(target=self._run, name="ds_slide-ssd", daemon=True)
+        self._thread.start()
+        self._checks = None if sums is None else CheckThread("ds_slide-ssd-sums", self._record)
+        # A thread that waits in C++ while the interpreter is taken down ends the process with an abort.
+        atexit.register(self.close)
+
+    def read(self, parts: Sequence[Part], then: Callable[[], None], *, urgent: bool = False) -> None:
+        """Fill memory from the store; `then` runs when all parts are there and are what was written: on the completion
+        thread, or where sums are kept on the one that checks.
+
+        `then` must be short and must neither block nor raise. `urgent`: before all that is not. The memory belongs to
+        the transfer until then. SlideError once the store is closed.
+        """
+        self._submit(False, parts, _Transfer(then), urgent)
+
+    def write(self, parts: Sequence[Part], then: Callable[[], None], *, urgent: bool = False) -> None:
+        """As `read`, from memory to the store. `then` runs on the completion thread. The sums of what is written are
+        computed before this returns."""
+        self._submit(True, parts, _Transfer(then), urgent)
+
+    def read_now(self, parts: Sequence[Part]) -> None:
+        """Fill memory from the store and return when it is done; before all that is not urgent.
+
+        From any thread but the store's own. SlideError when it fails; that error is the caller's alone, unless the
+        bytes are not those that were written, which is one of the store.
+        """
+        self._wait(False, parts)
+
+    def write_now(self, parts: Sequence[Part]) -> None:
+        """As `read_now`, from memory to the store."""
+        self._wait(True, parts)
+
+    def register(self, address: int, nbytes: int) -> bool:
+        """Keep these pages, which must stay mapped until `close`, at hand for the kernel; False where it declines."""
+        return self._io.register_memory(address, nbytes)
+
+    def statistics(self) -> dict[str, Any]:
+        """Those of `_native.IoEngine.stats`, and by mount: paths (as `lsof +L1` shows them), direct (O_DIRECT works),
+        weights (sum 1)."""
+        return {
+            **self._io.stats(),
+            **({} if self._sums is None else self._sums.statistics()),
+            "nbytes": self.nbytes,
+            "paths": list(self._labels),
+            "direct": list(self._direct),
+            "weights": self._striping.shares,
+        }
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Of the state files, until `close`. They may have O_DIRECT set, so whoever wants to look at a file, which most
+        often has no name, opens /proc/<pid>/fd/<descriptor>."""
+        return [file.descriptor for file, _ in self._state_files]
+
+    def remove_files(self) -> None:
+        """Remove the files that have names while transfers may be under way: the process is about to be ended."""
+        for place in self._places:
+            place.close()
+
+    def undo(self) -> None:
+        """The run that it is for is refused, and it is closed: end the threads of the sums, which the frames of
+        an error would keep alive, and remove those of `parents` that were made and are empty."""
+        if self._sums is not None:
+            self._sums.end_threads()
+        remove_if_empty(self._made)
+
+    def close(self) -> None:
+        """Wait for the requests in flight, drop the others, remove the files. A second call does nothing.
+
+        No `then` runs after it; threads in `read_now` and `write_now` get an error.
+        """
+        if os.getpid() != self._owner:
+            return
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if not first:
+            return
+        atexit.unregister(self.close)
+        self._io.close()
+        self._drained.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        if self._checks is not None:
+            self._checks.close()
+        self._discard()
+
+    def _weigh(self, names: Sequence[str], backend: str) -> list[float]:
+        """Bandwidths of the mounts; only their ratios matter."""
+        if len(names) == 1:
+            return [1.0]
+        weights = []
+        for name, place in zip(names, self._places, strict=True):
+            try:
+                weights.append(mixed_bandwidth(place, backend))
+            except SlideError:
+                raise
+            except (OSError, RuntimeError) as error:
+                raise _unusable(name, str(place.path), error) from error
+        return weights
+
+    @property
+    def _direct(self) -> list[bool]:
+        return [number is not None and direct for number, direct in self._files]
+
+    def _open(self, name: str, place: RunFiles, size: int) -> tuple[int | None, bool]:
+        """The file's number in the engine, None for one that gets nothing, and whether O_DIRECT works."""
+        if size == 0:
+            _log.warning("%s: %s is so much slower than the others that it is left out", name, place.path)
+            self._labels.append(str(place.path))
+            return None, False
+        file = place.make(STATE_FILE)
+        # One page more than is ever written: a file that was cut never gets its length back by later writes, whose
+        # holes would otherwise be read as zeros.
+        self._state_files.append((file, size + PAGE))
+        self._labels.append(file.label)
+        try:
+            number = self._io.open(file.label, size + PAGE, file.descriptor)
+        except OSError as error:
+            raise _unusable(name, file.label, error) from error
+        direct = self._io.is_direct(number)
+        if not direct:
+            _log.warning(
+                "%s: the filesystem of %s refuses O_DIRECT, so states pass through the page cache, which costs memory "
+                "and speed; name a directory on a local ext4 or xfs disk",
+                name,
+                place.path,
+            )
+        return number, direct
+
+    def _submit(self, write: bool, parts: Sequence[Part], transfer: _Transfer, urgent: bool) -> None:
+        pieces = self._pieces(parts)
+        self._delay()
+        if self._sums is not None and write:
+            for part in parts:
+                self._sums.keep(part.offset, part.address, part.nbytes)
+        elif self._sums is not None:
+            transfer.to_check, transfer.urgent = parts, urgent
+        token = next(self._tokens)
+        with self._lock:
+            if self._failure is not None and transfer.told is None:
+                return  # `fail` has been told: the engine ends with that error, and not with one of whoever asks next
+            if self._failure is not None:
+                raise SlideError(f"SSD tier: stopped by an earlier error: {self._failure}") from self._failure
+            if self._closed:
+                raise SlideError("SSD tier: the store is closed; initialize the engine again")
+            self._transfers[token] = transfer
+            try:
+                self._io.submit(token, write, pieces, urgent)
+            except BaseException:
+                del self._transfers[token]
+                raise
+
+    def _pieces(self, parts: Sequence[Part]) -> list[tuple[int, int, int, int]]:
+        """What the engine is to move. ValueError for a part outside the store, which would make a file grow."""
+        pieces = []
+        for part in parts:
+            if part.offset < 0 or part.nbytes <= 0 or part.offset + part.nbytes > self.nbytes:
+                raise ValueError(f"{part} is not within the {self.nbytes} bytes of this store")
+            for piece in self._striping.pieces(part.offset, part.nbytes):
+                number, _ = self._files[piece.file]
+                assert number is not None, "a file without a unit in the pattern has no pieces"
+                pieces.append((number, piece.file_offset, part.address + piece.start, piece.nbytes))
+        return pieces
+
+    def _wait(self, write: bool, parts: Sequence[Part]) -> None:
+        if threading.current_thread() in (self._thread, self._checks and self._checks.thread):
+            raise RuntimeError(f"{threading.current_thread().name} cannot wait for itself; use `read` or `write`")
+        transfer = _Transfer(told=threading.Event())
+        self._submit(write, parts, transfer, urgent=True)
+        assert transfer.told is not None
+        with self._waiting("states to be written to SSD" if write else "states to be read from SSD"):
+            transfer.told.wait()  # every transfer is told, also when the store fails or is closed
+        if transfer.error is not None:
+            raise transfer.error
+        try:
+            self._check(transfer.to_check)
+        except SlideError as error:
+            self._record(error)
+            raise
+
+    def _check(self, parts: Sequence[Part]) -> None:
+        """SlideError if what has been read is not what was written. Not on the completion thread."""
+        for part in parts:
+            assert self._sums is not None
+            wrong = self._sums.first_wrong(part.offset, part.address, part.nbytes)
+            if wrong is not None:
+                raise SlideError(self._damaged(wrong))
+
+    def _damaged(self, offset: int) -> str:
+        piece = self._striping.pieces(offset, PAGE)[0]
+        return (
+            f"SSD tier: {self._labels[piece.file]} holds other bytes at offset {piece.file_offset:,} than were "
+            f"written there ({self._what_lies_at(offset)}), because the disk or another program has changed them; "
+            f"check the disk and {_advice(0)}"
+        )
+
+    def _checked(self, transfer: _Transfer) -> None:
+        """On the thread that checks, after the completion thread: the memory of the read is this one's alone."""
+        self._delay()
+        self._check(transfer.to_check)
+
+    def _follow(self, then: Callable[[], None]) -> None:
+        if self._failure is None and not self._closed:
+            then()
+
+    def _run(self) -> None:
+        """The completion thread: until the engine is closed and has told of every transfer."""
+        while True:
+            finished = self._io.next(IDLE_S)
+            if finished is not None:
+                self._deliver(*finished)
+            elif self._closed:
+                self._drained.wait()
+                while (finished := self._io.next(0.0)) is not None:
+                    self._deliver(*finished)
+                return
+
+    def _deliver(self, token: int, message: str | None, error: int) -> None:
+        with self._lock:
+            transfer = self._transfers.pop(token)
+        if message is None:
+            # After the transfer: what it has read was read from a whole file.
+            message, error = self._cut_file(), 0
+        if message is not None:
+            transfer.error = SlideError(f"SSD tier: {message}; {_advice(error)}")
+        try:
+            self._delay()
+            if transfer.told is None and transfer.error is not None:
+                self._record(transfer.error)
+            elif transfer.then is not None and transfer.to_check and self._checks is not None:
+                check = functools.partial(self._checked, transfer)
+                self._checks.submit(check, functools.partial(self._follow, transfer.then), urgent=transfer.urgent)
+            elif transfer.then is not None:
+                self._follow(transfer.then)
+        except BaseException as raised:
+            self._record(raised)
+        finally:
+            if transfer.told is not None:
+                transfer.told.set()
+
+    def _cut_file(self) -> str | None:
+        """Of a state file that is shorter than it was made."""
+        for file, nbytes in self._state_files:
+            found = os.fstat(file.descriptor).st_size
+            if found < nbytes:
+                return f"{file.label} has {found:,} of its {nbytes:,} bytes, because something else has cut it"
+        return None
+
+    def _record(self, error: BaseException) -> None:
+        """Tell `fail` of the first error; those of a store being closed are its own doing."""
+        with self._lock:
+            first = self._failure is None and not self._closed
+            if first:
+                self._failure = error
+        if first:
+            self._fail(error)
+
+    def _discard(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        while self._state_files:
+            os.close(self._state_files.pop()[0].descriptor)
+        for place in self._places:
+            place.close()
+
+
+def _engine(backend: str, queue_depth: int | None, mounts: int, request_bytes: int) -> _native.IoEngine:
+    """`queue_depth`: None for one that is measured."""
+    low_depth = None
+    if queue_depth is None:
+        queue_depth, low_depth = (min(depth * mounts, MOST_DEPTH) for depth in (HIGH_DEPTH, LOW_DEPTH))
+    try:
+        return _native.IoEngine(backend, queue_depth, request_bytes, low_depth=low_depth)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError) as error:
+        raise SlideError(f"SSD tier: the I/O backend {backend!r} cannot be used: {error}") from error
+
+
+def _check_space(names: Sequence[str], paths: Sequence[Path], sizes: Sequence[int]) -> None:
+    """Refuse what does not fit before any of it is allocated; mounts may share a filesystem."""
+    needs: dict[int, int] = {}
+    for name, path, size in zip(names, paths, sizes, strict=True):
+        device = path.stat().st_dev
+        needs[device] = needs.get(device, 0) + size
+        space = os.statvfs(path)
+        free = space.f_bavail * space.f_frsize
+        if needs[device] > free:
+            raise SlideError(_too_little(name, path, needs[device], free))
+
+
+def _too_little(name: str, path: Path, needed: int, free: int) -> str:
+    return (
+        f"{name}: {str(path)!r} has {free:,} bytes free and needs {needed:,} for states on SSD; free "
+        "space there, name a further directory on another disk, or raise ds_slide.host_memory"
+    )
+
+
+def _unusable(name: str, path: str, error: Exception) -> SlideError:
+    advice = _advice(error.errno or 0) if isinstance(error, OSError) else "choose another backend"
+    reason = error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else str(error)
+    return SlideError(f"{name}: {path!r} cannot be used for states on SSD ({reason}); {advice}")
+
+
+def _advice(error: int) -> str:
+    """What to do about the fault of a file. Said here alone: the I/O engine says what has happened, and whoever stops
+    the run that it has to resume from a checkpoint."""
+    if error in (errno.ENOSPC, errno.EDQUOT):
+        return "free space there, name a further directory on another disk, or raise ds_slide.host_memory"
+    if error == errno.EFBIG:
+        return (
+            "raise the limit on the length of files (ulimit -f), or name a directory on a filesystem with a higher one"
+        )
+    if error == errno.ECANCELED:
+        return "the store was closed meanwhile"
+    if error in (0, errno.ENODATA):  # a file that was cut, not a disk that fails
+        return "keep other programs out of that directory"
+    return "look for the disk in the kernel's log (dmesg)"

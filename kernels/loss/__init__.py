@@ -1,0 +1,1 @@
+"""The language model head and its cross-entropy."""

@@ -1,0 +1,11 @@
+"""The keys of DeepSpeed's checkpoint files that DS-Slide spells out are those of the DeepSpeed that is installed."""
+
+from deepspeed.checkpoint import constants
+
+from ds_slide.checkpoint import names
+
+
+def test_every_key_is_deepspeeds():
+    ours = {name: value for name, value in vars(names).items() if name.isupper()}
+    assert ours
+    assert ours == {name: getattr(constants, name) for name in ours}

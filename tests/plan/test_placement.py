@@ -1,0 +1,206 @@
+"""What stays in host memory and what goes to SSD."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_slide.errors import SlideError
+from ds_slide.model.layout import ParameterInfo, build_layout
+from ds_slide.optim.low_precision import STATE_FORMATS
+from ds_slide.plan.memory import Budgets, make_plan
+from ds_slide.plan.placement import USABLE_SHARE, HostPlacement, Needs, SsdNeeds, UnitSize, place_on_host
+from ds_slide.store.planes import optimizer_bytes, optimizer_planes
+from ds_slide.store.ssd.places import place_unit, record_bytes, sum_table_bytes, whole_pages
+
+SPECS = optimizer_planes(torch.bfloat16, STATE_FORMATS["fp32"])
+CHUNK = 2048
+BOTH = SsdNeeds(weights=True, records=True, chunk_numel=CHUNK)
+NEEDS = Needs(2, held_bytes=2, window=2, stagings=2, ring=0, ssd=BOTH)
+EDGE, BLOCK, BLOCKS = 64_000, 6_400, 12
+PLENTY = 1 << 40
+
+
+def unit(name: str, numel: int, frozen: int = 0) -> UnitSize:
+    infos = [ParameterInfo("weight", (numel,), numel, 0)] if numel else []
+    infos += [ParameterInfo("frozen", (frozen,), frozen, None)] if frozen else []
+    return UnitSize(name, build_layout(infos, 1), "edge" if name.startswith("edge") else "block", SPECS, 2)
+
+
+UNITS = [unit("edge", EDGE), *(unit(f"blocks.{index}", BLOCK) for index in range(BLOCKS))]
+STATES = (EDGE + BLOCKS * BLOCK) * 12
+BLOCK_WEIGHTS = BLOCKS * BLOCK * 2
+
+
+def place(host_memory: int | None, needs: Needs = NEEDS, free: int = PLENTY) -> HostPlacement:
+    return place_on_host(UNITS, needs, frozenset(), free, host_memory)
+
+
+@pytest.mark.parametrize("budget", [None, STATES, STATES + 1])
+def test_what_fits_stays(budget: int | None) -> None:
+    placed = place(budget)
+    assert not placed.weights_on_ssd and not placed.records_on_ssd
+    assert placed.ssd_bytes == placed.record_buffers == placed.weight_buffers == 0
+    assert placed.host_bytes == STATES + (EDGE + BLOCKS * BLOCK) * 2
+
+
+def test_nothing_allowed_moves_all_that_may() -> None:
+    placed = place(0)
+    blocks = frozenset(range(1, BLOCKS + 1))
+    assert placed.weights_on_ssd == blocks and placed.records_on_ssd == blocks | {0}
+    assert placed.state_bytes == EDGE * 2  # an edge's weights are read by nobody but its own update
+    assert placed.state_bytes + placed.ssd_bytes == STATES
+
+
+def test_weights_stay_first_then_the_edges_records_then_the_blocks() -> None:
+    edge_weight = EDGE * 2
+    assert not place(edge_weight + BLOCK_WEIGHTS).weights_on_ssd
+    assert place(edge_weight + BLOCK_WEIGHTS - 1).weights_on_ssd
+    assert 0 not in place(edge_weight + BLOCK_WEIGHTS + EDGE * 10).records_on_ssd
+    assert 0 in place(edge_weight + BLOCK_WEIGHTS + EDGE * 10 - 1).records_on_ssd
+
+
+def test_half_of_the_blocks_are_spread_over_the_model() -> None:
+    budget = EDGE * 12 + BLOCK_WEIGHTS + BLOCKS * BLOCK * 10 // 2
+    on_ssd = sorted(place(budget).records_on_ssd)
+    assert len(on_ssd) == BLOCKS // 2
+    assert {later - earlier for earlier, later in itertools.pairwise(on_ssd)} == {2}
+
+
+@pytest.mark.parametrize(("weights", "records"), [(True, False), (False, True)])
+def test_only_what_the_devices_name_moves(weights: bool, records: bool) -> None:
+    placed = place(0, replace(NEEDS, ssd=replace(BOTH, weights=weights, records=records)))
+    assert bool(placed.weights_on_ssd) == weights
+    assert bool(placed.records_on_ssd) == records
+
+
+def test_frozen_parameters_have_weights_only_on_ssd() -> None:
+    frozen = [unit("edge", EDGE), unit("blocks.0", 0, frozen=BLOCK), unit("blocks.1", BLOCK, frozen=BLOCK)]
+    placed = place_on_host(frozen, NEEDS, frozenset(), PLENTY, 0)
+    assert placed.weights_on_ssd == {1, 2} and placed.records_on_ssd == {0, 2}
+    assert placed.ssd_bytes == 3 * BLOCK * 2 + BLOCK * 10 + EDGE * 10
+
+
+@given(
+    st.integers(0, STATES + 1000),
+    st.sampled_from([0, 2]),
+    st.booleans(),
+    st.frozensets(st.integers(0, BLOCKS), max_size=4),
+    st.sampled_from(sorted(STATE_FORMATS)),
+)
+def test_the_budget_is_kept_and_every_byte_is_counted(
+    budget: int, held: int, movable_weights: bool, on_gpu: frozenset[int], moments: str
+) -> None:
+    specs = optimizer_planes(torch.bfloat16, STATE_FORMATS[moments])
+    needs = replace(NEEDS, held_bytes=held, ssd=replace(BOTH, weights=movable_weights))
+    placed = place_on_host([replace(unit, specs=specs) for unit in UNITS], needs, on_gpu, PLENTY, budget)
+    on_host = [index for index in range(len(UNITS)) if index not in on_gpu]
+    numel = {index: UNITS[index].layout.trainable_numel for index in on_host}
+    everything = sum(2 * n + optimizer_bytes(specs, n) for n in numel.values())
+    immovable = sum(2 * n for i, n in numel.items() if UNITS[i].is_edge or not movable_weights)
+    assert placed.state_bytes <= max(budget, immovable)
+    assert placed.state_bytes + placed.ssd_bytes == everything
+    assert not on_gpu & (placed.weights_on_ssd | placed.records_on_ssd)
+    pools = placed.record_buffers * (record_bytes(specs, CHUNK) if placed.records_on_ssd else 0)
+    pools += placed.weight_buffers * whole_pages(BLOCK * 2)
+    assert placed.host_bytes == placed.state_bytes + sum(numel.values()) * held + pools
+
+
+# With all of weights and records on SSD that may.
+LEAST = place(0)
+
+
+def gradients(free: int, needs: Needs = NEEDS) -> HostPlacement:
+    return place(None, needs, int(free / USABLE_SHARE) + 2)
+
+
+def test_held_gradients_leave_last() -> None:
+    assert not gradients(LEAST.host_bytes).gradients_on_ssd
+    assert gradients(LEAST.host_bytes).ssd_bytes == LEAST.ssd_bytes
+    placed = gradients(LEAST.host_bytes - BLOCK)
+    assert placed.gradients_on_ssd
+    assert (placed.weights_on_ssd, placed.records_on_ssd) == (LEAST.weights_on_ssd, LEAST.records_on_ssd)
+
+
+@pytest.mark.parametrize(("ring", "ring_to_ssd", "gradient_bytes", "held"), [(0, 3, 2, 2), (3, 3, 2, 2), (3, 3, 2, 4)])
+def test_as_few_gradients_leave_as_needed_and_their_way_is_counted(
+    ring: int, ring_to_ssd: int, gradient_bytes: int, held: int
+) -> None:
+    needs = replace(NEEDS, ring=ring, ring_to_ssd=ring_to_ssd, gradient_bytes=gradient_bytes, held_bytes=held)
+    in_memory = place(0, needs)
+    gone = place(None, needs, free=0)
+    assert gone.gradients_on_ssd == frozenset(range(1, BLOCKS + 1))  # an edge's never leave
+    assert gone.ssd_bytes == in_memory.ssd_bytes + BLOCKS * BLOCK * held
+    way = whole_pages(BLOCK * held) + ring_to_ssd * whole_pages(BLOCK * gradient_bytes)
+    way -= ring * BLOCK * gradient_bytes
+    assert gone.host_bytes == in_memory.host_bytes - BLOCKS * BLOCK * held + way
+    for stay in range(BLOCKS):
+        for more in (0, BLOCK * held - 8):
+            usable = gone.host_bytes + stay * BLOCK * held + more
+            placed = gradients(usable, needs)
+            # The way takes memory too: with that of a few gradients, all may as well stay.
+            leaving = BLOCKS - stay if usable < in_memory.host_bytes else 0
+            assert len(placed.gradients_on_ssd) == leaving
+            assert placed.host_bytes <= usable
+            assert placed.ssd_bytes + placed.state_bytes == STATES + leaving * BLOCK * held
+    some = sorted(gradients(gone.host_bytes + BLOCKS // 3 * BLOCK * held, needs).gradients_on_ssd)
+    stay = [index for index in range(1, BLOCKS + 1) if index not in some]
+    assert {later - earlier for earlier, later in itertools.pairwise(stay)} == {3}
+
+
+def test_gradients_stay_where_optimizer_states_must() -> None:
+    needs = replace(NEEDS, ssd=replace(BOTH, records=False))
+    assert not place(None, needs, free=0).gradients_on_ssd
+    budgets = Budgets(PLENTY, PLENTY, 1, gpu_states=0, gpu_memory=None, host_memory=None)
+    with pytest.raises(SlideError, match=r"change zero_optimization.offload_optimizer.device \(to \"nvme\".*gradients"):
+        make_plan(UNITS, needs, budgets)
+    with pytest.raises(SlideError, match=r"change ds_slide.host_memory"):
+        make_plan(UNITS, NEEDS, budgets)
+
+
+def test_gradients_that_are_not_held_go_nowhere() -> None:
+    needs = replace(NEEDS, held_bytes=0, ring=4, ring_to_ssd=4)
+    assert place(None, needs, free=0).gradients_on_ssd == frozenset()
+    assert place(None, needs, free=0).host_bytes == place(0, needs).host_bytes
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
+def test_checksums_are_counted_and_fit(share: float) -> None:
+    """Those of the pages that the units get on SSD, within what is free; also where held gradients have to leave."""
+    needs = replace(NEEDS, ssd=replace(BOTH, checksums=True))
+
+    def sums(placed: HostPlacement) -> int:
+        places = [
+            place_unit(
+                0,
+                SPECS,
+                weight_bytes=BLOCK * 2 if index in placed.weights_on_ssd else 0,
+                records_of=each.layout.trainable_numel if index in placed.records_on_ssd else 0,
+                chunk_numel=CHUNK,
+                gradient_bytes=BLOCK * 2 if index in placed.gradients_on_ssd else 0,
+            )
+            for index, each in enumerate(UNITS)
+        ]
+        return sum_table_bytes(sum(place.end for place in places))
+
+    least = place(0, needs).host_bytes
+    placed = gradients(int(least + share * STATES), needs)
+    pools = placed.record_buffers * record_bytes(SPECS, CHUNK) + placed.weight_buffers * whole_pages(BLOCK * 2)
+    held = (EDGE + BLOCKS * BLOCK) * 2
+    assert placed.host_bytes == placed.state_bytes + held + pools + sums(placed) <= least + share * STATES
+    assert placed.ssd_bytes > 0 and not placed.gradients_on_ssd
+    gone, without = place(None, needs, free=0), place(None, free=0)
+    assert len(gone.gradients_on_ssd) == BLOCKS
+    assert gone.host_bytes - without.host_bytes == sums(gone) > 0
+
+
+def test_free_memory_sets_the_default_budget() -> None:
+    free = STATES // 2
+    placed = place(None, free=free)
+    assert placed.ssd_bytes > 0
+    assert placed.host_bytes <= free

@@ -1,0 +1,175 @@
+"""Waits end by what they wait for or by a failure, at once, and are known while they last."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from markers import Passing
+
+from ds_slide.errors import SlideError
+from ds_slide.runtime.device import PASSED, Device, Marker
+from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
+from ds_slide.runtime.transfers.buffers import BufferCache
+from ds_slide.runtime.transfers.handoff import Failures, Ticket
+from ds_slide.runtime.transfers.ring import HostRing
+from ds_slide.runtime.updates.update_lane import UpdateLane
+
+SECONDS = 30.0
+
+
+class Waiter:
+    """`wait` in a thread of its own."""
+
+    def __init__(self, wait: Callable[[], Any], name: str = "waiter") -> None:
+        self._ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._wait = wait
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._ended.put(self._wait())
+        except BaseException as error:
+            self._ended.put(error)
+
+    def result(self) -> Any:
+        return self._ended.get(timeout=SECONDS)
+
+
+def begun(failures: Failures) -> str:
+    """What the one wait that is to begin waits for."""
+    deadline = threading.Event()
+    while not failures.waits():
+        deadline.wait(0.001)
+    (wait,) = failures.waits()
+    return wait.what
+
+
+def held(failures: Failures) -> None:
+    cache: BufferCache[int] = BufferCache([torch.zeros(1)], lambda *_: None, failures, what="the weights of unit")
+    with cache.held(3):
+        pass
+
+
+def forgotten(failures: Failures) -> None:
+    cache: BufferCache[int] = BufferCache([torch.zeros(1)], lambda _key, _buffer, then: then(), failures, what="states")
+    cache.take(0, lambda _: None, urgent=True)
+    cache.forget(lambda key: key == 0)
+
+
+def drained(failures: Failures) -> None:
+    lane = UpdateLane(Device(torch.device("cpu")), failures, None, lambda: None)  # type: ignore[arg-type]
+    blocked = threading.Event()
+    lane.submit(0, PASSED, lambda: int(not blocked.wait(2 * SECONDS)))
+    try:
+        lane.drain()
+    finally:
+        blocked.set()
+
+
+def piece(failures: Failures) -> None:
+    StreamedGradient(Device(torch.device("cpu")), None, failures)._current()
+
+
+WAITS: dict[str, tuple[Callable[[Failures], Any], str]] = {
+    "ticket": (lambda failures: Ticket(failures, "the sunrise").wait(), "the sunrise"),
+    "ring": (lambda failures: HostRing([], failures).lease(), "a host buffer for a gradient"),
+    "buffer": (held, "the weights of unit 3 to be read from SSD"),
+    "forget": (forgotten, "states to be written to SSD"),
+    "drain": (drained, "the updates that are under way"),
+    "rows": (piece, "the next rows of a streamed gradient"),
+}
+
+
+@pytest.mark.parametrize("kind", WAITS)
+def test_a_failure_ends_every_wait_at_once(kind: str) -> None:
+    failures = Failures()
+    wait, what = WAITS[kind]
+    waiter = Waiter(lambda: wait(failures))
+    assert begun(failures) == what
+    failures.record("h2d", RuntimeError("the link is gone"))
+    error = waiter.result()
+    assert isinstance(error, SlideError) and "the h2d lane stopped with RuntimeError: the link is gone" in str(error)
+    assert failures.waits() == []
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WAITS if kind != "drain"])
+def test_after_a_failure_nobody_begins_to_wait(kind: str) -> None:
+    failures = Failures()
+    failures.record("d2h", RuntimeError("full"))
+    with pytest.raises(SlideError, match="d2h lane stopped"):
+        WAITS[kind][0](failures)
+
+
+def test_the_first_failure_is_everyones_with_its_cause() -> None:
+    failures = Failures()
+    failures.raise_first()
+    cause = OSError("first")
+    failures.record("ssd", cause)
+    failures.end("second")
+    for _ in range(2):
+        with pytest.raises(SlideError, match="OSError: first") as raised:
+            failures.raise_first()
+        assert raised.value.__cause__ is cause
+
+
+def test_a_ticket_that_was_kept_serves_also_after_a_failure() -> None:
+    failures = Failures()
+    ticket, marker = Ticket(failures), Marker()
+    ticket.keep(marker)
+    failures.record("h2d", RuntimeError("later"))
+    assert ticket.wait() is marker and ticket.is_kept
+
+
+def test_whoever_waits_for_a_ticket_presses_it_first_and_only_if_it_has_to_wait() -> None:
+    failures = Failures()
+    pressed: list[int] = []
+    ticket = Ticket(failures, "it", lambda: pressed.append(len(failures.waits())))
+    waiter = Waiter(ticket.wait)
+    begun(failures)
+    assert pressed == [0]
+    ticket.keep()
+    waiter.result()
+    ticket.wait()
+    assert pressed == [0]
+
+
+def test_waits_are_told_apart_by_who_waits() -> None:
+    failures = Failures()
+    ticket = Ticket(failures, "the same")
+    waiters = [Waiter(ticket.wait, name) for name in ("MainThread", "ds_slide-h2d")]
+    deadline = threading.Event()
+    while len(failures.waits()) < 2:
+        deadline.wait(0.001)
+    assert {wait.thread: wait.of_client for wait in failures.waits()} == {"MainThread": True, "ds_slide-h2d": False}
+    before = failures.progress
+    ticket.keep()
+    for waiter in waiters:
+        waiter.result()
+    assert failures.progress > before
+
+
+def test_a_collective_that_fails_is_named_with_what_to_look_for() -> None:
+    failures = Failures()
+    with pytest.raises(
+        SlideError, match=r"collective 7 \(the norm\) failed: mostly because another rank has ended: reset by peer"
+    ):
+        with failures.collective("collective 7 (the norm)"):
+            raise RuntimeError("reset by peer")
+
+
+def test_collectives_on_the_gpu_are_known_until_they_have_run() -> None:
+    failures = Failures()
+    ends = [Passing(), Passing()]
+    for number, end in enumerate(ends):
+        failures.outstanding(f"collective {number}", end)
+    assert failures.oldest_outstanding() == "collective 0"
+    before = failures.progress
+    ends[0].passed = True
+    assert failures.oldest_outstanding() == "collective 1" and failures.progress > before
+    ends[1].passed = True
+    assert failures.oldest_outstanding() is None

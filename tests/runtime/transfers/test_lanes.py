@@ -1,0 +1,223 @@
+"""Lanes, tickets and rings: order, back pressure, and what becomes of those who wait for a lane that has failed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ds_slide.errors import SlideError
+from ds_slide.runtime.device import PASSED, Marker
+from ds_slide.runtime.transfers.handoff import Failures, Ticket
+from ds_slide.runtime.transfers.lane import Delay
+from ds_slide.runtime.transfers.ring import HostRing
+from ds_slide.runtime.updates.update_lane import UpdateLane
+
+FAILED = r"the (\w+) lane stopped with ZeroDivisionError: .*; the weights in memory are no longer consistent"
+SECONDS = 30.0
+
+
+class Arrival:
+    """Stands where a CUDA event stands in a `Marker`: the test says when the transfer has arrived."""
+
+    def __init__(self) -> None:
+        self._passed = threading.Event()
+
+    def arrive(self) -> None:
+        self._passed.set()
+
+    def query(self) -> bool:
+        return self._passed.is_set()
+
+    def synchronize(self) -> None:
+        assert self._passed.wait(SECONDS)
+
+
+def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Start `work`; the function returned waits for its result or raises its exception."""
+    results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put((work(), None))
+        except BaseException as error:
+            results.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+
+    def result() -> Any:
+        value, error = results.get(timeout=SECONDS)
+        if error is not None:
+            raise error
+        return value
+
+    return result
+
+
+class Log:
+    """Tasks for an update lane that note their names; the first one holds the lane until `start`."""
+
+    def __init__(self, lane: UpdateLane) -> None:
+        self.names: list[str] = []
+        self._lane = lane
+        self._begun, self._started = threading.Event(), threading.Event()
+        lane.submit(99, PASSED, self._hold)
+        assert self._begun.wait(SECONDS)
+
+    def _hold(self) -> int:
+        self._begun.set()
+        assert self._started.wait(SECONDS)
+        return 0
+
+    def submit(self, deadline: int, name: str, ready: Marker = PASSED, then: Callable[[], None] = lambda: None) -> None:
+        def run() -> int:
+            self.names.append(name)
+            then()
+            return 0
+
+        self._lane.submit(deadline, ready, run)
+
+    def start(self) -> None:
+        self._started.set()
+
+
+def test_updates_run_by_deadline(updates: UpdateLane) -> None:
+    log = Log(updates)
+    for deadline in (5, 2, 4, 0, 3, 1):  # backward finishes the last block first
+        log.submit(deadline, str(deadline))
+    log.start()
+    updates.drain()
+    assert log.names == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_updates_of_one_unit_keep_their_order(updates: UpdateLane) -> None:
+    log = Log(updates)
+    for name in ("other", "first", "second", "third"):
+        log.submit(1 if name == "other" else 0, name)
+    log.start()
+    updates.drain()
+    assert log.names == ["first", "second", "third", "other"]
+
+
+def test_updates_that_have_arrived_go_first(updates: UpdateLane) -> None:
+    log = Log(updates)
+    late = Arrival()
+    log.submit(7, "there", then=late.arrive)
+    log.submit(6, "there, needed sooner")
+    log.submit(0, "urgent, not there yet", ready=Marker(late))  # transfers arrive in the order of submission
+    log.start()
+    updates.drain()
+    assert log.names == ["there, needed sooner", "there", "urgent, not there yet"]
+
+
+def test_lane_runs_in_order_and_drains(make_lane: Any) -> None:
+    lane, seen = make_lane("h2d"), []
+    for number in range(100):
+        lane.submit(lambda number=number: seen.append(number))
+    lane.drain()
+    assert seen == list(range(100))
+
+
+def test_close_runs_what_is_queued_and_can_be_repeated(make_lane: Any, updates: UpdateLane) -> None:
+    lane, seen = make_lane("d2h"), []
+    for number in range(20):
+        lane.submit(lambda number=number: seen.append(number))
+        updates.submit(number, PASSED, lambda number=number: seen.append(number) or 0)
+    for closing in (lane, updates, lane, updates):
+        closing.close()
+    assert sorted(seen) == sorted([*range(20)] * 2)
+
+
+def test_ring_holds_back_who_takes_too_much(failures: Failures) -> None:
+    ring = HostRing([torch.zeros(4), torch.zeros(4)], failures)
+    first, second = ring.lease(), ring.lease()
+    assert first is not second
+    asked, got = threading.Event(), threading.Event()
+
+    def third() -> torch.Tensor:
+        asked.set()
+        buffer = ring.lease()
+        got.set()
+        return buffer
+
+    result = in_thread(third)
+    assert asked.wait(SECONDS)
+    assert not got.wait(0.1)
+    ring.give_back(second)
+    assert result() is second
+
+
+def test_ring_without_buffers_makes_one(failures: Failures) -> None:
+    made: list[torch.Tensor] = []
+
+    def make() -> torch.Tensor:
+        made.append(torch.zeros(4))
+        return made[-1]
+
+    ring = HostRing([], failures, spare=make)
+    for _ in range(3):
+        ring.give_back(ring.lease())
+    assert len(made) == 1
+    full = HostRing([torch.zeros(4)], failures, spare=make)
+    full.lease()
+    assert len(made) == 1
+
+
+def test_kept_ticket_gives_its_marker(failures: Failures) -> None:
+    ticket, marker = Ticket(failures), Marker()
+    assert not ticket.is_kept
+    result = in_thread(ticket.wait)
+    ticket.keep(marker)
+    assert result() is marker
+    assert ticket.is_kept
+    assert Ticket.kept(failures).wait() is PASSED
+
+
+def fail() -> int:
+    return 1 // 0
+
+
+@pytest.mark.parametrize("waiting", ["ticket", "ring", "drain", "other-drain", "updates-drain"])
+@pytest.mark.parametrize("failing", ["d2h", "update"])
+def test_a_failed_lane_wakes_everyone(
+    make_lane: Any, updates: UpdateLane, failures: Failures, waiting: str, failing: str
+) -> None:
+    d2h, h2d = make_lane("d2h"), make_lane("h2d")
+    owed = Ticket(failures)
+    if waiting == "other-drain":
+        h2d.submit(owed.wait)  # a lane that waits for another one fails with it
+    if waiting == "updates-drain" and failing == "d2h":
+        updates.submit(0, PASSED, lambda: owed.wait() and 0)
+    waits = {
+        "ticket": owed.wait,
+        "ring": HostRing([], failures).lease,
+        "drain": d2h.drain if failing == "d2h" else updates.drain,
+        "other-drain": h2d.drain,
+        "updates-drain": updates.drain,
+    }
+    if failing == "d2h":
+        d2h.submit(fail)
+    else:
+        updates.submit(0, PASSED, fail)
+    result = in_thread(waits[waiting])
+    with pytest.raises(SlideError, match=FAILED) as raised:
+        result()
+    assert failing in str(raised.value)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_the_first_failure_is_the_one_that_is_told(failures: Failures) -> None:
+    failures.raise_first()
+    failures.record("d2h", ValueError("first"))
+    failures.record("h2d", ValueError("second"))
+    with pytest.raises(SlideError, match=r"the d2h lane stopped with ValueError: first"):
+        failures.raise_first()
+
+
+def test_delays_repeat_with_their_seed() -> None:
+    draws = [[delay._random.random() for _ in range(5)] for delay in (Delay(1.0, 3), Delay(1.0, 3), Delay(1.0, 4))]
+    assert draws[0] == draws[1] != draws[2]

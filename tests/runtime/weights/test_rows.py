@@ -1,0 +1,88 @@
+"""Rows of an edge come when they have had their update, and not before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_slide.model.layout import ParameterInfo, build_layout
+from ds_slide.runtime.device import Device, Marker
+from ds_slide.runtime.transfers.handoff import Failures, Ticket
+from ds_slide.runtime.transfers.lane import Lane
+from ds_slide.runtime.weights.rows import RowBuffers, StreamedRows
+
+ROWS, WIDTH = 10, 64
+CHUNK = 4
+SPANS = [slice(0, 3 * WIDTH), slice(3 * WIDTH, 9 * WIDTH), slice(9 * WIDTH, ROWS * WIDTH)]
+# The spans that each chunk of rows overlaps.
+NEEDS = [{0, 1}, {1}, {1, 2}]
+
+
+class Asked(Ticket):
+    """A ticket that tells when somebody waits for it."""
+
+    __slots__ = ("asked",)
+
+    def __init__(self, failures: Failures) -> None:
+        super().__init__(failures)
+        self.asked = threading.Event()
+
+    def wait(self) -> Marker:
+        self.asked.set()
+        return super().wait()
+
+
+class Events:
+    def wait(self, ticket: Ticket) -> None:
+        ticket.wait()
+
+
+@pytest.fixture
+def rows(device: Device, failures: Failures, make_lane: Callable[[str], Lane]) -> Any:
+    layout = build_layout([ParameterInfo("weight", (ROWS, WIDTH), ROWS * WIDTH, 0)], 1)
+    unit: Any = SimpleNamespace(
+        name="head",
+        layout=layout,
+        dtype=torch.float32,
+        parameters=[torch.nn.Parameter(torch.empty(0))],
+        state=SimpleNamespace(weight=torch.zeros(ROWS * WIDTH)),
+        spans=SPANS,
+        span_updated=[Ticket(failures) for _ in SPANS],
+    )
+    buffers = RowBuffers.on(device, unit, CHUNK)
+    streamed = StreamedRows(buffers, device, make_lane("h2d"), make_lane("d2h"), failures, None, Events())  # type: ignore[arg-type]
+    return SimpleNamespace(unit=unit, streamed=streamed)
+
+
+@pytest.mark.parametrize("chunk", range(3))
+def test_a_chunk_waits_for_each_span_that_it_overlaps_and_for_no_other(chunk: int, rows: Any) -> None:
+    for missing in sorted(NEEDS[chunk]):
+        unit = rows.unit
+        unit.span_updated = [Asked(rows.streamed._failures) for _ in SPANS]
+        for span in NEEDS[chunk] - {missing}:
+            unit.span_updated[span].keep()
+        ready = rows.streamed._request(chunk, chunk * CHUNK, rows.streamed._updates())
+        assert unit.span_updated[missing].asked.wait(10.0) and not ready.is_kept
+        unit.state.weight[SPANS[missing]] = 7.0
+        unit.span_updated[missing].keep()
+        ready.wait()
+        assert {span for span, ticket in enumerate(unit.span_updated) if ticket.asked.is_set()} == NEEDS[chunk]
+        first = chunk * CHUNK * WIDTH
+        count = min(CHUNK * WIDTH, ROWS * WIDTH - first)
+        found = rows.streamed._buffers.weights[chunk % 2][:count]
+        assert torch.equal(found, unit.state.weight[first : first + count])
+        unit.state.weight.zero_()
+
+
+def test_a_pass_brings_all_rows_in_order(rows: Any) -> None:
+    for ticket in rows.unit.span_updated:
+        ticket.keep()
+    rows.unit.state.weight.copy_(torch.arange(float(ROWS * WIDTH)))
+    seen = [(first, chunk.clone()) for first, chunk in rows.streamed.rows()]
+    assert [first for first, _ in seen] == [0, 4, 8]
+    assert torch.equal(torch.cat([chunk for _, chunk in seen]).flatten(), rows.unit.state.weight)

@@ -1,0 +1,189 @@
+"""Files of a run: nameless where that works, named where it does not, and gone either way."""
+
+from __future__ import annotations
+
+import errno
+import grp
+import logging
+import os
+import pwd
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from hangups import heeds_hangups
+from silly_names import Calls, keep_names
+
+from ds_slide.store.directories import owned_directory, run_directory, run_files, writable_by_others
+from ds_slide.store.directories.run_directory import LOCK_NAME, NAME
+from ds_slide.store.directories.run_files import RunFile, RunFiles
+
+
+def names(parent: Path) -> list[str]:
+    return sorted(str(path.relative_to(parent)) for path in parent.rglob("*"))
+
+
+def put_and_get(file: RunFile) -> None:
+    """Through another descriptor, as whoever wants to look at the file gets one."""
+    os.pwrite(file.descriptor, b"content", 4096)
+    assert Path(f"/proc/self/fd/{file.descriptor}").read_bytes()[4096:] == b"content"
+
+
+@pytest.fixture
+def no_unnamed_files(monkeypatch) -> None:
+    """As on file systems without O_TMPFILE. Patched: those that can be mounted here have it."""
+    monkeypatch.setattr(run_files, "unnamed_file", lambda _directory: None)
+
+
+def test_a_file_has_no_name_and_no_directory(tmp_path):
+    files = RunFiles(tmp_path / "missing" / "too", 3)
+    assert files.path == tmp_path / "missing" / "too"
+    first, second = files.make("bandwidth"), files.make("states")
+    assert names(files.path) == []
+    for file in (first, second):
+        status = os.fstat(file.descriptor)
+        assert (status.st_nlink, status.st_mode & 0o777, status.st_size) == (0, 0o600, 0)
+        assert file.label == f"{files.path}/#{status.st_ino} (deleted)"
+        put_and_get(file)
+    files.discard(first)
+    files.close()
+    os.close(second.descriptor)
+
+
+@pytest.mark.usefixtures("no_unnamed_files")
+def test_without_o_tmpfile_it_is_unlinked_and_the_directory_goes(tmp_path):
+    files = RunFiles(tmp_path, 0)
+    for _ in range(2):
+        file = files.make("states")
+        assert names(tmp_path) == [] and os.fstat(file.descriptor).st_nlink == 0
+        directory, name = file.label.rsplit("/", 1)
+        assert NAME.fullmatch(Path(directory).name) and name == "states (deleted)"
+        put_and_get(file)
+        os.close(file.descriptor)
+    files.close()
+
+
+@pytest.mark.usefixtures("no_unnamed_files")
+def test_where_an_open_file_cannot_be_unlinked_it_keeps_its_name(tmp_path, monkeypatch, caplog):
+    keep_names(monkeypatch, run_files, run_directory, owned_directory)
+    files = RunFiles(tmp_path, 0)
+    first, second = files.make("bandwidth"), files.make("states")
+    (directory,) = tmp_path.iterdir()
+    assert names(directory) == ["bandwidth", LOCK_NAME, "states"]
+    assert second.label == str(directory / "states")
+    assert directory.stat().st_mode & 0o777 == 0o700 and (directory / "states").stat().st_mode & 0o777 == 0o600
+    put_and_get(second)
+    files.discard(first)
+    assert names(directory) == [LOCK_NAME, "states"]
+    os.close(second.descriptor)
+    with caplog.at_level(logging.WARNING, "ds_slide"):
+        files.close()
+    assert names(tmp_path) == []
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_file_that_does_not_give_back_what_is_written_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_files, "_works_without_a_name", lambda _descriptor: False)
+    files = RunFiles(tmp_path, 0)
+    file = files.make("states")
+    (directory,) = tmp_path.iterdir()
+    assert names(directory) == [LOCK_NAME, "states"]
+    put_and_get(file)
+    os.close(file.descriptor)
+    files.close()
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EISDIR, errno.EPERM, errno.ENOTSUP, errno.EIO])
+def test_the_kernel_says_that_there_is_no_o_tmpfile(tmp_path, monkeypatch, code):
+    def without(path: str, flags: int, *arguments: int, **options: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(code, os.strerror(code))
+        return os.open(path, flags, *arguments, **options)
+
+    monkeypatch.setattr(owned_directory, "os", Calls(open=without))
+    files = RunFiles(tmp_path, 0)
+    os.close(files.make("states").descriptor)
+    assert names(tmp_path) == []
+    files.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+def test_what_no_file_can_be_made_for_is_said(tmp_path, monkeypatch, code):
+    def refuse(*_arguments: object, **_options: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with owned_directory.opened(tmp_path) as parent:
+        monkeypatch.setattr(owned_directory, "os", Calls(open=refuse))
+        with pytest.raises(OSError, match=os.strerror(code)):
+            owned_directory.unnamed_file(parent)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_no_death_leaves_anything(tmp_path, number):
+    script = """
+        import os, sys
+        from pathlib import Path
+        from ds_slide.store.directories.run_files import RunFiles
+        file = RunFiles(Path(sys.argv[1]), 0).make("states")
+        os.posix_fallocate(file.descriptor, 0, 1 << 20)
+        print("made", flush=True)
+        sys.stdin.read()
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=heeds_hangups,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"made\n"
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == -number
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        (0o777, "rename, remove or replace what we write there"),
+        (0o1777, "not rename or remove ours (it is sticky)"),
+        (0o757, "rename, remove"),
+        (0o755, None),
+    ],
+)
+def test_a_directory_that_others_can_write_to_is_said_once(tmp_path, caplog, monkeypatch, mode, text):
+    monkeypatch.setattr(writable_by_others, "_said", set())
+    tmp_path.chmod(mode)
+    with caplog.at_level(logging.WARNING, "ds_slide"):
+        for _ in range(3):
+            RunFiles(tmp_path, 0, json_path="ds_slide.nvme_path[1]").close()
+    messages = [record.getMessage() for record in caplog.records]
+    if text is None:
+        assert messages == []
+    else:
+        (message,) = messages
+        assert message.startswith(f"ds_slide.nvme_path[1]: {tmp_path} is writable by other users (mode {mode:04o})")
+        assert text in message and "\n" not in message
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_group_of_this_user_alone_is_nobody_else(tmp_path, caplog, monkeypatch, private):
+    monkeypatch.setattr(writable_by_others, "_said", set())
+    monkeypatch.setattr(writable_by_others, "_is_private", lambda _group: private)
+    tmp_path.chmod(0o775)
+    with caplog.at_level(logging.WARNING, "ds_slide"):
+        RunFiles(tmp_path, 0).close()
+    assert len(caplog.records) == (0 if private else 1)
+
+
+def test_which_group_is_private():
+    user = pwd.getpwuid(os.geteuid())
+    own = grp.getgrgid(user.pw_gid)
+    assert writable_by_others._is_private(own.gr_gid) == (own.gr_name == user.pw_name and not own.gr_mem)
+    assert not any(writable_by_others._is_private(group.gr_gid) for group in grp.getgrall() if group != own)
