@@ -19,7 +19,7 @@ from ds_slide.integration.checkpoint_place import checked_tag, recover
 from ds_slide.integration.checkpoint_ranks import together
 from ds_slide.integration.checkpoint_save import is_publisher
 from ds_slide.integration.checkpoint_universal import LATEST
-from ds_slide.integration.planes import MASTER, STATE_KEYS
+from ds_slide.integration.planes import MASTER
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def universal_tag(engine: Any, directory: Path, tag: Any, *, everything: bool) -
             )
         _read_all(metadata)
         optimizer = engine.optimizer
-        keys = (MASTER, *STATE_KEYS) if everything else (MASTER,)
+        keys = (MASTER, *optimizer.sub_groups.state_names) if everything else (MASTER,)
         optimizer.universal_checkpoint(path).check(optimizer.sub_groups, len(optimizer.optimizer.param_groups), keys)
         return chosen
 

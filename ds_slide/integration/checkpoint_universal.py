@@ -1,6 +1,6 @@
 """Universal checkpoints, as DeepSpeed's `ds_to_universal.py` makes them: one file for each parameter and state.
 
-    <tag>/zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    the whole tensor, flat, whatever ranks have saved it
+    <tag>/zero/<parameter>/fp32.pt, <state>.pt    the whole tensor, flat, whatever ranks have saved it
     <tag>/zero/optimizer_state.pt                                step count, parameter groups, loss scale
     <tag>/zero_pp_rank_<N>_mp_rank_00_model_states.pt            what the script saved; no weights that are trained
 
@@ -22,13 +22,12 @@ from torch import nn
 
 from ds_slide.errors import SlideError
 from ds_slide.integration.checkpoint_mapped import MappedFiles
-from ds_slide.integration.planes import MASTER, STATE_KEYS
+from ds_slide.integration.planes import MASTER
 from ds_slide.integration.subgroups import Flat, SubGroups
 from ds_slide.model.layout import Entry, piece
 from ds_slide.runtime.unit import Unit
 
 LATEST = "latest_universal"
-_FILES = {MASTER: "fp32.pt", **{key: f"{key}.pt" for key in STATE_KEYS}}
 _AGAIN = "convert the checkpoint again with ds_to_universal.py, or load another tag"
 
 
@@ -101,7 +100,7 @@ class UniversalCheckpoint:
         return sources
 
     def _flat(self, parameter: nn.Parameter, entry: Entry, key: str, files: MappedFiles) -> torch.Tensor:
-        path = self.path / "zero" / self.names[parameter] / _FILES[key]
+        path = self.path / "zero" / self.names[parameter] / ("fp32.pt" if key == MASTER else f"{key}.pt")
         content = _loaded(path, files)
         values = content.get(PARAM) if isinstance(content, dict) else content
         if not isinstance(values, torch.Tensor):

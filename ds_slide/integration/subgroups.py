@@ -22,7 +22,6 @@ from ds_slide.integration.checkpoint_mapped import MappedFiles
 from ds_slide.integration.checkpoint_pickle import PIECE, Planned
 from ds_slide.integration.planes import (
     MASTER,
-    STATE_KEYS,
     HasState,
     as_weights,
     pieces,
@@ -42,12 +41,14 @@ Flat = tuple[torch.Tensor, int]
 
 @dataclass(frozen=True)
 class SubGroups:
-    """`groups`: DeepSpeed's `fp16_groups`. `group_ids`: the optimizer group that each belongs to."""
+    """`groups`: DeepSpeed's `fp16_groups`. `group_ids`: the optimizer group that each belongs to.
+    `state_names`: what the update rule keeps."""
 
     groups: Sequence[Sequence[nn.Parameter]]
     group_ids: Sequence[int]
     places: Places
     runtime: SlideRuntime
+    state_names: Sequence[str]
 
     def settled(self, unit: Unit) -> Unit:
         """`unit`, whose pending update has ended."""
@@ -64,7 +65,7 @@ class SubGroups:
         """The state dict that a torch optimizer over the flat sub-groups would have. `step`: makes one for each of
         them, since optimizers that keep tensors count in place."""
         state = {
-            number: {"step": step(), **{key: self._planned(group, key, states) for key in STATE_KEYS}}
+            number: {"step": step(), **{key: self._planned(group, key, states) for key in self.state_names}}
             for number, group in enumerate(self.groups)
         }
         packed = []
@@ -103,9 +104,9 @@ class SubGroups:
     def load_optimizer_state(
         self, state_dict: dict[str, Any], param_groups: Sequence[dict[str, Any]], files: MappedFiles
     ) -> int:
-        """Set the moments and the groups' settings; returns the step count."""
+        """Set the optimizer states and the groups' settings; returns the step count."""
         saved = [state_dict["state"][number] for number in sorted(state_dict["state"])]
-        for key in STATE_KEYS:
+        for key in self.state_names:
             flats = [state[key].reshape(-1) for state in saved]
             self._check(flats, "optimizer_state_dict")
             self._load(key, flats, files)

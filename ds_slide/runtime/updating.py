@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.apply import HostUpdate
 from ds_slide.runtime.device import Marker
 from ds_slide.runtime.ssd import SsdStates
@@ -35,7 +35,7 @@ class Updating:
         update: Update,
         ready: Marker,
         gradient: Callable[[], torch.Tensor],
-        hypers: Sequence[AdamWHyper],
+        hypers: Sequence[Hyper],
         grad_scale: float,
         after: Callable[[], None] | None = None,
         *,

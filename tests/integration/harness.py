@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ds_slide.optim.hyper import AdamWHyper
-from ds_slide.optim.reference import adamw_reference_, decode_planar, encode_planar
+from ds_slide.optim.reference import decode_planar, encode_planar, reference_update_
 
 deepspeed_logger.setLevel(logging.ERROR)
 
@@ -224,8 +224,8 @@ class PlainAdamW:
         scale = 1.0 / max(1.0, (norm + 1e-6) / self.clip) if self.clip > 0 else 1.0
         for name, p in self.parameters.items():
             hyper = dataclasses.replace((hypers or {}).get(name, HYPER), step=self.count)
-            planes = (p.data.view(-1), self.remainder[name], *self.moments[name])
-            adamw_reference_(*planes, gradients[name].reshape(-1), hyper, scale)
+            weight, states = p.data.view(-1), self.moments[name]
+            reference_update_(weight, self.remainder[name], states, gradients[name].reshape(-1), hyper, scale)
             p.grad = None
         return float(torch.tensor(norm, dtype=torch.float32))
 

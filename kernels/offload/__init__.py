@@ -1,0 +1,1 @@
+"""What offloading adds: updates, gradients and norms on the GPU."""
