@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "update/adamw.hpp"
+#include "update/lion.hpp"
 #include "update/portable.hpp"
 #include "update/state_formats.hpp"
 #include "update/types.hpp"

@@ -31,7 +31,8 @@ enum class Isa { portable, avx2, avx512 };
 // header that kernels.hpp includes.
 #define DS_SLIDE_UPDATE_RULES(RULE) \
   RULE(adamw, Adamw<true>)          \
-  RULE(adam, Adamw<false>)
+  RULE(adam, Adamw<false>)          \
+  RULE(lion, Lion)
 
 #define DS_SLIDE_ENUMERATOR(name, type) name,
 enum class Rule { DS_SLIDE_UPDATE_RULES(DS_SLIDE_ENUMERATOR) };

@@ -22,6 +22,7 @@ from ds_slide.integration.refused import (
     setting_problems,
 )
 from ds_slide.integration.ssd_settings import ssd_problems
+from ds_slide.optim.rule import UpdateRule
 from ds_slide.runtime.threads import first_unusable_core
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,6 +50,7 @@ def check_deepspeed_config(
         *offload_problems(values),
         *ssd_problems(slide, config._param_dict),
         *(state_dtype_problems(slide) if trains else ()),
+        *rule_problems(slide, update_rules.asked_for(config.optimizer_name, client_optimizer)),
         *(holding_problems(values, slide) if trains else ()),
         *(core_problems(slide) if trains else ()),
         *model_problems(model),
@@ -77,6 +79,7 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, ds_c
         *dtype_problems(values, module),
         *model_problems(module),
         *optimizer_problems(init_optimizer),
+        *rule_problems(slide, update_rules.asked_for(None, init_optimizer)),
     )
 
 
@@ -168,6 +171,16 @@ def state_dtype_problems(slide: SlideConfig) -> Iterator[str]:
         yield (
             f'ds_slide.state_dtype is "{slide.state_dtype}", which is updated on the CPU, but ds_slide.gpu_states is '
             f"{slide.gpu_states}; set gpu_states to 0"
+        )
+
+
+def rule_problems(slide: SlideConfig, rule: UpdateRule | None) -> Iterator[str]:
+    """A format of optimizer states that the update rule has no kernels for. `rule`: None where it is not known yet."""
+    if rule is not None and slide.state_dtype not in rule.state_dtypes:
+        kept = " and ".join(rule.state_dtypes)
+        yield (
+            f'ds_slide.state_dtype is "{slide.state_dtype}", but {rule.name} keeps its states in {kept} only; set it '
+            'to "fp32", or use AdamW'
         )
 
 

@@ -22,6 +22,15 @@ class Optimizers:
     rule: Callable[[Any], UpdateRule]
 
 
+# Imported when they are used, because the modules of rules define Triton kernels, and importing Triton takes a second.
+
+
+def _lion(_optimizer: Any) -> UpdateRule:
+    from ds_slide.optim.lion import LION
+
+    return LION
+
+
 OPTIMIZERS = (
     Optimizers(
         "Adam",
@@ -29,6 +38,7 @@ OPTIMIZERS = (
         (("deepspeed", "DeepSpeedCPUAdam"), ("deepspeed", "FusedAdam"), ("torch", "Adam"), ("torch", "AdamW")),
         lambda _optimizer: ADAMW,
     ),
+    Optimizers("Lion", ("lion",), (("deepspeed", "DeepSpeedCPULion"), ("deepspeed", "FusedLion")), _lion),
 )
 
 
@@ -49,6 +59,15 @@ def rule_of(optimizer: Any) -> UpdateRule:
     found = known(optimizer)
     assert found is not None
     return found.rule(optimizer)
+
+
+def asked_for(json_name: str | None, client_optimizer: Any) -> UpdateRule | None:
+    """The rule of the optimizer that a JSON or a script asks for; None where there is none, or it is not known yet."""
+    if client_optimizer is None:
+        found = None if json_name is None else known_as(json_name)
+        return None if found is None else found.rule(None)
+    found = known(client_optimizer)
+    return None if found is None else found.rule(client_optimizer)
 
 
 def names() -> str:
