@@ -9,6 +9,7 @@
 #include "update/adamw.hpp"
 #include "update/lion.hpp"
 #include "update/portable.hpp"
+#include "update/sgd.hpp"
 #include "update/state_formats.hpp"
 #include "update/types.hpp"
 

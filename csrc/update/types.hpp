@@ -29,10 +29,13 @@ enum class Isa { portable, avx2, avx512 };
 
 // One line for each update rule: the name of its kernels, and the type that states its arithmetic, from a
 // header that kernels.hpp includes.
-#define DS_SLIDE_UPDATE_RULES(RULE) \
-  RULE(adamw, Adamw<true>)          \
-  RULE(adam, Adamw<false>)          \
-  RULE(lion, Lion)
+#define DS_SLIDE_UPDATE_RULES(RULE)             \
+  RULE(adamw, Adamw<true>)                      \
+  RULE(adam, Adamw<false>)                      \
+  RULE(lion, Lion)                              \
+  RULE(sgd, Sgd<Momentum::none>)                \
+  RULE(sgd_momentum, Sgd<Momentum::heavy_ball>) \
+  RULE(sgd_nesterov, Sgd<Momentum::nesterov>)
 
 #define DS_SLIDE_ENUMERATOR(name, type) name,
 enum class Rule { DS_SLIDE_UPDATE_RULES(DS_SLIDE_ENUMERATOR) };

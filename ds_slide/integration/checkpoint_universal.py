@@ -28,6 +28,7 @@ from ds_slide.model.layout import Entry, piece
 from ds_slide.runtime.unit import Unit
 
 LATEST = "latest_universal"
+_CONVERTED = (MASTER, "exp_avg", "exp_avg_sq")
 _AGAIN = "convert the checkpoint again with ds_to_universal.py, or load another tag"
 
 
@@ -53,6 +54,12 @@ class UniversalCheckpoint:
 
     def check(self, sub_groups: SubGroups, param_groups: int, keys: Sequence[str]) -> None:
         """Raise SlideError, which names the file, unless every file of `keys` holds what the model needs."""
+        if missing := [key for key in keys if key not in _CONVERTED]:
+            raise SlideError(
+                f"{self.path} is a universal checkpoint, for which ds_to_universal.py takes masters, exp_avg and "
+                f"exp_avg_sq only, but the optimizer needs {', '.join(missing)}; load the checkpoint that it was made "
+                "from, or pass load_optimizer_states=False to load_checkpoint"
+            )
         groups = len(self.global_state().param_groups)
         if groups != param_groups:
             raise SlideError(

@@ -107,11 +107,19 @@ class SubGroups:
         """Set the optimizer states and the groups' settings; returns the step count."""
         saved = [state_dict["state"][number] for number in sorted(state_dict["state"])]
         for key in self.state_names:
+            if not all(key in state for state in saved):
+                found = sorted(set().union(*saved) - {"step"})
+                raise SlideError(
+                    f"the checkpoint's optimizer_state_dict has no {key}, which the optimizer needs, but "
+                    f"{', '.join(found) or 'no states'}; load it with the optimizer that it was saved with, or pass "
+                    "load_optimizer_states=False to load_checkpoint"
+                )
             flats = [state[key].reshape(-1) for state in saved]
             self._check(flats, "optimizer_state_dict")
             self._load(key, flats, files)
         load_settings(param_groups, state_dict["param_groups"])
-        return int(saved[-1]["step"]) if saved else 0
+        # torch's SGD counts no steps: with a state, its first one is over.
+        return int(saved[-1].get("step", 1)) if saved else 0
 
     def _load(self, key: str, flats: Sequence[torch.Tensor], files: MappedFiles, *, rounded: bool = False) -> None:
         sources: dict[nn.Parameter, Flat] = {}

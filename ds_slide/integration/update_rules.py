@@ -31,6 +31,12 @@ def _lion(_optimizer: Any) -> UpdateRule:
     return LION
 
 
+def _sgd(optimizer: Any) -> UpdateRule:
+    from ds_slide.optim import sgd
+
+    return sgd.SGD_MOMENTUM if optimizer is None else sgd.rule_of(optimizer)
+
+
 OPTIMIZERS = (
     Optimizers(
         "Adam",
@@ -39,6 +45,7 @@ OPTIMIZERS = (
         lambda _optimizer: ADAMW,
     ),
     Optimizers("Lion", ("lion",), (("deepspeed", "DeepSpeedCPULion"), ("deepspeed", "FusedLion")), _lion),
+    Optimizers("SGD", ("SGD",), (("torch", "SGD"),), _sgd),
 )
 
 

@@ -187,7 +187,7 @@ CONFIGS = [
             ds_config(optimizer={"type": name, "params": {}}),
             f'optimizer.type is "{name}", but DS-Slide updates with Adam',
         )
-        for name in ("SGD", "lamb", "adagrad", "muon", "NAdam")
+        for name in ("sgd", "lamb", "adagrad", "muon", "NAdam")
     ),
     (
         ds_config(slide={"hold_gradients": False}, gradient_clipping=1.0),
@@ -421,7 +421,7 @@ class TestOptimizers:
     def test_other_rules_are_refused(self):
         (problem,) = self.problems(torch.optim.Adagrad(self.parameters, lr=0.1))
         expected = (
-            "the optimizer is torch.optim.adagrad.Adagrad, but DS-Slide updates with Adam and Lion only; use"
+            "the optimizer is torch.optim.adagrad.Adagrad, but DS-Slide updates with Adam, Lion and SGD only; use"
         )
         assert problem.startswith(expected)
 
@@ -515,8 +515,8 @@ class TestConstructorArguments:
 
     def test_optimizer(self):
         model = nn.Linear(2, 2).bfloat16()
-        with pytest.raises(SlideConfigError, match=r"the optimizer is torch\.optim\.sgd\.SGD, but"):
-            check_supported({}, torch.optim.SGD(model.parameters(), lr=0.1), model, ds_config())
+        with pytest.raises(SlideConfigError, match=r"the optimizer is torch\.optim\.adagrad\.Adagrad, but"):
+            check_supported({}, torch.optim.Adagrad(model.parameters(), lr=0.1), model, ds_config())
 
 
 @pytest.mark.parametrize(
@@ -556,7 +556,7 @@ INITIALIZE = textwrap.dedent(
 END_TO_END = {
     "stage 2": (ds_config({"stage": 2}), None, "zero_optimization.stage is 2, but"),
     "no ZeRO": (ds_config(zero_optimization=None), None, "zero_optimization.stage is 0, but"),
-    "SGD": (ds_config(optimizer=None), "SGD", "the optimizer is torch.optim.sgd.SGD, but"),
+    "Adagrad": (ds_config(optimizer=None), "Adagrad", "the optimizer is torch.optim.adagrad.Adagrad, but"),
     "nvme": (
         ds_config({"offload_param": {"device": "nvme"}}),
         None,
