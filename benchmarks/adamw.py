@@ -59,7 +59,7 @@ def ours(numel: int, threads: int, cores: list[int]) -> Callable[[], None]:
     weight, grad = slab(numel, torch.bfloat16).normal_(), slab(numel, torch.bfloat16).normal_()
     remainder = slab(numel, torch.int16).random_(-(1 << 15), 1 << 15)
     exp_avg, exp_avg_sq = slab(numel, torch.float32).fill_(0.1), slab(numel, torch.float32).fill_(0.1)
-    return lambda: updater.adamw_(weight, remainder, exp_avg, exp_avg_sq, grad, HYPER, grad_scale=0.5)
+    return lambda: updater.update_(weight, remainder, (exp_avg, exp_avg_sq), grad, HYPER, grad_scale=0.5)
 
 
 def fused(numel: int) -> Callable[[], None]:

@@ -4,6 +4,7 @@ Every pointer is an address as an int; arrays hold ``numel`` elements and need e
 release the GIL. ValueError for an argument outside its range.
 """
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 _Dtype = Literal["bf16", "fp16", "fp32"]
@@ -211,39 +212,34 @@ def first_wrong_page(
 def isa() -> Literal["avx512", "avx2", "portable"]:
     """Best instruction set of this processor. All three give the same bits."""
 
-def adamw(
+def update(
     workers: Workers,
+    rule: str,
     weight_format: Literal["bf16_planar", "fp32", "fp16_master"],
     weight_ptr: int,
     remainder_ptr: int,
-    exp_avg_ptr: int,
-    exp_avg_sq_ptr: int,
+    state_ptrs: Sequence[int],
     grad_ptr: int,
     grad_dtype: _Dtype,
     numel: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    bias_correction: bool,
-    adam_w_mode: bool,
-    grad_scale: float,
+    numbers: Sequence[float],
     isa: _Isa = "auto",
     state_format: Literal["fp32", "bf16", "8bit"] = "fp32",
-    exp_avg_scale_ptr: int = 0,
-    exp_avg_sq_scale_ptr: int = 0,
+    scale_ptrs: Sequence[int] = (),
     seed: int = 0,
+    step: int = 1,
     first: int = 0,
 ) -> None:
-    """One Adam(W) step in place, in one pass over memory; ``step`` is 1 at the first update.
+    """One step of ``rule`` in place, in one pass over memory; ``step`` is 1 at the first update.
+
+    ``rule`` is the name of its kernels in csrc/update/types.hpp, ``numbers`` its numbers of this step in their order
+    there, the factor on the gradient first.
 
     ``bf16_planar``: weight bf16, remainder int16. ``fp32``: weight float, remainder unused (0). ``fp16_master``: weight
     an fp16 copy that is written only, remainder the float master.
 
-    Both moments are float, bf16, or bytes with a float scale for every 64 of them. Those that are not float are rounded
-    by random bits of (``seed``, ``step``, ``first`` + index); ``first`` is a multiple of 64.
+    The states are all float, all bf16, or all bytes with a float scale for every 64 of them. Those that are not float
+    are rounded by random bits of (``seed``, ``step``, ``first`` + index); ``first`` is a multiple of 64.
     """
 
 def accumulate(

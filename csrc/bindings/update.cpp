@@ -2,10 +2,12 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings/register.hpp"
 
@@ -45,6 +47,14 @@ StateFormat state_format_of(std::string const& name) {
   return named("state_format", name, kValues);
 }
 
+Rule rule_of(std::string const& name) {
+#define DS_SLIDE_NAMED(name, type) {#name, Rule::name},
+  static constexpr std::array<std::pair<char const*, Rule>, kNumRules> kValues{
+      {DS_SLIDE_UPDATE_RULES(DS_SLIDE_NAMED)}};
+#undef DS_SLIDE_NAMED
+  return named("rule", name, kValues);
+}
+
 KernelTable const& kernels_named(std::string const& isa) {
   static constexpr std::array<std::pair<char const*, Isa>, 3> kValues{
       {{"portable", Isa::portable}, {"avx2", Isa::avx2}, {"avx512", Isa::avx512}}};
@@ -75,18 +85,30 @@ void* pointer(char const* argument, std::uintptr_t address, std::size_t element_
   return reinterpret_cast<void*>(address);
 }
 
-void adamw_binding(Workers& workers, std::string const& weight_format, std::uintptr_t weight_ptr,
-                   std::uintptr_t remainder_ptr, std::uintptr_t exp_avg_ptr, std::uintptr_t exp_avg_sq_ptr,
-                   std::uintptr_t grad_ptr, std::string const& grad_dtype, std::size_t numel, double lr,
-                   double beta1, double beta2, double eps, double weight_decay, std::int64_t step,
-                   bool bias_correction, bool adam_w_mode, double grad_scale, std::string const& isa,
-                   std::string const& state_format, std::uintptr_t exp_avg_scale_ptr,
-                   std::uintptr_t exp_avg_sq_scale_ptr, std::uint64_t seed, std::uint64_t first) {
+void require_count(char const* argument, std::size_t count, std::size_t needed) {
+  if (count == needed) return;
+  throw std::invalid_argument(std::string(argument) + " has " + std::to_string(count) +
+                              " elements but the rule has " + std::to_string(needed));
+}
+
+void update_binding(Workers& workers, std::string const& rule_name, std::string const& weight_format,
+                    std::uintptr_t weight_ptr, std::uintptr_t remainder_ptr,
+                    std::vector<std::uintptr_t> const& state_ptrs, std::uintptr_t grad_ptr,
+                    std::string const& grad_dtype, std::size_t numel, std::vector<float> const& numbers,
+                    std::string const& isa, std::string const& state_format,
+                    std::vector<std::uintptr_t> const& scale_ptrs, std::uint64_t seed, std::int64_t step,
+                    std::uint64_t first) {
+  Rule const rule = rule_of(rule_name);
+  KernelTable const& kernels = kernels_named(isa);
+  RuleKernels const& own = kernels.rules[static_cast<int>(rule)];
   StateFormat const state = state_format_of(state_format);
   WeightFormat const format = weight_format_of(weight_format);
   Dtype const gradient = dtype_of("grad_dtype", grad_dtype);
+  require_count("state_ptrs", state_ptrs.size(), own.states);
+  require_count("numbers", numbers.size(), own.numbers);
+  require_count("scale_ptrs", scale_ptrs.size(), state == StateFormat::block8 ? own.states : 0);
   if (step < 1) throw std::invalid_argument("step is " + std::to_string(step) + " but counts from 1");
-  AdamwArrays arrays{};
+  UpdateArrays arrays{};
   arrays.weight = pointer("weight_ptr", weight_ptr, format == WeightFormat::fp32 ? 4 : 2, numel);
   if (format == WeightFormat::bf16_planar)
     arrays.remainder = pointer("remainder_ptr", remainder_ptr, 2, numel);
@@ -97,18 +119,16 @@ void adamw_binding(Workers& workers, std::string const& weight_format, std::uint
                                 std::to_string(kStateGroup));
   }
   std::size_t const state_bytes = state == StateFormat::fp32 ? 4 : state == StateFormat::bf16 ? 2 : 1;
-  arrays.exp_avg = pointer("exp_avg_ptr", exp_avg_ptr, state_bytes, numel);
-  arrays.exp_avg_sq = pointer("exp_avg_sq_ptr", exp_avg_sq_ptr, state_bytes, numel);
-  if (state == StateFormat::block8) {
-    arrays.exp_avg_scale = static_cast<float*>(pointer("exp_avg_scale_ptr", exp_avg_scale_ptr, 4, numel));
-    arrays.exp_avg_sq_scale =
-        static_cast<float*>(pointer("exp_avg_sq_scale_ptr", exp_avg_sq_scale_ptr, 4, numel));
-  }
+  for (std::size_t k = 0; k < state_ptrs.size(); ++k)
+    arrays.states[k] = pointer("state_ptrs", state_ptrs[k], state_bytes, numel);
+  for (std::size_t k = 0; k < scale_ptrs.size(); ++k)
+    arrays.scales[k] = static_cast<float*>(pointer("scale_ptrs", scale_ptrs[k], 4, numel));
   arrays.first = first;
   arrays.grad = pointer("grad_ptr", grad_ptr, size_of(gradient), numel);
-  AdamwConstants const constants = make_constants(
-      {lr, beta1, beta2, eps, weight_decay, step, bias_correction, adam_w_mode, grad_scale, seed});
-  adamw(workers, kernels_named(isa), state, format, gradient, arrays, numel, constants);
+  UpdateNumbers constants{};
+  std::copy(numbers.begin(), numbers.end(), constants.values);
+  constants.rounding_key = rounding_key_of(seed, static_cast<std::uint64_t>(step));
+  update(workers, kernels, rule, state, format, gradient, arrays, numel, constants);
 }
 
 void accumulate_binding(Workers& workers, std::uintptr_t dst_ptr, std::string const& dst_dtype,
@@ -131,13 +151,11 @@ double sum_of_squares_binding(Workers& workers, std::uintptr_t ptr, std::string 
 void register_update(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
   module.def("isa", &isa_name, "Best instruction set of this processor: avx512, avx2 or portable.");
-  module.def("adamw", &adamw_binding, "One AdamW step in place; see _native.pyi.", py::arg("workers"),
-             py::arg("weight_format"), py::arg("weight_ptr"), py::arg("remainder_ptr"),
-             py::arg("exp_avg_ptr"), py::arg("exp_avg_sq_ptr"), py::arg("grad_ptr"), py::arg("grad_dtype"),
-             py::arg("numel"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
-             py::arg("weight_decay"), py::arg("step"), py::arg("bias_correction"), py::arg("adam_w_mode"),
-             py::arg("grad_scale"), py::arg("isa") = "auto", py::arg("state_format") = "fp32",
-             py::arg("exp_avg_scale_ptr") = 0, py::arg("exp_avg_sq_scale_ptr") = 0, py::arg("seed") = 0,
+  module.def("update", &update_binding, "One step of an update rule in place; see _native.pyi.",
+             py::arg("workers"), py::arg("rule"), py::arg("weight_format"), py::arg("weight_ptr"),
+             py::arg("remainder_ptr"), py::arg("state_ptrs"), py::arg("grad_ptr"), py::arg("grad_dtype"),
+             py::arg("numel"), py::arg("numbers"), py::arg("isa") = "auto", py::arg("state_format") = "fp32",
+             py::arg("scale_ptrs") = std::vector<std::uintptr_t>{}, py::arg("seed") = 0, py::arg("step") = 1,
              py::arg("first") = 0, Release());
   module.def("accumulate", &accumulate_binding, "dst = round(float(dst) + float(src)).", py::arg("workers"),
              py::arg("dst_ptr"), py::arg("dst_dtype"), py::arg("src_ptr"), py::arg("src_dtype"),

@@ -51,10 +51,14 @@ struct Planes {
     }
     for (std::uint32_t& word : words[3]) word &= 0x7FFFFFFFu;  // exp_avg_sq is not negative
   }
-  AdamwArrays arrays() {
+  UpdateArrays arrays() {
     // The last groups of this unit have numbers beyond 2^32.
-    return {words[0].data(), words[1].data(),  words[2].data(),  words[3].data(),
-            words[4].data(), scales[0].data(), scales[1].data(), (std::uint64_t{1} << 32) - 32768};
+    return {words[0].data(),
+            words[1].data(),
+            words[4].data(),
+            {words[2].data(), words[3].data()},
+            {scales[0].data(), scales[1].data()},
+            (std::uint64_t{1} << 32) - 32768};
   }
   bool operator==(Planes const& other) const { return words == other.words && scales == other.scales; }
   std::size_t numel;
@@ -66,23 +70,40 @@ KernelTable const& kernels_for(unsigned index) {
   return kernels_of(static_cast<Isa>(index % (1 + static_cast<unsigned>(best_isa()))));
 }
 
+/// Ordinary numbers for any rule; a rule takes as many as it has.
+UpdateNumbers numbers_of_a_step() {
+  return {{0.5f, 0.99f, 0.1f, 0.9f, 0.1f, 0.95f, 0.05f, 2.5f, 4e-3f, 1e-8f}, rounding_key_of(0, 3)};
+}
+
+/// The formats in which `rule` may keep its states.
+std::vector<StateFormat> formats_of(Rule rule) {
+  std::vector<StateFormat> found;
+  for (int state = 0; state < kNumStateFormats; ++state) {
+    if (portable_kernels().rules[static_cast<int>(rule)].update[state][0][0] != nullptr)
+      found.push_back(static_cast<StateFormat>(state));
+  }
+  return found;
+}
+
 /// Calls from several threads on one Workers object; every result equals that of a single thread.
 void shared_workers() {
   Workers shared(3, {});
-  AdamwConstants const constants = make_constants({1e-3, 0.9, 0.95, 1e-8, 0.1, 3, true, true, 0.5});
+  UpdateNumbers const numbers = numbers_of_a_step();
   std::vector<std::thread> callers;
   for (unsigned caller = 0; caller < kCallers; ++caller) {
-    callers.emplace_back([&shared, &constants, caller] {
+    callers.emplace_back([&shared, &numbers, caller] {
       Workers alone(1, {});
       for (unsigned round = 0; round < kRounds; ++round) {
         std::size_t const numel = 40000u + 7919u * caller + round;
-        auto const state = static_cast<StateFormat>((caller + round / 3) % kNumStateFormats);
+        auto const rule = static_cast<Rule>((caller + round) % kNumRules);
+        auto const formats = formats_of(rule);
+        auto const state = formats[(caller + round / 3) % formats.size()];
         auto const format = static_cast<WeightFormat>((caller + round) % kNumWeightFormats);
         auto const dtype = static_cast<Dtype>(round % kNumDtypes);
         Planes actual(numel, caller * 100 + round);
         Planes expected = actual;
-        adamw(shared, kernels_for(round), state, format, dtype, actual.arrays(), numel, constants);
-        adamw(alone, portable_kernels(), state, format, dtype, expected.arrays(), numel, constants);
+        update(shared, kernels_for(round), rule, state, format, dtype, actual.arrays(), numel, numbers);
+        update(alone, portable_kernels(), rule, state, format, dtype, expected.arrays(), numel, numbers);
         require(actual == expected, "an update differs");
 
         double const sum =
@@ -104,24 +125,30 @@ void shared_workers() {
 /// 16-bit planes at the very end of their allocations, every length of the last vector.
 void exact_ends() {
   Workers workers(2, {});
-  AdamwConstants const constants = make_constants({1e-3, 0.9, 0.95, 1e-8, 0.1, 3, true, false, 1.0});
+  UpdateNumbers const numbers = numbers_of_a_step();
   for (unsigned isa = 0; isa < 3; ++isa) {
     for (std::size_t numel = 0; numel < 70; ++numel) {
       std::vector<std::uint16_t> weight(numel, 0x3F80), remainder(numel, 0x0123), grad(numel, 0x3F00);
-      std::vector<float> exp_avg(numel, 0.5f), exp_avg_sq(numel, 0.25f);
-      adamw(workers, kernels_for(isa), StateFormat::fp32, WeightFormat::bf16_planar, Dtype::bf16,
-            {weight.data(), remainder.data(), exp_avg.data(), exp_avg_sq.data(), grad.data()}, numel,
-            constants);
+      std::vector<float> first(numel, 0.5f), second(numel, 0.25f);
       std::vector<std::uint16_t> halves(numel, 0x3F80), half_squares(numel, 0x3E80);
-      adamw(workers, kernels_for(isa), StateFormat::bf16, WeightFormat::bf16_planar, Dtype::bf16,
-            {weight.data(), remainder.data(), halves.data(), half_squares.data(), grad.data()}, numel,
-            constants);
       std::vector<std::uint8_t> codes(numel, 0x85), square_codes(numel, 0x7F);
       std::vector<float> scales((numel + kStateGroup - 1) / kStateGroup, 0.5f), square_scales = scales;
-      adamw(workers, kernels_for(isa), StateFormat::block8, WeightFormat::bf16_planar, Dtype::bf16,
-            {weight.data(), remainder.data(), codes.data(), square_codes.data(), grad.data(), scales.data(),
-             square_scales.data()},
-            numel, constants);
+      void* const states[kNumStateFormats][kMaxStates] = {{first.data(), second.data()},
+                                                          {halves.data(), half_squares.data()},
+                                                          {codes.data(), square_codes.data()}};
+      for (int rule = 0; rule < kNumRules; ++rule) {
+        for (StateFormat const format : formats_of(static_cast<Rule>(rule))) {
+          void* const* const own = states[static_cast<int>(format)];
+          update(workers, kernels_for(isa), static_cast<Rule>(rule), format, WeightFormat::bf16_planar,
+                 Dtype::bf16,
+                 {weight.data(),
+                  remainder.data(),
+                  grad.data(),
+                  {own[0], own[1]},
+                  {scales.data(), square_scales.data()}},
+                 numel, numbers);
+        }
+      }
       accumulate(workers, kernels_for(isa), grad.data(), Dtype::bf16, weight.data(), Dtype::fp16, numel);
       require(sum_of_squares(workers, kernels_for(isa), grad.data(), Dtype::bf16, numel) >= 0.0,
               "a sum is negative");

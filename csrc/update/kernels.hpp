@@ -7,7 +7,10 @@
 #include <cstring>
 
 #include "update/adamw.hpp"
+#include "update/lion.hpp"
 #include "update/portable.hpp"
+#include "update/sgd.hpp"
+#include "update/state_formats.hpp"
 #include "update/types.hpp"
 
 namespace ds_slide {
@@ -52,16 +55,33 @@ double sum_of_squares(void const* data, std::size_t begin, std::size_t end) {
   return lanes[0];
 }
 
-template <class V, StateFormat state>
-void fill_adamw(KernelTable& table) {
+template <class V, class Kind, Rule rule, StateFormat state>
+void fill_format(RuleKernels& kernels) {
   constexpr Dtype bf16 = Dtype::bf16, fp16 = Dtype::fp16, fp32 = Dtype::fp32;
   constexpr WeightFormat planar = WeightFormat::bf16_planar, plain = WeightFormat::fp32,
                          master = WeightFormat::fp16_master;
-  KernelTable::Adamw const kernels[kNumWeightFormats][kNumDtypes] = {
-      {adamw<V, state, planar, bf16>, adamw<V, state, planar, fp16>, adamw<V, state, planar, fp32>},
-      {adamw<V, state, plain, bf16>, adamw<V, state, plain, fp16>, adamw<V, state, plain, fp32>},
-      {adamw<V, state, master, bf16>, adamw<V, state, master, fp16>, adamw<V, state, master, fp32>}};
-  std::memcpy(table.adamw[static_cast<int>(state)], kernels, sizeof(kernels));
+  Update const found[kNumWeightFormats][kNumDtypes] = {
+      {update<V, Kind, rule, state, planar, bf16>, update<V, Kind, rule, state, planar, fp16>,
+       update<V, Kind, rule, state, planar, fp32>},
+      {update<V, Kind, rule, state, plain, bf16>, update<V, Kind, rule, state, plain, fp16>,
+       update<V, Kind, rule, state, plain, fp32>},
+      {update<V, Kind, rule, state, master, bf16>, update<V, Kind, rule, state, master, fp16>,
+       update<V, Kind, rule, state, master, fp32>}};
+  std::memcpy(kernels.update[static_cast<int>(state)], found, sizeof(found));
+}
+
+/// `Kind`: the arithmetic of `rule`.
+template <class V, class Kind, Rule rule>
+void fill_rule(KernelTable& table) {
+  static_assert(Kind::states <= kMaxStates && Kind::numbers <= kMaxNumbers);
+  RuleKernels& kernels = table.rules[static_cast<int>(rule)];
+  kernels.states = Kind::states;
+  kernels.numbers = Kind::numbers;
+  fill_format<V, Kind, rule, StateFormat::fp32>(kernels);
+  if constexpr (Kind::short_formats) {
+    fill_format<V, Kind, rule, StateFormat::bf16>(kernels);
+    fill_format<V, Kind, rule, StateFormat::block8>(kernels);
+  }
 }
 
 template <class V>
@@ -74,9 +94,9 @@ KernelTable make_table() {
        {accumulate<V, fp32, bf16>, accumulate<V, fp32, fp16>, accumulate<V, fp32, fp32>}},
       {sum_of_squares<V, bf16>, sum_of_squares<V, fp16>, sum_of_squares<V, fp32>},
   };
-  fill_adamw<V, StateFormat::fp32>(table);
-  fill_adamw<V, StateFormat::bf16>(table);
-  fill_adamw<V, StateFormat::block8>(table);
+#define DS_SLIDE_FILL(name, type) fill_rule<V, type, Rule::name>(table);
+  DS_SLIDE_UPDATE_RULES(DS_SLIDE_FILL)
+#undef DS_SLIDE_FILL
   return table;
 }
 

@@ -1,5 +1,5 @@
-// The arithmetic of one AdamW step on one vector, and how each weight format is read and written: what the
-// kernels of every state format share.
+// One step on one vector, and how each weight format is read and written: what the kernels of every rule and
+// state format share.
 #pragma once
 
 #include "update/portable.hpp"
@@ -31,7 +31,7 @@ inline void store(void* data, std::size_t index, typename V::Float value) {
 }
 
 template <class V, WeightFormat format>
-inline typename V::Float load_weight(AdamwArrays const& arrays, std::size_t index) {
+inline typename V::Float load_weight(UpdateArrays const& arrays, std::size_t index) {
   if constexpr (format == WeightFormat::bf16_planar) {
     return V::load_planar(static_cast<std::uint16_t const*>(arrays.weight) + index,
                           static_cast<std::uint16_t const*>(arrays.remainder) + index);
@@ -41,7 +41,7 @@ inline typename V::Float load_weight(AdamwArrays const& arrays, std::size_t inde
 }
 
 template <class V, WeightFormat format>
-inline void store_weight(AdamwArrays const& arrays, std::size_t index, typename V::Float value) {
+inline void store_weight(UpdateArrays const& arrays, std::size_t index, typename V::Float value) {
   if constexpr (format == WeightFormat::bf16_planar) {
     V::store_planar(static_cast<std::uint16_t*>(arrays.weight) + index,
                     static_cast<std::uint16_t*>(arrays.remainder) + index, value);
@@ -55,8 +55,8 @@ inline void store_weight(AdamwArrays const& arrays, std::size_t index, typename 
 
 /// Fetches element `ahead` of every array, and so the cache line around it. Reaching past the end is
 /// harmless.
-template <class V, WeightFormat format, Dtype grad_dtype, std::size_t state_bytes>
-inline void prefetch(AdamwArrays const& arrays, std::size_t ahead) {
+template <class V, class Rule, WeightFormat format, Dtype grad_dtype, std::size_t state_bytes>
+inline void prefetch(UpdateArrays const& arrays, std::size_t ahead) {
   if constexpr (V::prefetch_distance > 0) {
     constexpr std::size_t weight_bytes = format == WeightFormat::fp32 ? 4 : 2;
     constexpr std::size_t remainder_bytes = format == WeightFormat::fp16_master ? 4 : 2;
@@ -65,8 +65,8 @@ inline void prefetch(AdamwArrays const& arrays, std::size_t ahead) {
     if constexpr (format != WeightFormat::fp32) {
       __builtin_prefetch(static_cast<char const*>(arrays.remainder) + ahead * remainder_bytes);
     }
-    __builtin_prefetch(static_cast<char const*>(arrays.exp_avg) + ahead * state_bytes);
-    __builtin_prefetch(static_cast<char const*>(arrays.exp_avg_sq) + ahead * state_bytes);
+    for (std::size_t k = 0; k < Rule::states; ++k)
+      __builtin_prefetch(static_cast<char const*>(arrays.states[k]) + ahead * state_bytes);
     __builtin_prefetch(static_cast<char const*>(arrays.grad) + ahead * grad_bytes);
   }
 }
@@ -78,41 +78,31 @@ inline std::size_t whole_vectors_end(std::size_t begin, std::size_t end) {
 }
 
 /// The numbers of a step, one in every lane.
-template <class V>
+template <class V, class Rule>
 struct StepNumbers {
-  typename V::Float decay, weight_decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bc2_sqrt,
-      step_size, eps, grad_scale;
-  explicit StepNumbers(AdamwConstants const& constants)
-      : decay(V::set(constants.decay)),
-        weight_decay(V::set(constants.weight_decay)),
-        beta1(V::set(constants.beta1)),
-        one_minus_beta1(V::set(constants.one_minus_beta1)),
-        beta2(V::set(constants.beta2)),
-        one_minus_beta2(V::set(constants.one_minus_beta2)),
-        inv_bc2_sqrt(V::set(constants.inv_bc2_sqrt)),
-        step_size(V::set(constants.step_size)),
-        eps(V::set(constants.eps)),
-        grad_scale(V::set(constants.grad_scale)) {}
+  typename V::Float values[Rule::numbers];
+  explicit StepNumbers(UpdateNumbers const& numbers) {
+    for (std::size_t k = 0; k < Rule::numbers; ++k) values[k] = V::set(numbers.values[k]);
+  }
+  typename V::Float const& operator[](std::size_t number) const { return values[number]; }
 };
 
-/// One step of the elements from `i`: the weight in memory, the moments `m` and `v` in fp32 in place. Every
-/// operation is rounded separately, and subnormal operands and results count as zero: by the processor's mode
-/// where V::ArithmeticMode sets it, by V's operations otherwise.
-template <class V, WeightFormat format, Dtype grad_dtype, bool adam_w_mode>
-inline __attribute__((always_inline)) void step_vector(AdamwArrays const& arrays,
-                                                       StepNumbers<V> const& numbers, std::size_t i,
-                                                       typename V::Float& m, typename V::Float& v) {
-  auto g = V::mul(V::operand(load<V, grad_dtype>(arrays.grad, i)), numbers.grad_scale);
-  auto w = V::operand(load_weight<V, format>(arrays, i));
-  if constexpr (adam_w_mode) {
-    w = V::mul(w, numbers.decay);
-  } else {
-    g = V::add(g, V::mul(w, numbers.weight_decay));
-  }
-  m = V::add(V::mul(V::operand(m), numbers.beta1), V::mul(g, numbers.one_minus_beta1));
-  v = V::add(V::mul(V::operand(v), numbers.beta2), V::mul(V::mul(g, g), numbers.one_minus_beta2));
-  auto const denominator = V::add(V::mul(V::sqrt(v), numbers.inv_bc2_sqrt), numbers.eps);
-  store_weight<V, format>(arrays, i, V::sub(w, V::mul(V::div(m, denominator), numbers.step_size)));
+/// fp32 values of a rule's states, one array for each (a rule without states has an unused one).
+template <class V, class Rule>
+using StepStates = typename V::Float[Rule::states > 0 ? Rule::states : 1];
+
+/// One step of the elements from `i`: the weight in memory, `states` in fp32 in place. Every operation is
+/// rounded separately, and subnormal operands and results count as zero: by the processor's mode where
+/// V::ArithmeticMode sets it, by V's operations otherwise. The first number of every rule is the factor on
+/// the gradient.
+template <class V, class Rule, WeightFormat format, Dtype grad_dtype>
+inline __attribute__((always_inline)) void step_vector(UpdateArrays const& arrays,
+                                                       StepNumbers<V, Rule> const& numbers, std::size_t i,
+                                                       StepStates<V, Rule>& states) {
+  auto const gradient = V::mul(V::operand(load<V, grad_dtype>(arrays.grad, i)), numbers[0]);
+  auto const weight = V::operand(load_weight<V, format>(arrays, i));
+  for (std::size_t k = 0; k < Rule::states; ++k) states[k] = V::operand(states[k]);
+  store_weight<V, format>(arrays, i, Rule::template step<V>(numbers, weight, gradient, states));
 }
 
 }  // namespace

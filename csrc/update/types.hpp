@@ -16,7 +16,7 @@ enum class WeightFormat {
 };
 inline constexpr int kNumWeightFormats = 3;
 
-/// How both moments are stored.
+/// How the states of a rule are stored.
 enum class StateFormat {
   fp32,
   bf16,    // rounded stochastically
@@ -27,42 +27,58 @@ inline constexpr std::size_t kStateGroup = 64;
 
 enum class Isa { portable, avx2, avx512 };
 
-/// Numbers of one AdamW step, computed in double and rounded once. None of them is subnormal.
-struct AdamwConstants {
-  float decay;
-  float weight_decay;
-  float beta1;
-  float one_minus_beta1;
-  float beta2;
-  float one_minus_beta2;
-  float inv_bc2_sqrt;
-  float step_size;
-  float eps;
-  float grad_scale;
-  bool adam_w_mode;
+// One line for each update rule: the name of its kernels, and the type that states its arithmetic, from a
+// header that kernels.hpp includes.
+#define DS_SLIDE_UPDATE_RULES(RULE)             \
+  RULE(adamw, Adamw<true>)                      \
+  RULE(adam, Adamw<false>)                      \
+  RULE(lion, Lion)                              \
+  RULE(sgd, Sgd<Momentum::none>)                \
+  RULE(sgd_momentum, Sgd<Momentum::heavy_ball>) \
+  RULE(sgd_nesterov, Sgd<Momentum::nesterov>)
+
+#define DS_SLIDE_ENUMERATOR(name, type) name,
+enum class Rule { DS_SLIDE_UPDATE_RULES(DS_SLIDE_ENUMERATOR) };
+#undef DS_SLIDE_ENUMERATOR
+#define DS_SLIDE_COUNT(name, type) +1
+inline constexpr int kNumRules = 0 DS_SLIDE_UPDATE_RULES(DS_SLIDE_COUNT);
+#undef DS_SLIDE_COUNT
+
+inline constexpr std::size_t kMaxStates = 2;
+inline constexpr std::size_t kMaxNumbers = 10;
+
+/// Numbers of one step in the order of the rule's `Number`; none of them is subnormal.
+struct UpdateNumbers {
+  float values[kMaxNumbers];
   std::uint64_t rounding_key;  // of the unit's seed and the step, for the random bits of bf16 and block8
 };
 
 /// First elements of the arrays of one update. Only element alignment is assumed.
-struct AdamwArrays {
+struct UpdateArrays {
   void* weight;
   void* remainder;
-  void* exp_avg;
-  void* exp_avg_sq;
   void const* grad;
-  float* exp_avg_scale = nullptr;  // block8 only
-  float* exp_avg_sq_scale = nullptr;
-  std::uint64_t first = 0;  // number of element 0 within its unit, a multiple of kStateGroup
+  void* states[kMaxStates];        // in the order of the rule
+  float* scales[kMaxStates] = {};  // of the states; block8 only
+  std::uint64_t first = 0;         // number of element 0 within its unit, a multiple of kStateGroup
+};
+
+using Update = void (*)(UpdateArrays const&, UpdateNumbers const&, std::size_t begin, std::size_t end);
+
+/// The kernels of one update rule; null where the rule does not keep its states in that format.
+struct RuleKernels {
+  std::size_t states;
+  std::size_t numbers;
+  Update update[kNumStateFormats][kNumWeightFormats][kNumDtypes];  // [state][weight][gradient dtype]
 };
 
 /// The kernels of one instruction set; each works on elements [begin, end) of its arrays, on one thread.
 struct KernelTable {
-  using Adamw = void (*)(AdamwArrays const&, AdamwConstants const&, std::size_t begin, std::size_t end);
   using Accumulate = void (*)(void* dst, void const* src, std::size_t begin, std::size_t end);
   using SumOfSquares = double (*)(void const* data, std::size_t begin, std::size_t end);
 
-  Adamw adamw[kNumStateFormats][kNumWeightFormats][kNumDtypes];  // [state][weight][gradient dtype]
-  Accumulate accumulate[kNumDtypes][kNumDtypes];                 // [dst][src]
+  RuleKernels rules[kNumRules];
+  Accumulate accumulate[kNumDtypes][kNumDtypes];  // [dst][src]
   SumOfSquares sum_of_squares[kNumDtypes];
 };
 

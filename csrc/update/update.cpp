@@ -1,7 +1,5 @@
 #include "update/update.hpp"
 
-#include <cmath>
-#include <limits>
 #include <stdexcept>
 #include <vector>
 
@@ -19,12 +17,6 @@ constexpr std::size_t kSumSegment = 64 * 1024;  // part of the result: another l
 
 constexpr std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 constexpr std::size_t smaller(std::size_t a, std::size_t b) { return a < b ? a : b; }
-
-/// Rounded once to fp32, subnormals to zero as the arithmetic would treat them.
-float constant(double value) {
-  float const rounded = static_cast<float>(value);
-  return std::fabs(rounded) < std::numeric_limits<float>::min() ? std::copysign(0.0f, rounded) : rounded;
-}
 
 template <class Body>
 void for_slices(Workers& workers, std::size_t numel, std::size_t slice, Body const& body) {
@@ -61,32 +53,16 @@ KernelTable const& kernels_of(Isa isa) {
   return portable_kernels();
 }
 
-AdamwConstants make_constants(AdamwOptions const& options) {
-  double const step = static_cast<double>(options.step);
-  double const bc1 = options.bias_correction ? 1.0 - std::pow(options.beta1, step) : 1.0;
-  double const bc2 = options.bias_correction ? 1.0 - std::pow(options.beta2, step) : 1.0;
-  AdamwConstants constants{};
-  constants.decay = constant(1.0 - options.lr * options.weight_decay);
-  constants.weight_decay = constant(options.weight_decay);
-  constants.beta1 = constant(options.beta1);
-  constants.one_minus_beta1 = constant(1.0 - options.beta1);
-  constants.beta2 = constant(options.beta2);
-  constants.one_minus_beta2 = constant(1.0 - options.beta2);
-  constants.inv_bc2_sqrt = constant(1.0 / std::sqrt(bc2));
-  constants.step_size = constant(options.lr / bc1);
-  constants.eps = constant(options.eps);
-  constants.grad_scale = constant(options.grad_scale);
-  constants.adam_w_mode = options.adam_w_mode;
-  constants.rounding_key = rounding_key(options.seed, static_cast<std::uint64_t>(options.step));
-  return constants;
-}
+std::uint64_t rounding_key_of(std::uint64_t seed, std::uint64_t step) { return rounding_key(seed, step); }
 
-void adamw(Workers& workers, KernelTable const& kernels, StateFormat state, WeightFormat format,
-           Dtype grad_dtype, AdamwArrays const& arrays, std::size_t numel, AdamwConstants const& constants) {
+void update(Workers& workers, KernelTable const& kernels, Rule rule, StateFormat state, WeightFormat format,
+            Dtype grad_dtype, UpdateArrays const& arrays, std::size_t numel, UpdateNumbers const& numbers) {
   auto const kernel =
-      kernels.adamw[static_cast<int>(state)][static_cast<int>(format)][static_cast<int>(grad_dtype)];
+      kernels.rules[static_cast<int>(rule)]
+          .update[static_cast<int>(state)][static_cast<int>(format)][static_cast<int>(grad_dtype)];
+  if (kernel == nullptr) throw std::invalid_argument("this update rule keeps its states in fp32 only");
   for_slices(workers, numel, kUpdateSlice,
-             [&](std::size_t, std::size_t begin, std::size_t end) { kernel(arrays, constants, begin, end); });
+             [&](std::size_t, std::size_t begin, std::size_t end) { kernel(arrays, numbers, begin, end); });
 }
 
 void accumulate(Workers& workers, KernelTable const& kernels, void* dst, Dtype dst_dtype, void const* src,

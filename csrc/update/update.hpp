@@ -8,31 +8,20 @@
 
 namespace ds_slide {
 
-/// Hyper-parameters of one step as a user gives them.
-struct AdamwOptions {
-  double lr;
-  double beta1;
-  double beta2;
-  double eps;
-  double weight_decay;
-  std::int64_t step;  // 1 at the first update
-  bool bias_correction;
-  bool adam_w_mode;
-  double grad_scale;       // multiplies the gradient: clip factor / loss scale
-  std::uint64_t seed = 0;  // of the random bits that round bf16 and 8-bit moments: one number for a unit
-};
-
 /// The best instruction set of this processor.
 [[nodiscard]] Isa best_isa();
 
 /// Kernels of `isa`; throws std::invalid_argument when this processor (or this build) lacks it.
 [[nodiscard]] KernelTable const& kernels_of(Isa isa);
 
-[[nodiscard]] AdamwConstants make_constants(AdamwOptions const& options);
+/// The key of the random bits that round bf16 and 8-bit states. `seed`: one number for a unit; `step`: 1 at
+/// the first update.
+[[nodiscard]] std::uint64_t rounding_key_of(std::uint64_t seed, std::uint64_t step);
 
-/// One AdamW step on `numel` elements, in place. Same bits for any thread count and instruction set.
-void adamw(Workers& workers, KernelTable const& kernels, StateFormat state, WeightFormat format,
-           Dtype grad_dtype, AdamwArrays const& arrays, std::size_t numel, AdamwConstants const& constants);
+/// One step of `rule` on `numel` elements, in place. Same bits for any thread count and instruction set.
+/// Throws std::invalid_argument where the rule has no kernels for states of this format.
+void update(Workers& workers, KernelTable const& kernels, Rule rule, StateFormat state, WeightFormat format,
+            Dtype grad_dtype, UpdateArrays const& arrays, std::size_t numel, UpdateNumbers const& numbers);
 
 /// dst[i] = round(float(dst[i]) + float(src[i])).
 void accumulate(Workers& workers, KernelTable const& kernels, void* dst, Dtype dst_dtype, void const* src,

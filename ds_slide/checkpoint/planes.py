@@ -15,7 +15,6 @@ from ds_slide.runtime.unit import Unit
 from ds_slide.store.state import UnitState
 
 MASTER = "master"
-STATE_KEYS = ("exp_avg", "exp_avg_sq")
 # encode_planar works in 32-bit integers: 1 MiB a temporary, which stays in a core's cache.
 _CHUNK = 1 << 18
 
@@ -54,7 +53,7 @@ def local_span(entry: Entry) -> slice:
 
 
 def read_values(unit: HasState, key: str, span: slice) -> torch.Tensor:
-    """fp32 values of `key` (MASTER or one of STATE_KEYS) of the trainable elements `span`, where the planes are:
+    """fp32 values of `key` (MASTER or the name of a state) of the trainable elements `span`, where the planes are:
     a new tensor or a view."""
     state = unit.state
     if key != MASTER:

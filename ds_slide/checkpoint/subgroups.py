@@ -21,7 +21,6 @@ from ds_slide.checkpoint.mapped import MappedFiles
 from ds_slide.checkpoint.pickle_writer import PIECE, Planned
 from ds_slide.checkpoint.planes import (
     MASTER,
-    STATE_KEYS,
     HasState,
     as_weights,
     pieces,
@@ -42,12 +41,14 @@ Flat = tuple[torch.Tensor, int]
 
 @dataclass(frozen=True)
 class SubGroups:
-    """`groups`: DeepSpeed's `fp16_groups`. `group_ids`: the optimizer group that each belongs to."""
+    """`groups`: DeepSpeed's `fp16_groups`. `group_ids`: the optimizer group that each belongs to.
+    `state_names`: what the update rule keeps."""
 
     groups: Sequence[Sequence[nn.Parameter]]
     group_ids: Sequence[int]
     places: Places
     runtime: SlideRuntime
+    state_names: Sequence[str]
 
     def settled(self, unit: Unit) -> Unit:
         """`unit`, whose pending update has ended."""
@@ -64,7 +65,7 @@ class SubGroups:
         """The state dict that a torch optimizer over the flat sub-groups would have. `step`: makes one for each of
         them, since optimizers that keep tensors count in place."""
         state = {
-            number: {"step": step(), **{key: self._planned(group, key, states) for key in STATE_KEYS}}
+            number: {"step": step(), **{key: self._planned(group, key, states) for key in self.state_names}}
             for number, group in enumerate(self.groups)
         }
         packed = []
@@ -103,14 +104,22 @@ class SubGroups:
     def load_optimizer_state(
         self, state_dict: dict[str, Any], param_groups: Sequence[dict[str, Any]], files: MappedFiles
     ) -> int:
-        """Set the moments and the groups' settings; returns the step count."""
+        """Set the optimizer states and the groups' settings; returns the step count."""
         saved = [state_dict["state"][number] for number in sorted(state_dict["state"])]
-        for key in STATE_KEYS:
+        for key in self.state_names:
+            if not all(key in state for state in saved):
+                found = sorted(set().union(*saved) - {"step"})
+                raise SlideError(
+                    f"the checkpoint's optimizer_state_dict has no {key}, which the optimizer needs, but "
+                    f"{', '.join(found) or 'no states'}; load it with the optimizer that it was saved with, or pass "
+                    "load_optimizer_states=False to load_checkpoint"
+                )
             flats = [state[key].reshape(-1) for state in saved]
             self._check(flats, "optimizer_state_dict")
             self._load(key, flats, files)
         load_settings(param_groups, state_dict["param_groups"])
-        return int(saved[-1]["step"]) if saved else 0
+        # torch's SGD counts no steps: with a state, its first one is over.
+        return int(saved[-1].get("step", 1)) if saved else 0
 
     def _load(self, key: str, flats: Sequence[torch.Tensor], files: MappedFiles, *, rounded: bool = False) -> None:
         sources: dict[nn.Parameter, Flat] = {}

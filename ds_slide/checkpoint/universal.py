@@ -1,6 +1,6 @@
 """Universal checkpoints, as DeepSpeed's `ds_to_universal.py` makes them: one file for each parameter and state.
 
-    <tag>/zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    the whole tensor, flat, whatever ranks have saved it
+    <tag>/zero/<parameter>/fp32.pt, <state>.pt    the whole tensor, flat, whatever ranks have saved it
     <tag>/zero/optimizer_state.pt                                step count, parameter groups, loss scale
     <tag>/zero_pp_rank_<N>_mp_rank_00_model_states.pt            what the script saved; no weights that are trained
 
@@ -21,14 +21,14 @@ from torch import nn
 
 from ds_slide.checkpoint.mapped import MappedFiles
 from ds_slide.checkpoint.names import OPTIMIZER_STATE_DICT, PARAM
-from ds_slide.checkpoint.planes import MASTER, STATE_KEYS
+from ds_slide.checkpoint.planes import MASTER
 from ds_slide.checkpoint.subgroups import Flat, SubGroups
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry, piece
 from ds_slide.runtime.unit import Unit
 
 LATEST = "latest_universal"
-_FILES = {MASTER: "fp32.pt", **{key: f"{key}.pt" for key in STATE_KEYS}}
+_CONVERTED = (MASTER, "exp_avg", "exp_avg_sq")
 _AGAIN = "convert the checkpoint again with ds_to_universal.py, or load another tag"
 
 
@@ -54,6 +54,12 @@ class UniversalCheckpoint:
 
     def check(self, sub_groups: SubGroups, param_groups: int, keys: Sequence[str]) -> None:
         """Raise SlideError, which names the file, unless every file of `keys` holds what the model needs."""
+        if missing := [key for key in keys if key not in _CONVERTED]:
+            raise SlideError(
+                f"{self.path} is a universal checkpoint, for which ds_to_universal.py takes masters, exp_avg and "
+                f"exp_avg_sq only, but the optimizer needs {', '.join(missing)}; load the checkpoint that it was made "
+                "from, or pass load_optimizer_states=False to load_checkpoint"
+            )
         groups = len(self.global_state().param_groups)
         if groups != param_groups:
             raise SlideError(
@@ -101,7 +107,7 @@ class UniversalCheckpoint:
         return sources
 
     def _flat(self, parameter: nn.Parameter, entry: Entry, key: str, files: MappedFiles) -> torch.Tensor:
-        path = self.path / "zero" / self.names[parameter] / _FILES[key]
+        path = self.path / "zero" / self.names[parameter] / ("fp32.pt" if key == MASTER else f"{key}.pt")
         content = _loaded(path, files)
         values = content.get(PARAM) if isinstance(content, dict) else content
         if not isinstance(values, torch.Tensor):

@@ -143,6 +143,7 @@ class SlideConfig(_Block):
 
     state_dtype: Literal["fp32", "bf16", "8bit"] = Field(default="fp32", description='"fp32", "bf16" or "8bit"')
     """Storage of the two moments of AdamW: exact fp32; bf16 with stochastic rounding; 8 bits with a scale per 64.
+    Other optimizers have fp32 only.
 
     The weights' masters stay exact. The two short formats save 4 and nearly 6 of 12 bytes a parameter, in memory and
     on SSD; they are updated on the CPU, so they exclude `gpu_states`.

@@ -1,4 +1,4 @@
-"""`safe_get_full_*`, `safe_set_full_*` and their local forms: one parameter's master, moments and gradient.
+"""`safe_get_full_*`, `safe_set_full_*` and their local forms: one parameter's master, optimizer states and gradient.
 
 Every call first waits for what it needs and nothing else: the parameter's unit.
 """
@@ -15,6 +15,7 @@ from torch import nn
 from ds_slide.checkpoint import planes
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry, piece
+from ds_slide.optim.rule import UpdateRule
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.unit import Unit
 
@@ -25,13 +26,14 @@ class StateAccess:
     """All tensors handed out are fp32 on the accelerator; `full` ones have the parameter's shape (collective). Setting
     a master is collective, too, because other ranks read the weights (`SlideRuntime.begin_writing`)."""
 
-    def __init__(self, runtime: SlideRuntime, places: Places, group: Any) -> None:
+    def __init__(self, runtime: SlideRuntime, places: Places, group: Any, rule: UpdateRule) -> None:
         self._runtime = runtime
         self._places = places
         self._group = group
+        self._rule = rule
 
     def local_state(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor | None:
-        """Master (`key` None) or moment of this rank's partition, [partition_numel]."""
+        """Master (`key` None) or state of this rank's partition, [partition_numel]."""
         place = self._trainable(parameter)
         if place is None:
             return None
@@ -133,10 +135,12 @@ class StateAccess:
             dist.all_gather_into_tensor(whole, own.contiguous(), group=self._group)
         return whole[: entry.numel].view(entry.shape)
 
-    @staticmethod
-    def _known(key: str | None) -> str:
+    def _known(self, key: str | None) -> str:
         if key is None:
             return planes.MASTER
-        if key not in planes.STATE_KEYS:
-            raise SlideError(f"there is no optimizer state '{key}'; AdamW has {' and '.join(planes.STATE_KEYS)}")
+        names = self._rule.state_names
+        if key not in names:
+            raise SlideError(
+                f"there is no optimizer state '{key}'; {self._rule.name} has {' and '.join(names) or 'none'}"
+            )
         return key

@@ -19,6 +19,7 @@ from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import PrecisionOf, UnitSpec, find_structure, parameter_numel, parameter_shape
 from ds_slide.optim.low_precision import STATE_FORMATS
+from ds_slide.optim.rule import UpdateRule
 from ds_slide.patching.apply import Replaced
 from ds_slide.patching.streamed_head import stream_head
 from ds_slide.plan.memory import Budgets, Plan, Taken, make_plan
@@ -102,6 +103,7 @@ def assemble(
 
 def runtime_settings(
     config: SlideConfig,
+    rule: UpdateRule,
     ds_config: Mapping[str, Any],
     gradient_dtype: torch.dtype,
     accumulation_dtype: torch.dtype,
@@ -123,6 +125,7 @@ def runtime_settings(
     return RuntimeSettings(
         gradient_dtype=gradient_dtype,
         held_dtype=held_dtype if held else None,
+        rule=rule,
         moments=STATE_FORMATS[config.state_dtype],
         ssd=ssd_settings(config, ds_config),
         accumulates=accumulates,
@@ -141,6 +144,7 @@ def forward_settings(config: SlideConfig, ds_config: Mapping[str, Any], dtype: t
     return RuntimeSettings(
         gradient_dtype=dtype,
         held_dtype=dtype,
+        rule=None,
         moments=STATE_FORMATS["fp32"],
         ssd=ssd_settings(config, ds_config),
         accumulates=False,
@@ -151,7 +155,6 @@ def forward_settings(config: SlideConfig, ds_config: Mapping[str, Any], dtype: t
         delay_ms=config.debug.lane_delay_ms,
         seed=config.debug.seed,
         hang_timeout_s=config.hang_timeout,
-        trains=False,
     )
 
 

@@ -1,6 +1,6 @@
 """DeepSpeed's optimizers without their compiled kernels.
 
-With an Adam in the JSON, DeepSpeed builds DeepSpeedCPUAdam or FusedAdam, and their constructors compile an op: about
+With an Adam or a Lion in the JSON, DeepSpeed builds an optimizer of its own, and the constructor compiles an op: about
 50 s on two cores, and a failure without a compiler. Here the object only carries hyper-parameters, so the op builder
 is replaced for the length of the construction; type, parameter groups and attributes are the real ones.
 
@@ -15,13 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-_BUILDERS = (("deepspeed.ops.adam.cpu_adam", "CPUAdamBuilder"), ("deepspeed.ops.adam.fused_adam", "FusedAdamBuilder"))
+_BUILDERS = (
+    ("deepspeed.ops.adam.cpu_adam", "CPUAdamBuilder"),
+    ("deepspeed.ops.adam.fused_adam", "FusedAdamBuilder"),
+    ("deepspeed.ops.lion.cpu_lion", "CPULionBuilder"),
+    ("deepspeed.ops.lion.fused_lion", "FusedLionBuilder"),
+)
 
 
 class _NoKernels:
     """Op builder and op in one: nothing to compile, nothing to create, and nothing that could be called by mistake."""
 
-    multi_tensor_adam = None
+    multi_tensor_adam = multi_tensor_lion = None
 
     def load(self) -> _NoKernels:
         return self
@@ -31,6 +36,8 @@ class _NoKernels:
 
     def destroy_adam(self, *args: Any) -> None:
         """And frees it here."""
+
+    create_lion, destroy_lion = create_adam, destroy_adam
 
 
 class _KernelsOnUse:

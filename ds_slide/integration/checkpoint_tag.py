@@ -14,7 +14,7 @@ from ds_slide.checkpoint.archive import is_ours
 from ds_slide.checkpoint.manifest import NAME, Manifest, newest_whole_tag
 from ds_slide.checkpoint.mapped import MappedFiles
 from ds_slide.checkpoint.opening import tag_in
-from ds_slide.checkpoint.planes import MASTER, STATE_KEYS
+from ds_slide.checkpoint.planes import MASTER
 from ds_slide.checkpoint.publish import checked_tag, recover
 from ds_slide.checkpoint.universal import LATEST
 from ds_slide.errors import SlideError
@@ -52,7 +52,7 @@ def universal_tag(engine: Any, directory: Path, tag: Any, *, everything: bool) -
             )
         _read_all(metadata)
         optimizer = engine.optimizer
-        keys = (MASTER, *STATE_KEYS) if everything else (MASTER,)
+        keys = (MASTER, *optimizer.sub_groups.state_names) if everything else (MASTER,)
         optimizer.universal_checkpoint(path).check(optimizer.sub_groups, len(optimizer.optimizer.param_groups), keys)
         return chosen
 

@@ -13,20 +13,18 @@ from torch import nn
 
 from ds_slide.config import SlideConfig, shown
 from ds_slide.errors import SlideConfigError
+from ds_slide.integration import update_rules
 from ds_slide.integration.refused import (
     FP32_STATES,
-    NO_SUPPORT,
     REFUSED_ENGINE_SETTINGS,
     REFUSED_ZERO_SETTINGS,
     Values,
     setting_problems,
 )
+from ds_slide.optim.rule import UpdateRule
 from ds_slide.plan.ssd_settings import ssd_problems
 from ds_slide.runtime.updates.threads import first_unusable_core
 
-# (package, class) of what is supported: a subclass may change the update rule, so the type must be exact.
-_ADAM_CLASSES = (("deepspeed", "DeepSpeedCPUAdam"), ("deepspeed", "FusedAdam"), ("torch", "Adam"), ("torch", "AdamW"))
-_ADAM_NAMES = ("adam", "adamw")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FOREIGN_MODULES = {
     ("deepspeed", "PipelineModule"): "pipeline parallelism",
@@ -52,6 +50,7 @@ def check_deepspeed_config(
         *offload_problems(values),
         *ssd_problems(slide, config._param_dict),
         *(state_dtype_problems(slide) if trains else ()),
+        *rule_problems(slide, update_rules.asked_for(config.optimizer_name, client_optimizer)),
         *(holding_problems(values, slide) if trains else ()),
         *(core_problems(slide) if trains else ()),
         *model_problems(model),
@@ -80,6 +79,7 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, ds_c
         *dtype_problems(values, module),
         *model_problems(module),
         *optimizer_problems(init_optimizer),
+        *rule_problems(slide, update_rules.asked_for(None, init_optimizer)),
     )
 
 
@@ -174,6 +174,16 @@ def state_dtype_problems(slide: SlideConfig) -> Iterator[str]:
         )
 
 
+def rule_problems(slide: SlideConfig, rule: UpdateRule | None) -> Iterator[str]:
+    """A format of optimizer states that the update rule has no kernels for. `rule`: None where it is not known yet."""
+    if rule is not None and slide.state_dtype not in rule.state_dtypes:
+        kept = " and ".join(rule.state_dtypes)
+        yield (
+            f'ds_slide.state_dtype is "{slide.state_dtype}", but {rule.name} keeps its states in {kept} only; set it '
+            'to "fp32", or use AdamW'
+        )
+
+
 def core_problems(slide: SlideConfig) -> Iterator[str]:
     """Cores that the update threads could not be pinned to."""
     if isinstance(slide.cpu_cores, str):
@@ -230,40 +240,25 @@ def optimizer_choice_problems(json_name: str | None, client_optimizer: Any) -> I
         yield from optimizer_problems(client_optimizer)
     elif client_optimizer is not None:
         return  # a callable: what it makes is checked when it is made
-    elif json_name is not None and json_name.lower() not in _ADAM_NAMES:
-        yield f'optimizer.type is "{json_name}", but DS-Slide updates with Adam only; use "AdamW" or "Adam"'
+    elif json_name is not None and update_rules.known_as(json_name) is None:
+        yield (
+            f'optimizer.type is "{json_name}", but DS-Slide updates with {update_rules.names()} only; use '
+            f"{update_rules.json_names()}"
+        )
 
 
 def optimizer_problems(optimizer: Any) -> Iterator[str]:
     """The optimizer object whose parameter groups DS-Slide takes over."""
-    kind = type(optimizer)
-    if (_package(kind), kind.__name__) not in _ADAM_CLASSES:
+    kind, known = type(optimizer), update_rules.known(optimizer)
+    if known is None:
         yield (
-            f"the optimizer is {kind.__module__}.{kind.__name__}, but DS-Slide updates with Adam only; use "
-            "DeepSpeedCPUAdam, FusedAdam, torch.optim.Adam or torch.optim.AdamW"
+            f"the optimizer is {kind.__module__}.{kind.__name__}, but DS-Slide updates with {update_rules.names()} "
+            f"only; use {update_rules.classes()}"
         )
         return
     if not getattr(optimizer, "fp32_optimizer_states", True):
         yield f"optimizer.params.fp32_optimizer_states is false, but {FP32_STATES}; remove it"
-    for index, group in enumerate(optimizer.param_groups):
-        if not _is_adam_group(group):
-            yield (
-                f"parameter group {index} of {kind.__name__} has eps {group.get('eps')!r} and betas "
-                f"{group.get('betas')!r}, which are not Adam's (accelerate makes a DeepSpeedCPUAdam of any optimizer, "
-                'such as Adafactor); use AdamW, which is optim="adamw_torch" in the Trainer'
-            )
-            return
-        if kind is torch.optim.Adam and group.get("decoupled_weight_decay"):
-            yield f"decoupled_weight_decay is true in parameter group {index} of Adam; use torch.optim.AdamW instead"
-        for option in ("amsgrad", "maximize", "differentiable"):
-            if group.get(option):
-                yield f"{option} is true in parameter group {index}, but {NO_SUPPORT}; set it to false"
-
-
-def _is_adam_group(group: Mapping[str, Any]) -> bool:
-    betas = group.get("betas", (0.9, 0.999))
-    numbers = [group.get("eps", 0.0), *(betas if isinstance(betas, tuple | list) and len(betas) == 2 else [None])]
-    return all(isinstance(number, int | float | torch.Tensor) for number in numbers)
+    yield from known.rule(optimizer).problems(optimizer)
 
 
 def model_problems(model: nn.Module) -> Iterator[str]:

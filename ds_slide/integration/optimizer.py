@@ -35,9 +35,10 @@ from ds_slide.integration.assemble import assemble, runtime_settings
 from ds_slide.integration.contract import check_supported, gradient_dtype
 from ds_slide.integration.parameter_offload import ParameterOffload
 from ds_slide.integration.stock_names import leaf_parameters, missing
+from ds_slide.integration.update_rules import rule_of
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import PrecisionOf
-from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.gradients.norm_watch import NormWatch
 
 
@@ -60,8 +61,10 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._make_sub_groups()
         for child in module.modules():
             _init_external_params(child)
+        self.rule = rule_of(init_optimizer)
         settings = runtime_settings(
             config,
+            self.rule,
             ds_config,
             gradient_dtype(kwargs, module),
             self.gradient_accumulation_dtype,
@@ -86,8 +89,10 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def _take_over(self, module: nn.Module) -> None:
         """Make the model's parameters, and what asks for their states, those of the runtime."""
         self.protocol = protocol.ParameterProtocol(self.runtime, self.dp_process_group)
-        self.access = StateAccess(self.runtime, self.protocol.places, self.dp_process_group)
-        self.sub_groups = SubGroups(self.fp16_groups, self._group_ids, self.protocol.places, self.runtime)
+        self.access = StateAccess(self.runtime, self.protocol.places, self.dp_process_group, self.rule)
+        self.sub_groups = SubGroups(
+            self.fp16_groups, self._group_ids, self.protocol.places, self.runtime, self.rule.state_names
+        )
         self._empty_parameter_groups()
         self._link_all_hp_params()
         self._norm_watch = NormWatch(self.runtime)
@@ -157,14 +162,10 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         for group in self.optimizer.param_groups:
             group["params"] = []
 
-    def _hypers(self) -> list[AdamWHyper]:
+    def _hypers(self) -> list[Hyper]:
         """Hyper-parameters of the coming update, by optimizer group."""
-        adam_w_mode = getattr(self.optimizer, "adam_w_mode", isinstance(self.optimizer, torch.optim.AdamW))
         step = self.runtime.step_count + 1
-        return [
-            AdamWHyper.from_param_group(group, step=step, adam_w_mode=bool(adam_w_mode))
-            for group in self.optimizer.param_groups
-        ]
+        return [self.rule.hyper_of(group, step, self.optimizer) for group in self.optimizer.param_groups]
 
     # ---- forward and backward, as the engine announces them ----------------------------------------------------
 
@@ -401,7 +402,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def _load_universal(self, path: Path, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
         checkpoint = self.universal_checkpoint(path)
         rank = dist.get_rank(group=self.dp_process_group)
-        keys = (planes.MASTER, *planes.STATE_KEYS) if load_optimizer_states else (planes.MASTER,)
+        keys = (planes.MASTER, *self.rule.state_names) if load_optimizer_states else (planes.MASTER,)
         checkpoint.load(self.sub_groups, rank, keys, rounded=not (load_optimizer_states or load_from_fp32_weights))
         if load_optimizer_states:
             saved = checkpoint.global_state()

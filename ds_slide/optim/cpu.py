@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from ds_slide.errors import SlideError
-from ds_slide.optim.hyper import AdamWHyper
 from ds_slide.optim.low_precision import STATE_FORMATS, StateFormat
 from ds_slide.optim.rounding import check_first
+from ds_slide.optim.rule import Hyper
 
 try:
     from ds_slide import _native
@@ -33,7 +33,7 @@ _WEIGHT_FORMATS: dict[tuple[torch.dtype, torch.dtype | None], _WeightFormat] = {
 
 
 class CpuUpdater:
-    """AdamW, accumulation and norms on ``num_threads`` persistent threads.
+    """Updates, accumulation and norms on ``num_threads`` persistent threads.
 
     Thread ``i`` is pinned to ``cores[i % len(cores)]`` unless ``cores`` is empty. Calls release the GIL, may come from
     any thread and run one after the other. No result depends on the number of threads. All tensors are contiguous and
@@ -59,69 +59,59 @@ class CpuUpdater:
     def num_threads(self) -> int:
         return self._workers.num_threads
 
-    def adamw_(
+    def update_(
         self,
         weight: torch.Tensor,
         remainder: torch.Tensor | None,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        states: Sequence[torch.Tensor],
         grad: torch.Tensor,
-        hyper: AdamWHyper,
+        hyper: Hyper,
         grad_scale: float = 1.0,
         *,
-        exp_avg_scale: torch.Tensor | None = None,
-        exp_avg_sq_scale: torch.Tensor | None = None,
+        scales: Sequence[torch.Tensor | None] = (),
         seed: int = 0,
         first: int = 0,
     ) -> None:
-        """One Adam(W) step in place, in one pass over memory; all tensors have the same number of elements.
+        """One step of ``hyper.rule`` in place, in one pass over memory; all tensors have the same number of elements.
 
         ``weight`` bf16 with ``remainder`` int16 is the planar master; fp32 with None is a plain weight; fp16 with
         ``remainder`` fp32 is an fp16 copy (written only) of the fp32 master. ``grad`` is bf16, fp16 or fp32 and is
         multiplied by ``grad_scale`` first.
 
-        The moments are both fp32, both bf16, or both uint8 codes with their scales, fp32 [ceil(numel / 64)]
+        The states are all fp32, all bf16, or all uint8 codes with their ``scales``, fp32 [ceil(numel / 64)]
         (ds_slide.optim.low_precision). bf16 and codes are rounded stochastically by random bits of (``seed``, step,
         element), where ``seed`` is the unit's and ``first``, a multiple of 64, is the number of element 0 within the
-        unit: chunks of a unit give the bits of the whole. An infinity or NaN in a moment makes its group of codes NaN.
+        unit: chunks of a unit give the bits of the whole. An infinity or NaN in a state makes its group of codes NaN.
         """
         weight_format = _WEIGHT_FORMATS.get((weight.dtype, None if remainder is None else remainder.dtype))
         if weight_format is None:
             raise SlideError(
-                f"adamw_: weight {weight.dtype} with remainder {None if remainder is None else remainder.dtype} is no "
+                f"update_: weight {weight.dtype} with remainder {None if remainder is None else remainder.dtype} is no "
                 "weight format; use bfloat16 with int16, float32 with None, or float16 with float32."
             )
-        numel = weight.numel()
-        beta1, beta2 = hyper.betas
+        numel, names = weight.numel(), hyper.rule.state_names
         check_first(first)
-        state = _state_format(exp_avg_sq)
-        low_precision: dict[str, Any] = {}
-        scales = {
-            "exp_avg_scale_ptr": _scale_pointer("exp_avg_scale", exp_avg_scale, numel, state),
-            "exp_avg_sq_scale_ptr": _scale_pointer("exp_avg_sq_scale", exp_avg_sq_scale, numel, state),
-        }
-        if state.name != "fp32":
-            low_precision = {"state_format": state.name, "seed": seed & 0xFFFFFFFFFFFFFFFF, "first": first, **scales}
-        _native.adamw(
+        state = _state_format(names, states)
+        scale_ptrs = [
+            _scale_pointer(f"{name}_scale", scale, numel, state)
+            for name, scale in zip(names, scales or [None] * len(names), strict=True)
+        ]
+        _native.update(
             self._workers,
+            hyper.kernel,
             weight_format,
-            _pointer("adamw_", "weight", weight, numel),
-            0 if remainder is None else _pointer("adamw_", "remainder", remainder, numel),
-            _pointer("adamw_", "exp_avg", exp_avg, numel, state.dtype),
-            _pointer("adamw_", "exp_avg_sq", exp_avg_sq, numel, state.dtype),
-            _pointer("adamw_", "grad", grad, numel),
-            _dtype_name("adamw_", "grad", grad),
+            _pointer("update_", "weight", weight, numel),
+            0 if remainder is None else _pointer("update_", "remainder", remainder, numel),
+            [_pointer("update_", name, each, numel, state.dtype) for name, each in zip(names, states, strict=True)],
+            _pointer("update_", "grad", grad, numel),
+            _dtype_name("update_", "grad", grad),
             numel,
-            hyper.lr,
-            beta1,
-            beta2,
-            hyper.eps,
-            hyper.weight_decay,
-            hyper.step,
-            hyper.bias_correction,
-            hyper.adam_w_mode,
-            grad_scale,
-            **low_precision,
+            hyper.constants(grad_scale),
+            state_format=state.name,
+            scale_ptrs=scale_ptrs if state.has_scales else (),
+            seed=seed & 0xFFFFFFFFFFFFFFFF,
+            step=hyper.step,
+            first=first,
         )
 
     def accumulate_(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -150,24 +140,27 @@ def _dtype_name(function: str, argument: str, tensor: torch.Tensor) -> _DtypeNam
     return name
 
 
-def _state_format(exp_avg_sq: torch.Tensor) -> StateFormat:
-    state = next((known for known in STATE_FORMATS.values() if known.dtype == exp_avg_sq.dtype), None)
-    if state is None:
-        raise SlideError(f"adamw_: exp_avg_sq is {exp_avg_sq.dtype}; use float32, bfloat16 or uint8 for both moments.")
-    return state
+def _state_format(names: Sequence[str], states: Sequence[torch.Tensor]) -> StateFormat:
+    """That of the last state; the others are checked against it. A rule without states counts as fp32."""
+    if not states:
+        return STATE_FORMATS["fp32"]
+    found = next((known for known in STATE_FORMATS.values() if known.dtype == states[-1].dtype), None)
+    if found is None:
+        raise SlideError(f"update_: {names[-1]} is {states[-1].dtype}; use float32, bfloat16 or uint8 for all states.")
+    return found
 
 
 def _scale_pointer(argument: str, scale: torch.Tensor | None, numel: int, state: StateFormat) -> int:
     if (scale is not None) != state.has_scales:
         needed = f"an fp32 tensor of {state.scale_numel(numel)} elements" if state.has_scales else "None"
-        raise SlideError(f"adamw_: {argument} must be {needed} when the moments are {state.dtype}.")
+        raise SlideError(f"update_: {argument} must be {needed} when the states are {state.dtype}.")
     if scale is None:
         return 0
     if scale.numel() != state.scale_numel(numel):
         raise SlideError(
-            f"adamw_: {argument} has {scale.numel()} elements but {numel} moments need {state.scale_numel(numel)}."
+            f"update_: {argument} has {scale.numel()} elements but {numel} elements need {state.scale_numel(numel)}."
         )
-    return _pointer("adamw_", argument, scale, scale.numel(), torch.float32)
+    return _pointer("update_", argument, scale, scale.numel(), torch.float32)
 
 
 def _pointer(function: str, argument: str, tensor: torch.Tensor, numel: int, dtype: torch.dtype | None = None) -> int:

@@ -1,27 +1,30 @@
-"""Hyper-parameters of one Adam(W) step, and the fp32 numbers that every implementation of it uses."""
+"""AdamW, and Adam with L2: hyper-parameters, the numbers that every implementation uses, reference and GPU step."""
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from ds_slide.errors import SlideConfigError
+from ds_slide.optim.fp32 import add, div, mul, sqrt, sub
+from ds_slide.optim.rule import StateSpec, UpdateRule, fp32, options_on
 
-_FP32_MIN_NORMAL = 2.0**-126
 # Parameters of torch's Adam that change the result and that DS-Slide does not have.
 _REFUSED = ("amsgrad", "maximize", "differentiable")
 
 
-@dataclass(frozen=True)
-class AdamWConstants:
-    """One step's numbers: computed in double, rounded once to fp32, subnormals set to zero.
+class AdamWConstants(NamedTuple):
+    """One step's numbers, in the order of csrc/update/adamw.hpp: computed in double, rounded once to fp32, subnormals
+    set to zero.
 
     The C++ kernels, the torch reference and the GPU kernel all start from these, so that their bits agree.
     """
 
+    grad_scale: float
     decay: float
     weight_decay: float
     beta1: float
@@ -31,8 +34,6 @@ class AdamWConstants:
     inv_bc2_sqrt: float
     step_size: float
     eps: float
-    grad_scale: float
-    adam_w_mode: bool
 
 
 @dataclass(frozen=True)
@@ -94,26 +95,93 @@ class AdamWHyper:
             adam_w_mode=bool(adam_w_mode),
         )
 
+    @property
+    def rule(self) -> UpdateRule:
+        return ADAMW
+
+    @property
+    def kernel(self) -> str:
+        return "adamw" if self.adam_w_mode else "adam"
+
     def constants(self, grad_scale: float = 1.0) -> AdamWConstants:
         """The fp32 numbers of this step; ``grad_scale`` multiplies the gradient (clip factor / loss scale)."""
         beta1, beta2 = self.betas
         bc1 = 1.0 - beta1**self.step if self.bias_correction else 1.0
         bc2 = 1.0 - beta2**self.step if self.bias_correction else 1.0
         return AdamWConstants(
-            decay=_fp32(1.0 - self.lr * self.weight_decay),
-            weight_decay=_fp32(self.weight_decay),
-            beta1=_fp32(beta1),
-            one_minus_beta1=_fp32(1.0 - beta1),
-            beta2=_fp32(beta2),
-            one_minus_beta2=_fp32(1.0 - beta2),
-            inv_bc2_sqrt=_fp32(1.0 / math.sqrt(bc2)),
-            step_size=_fp32(self.lr / bc1),
-            eps=_fp32(self.eps),
-            grad_scale=_fp32(grad_scale),
-            adam_w_mode=self.adam_w_mode,
+            grad_scale=fp32(grad_scale),
+            decay=fp32(1.0 - self.lr * self.weight_decay),
+            weight_decay=fp32(self.weight_decay),
+            beta1=fp32(beta1),
+            one_minus_beta1=fp32(1.0 - beta1),
+            beta2=fp32(beta2),
+            one_minus_beta2=fp32(1.0 - beta2),
+            inv_bc2_sqrt=fp32(1.0 / math.sqrt(bc2)),
+            step_size=fp32(self.lr / bc1),
+            eps=fp32(self.eps),
         )
 
 
-def _fp32(value: float) -> float:
-    rounded = ctypes.c_float(value).value
-    return math.copysign(0.0, rounded) if abs(rounded) < _FP32_MIN_NORMAL else rounded
+def _hyper_of(group: Mapping[str, Any], step: int, optimizer: Any) -> AdamWHyper:
+    adam_w_mode = getattr(optimizer, "adam_w_mode", isinstance(optimizer, torch.optim.AdamW))
+    return AdamWHyper.from_param_group(group, step=step, adam_w_mode=bool(adam_w_mode))
+
+
+def _reference_step(
+    hyper: AdamWHyper, c: AdamWConstants, w: torch.Tensor, g: torch.Tensor, states: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    m, v = states
+    if hyper.adam_w_mode:
+        w = mul(w, c.decay)
+    else:
+        g = add(g, mul(w, c.weight_decay))
+    m = add(mul(m, c.beta1), mul(g, c.one_minus_beta1))
+    v = add(mul(v, c.beta2), mul(mul(g, g), c.one_minus_beta2))
+    denominator = add(mul(sqrt(v), c.inv_bc2_sqrt), c.eps)
+    return sub(w, mul(div(m, denominator), c.step_size)), (m, v)
+
+
+def _gpu_step(
+    weight: torch.Tensor,
+    remainder: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    gradient: torch.Tensor,
+    hyper: AdamWHyper,
+    grad_scale: float,
+) -> None:
+    from ds_slide.kernels.offload.adamw_planar import adamw_planar_
+
+    exp_avg, exp_avg_sq = states
+    adamw_planar_(weight, remainder, exp_avg, exp_avg_sq, gradient, hyper, grad_scale)
+
+
+def _problems(optimizer: Any) -> Iterator[str]:
+    kind = type(optimizer)
+    for index, group in enumerate(optimizer.param_groups):
+        if not _is_adam_group(group):
+            yield (
+                f"parameter group {index} of {kind.__name__} has eps {group.get('eps')!r} and betas "
+                f"{group.get('betas')!r}, which are not Adam's (accelerate makes a DeepSpeedCPUAdam of any optimizer, "
+                'such as Adafactor); use AdamW, which is optim="adamw_torch" in the Trainer'
+            )
+            return
+        if kind is torch.optim.Adam and group.get("decoupled_weight_decay"):
+            yield f"decoupled_weight_decay is true in parameter group {index} of Adam; use torch.optim.AdamW instead"
+        yield from options_on(_REFUSED, group, index)
+
+
+def _is_adam_group(group: Mapping[str, Any]) -> bool:
+    betas = group.get("betas", (0.9, 0.999))
+    numbers = [group.get("eps", 0.0), *(betas if isinstance(betas, tuple | list) and len(betas) == 2 else [None])]
+    return all(isinstance(number, int | float | torch.Tensor) for number in numbers)
+
+
+ADAMW = UpdateRule(
+    name="AdamW",
+    states=(StateSpec("exp_avg"), StateSpec("exp_avg_sq", signed=False)),
+    state_dtypes=("fp32", "bf16", "8bit"),
+    hyper_of=_hyper_of,
+    reference_step=_reference_step,
+    gpu_step=_gpu_step,
+    problems=_problems,
+)

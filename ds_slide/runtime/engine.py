@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ds_slide.errors import SlideError
-from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.optim.rule import Hyper
 from ds_slide.plan.memory import NOTHING_TAKEN, Taken
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime import running
@@ -329,7 +329,7 @@ class SlideRuntime:
             for finished in (*unit.parts, unit):
                 self._finalize(finished)
 
-    def begin_backward(self, hypers: Sequence[AdamWHyper]) -> None:
+    def begin_backward(self, hypers: Sequence[Hyper]) -> None:
         """Before the first gradient. `hypers`: of the coming step, for updates that do not wait for it."""
         self.interruptions.begin_backward()
         self.gradients.hypers = tuple(hypers)
@@ -401,7 +401,7 @@ class SlideRuntime:
         """Gradient norm of the last backward as a 0-d fp32 device tensor, without waiting for it."""
         return self._totals.later(self.gradients.square_sums).sqrt().float()
 
-    def step(self, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
+    def step(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
         """Apply the update. Held gradients: queue all units by deadline. Otherwise the host units are under way."""
         try:
             self._apply(hypers, grad_scale)
@@ -413,7 +413,7 @@ class SlideRuntime:
         self.step_count += 1
         self.parts.recorder.end_step(self.step_count)
 
-    def _apply(self, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
+    def _apply(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
         for unit in self.units:
             if not unit.gradient_ready:
                 continue
@@ -449,7 +449,7 @@ class SlideRuntime:
         self.discard_gradients()
         self.accumulation.reload()
 
-    def _update_on_gpu(self, unit: Unit, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
+    def _update_on_gpu(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float) -> None:
         assert unit.state.gradient is not None
         self.device.wait(unit.arrived.wait())
         device_update(unit, unit.state.gradient, hypers, grad_scale)
@@ -460,7 +460,7 @@ class SlideRuntime:
         gathered = self.parts.gathers.into(unit, unit.resident, self.device.mark())
         self._fetched[unit.order] = Ticket.kept(self.parts.failures, gathered)
 
-    def _queue_update(self, unit: Unit, hypers: Sequence[AdamWHyper], grad_scale: float) -> None:
+    def _queue_update(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float) -> None:
         ready, update = unit.arrived.wait(), unit.open_update(self.parts.failures)
         for index, span in enumerate(unit.spans):
             gradient = self.gradients.held(unit, span)

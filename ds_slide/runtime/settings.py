@@ -12,6 +12,7 @@ from ds_slide.model.layout import UnitLayout
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
 from ds_slide.optim.low_precision import StateFormat
+from ds_slide.optim.rule import UpdateRule
 from ds_slide.plan.ssd_settings import SsdSettings
 from ds_slide.store.planes import PlaneSpec, optimizer_planes
 
@@ -22,12 +23,14 @@ ROW_BUFFERS = 2
 @dataclass(frozen=True)
 class RuntimeSettings:
     """`gradient_dtype`: in which gradients are reduced and go to host memory where a unit's precision says no other.
-    `held_dtype`: of held ones (None: not held), likewise. `moments`: storage format of the optimizer's moments. `ssd`:
-    None without an SSD tier.
+    `held_dtype`: of held ones (None: not held), likewise. `rule`: by which weights
+    are updated (None: no parameter has an optimizer; there are weights only, and nothing comes down from the GPU).
+    `moments`: how its states are stored. `ssd`: None without an SSD tier.
     """
 
     gradient_dtype: torch.dtype
     held_dtype: torch.dtype | None
+    rule: UpdateRule | None
     moments: StateFormat
     ssd: SsdSettings | None
     accumulates: bool
@@ -40,12 +43,14 @@ class RuntimeSettings:
     seed: int
     hang_timeout_s: float
     """After which a run that stands still is ended; 0: never."""
-    trains: bool = True
-    """False: no parameter has an optimizer; there are weights only, and nothing comes down from the GPU."""
+
+    @property
+    def trains(self) -> bool:
+        return self.rule is not None
 
     def specs(self, dtype: torch.dtype) -> tuple[PlaneSpec, ...]:
         """The optimizer planes of weights of `dtype`."""
-        return optimizer_planes(dtype, self.moments) if self.trains else ()
+        return () if self.rule is None else optimizer_planes(dtype, self.rule, self.moments)
 
     def gradient_of(self, precision: Precision) -> torch.dtype:
         """In which gradients of units of `precision` are reduced and go to host memory."""

@@ -17,12 +17,12 @@ import torch
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import UnitLayout
 from ds_slide.optim.low_precision import from_fp32, to_fp32
-from ds_slide.store.planes import Planes, PlaneSpec
+from ds_slide.optim.rule import StateSpec
+from ds_slide.store.planes import Planes, PlaneSpec, scales_of
 from ds_slide.store.ssd.unit import SsdUnit
 from ds_slide.store.untouched import untouched_bytes
 
 Tier = Literal["host", "gpu", "ssd"]
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
@@ -52,7 +52,7 @@ class UnitState:
         where the unit has none of its own in memory."""
         plane = self.weight if weight is None else weight
         assert plane is not None
-        return Planes.of(plane[span], {spec.name: self.optimizer[spec.name][spec.cut(span)] for spec in self.specs})
+        return Planes(plane[span], {spec.name: self.optimizer[spec.name][spec.cut(span)] for spec in self.specs})
 
     def has(self, name: str) -> bool:
         return name == "weight" or any(spec.name == name for spec in self.specs)
@@ -79,14 +79,14 @@ class UnitState:
     # Readers and writers have waited for the unit (`SlideRuntime.settle`): nobody else touches its planes.
 
     def read(self, name: str, span: slice) -> torch.Tensor:
-        """The parameters `span` of a plane (weight, gradient, remainder, exp_avg, exp_avg_sq): a view or a copy, of the
-        moments in fp32."""
-        scale = self._scale_of(name)
-        if scale is None:
+        """The parameters `span` of a plane (weight, gradient, remainder, a state of the update rule): a view or a copy,
+        of a state in fp32."""
+        state, scale = self._state_of(name), self._scale_of(name)
+        if state is None or scale is None:
             raw = self.raw(name, span)
-            return raw.float() if name in MOMENTS else raw
+            return raw if state is None else raw.float()
         whole = _groups(span, scale.elements_per_item, self._items(name))
-        values = to_fp32(self.raw(name, whole), self.raw(scale.name, scale.cut(whole)), signed=name == "exp_avg")
+        values = to_fp32(self.raw(name, whole), self.raw(scale.name, scale.cut(whole)), signed=state.signed)
         return values[span.start - whole.start : span.stop - whole.start]
 
     def raw(self, name: str, items: slice) -> torch.Tensor:
@@ -98,15 +98,15 @@ class UnitState:
         return self.ssd.read(name, items)
 
     def write(self, name: str, span: slice, values: torch.Tensor) -> None:
-        """Set the parameters `span` of a plane; moments from fp32, rounded to nearest where they are stored shorter."""
-        scale = self._scale_of(name)
-        if scale is None:
+        """Set the parameters `span` of a plane; states from fp32, rounded to nearest where they are stored shorter."""
+        state, scale = self._state_of(name), self._scale_of(name)
+        if state is None or scale is None:
             self._set_raw(name, span, values)
             return
         whole = _groups(span, scale.elements_per_item, self._items(name))
         wide = self.read(name, whole)
         wide[span.start - whole.start : span.stop - whole.start].copy_(values)
-        codes, scales = from_fp32(wide, self.dtype_of(name), signed=name == "exp_avg")
+        codes, scales = from_fp32(wide, self.dtype_of(name), signed=state.signed)
         assert scales is not None
         self._set_raw(name, whole, codes)
         self._set_raw(scale.name, scale.cut(whole), scales)
@@ -122,9 +122,13 @@ class UnitState:
     def _spec(self, name: str) -> PlaneSpec:
         return next(spec for spec in self.specs if spec.name == name)
 
+    def _state_of(self, name: str) -> StateSpec | None:
+        """The state of the update rule that a plane holds, None for other planes."""
+        return next((spec.state for spec in self.specs if spec.name == name), None)
+
     def _scale_of(self, name: str) -> PlaneSpec | None:
-        """The plane of a moment's scales, None for planes that hold their values as they are."""
-        return next((spec for spec in self.specs if spec.name == f"{name}_scale"), None)
+        """The plane of a state's scales, None for planes that hold their values as they are."""
+        return next((spec for spec in self.specs if spec.name == scales_of(name)), None)
 
     def _items(self, name: str) -> int:
         if self.ssd is not None and self.ssd.has_records:

@@ -1,8 +1,7 @@
 """AdamW on the planar states of a GPU-tier unit, in one pass, with the bits of the CPU kernel.
 
 Bytes a parameter (bf16): read 2 + 2 + 4 + 4 + 2, write 2 + 2 + 4 + 4 = 26. The arithmetic is that of
-`ds_slide.optim.reference`: every fp32 operation rounded separately (fusion into multiply-add is switched off at
-launch, division and square root are the rounded ones) and subnormal results flushed to zero, as the CPU does.
+`ds_slide.kernels.offload.planar`.
 """
 
 from __future__ import annotations
@@ -13,19 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_slide.errors import SlideError
-from ds_slide.kernels.dtypes import KERNEL_DTYPES
+from ds_slide.kernels.offload.planar import BLOCK, check_planes, flush, grid, load_master, store_master, vector_parts
 from ds_slide.optim.hyper import AdamWConstants, AdamWHyper
-
-BLOCK = 1024
-# The compiler makes whole vectors of loads whose mask is a multiple of this many elements.
-VECTOR = 16
-SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
-
-
-@triton.jit
-def _flush(value):
-    return tl.where(tl.abs(value) < SMALLEST_NORMAL, value * 0.0, value)  # keeps the sign, as the CPU does
 
 
 @triton.jit
@@ -52,29 +40,21 @@ def _adamw_planar_kernel(
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
     g = tl.load(gradient + offsets, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(high_plane + offsets, mask=mask, other=0).to(tl.int32)
-    low = tl.load(low_plane + offsets, mask=mask, other=0).to(tl.int32)
-    m = _flush(tl.load(exp_avg + offsets, mask=mask, other=0.0))
-    v = _flush(tl.load(exp_avg_sq + offsets, mask=mask, other=0.0))
+    w = load_master(high_plane, low_plane, offsets, mask)
+    m = flush(tl.load(exp_avg + offsets, mask=mask, other=0.0))
+    v = flush(tl.load(exp_avg_sq + offsets, mask=mask, other=0.0))
 
-    g = _flush(_flush(g) * grad_scale)
-    w = _flush(((high << 16) + low).to(tl.float32, bitcast=True))
+    g = flush(flush(g) * grad_scale)
     if ADAM_W:
-        w = _flush(w * decay)
+        w = flush(w * decay)
     else:
-        g = _flush(g + _flush(w * weight_decay))
-    m = _flush(_flush(m * beta1) + _flush(g * one_minus_beta1))
-    v = _flush(_flush(v * beta2) + _flush(_flush(g * g) * one_minus_beta2))
-    denominator = _flush(_flush(tl.sqrt_rn(v) * inv_bc2_sqrt) + eps)
-    w = _flush(w - _flush(_flush(tl.div_rn(m, denominator)) * step_size))
+        g = flush(g + flush(w * weight_decay))
+    m = flush(flush(m * beta1) + flush(g * one_minus_beta1))
+    v = flush(flush(v * beta2) + flush(flush(g * g) * one_minus_beta2))
+    denominator = flush(flush(tl.sqrt_rn(v) * inv_bc2_sqrt) + eps)
+    w = flush(w - flush(flush(tl.div_rn(m, denominator)) * step_size))
 
-    bits = w.to(tl.int32, bitcast=True)
-    # Rounded half up, never half to even: every fp32 number has planes of its own (see the reference).
-    is_nan = w != w
-    new_high = tl.where(is_nan, bits | 0x00400000, bits + 0x8000) >> 16
-    new_low = tl.where(is_nan, 0, bits)
-    tl.store(high_plane + offsets, new_high.to(tl.int16), mask=mask)
-    tl.store(low_plane + offsets, new_low.to(tl.int16), mask=mask)
+    store_master(high_plane, low_plane, offsets, mask, w)
     tl.store(exp_avg + offsets, m, mask=mask)
     tl.store(exp_avg_sq + offsets, v, mask=mask)
 
@@ -86,27 +66,8 @@ def _check(
     exp_avg_sq: torch.Tensor,
     gradient: torch.Tensor,
 ) -> None:
-    for name, plane, dtypes in (
-        ("weight", weight, (torch.bfloat16,)),
-        ("remainder", remainder, (torch.int16,)),
-        ("exp_avg", exp_avg, (torch.float32,)),
-        ("exp_avg_sq", exp_avg_sq, (torch.float32,)),
-        ("gradient", gradient, KERNEL_DTYPES),
-    ):
-        if plane.dtype not in dtypes or plane.dim() != 1 or not plane.is_contiguous():
-            raise SlideError(
-                f"adamw_planar_: {name} must be flat, contiguous and {' or '.join(map(str, dtypes))}, but it is "
-                f"{plane.dtype} of shape {list(plane.shape)} and strides {list(plane.stride())}."
-            )
-        if plane.shape != weight.shape or plane.device != weight.device:
-            raise SlideError(
-                f"adamw_planar_: {name} has {plane.numel()} elements on {plane.device}, but the weight has "
-                f"{weight.numel()} on {weight.device}; pass the planes of one span."
-            )
-        if plane.requires_grad:
-            raise SlideError(
-                f"adamw_planar_: {name} requires grad, but no graph can go through an update; pass its `detach()`."
-            )
+    states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    check_planes("adamw_planar_", weight, remainder, states, gradient)
 
 
 def _launch(
@@ -119,21 +80,16 @@ def _launch(
     grad_scale: float,
 ) -> None:
     _check(weight, remainder, exp_avg, exp_avg_sq, gradient)
-    numel, constants = weight.numel(), hyper.constants(grad_scale)
-    planes = (weight, remainder, exp_avg, exp_avg_sq, gradient)
-    # The elements beyond the last whole vector by themselves: one launch that masks by an odd length reads and writes
-    # every element alone (136 us instead of 90 for 12 million on an H200).
-    if whole := numel // VECTOR * VECTOR:
-        _launch_part(planes if whole == numel else [plane[:whole] for plane in planes], hyper, constants)
-    if whole < numel:
-        _launch_part([plane[whole:] for plane in planes], hyper, constants)
+    constants = hyper.constants(grad_scale)
+    for part in vector_parts((weight, remainder, exp_avg, exp_avg_sq, gradient)):
+        _launch_part(part, hyper, constants)
 
 
 def _launch_part(planes: Sequence[torch.Tensor], hyper: AdamWHyper, constants: AdamWConstants) -> None:
     """`planes`: weight, remainder, both moments and gradient."""
     weight, remainder, exp_avg, exp_avg_sq, gradient = planes
     numel = weight.numel()
-    _adamw_planar_kernel[(triton.cdiv(numel, BLOCK),)](
+    _adamw_planar_kernel[grid(numel)](
         weight.view(torch.int16),
         remainder,
         exp_avg,

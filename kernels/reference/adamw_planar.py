@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_slide.optim.hyper import AdamWHyper
-from ds_slide.optim.reference import adamw_reference_
+from ds_slide.optim.reference import reference_update_
 
 
 def adamw_planar_reference_(
@@ -29,4 +29,4 @@ def adamw_planar_reference_(
     factors are rounded once to fp32 before (`AdamWHyper.constants`). The new w is split into both planes, of which it
     can be put together again exactly (`encode_planar`).
     """
-    adamw_reference_(weight, remainder, exp_avg, exp_avg_sq, gradient, hyper, grad_scale)
+    reference_update_(weight, remainder, (exp_avg, exp_avg_sq), gradient, hyper, grad_scale)

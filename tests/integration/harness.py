@@ -18,13 +18,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ds_slide.optim.hyper import AdamWHyper
-from ds_slide.optim.reference import adamw_reference_, decode_planar, encode_planar
+from ds_slide.optim.reference import decode_planar, encode_planar, reference_update_
 
 deepspeed_logger.setLevel(logging.ERROR)
 
 Batch = dict[str, torch.Tensor]
 VOCABULARY = 256
 BATCH, LENGTH = 2, 32
+ADAMW_STATES = ("exp_avg", "exp_avg_sq")
 
 HYPER = AdamWHyper(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 ADAMW = {"lr": HYPER.lr, "betas": list(HYPER.betas), "eps": HYPER.eps, "weight_decay": HYPER.weight_decay}
@@ -120,8 +121,8 @@ def train(engine: Any, data: Sequence[Batch], loss_of: Loss = causal_loss) -> Re
     return result
 
 
-def states_of(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """Weights as the model reads them, and for the trainable ones master and moments, by parameter name."""
+def states_of(model: nn.Module, keys: Sequence[str] = ADAMW_STATES) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights as the model reads them, and for the trainable ones master and the states `keys`, by parameter name."""
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in parameters}
     with deepspeed.zero.GatheredParameters(list(parameters.values())):
@@ -131,7 +132,7 @@ def states_of(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
         if not parameter.requires_grad:
             continue
         states[name]["master"] = safe_get_full_fp32_param(parameter).clone()
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in keys:
             states[name][key] = safe_get_full_optimizer_state(parameter, key).clone()
     return states
 
@@ -196,11 +197,15 @@ class PlainAdamW:
     """What the engine has to do, without one: global norm in fp64, fp32 masters of bf16 weights in two planes, each
     parameter by itself through the reference update. A parameter without gradient counts as zero.
 
-    `gradient_dtype`: in which gradients are reduced. `hypers` of `step`: by parameter name, where they are not HYPER.
+    `gradient_dtype`: in which gradients are reduced. `hypers` of `step`: by parameter name, where they are not `hyper`,
+    whose rule may be another than AdamW.
     """
 
-    def __init__(self, model: nn.Module, clip: float, gradient_dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, model: nn.Module, clip: float, gradient_dtype: torch.dtype = torch.bfloat16, hyper: Any = HYPER
+    ) -> None:
         self.clip = clip
+        self.hyper = hyper
         self.gradient_dtype = gradient_dtype
         self.count = 0
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -209,7 +214,9 @@ class PlainAdamW:
             name: None if p.dtype == torch.float32 else torch.zeros(p.numel(), dtype=torch.int16)
             for name, p in self.parameters.items()
         }
-        self.moments = {name: (torch.zeros(p.numel()), torch.zeros(p.numel())) for name, p in self.parameters.items()}
+        self.moments = {
+            name: [torch.zeros(p.numel()) for _ in hyper.rule.states] for name, p in self.parameters.items()
+        }
 
     def step(
         self, hypers: dict[str, AdamWHyper] | None = None, gradients: dict[str, torch.Tensor] | None = None
@@ -223,9 +230,9 @@ class PlainAdamW:
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
         scale = 1.0 / max(1.0, (norm + 1e-6) / self.clip) if self.clip > 0 else 1.0
         for name, p in self.parameters.items():
-            hyper = dataclasses.replace((hypers or {}).get(name, HYPER), step=self.count)
-            planes = (p.data.view(-1), self.remainder[name], *self.moments[name])
-            adamw_reference_(*planes, gradients[name].reshape(-1), hyper, scale)
+            hyper = dataclasses.replace((hypers or {}).get(name, self.hyper), step=self.count)
+            weight, states = p.data.view(-1), self.moments[name]
+            reference_update_(weight, self.remainder[name], states, gradients[name].reshape(-1), hyper, scale)
             p.grad = None
         return float(torch.tensor(norm, dtype=torch.float32))
 
@@ -235,7 +242,7 @@ class PlainAdamW:
         for name, p in self.parameters.items():
             remainder, flat = self.remainder[name], p.detach().view(-1)
             master = flat if remainder is None else decode_planar(flat.view(torch.int16), remainder)
-            values = zip(("master", "exp_avg", "exp_avg_sq"), (master, *self.moments[name]), strict=True)
+            values = zip(("master", *self.hyper.rule.state_names), (master, *self.moments[name]), strict=True)
             states[name] = {"weight": p.detach(), **{key: value.view(p.shape) for key, value in values}}
         return states
 

@@ -278,7 +278,7 @@ def with_deepspeed(installed, tmp_path_factory):
     """Cases that begin with DeepSpeed, where the package is installed."""
     folder = tmp_path_factory.mktemp("with_deepspeed")
     on, off = config_of({"enabled": True}), config_of(None)
-    four = json.dumps([(off, "AdamW"), (on, "SGD"), (on, "AdamW"), (off, "AdamW")])
+    four = json.dumps([(off, "AdamW"), (on, "Adagrad"), (on, "AdamW"), (off, "AdamW")])
     misspelt = config_file(folder, None, **{"ds-slide": {"enabled": True}})
     engines = {
         "four engines": case(ENGINES, four),
@@ -352,7 +352,7 @@ class TestEngines:
         assert [line for line in result.stdout.splitlines() if line.startswith("ENGINE ")] == [
             "ENGINE DeepSpeedZeroOptimizer_Stage3",
             # From the constructor of the optimizer: only there is it known what the script's callable makes.
-            "ENGINE SlideConfigError the optimizer is torch.optim.sgd.SGD, but",
+            "ENGINE SlideConfigError the optimizer is torch.optim.adagrad.Adagrad, but",
             "ENGINE SlideZeroOptimizer",
             "ENGINE DeepSpeedZeroOptimizer_Stage3",
         ], result.stderr

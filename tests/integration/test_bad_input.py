@@ -187,7 +187,7 @@ CONFIGS = [
             ds_config(optimizer={"type": name, "params": {}}),
             f'optimizer.type is "{name}", but DS-Slide updates with Adam',
         )
-        for name in ("SGD", "lion", "lamb", "adagrad", "muon", "NAdam")
+        for name in ("sgd", "lamb", "adagrad", "muon", "NAdam")
     ),
     (
         ds_config(slide={"hold_gradients": False}, gradient_clipping=1.0),
@@ -419,8 +419,11 @@ class TestOptimizers:
         assert problem == "decoupled_weight_decay is true in parameter group 0 of Adam; use torch.optim.AdamW instead"
 
     def test_other_rules_are_refused(self):
-        (problem,) = self.problems(torch.optim.SGD(self.parameters, lr=0.1))
-        assert problem.startswith("the optimizer is torch.optim.sgd.SGD, but DS-Slide updates with Adam only; use")
+        (problem,) = self.problems(torch.optim.Adagrad(self.parameters, lr=0.1))
+        expected = (
+            "the optimizer is torch.optim.adagrad.Adagrad, but DS-Slide updates with Adam, Lion and SGD only; use"
+        )
+        assert problem.startswith(expected)
 
     def test_a_subclass_is_refused_because_its_rule_may_differ(self):
         class AdamW(torch.optim.AdamW):
@@ -440,7 +443,7 @@ class TestOptimizers:
         assert list(optimizer_choice_problems(None, torch.optim.AdamW)) == []
         # The script's optimizer overrides the JSON's.
         assert list(optimizer_choice_problems("lion", torch.optim.AdamW(self.parameters))) == []
-        assert len(list(optimizer_choice_problems("adamw", torch.optim.SGD(self.parameters, lr=0.1)))) == 1
+        assert len(list(optimizer_choice_problems("adamw", torch.optim.Adagrad(self.parameters, lr=0.1)))) == 1
 
 
 def test_modules_of_other_parallelisms():
@@ -512,8 +515,8 @@ class TestConstructorArguments:
 
     def test_optimizer(self):
         model = nn.Linear(2, 2).bfloat16()
-        with pytest.raises(SlideConfigError, match=r"the optimizer is torch\.optim\.sgd\.SGD, but"):
-            check_supported({}, torch.optim.SGD(model.parameters(), lr=0.1), model, ds_config())
+        with pytest.raises(SlideConfigError, match=r"the optimizer is torch\.optim\.adagrad\.Adagrad, but"):
+            check_supported({}, torch.optim.Adagrad(model.parameters(), lr=0.1), model, ds_config())
 
 
 @pytest.mark.parametrize(
@@ -553,7 +556,7 @@ INITIALIZE = textwrap.dedent(
 END_TO_END = {
     "stage 2": (ds_config({"stage": 2}), None, "zero_optimization.stage is 2, but"),
     "no ZeRO": (ds_config(zero_optimization=None), None, "zero_optimization.stage is 0, but"),
-    "SGD": (ds_config(optimizer=None), "SGD", "the optimizer is torch.optim.sgd.SGD, but"),
+    "Adagrad": (ds_config(optimizer=None), "Adagrad", "the optimizer is torch.optim.adagrad.Adagrad, but"),
     "nvme": (
         ds_config({"offload_param": {"device": "nvme"}}),
         None,

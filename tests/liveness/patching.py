@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,18 +44,18 @@ class Updater:
     def end_threads(self) -> None:
         self._has_threads = False
 
-    def adamw_(
+    def update_(
         self,
         weight: torch.Tensor,
         remainder: torch.Tensor | None,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        states: Sequence[torch.Tensor],
         grad: torch.Tensor,
         hyper: Any,
         grad_scale: float = 1.0,
         **_others: Any,
     ) -> None:
         assert self._has_threads
+        exp_avg, exp_avg_sq = states
         exp_avg.mul_(0.9).add_(grad, alpha=grad_scale)
         exp_avg_sq.mul_(0.5).addcmul_(exp_avg, exp_avg)
         weight.sub_(exp_avg, alpha=0.01 * hyper.step)

@@ -16,6 +16,7 @@ from torch import nn
 from ds_slide.model.layout import ParameterInfo, build_layout, piece
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
+from ds_slide.optim.hyper import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.placement import HostPlacement, SsdNeeds
@@ -172,6 +173,7 @@ def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
         RuntimeSettings,
         gradient_dtype=torch.bfloat16,
         held_dtype=held if configuration.held else None,
+        rule=ADAMW if trains else None,
         moments=STATE_FORMATS["fp32"],
         ssd=ssd,
         accumulates=configuration.accumulation > 1,
@@ -182,7 +184,6 @@ def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
         delay_ms=0.0,
         seed=0,
         hang_timeout_s=0.0,  # a watchdog is no part of what is explored
-        trains=trains,
     )
     assert isinstance(settings, RuntimeSettings)
     return settings

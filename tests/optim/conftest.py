@@ -10,7 +10,9 @@ import torch
 
 from ds_slide import _native
 from ds_slide.optim.hyper import AdamWHyper
-from ds_slide.optim.reference import adamw_reference_, encode_planar
+from ds_slide.optim.reference import encode_planar
+
+from .adamw_calls import adamw_reference_, native_adamw_
 
 INSTRUCTION_SETS = ("portable", "avx2", "avx512")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -79,28 +81,8 @@ def run_native() -> Callable[..., None]:
     def run(
         workers: _native.Workers, planes: Planes, hyper: AdamWHyper, grad_scale: float = 1.0, isa: str = "auto"
     ) -> None:
-        grad_dtype = next(name for name, dtype in DTYPES.items() if dtype == planes.grad.dtype)
-        _native.adamw(
-            workers,
-            planes.weight_format,
-            planes.weight.data_ptr(),
-            0 if planes.remainder is None else planes.remainder.data_ptr(),
-            planes.exp_avg.data_ptr(),
-            planes.exp_avg_sq.data_ptr(),
-            planes.grad.data_ptr(),
-            grad_dtype,
-            planes.weight.numel(),
-            hyper.lr,
-            hyper.betas[0],
-            hyper.betas[1],
-            hyper.eps,
-            hyper.weight_decay,
-            hyper.step,
-            hyper.bias_correction,
-            hyper.adam_w_mode,
-            grad_scale,
-            isa,
-        )
+        p = planes
+        native_adamw_(workers, p.weight, p.remainder, p.exp_avg, p.exp_avg_sq, p.grad, hyper, grad_scale, isa)
 
     return run
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass, fields
 import pytest
 import torch
 
-from ds_slide import _native
 from ds_slide.errors import SlideError
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.hyper import AdamWHyper
 from ds_slide.optim.low_precision import STATE_FORMATS, from_fp32
-from ds_slide.optim.reference import adamw_reference_, decode_planar, encode_planar
+from ds_slide.optim.reference import decode_planar, encode_planar
+
+from .adamw_calls import adamw_reference_, native_adamw_, updater_adamw_
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 STATES = ("bf16", "8bit")
@@ -28,7 +29,7 @@ SEED, FIRST = 0xFEDCBA9876543210, 64 * 1000
 
 @dataclass
 class State:
-    """One unit in the order of the arguments of adamw_; every tensor [numel] but the scales."""
+    """One unit in the order of the arguments of an update; every tensor [numel] but the scales."""
 
     weight: torch.Tensor
     remainder: torch.Tensor | None
@@ -85,14 +86,9 @@ def run_reference(
 
 
 def run_native(workers, s: State, hyper: AdamWHyper, grad_scale: float = 1.0, isa: str = "auto", first=FIRST) -> None:
-    pointers = State(*(0 if each is None else each.data_ptr() for each in (getattr(s, f.name) for f in fields(s))))
-    weight_format = {torch.bfloat16: "bf16_planar", torch.float32: "fp32", torch.float16: "fp16_master"}[s.weight.dtype]
-    _native.adamw(
-        workers, weight_format, pointers.weight, pointers.remainder, pointers.exp_avg, pointers.exp_avg_sq,
-        pointers.grad, next(name for name, dtype in DTYPES.items() if dtype == s.grad.dtype), s.weight.numel(),
-        hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay, hyper.step, hyper.bias_correction, hyper.adam_w_mode,
-        grad_scale, isa, next(name for name, form in STATE_FORMATS.items() if form.dtype == s.exp_avg.dtype),
-        pointers.exp_avg_scale, pointers.exp_avg_sq_scale, SEED, first,
+    native_adamw_(
+        workers, s.weight, s.remainder, s.exp_avg, s.exp_avg_sq, s.grad, hyper, grad_scale, isa,
+        exp_avg_scale=s.exp_avg_scale, exp_avg_sq_scale=s.exp_avg_sq_scale, seed=SEED, first=first,
     )  # fmt: skip
 
 
@@ -155,7 +151,7 @@ def test_any_size(isa, workers, state, numel):
 def test_any_number_of_threads(state, num_threads):
     actual = make("bf16_planar", "bf16", state, 10 * 16384 + 99)
     expected = actual.clone()
-    CpuUpdater(num_threads).adamw_(**vars(actual), hyper=HYPER, seed=SEED, first=FIRST)
+    updater_adamw_(CpuUpdater(num_threads), **vars(actual), hyper=HYPER, seed=SEED, first=FIRST)
     run_reference(expected, HYPER)
     assert_same_bits(actual, expected)
 
@@ -237,7 +233,7 @@ def test_special_gradients(isa, workers, state):
     ("change", "words"),
     [
         ({"exp_avg_scale": None}, "exp_avg_scale must be an fp32 tensor of 2 elements"),
-        ({"exp_avg_sq_scale": torch.zeros(1)}, "exp_avg_sq_scale has 1 elements but 100 moments need 2"),
+        ({"exp_avg_sq_scale": torch.zeros(1)}, "exp_avg_sq_scale has 1 elements but 100 elements need 2"),
         ({"exp_avg_sq_scale": torch.zeros(2).double()}, "exp_avg_sq_scale is torch.float64 but must be torch.float32"),
         ({"exp_avg": torch.zeros(100)}, "exp_avg is torch.float32 but must be torch.uint8"),
         ({"exp_avg": torch.zeros(100), "exp_avg_sq": torch.zeros(100)}, "exp_avg_scale must be None"),
@@ -248,7 +244,7 @@ def test_special_gradients(isa, workers, state):
 def test_wrong_tensors_are_named(change, words):
     arguments = vars(make("bf16_planar", "bf16", "8bit", 100)) | {"hyper": HYPER} | change
     with pytest.raises(SlideError, match=words):
-        CpuUpdater(1).adamw_(**arguments)
+        updater_adamw_(CpuUpdater(1), **arguments)
 
 
 def test_the_binding_checks_its_arguments(workers):
@@ -256,5 +252,5 @@ def test_the_binding_checks_its_arguments(workers):
         run_native(workers, make("fp32", "fp32", "8bit", 64), HYPER, first=32)
     state = make("fp32", "fp32", "8bit", 64)
     state.exp_avg_scale = None
-    with pytest.raises(ValueError, match="exp_avg_scale_ptr is 0"):
+    with pytest.raises(ValueError, match="scale_ptrs is 0"):
         run_native(workers, state, HYPER)

@@ -143,31 +143,27 @@ def test_a_forked_child_is_told_and_can_end():
         ({"weight_format": "bf16"}, "weight_format is .bf16. but must be one of bf16_planar, fp32, fp16_master"),
         ({"grad_dtype": "float"}, "grad_dtype is .float. but must be one of bf16, fp16, fp32"),
         ({"isa": "sse"}, "isa is .sse. but must be one of"),
-        ({"exp_avg_ptr": 0}, "exp_avg_ptr is 0"),
-        ({"exp_avg_sq_ptr": 4097}, "exp_avg_sq_ptr is 4097"),
+        ({"rule": "adagrad"}, "rule is .adagrad. but must be one of adamw"),
+        ({"state_ptrs": [0, 4096]}, "state_ptrs is 0"),
+        ({"state_ptrs": [4096, 4097]}, "state_ptrs is 4097"),
+        ({"state_ptrs": [4096]}, "state_ptrs has 1 elements but the rule has 2"),
+        ({"numbers": [1.0]}, "numbers has 1 elements but the rule has 10"),
+        ({"scale_ptrs": [4096, 4096]}, "scale_ptrs has 2 elements but the rule has 0"),
         ({"step": 0}, "step is 0"),
     ],
 )
 def test_arguments_that_cannot_be(change, words):
     planes = torch.zeros(64)
     arguments = {
+        "rule": "adamw",
         "weight_format": "fp32",
         "weight_ptr": planes.data_ptr(),
         "remainder_ptr": 0,
-        "exp_avg_ptr": planes.data_ptr(),
-        "exp_avg_sq_ptr": planes.data_ptr(),
+        "state_ptrs": [planes.data_ptr(), planes.data_ptr()],
         "grad_ptr": planes.data_ptr(),
         "grad_dtype": "fp32",
         "numel": 64,
-        "lr": 1e-3,
-        "beta1": 0.9,
-        "beta2": 0.999,
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "step": 1,
-        "bias_correction": True,
-        "adam_w_mode": True,
-        "grad_scale": 1.0,
+        "numbers": [1.0] * 10,
     }
     with pytest.raises(ValueError, match=words):
-        _native.adamw(_native.Workers(1, []), **(arguments | change))
+        _native.update(_native.Workers(1, []), **(arguments | change))

@@ -9,13 +9,14 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, UnitLayout, build_layout
+from ds_slide.optim.hyper import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.memory import NOTHING_TAKEN, Budgets, Plan, Taken, gpu_cost, make_plan
 from ds_slide.plan.placement import Needs, SsdNeeds, UnitSize
 from ds_slide.store.planes import optimizer_planes
 
 EDGE, BLOCK = 64_000, 6_400
-SPECS = optimizer_planes(torch.bfloat16, STATE_FORMATS["fp32"])
+SPECS = optimizer_planes(torch.bfloat16, ADAMW, STATE_FORMATS["fp32"])
 PLENTY = 1 << 40
 
 

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, build_layout
+from ds_slide.optim.hyper import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.memory import Budgets, make_plan
 from ds_slide.plan.placement import USABLE_SHARE, HostPlacement, Needs, SsdNeeds, UnitSize, place_on_host
 from ds_slide.store.planes import optimizer_bytes, optimizer_planes
 from ds_slide.store.ssd.places import place_unit, record_bytes, sum_table_bytes, whole_pages
 
-SPECS = optimizer_planes(torch.bfloat16, STATE_FORMATS["fp32"])
+SPECS = optimizer_planes(torch.bfloat16, ADAMW, STATE_FORMATS["fp32"])
 CHUNK = 2048
 BOTH = SsdNeeds(weights=True, records=True, chunk_numel=CHUNK)
 NEEDS = Needs(2, held_bytes=2, window=2, stagings=2, ring=0, ssd=BOTH)
@@ -96,7 +97,7 @@ def test_frozen_parameters_have_weights_only_on_ssd() -> None:
 def test_the_budget_is_kept_and_every_byte_is_counted(
     budget: int, held: int, movable_weights: bool, on_gpu: frozenset[int], moments: str
 ) -> None:
-    specs = optimizer_planes(torch.bfloat16, STATE_FORMATS[moments])
+    specs = optimizer_planes(torch.bfloat16, ADAMW, STATE_FORMATS[moments])
     needs = replace(NEEDS, held_bytes=held, ssd=replace(BOTH, weights=movable_weights))
     placed = place_on_host([replace(unit, specs=specs) for unit in UNITS], needs, on_gpu, PLENTY, budget)
     on_host = [index for index in range(len(UNITS)) if index not in on_gpu]

@@ -13,6 +13,7 @@ from torch import nn
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
+from ds_slide.optim.hyper import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import Device
@@ -70,7 +71,7 @@ def make_unit(order: int, failures: Failures) -> Unit:
         f"blocks.{order}", "block", order, None, (("weight", parameter),), NUMEL, Precision.declared(parameter)
     )
     weight = torch.full((NUMEL,), 100.0 * order)
-    specs = optimizer_planes(torch.float32, STATE_FORMATS["fp32"])
+    specs = optimizer_planes(torch.float32, ADAMW, STATE_FORMATS["fp32"])
     state = UnitState("host", specs, weight, {spec.name: torch.zeros(NUMEL) for spec in specs}, None)
     return Unit(spec, layout, [parameter], state, order, Ticket.kept(failures))
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ds_slide.model.layout import ParameterInfo, build_layout
+from ds_slide.optim.hyper import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.store.planes import optimizer_planes
 from ds_slide.store.ssd.places import place_unit
@@ -27,7 +28,7 @@ Pair = tuple[UnitState, UnitState]
 @pytest.fixture(params=sorted(STATE_FORMATS))
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     """The same zeroed states in memory and on SSD."""
-    specs = optimizer_planes(torch.bfloat16, STATE_FORMATS[request.param])
+    specs = optimizer_planes(torch.bfloat16, ADAMW, STATE_FORMATS[request.param])
     places = place_unit(
         0, specs, weight_bytes=NUMEL * 2, records_of=NUMEL, chunk_numel=CHUNK_NUMEL, gradient_bytes=NUMEL * 4
     )

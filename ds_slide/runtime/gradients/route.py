@@ -3,7 +3,7 @@
     compute stream   pack into a flat GPU staging buffer with its square sum
     collectives      several ranks: average over the ranks, then the square sum, behind what backward goes on with
     d2h lane         one contiguous copy into page-locked host memory
-    update lane      accumulate (later micro-batches), or AdamW at once (gradients not held)
+    update lane      accumulate (later micro-batches), or the update at once (gradients not held)
 
 GPU-tier units skip the way down: their gradient stays in a flat device plane until the step, which waits for `arrived`.
 Held gradients that have no room in host memory go on to SSD (`ds_slide.runtime.gradients.ssd_gradients`).
@@ -19,7 +19,7 @@ import torch
 
 from ds_slide.model.layout import piece
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.device import PASSED, Device, Marker
 from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Staging, collect
 from ds_slide.runtime.gradients.ssd_gradients import SsdGradients
@@ -73,7 +73,7 @@ class Gradients:
         self._square_sum = square_sum
         self._updating = updating
         self._on_ssd = on_ssd
-        self.hypers: Sequence[AdamWHyper] = ()
+        self.hypers: Sequence[Hyper] = ()
         """Hyper-parameters, by parameter group, of updates that start as soon as a gradient arrives."""
         self.square_sums = torch.zeros(num_units, dtype=torch.float64, device=device.torch)
         """Square sum of every unit's gradient on this rank, by `Unit.order`; `Unit.square_sum_on`
@@ -242,7 +242,7 @@ class Gradients:
         source: Source,
         packed: Marker,
         update: Update,
-        hypers: Sequence[AdamWHyper],
+        hypers: Sequence[Hyper],
         arrived: Ticket,
     ) -> None:
         ring = self._ring(unit)

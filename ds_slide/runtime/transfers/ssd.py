@@ -1,7 +1,7 @@
 """The way of states between SSD and their update: what an update needs is brought together, and written back after it.
 
     store      reads a chunk's record and the block's weights into pooled host buffers
-    update     AdamW in place, on the update lane
+    update     one step in place, on the update lane
     store      writes both back; h2d copies the new weights from the same buffer
 
 No thread of its own: every hand-over is a completion of the store, a task of the update lane or a call of the compute

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.device import Marker
 from ds_slide.runtime.transfers.ssd import SsdStates
 from ds_slide.runtime.unit import Unit, Update
@@ -35,7 +35,7 @@ class Updating:
         update: Update,
         ready: Marker,
         gradient: Callable[[], torch.Tensor],
-        hypers: Sequence[AdamWHyper],
+        hypers: Sequence[Hyper],
         grad_scale: float,
         after: Callable[[], None] | None = None,
         *,

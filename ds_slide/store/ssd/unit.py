@@ -85,7 +85,7 @@ class SsdUnit:
             spec.name: record[chunk.starts[spec.name] : chunk.starts[spec.name] + spec.nbytes(numel)].view(spec.dtype)
             for spec in self.specs
         }
-        return Planes.of(weight, views)
+        return Planes(weight, views)
 
     def weight_view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The weight plane in a buffer that it was loaded into."""

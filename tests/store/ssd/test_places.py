@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_slide.optim.hyper import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.store.planes import optimizer_planes
 from ds_slide.store.ssd.places import PAGE, place_unit, record_bytes, whole_pages
@@ -25,7 +26,7 @@ CHUNK_NUMEL = 2048
 def test_places_are_whole_pages_side_by_side(
     start: int, trainable: int, frozen: int, weight: bool, dtype: torch.dtype, moments: str, held_bytes: int
 ) -> None:
-    specs = optimizer_planes(dtype, STATE_FORMATS[moments])
+    specs = optimizer_planes(dtype, ADAMW, STATE_FORMATS[moments])
     weight_bytes = (trainable + frozen) * dtype.itemsize if weight else 0
     places = place_unit(
         start,

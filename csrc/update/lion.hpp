@@ -1,0 +1,36 @@
+// Lion (Chen et al. 2023, arXiv 2302.06675).
+#pragma once
+
+#include "update/step.hpp"
+
+namespace ds_slide {
+namespace {
+
+struct Lion {
+  static constexpr std::size_t states = 1;  // exp_avg
+  static constexpr bool is_signed[states] = {true};
+  static constexpr bool short_formats = false;
+  enum Number { grad_scale, decay, lr, beta1, one_minus_beta1, beta2, one_minus_beta2 };
+  static constexpr std::size_t numbers = one_minus_beta2 + 1;
+
+  /// The new weight: it moves by lr against the sign of the interpolated gradient, not at all where that is
+  /// zero, and is NaN where that is.
+  template <class V>
+  static inline __attribute__((always_inline)) typename V::Float step(StepNumbers<V, Lion> const& number,
+                                                                      typename V::Float w,
+                                                                      typename V::Float g,
+                                                                      StepStates<V, Lion>& state) {
+    auto const direction =
+        V::bits(V::add(V::mul(state[0], number[beta1]), V::mul(g, number[one_minus_beta1])));
+    auto const magnitude = V::and_int(direction, V::set_int(0x7FFFFFFFu));
+    auto const sign = V::and_int(direction, V::set_int(0x80000000u));
+    auto const infinity = V::set_int(0x7F800000u);
+    auto const move = V::keep_if(V::is_positive(magnitude), V::or_int(sign, V::bits(number[lr])));
+    auto const nan = V::keep_if(V::is_positive(V::sub_int(magnitude, infinity)), V::set_int(0x7FC00000u));
+    state[0] = V::add(V::mul(state[0], number[beta2]), V::mul(g, number[one_minus_beta2]));
+    return V::sub(V::mul(w, number[decay]), V::floats(V::or_int(move, nan)));
+  }
+};
+
+}  // namespace
+}  // namespace ds_slide

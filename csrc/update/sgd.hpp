@@ -1,0 +1,34 @@
+// Stochastic gradient descent as torch.optim.SGD does it.
+#pragma once
+
+#include "update/step.hpp"
+
+namespace ds_slide {
+namespace {
+
+enum class Momentum { none, heavy_ball, nesterov };
+
+template <Momentum momentum_kind>
+struct Sgd {
+  static constexpr std::size_t states = momentum_kind == Momentum::none ? 0 : 1;  // momentum_buffer
+  static constexpr bool short_formats = false;
+  enum Number { grad_scale, weight_decay, lr, momentum, one_minus_dampening };
+  static constexpr std::size_t numbers = one_minus_dampening + 1;
+
+  /// The new weight.
+  template <class V>
+  static inline __attribute__((always_inline)) typename V::Float step(StepNumbers<V, Sgd> const& number,
+                                                                      typename V::Float w,
+                                                                      typename V::Float g,
+                                                                      StepStates<V, Sgd>& state) {
+    g = V::add(g, V::mul(w, number[weight_decay]));
+    if constexpr (momentum_kind != Momentum::none) {
+      state[0] = V::add(V::mul(state[0], number[momentum]), V::mul(g, number[one_minus_dampening]));
+      g = momentum_kind == Momentum::nesterov ? V::add(g, V::mul(state[0], number[momentum])) : state[0];
+    }
+    return V::sub(w, V::mul(g, number[lr]));
+  }
+};
+
+}  // namespace
+}  // namespace ds_slide

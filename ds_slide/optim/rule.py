@@ -1,0 +1,106 @@
+"""What an update rule is: the states it keeps, its hyper-parameters, and its step on the CPU, on the GPU and in torch.
+
+A rule is one module beside this one (hyper-parameters, reference step, GPU step) and one header in csrc/update (CPU
+step); `ds_slide.integration.update_rules` says which optimizer has which rule. Whatever stores, moves, updates or saves
+states asks the rule for them and knows none of their names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ds_slide.errors import SlideConfigError
+
+_FP32_MIN_NORMAL = 2.0**-126
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One number that a rule keeps of each parameter. ``name`` is the optimizer's in DeepSpeed's checkpoints.
+    ``signed``: it may be negative (its 8-bit codes then have a sign bit)."""
+
+    name: str
+    signed: bool = True
+
+
+class Hyper(Protocol):
+    """Hyper-parameters of one update of one parameter group."""
+
+    @property
+    def rule(self) -> UpdateRule: ...
+
+    @property
+    def step(self) -> int:
+        """The number of this update, 1 at the first."""
+        ...
+
+    @property
+    def kernel(self) -> str:
+        """The name of the CPU kernels in csrc/update/types.hpp."""
+        ...
+
+    def constants(self, grad_scale: float = 1.0) -> tuple[float, ...]:
+        """The numbers of the kernels in their order: computed in double, rounded once by `fp32`. The first is
+        ``grad_scale``, the factor on the gradient (clip factor / loss scale)."""
+        ...
+
+
+HyperOf = Callable[[Mapping[str, Any], int, Any], Hyper]
+"""(element of ``optimizer.param_groups``, number of the update, the optimizer) -> hyper-parameters."""
+
+ReferenceStep = Callable[
+    [Any, Any, torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], tuple[torch.Tensor, Sequence[torch.Tensor]]
+]
+"""(hyper, its constants, fp32 weight, fp32 gradient after its factor, fp32 states) -> (new weight, new states), by the
+arithmetic of `ds_slide.optim.fp32`; all [n]."""
+
+GpuStep = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor, Any, float], None]
+"""(bf16 weight, int16 remainder, fp32 states, gradient, hyper, grad_scale): one step in place on flat CUDA tensors of
+one size, without waiting."""
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """``state_dtypes``: the values of ``ds_slide.state_dtype`` that it has kernels for. ``problems``:
+    what an optimizer asks for and the rule cannot do, a sentence each with the way out.
+    CPU, GPU and reference step give the same bits."""
+
+    name: str
+    states: tuple[StateSpec, ...]
+    state_dtypes: tuple[str, ...]
+    hyper_of: HyperOf
+    reference_step: ReferenceStep
+    gpu_step: GpuStep
+    problems: Callable[[Any], Iterator[str]]
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return tuple(state.name for state in self.states)
+
+
+def fp32(value: float) -> float:
+    """``value`` rounded to fp32, a subnormal to zero of its sign."""
+    rounded = ctypes.c_float(value).value
+    return math.copysign(0.0, rounded) if abs(rounded) < _FP32_MIN_NORMAL else rounded
+
+
+def options_on(names: Sequence[str], group: Mapping[str, Any], index: int) -> Iterator[str]:
+    """A sentence for each option of `names` that parameter group `index` has on."""
+    for name in names:
+        if group.get(name):
+            yield f"{name} is true in parameter group {index}, but DS-Slide does not support it; set it to false"
+
+
+def range_problems(hyper_of: HyperOf, optimizer: Any) -> Iterator[str]:
+    """A sentence for each parameter group whose hyper-parameters `hyper_of` cannot take."""
+    for index, group in enumerate(optimizer.param_groups):
+        try:
+            hyper_of(group, 1, optimizer)
+        except (SlideConfigError, KeyError, TypeError, ValueError) as error:
+            yield f"parameter group {index} of {type(optimizer).__name__} cannot be used: {error}"
