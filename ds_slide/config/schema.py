@@ -57,6 +57,13 @@ def _limit_of_seconds(value: float) -> float:
     return value
 
 
+def _first_and_last(value: tuple[int, int]) -> tuple[int, int]:
+    first, last = value
+    if not 2 <= first <= last < first + MOST_TRACED_STEPS:
+        raise ValueError  # as above
+    return value
+
+
 # Limits that no machine comes near. Beyond them a value is a slip of the pen, and what it asks for would be built for
 # minutes, or overflow on its way to C++ or to a wait of the operating system.
 MOST_BUFFERS = 4096
@@ -66,6 +73,7 @@ MOST_DELAY_MS = 60_000
 LEAST_HANG_TIMEOUT_S, MOST_HANG_TIMEOUT_S = 0.1, 100_000_000
 # A disk that would get less than one stripe in 32 is left out (ds_slide.store.striping), so more are of no use.
 MOST_DIRECTORIES = 32
+MOST_TRACED_STEPS = 100  # some thousand events each, which wait in memory until the last of them has ended
 _LARGEST_SEED = 2**63 - 1
 
 Budget = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_size_or_none)]
@@ -109,6 +117,24 @@ class CheckpointConfig(_Block):
     require_manifest: StrictBool = Field(default=False, description="true or false")
     """Whether a checkpoint without a manifest, such as stock DeepSpeed's, is refused. A manifest tells damage; it is no
     proof of who has written the files."""
+
+
+class TraceConfig(_Block):
+    """A record of what every lane did in chosen steps."""
+
+    path: Annotated[StrictStr, Field(min_length=1)] | None = Field(
+        default=None, description='a file that is to be written, such as "step.json", or null'
+    )
+    """File for the record, a Chrome trace in JSON, which Perfetto opens; null: nothing is recorded. Of several ranks
+    each writes its own: "step.rank1.json". `~` and `$NAME` mean what they mean in a shell.
+    """
+
+    steps: Annotated[tuple[StrictInt, StrictInt], AfterValidator(_first_and_last)] = Field(
+        default=(3, 3), description=f"the first and the last of at most {MOST_TRACED_STEPS} steps, the first at least 2"
+    )
+    """First and last step that are recorded, counted as in `slide_stats()["step"]`; the very first step has no
+    beginning, so 2 is the earliest.
+    """
 
 
 class SlideConfig(_Block):
@@ -254,6 +280,9 @@ class SlideConfig(_Block):
     request of the disk, no update, no work of the GPU. The message says who waits for what. 0 switches this off.
     """
 
+    trace: TraceConfig = Field(default_factory=lambda: TraceConfig(), description="an object")
+    """A record of what every lane did in chosen steps, for a picture of them."""
+
     debug: DebugConfig = Field(default_factory=lambda: DebugConfig(), description="an object")
     """Switches for race tests."""
 
@@ -285,7 +314,7 @@ class SlideConfig(_Block):
         return config if config.enabled else None
 
 
-_NESTED = (CheckpointConfig, DebugConfig)
+_NESTED = (CheckpointConfig, TraceConfig, DebugConfig)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
 from ds_slide.optim.low_precision import StateFormat
 from ds_slide.plan.placement import SsdNeeds
+from ds_slide.report.trace import TraceRequest
 from ds_slide.store.planes import PlaneSpec, optimizer_planes
 
 ROW_BUFFERS = 2
@@ -54,6 +55,8 @@ class RuntimeSettings:
     """After which a run that stands still is ended; 0: never."""
     trains: bool = True
     """False: no parameter has an optimizer; there are weights only, and nothing comes down from the GPU."""
+    trace: TraceRequest | None = None
+    """Steps that are recorded, without the rank in the file's name."""
 
     def specs(self, dtype: torch.dtype) -> tuple[PlaneSpec, ...]:
         """The optimizer planes of weights of `dtype`."""

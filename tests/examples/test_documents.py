@@ -20,7 +20,7 @@ def test_readme_lists_every_setting_with_its_default() -> None:
     assert rows.keys() == fields.keys()
     documented = {name: json.loads(default) for name, default in rows.items() if default}
     assert documented == {name: fields[name] for name in documented}
-    assert fields.keys() - documented.keys() == {"checkpoint", "debug"}
+    assert fields.keys() - documented.keys() == {"checkpoint", "trace", "debug"}
 
 
 def test_readme_json_enables_the_engine() -> None:
