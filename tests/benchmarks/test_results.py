@@ -1,4 +1,4 @@
-"""Tables, index and pages of results agree."""
+"""Tables, index and pages of results agree, and no page is kept that nothing cites."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import results_tables
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+TEXTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"]
 
 
 def index() -> list[dict[str, str]]:
@@ -36,3 +37,9 @@ def test_every_figure_stands_on_its_page() -> None:
 def test_no_figure_stands_twice() -> None:
     keys = [(line["system"], line["case"], line["setting"], line["file"], line["unit"]) for line in index()]
     assert len(keys) == len(set(keys))
+
+
+def test_what_is_kept_is_cited() -> None:
+    cited = {name for path in TEXTS for name in re.findall(r"results/([\w.\-]+)", path.read_text(encoding="utf-8"))}
+    kept = {path.name for path in RESULTS.iterdir()} - {"README.md", "index.csv"}
+    assert kept - cited == set()
