@@ -194,7 +194,10 @@ class Trace:
         self._statistics.append(statistics)
 
     def events(self, clock: Clock) -> Iterator[Event]:
-        """Lane by lane of every step. Events of one lane do not overlap, but for requests of the SSD."""
+        """Lane by lane of every step. Events of one lane do not overlap, but for requests of the SSD. All markers have
+        been passed."""
+        # Of all steps: a device that is behind the host does what a step has asked for in the next one.
+        points = [(clock.of(point), label) for of_step in self.compute.steps for point, label in of_step]
         for index, (begin, end) in enumerate(zip(self._ends, self._ends[1:], strict=False)):
             step = self.request.first + index
             for name, lane in (*self.lanes.items(), (REQUESTS, self.requests)):
@@ -202,12 +205,24 @@ class Trace:
                     start, stop = clock.of(raw.begin), clock.of(raw.end)
                     yield self._event(step, name, raw.label, start - begin, stop - begin, raw.nbytes)
             stalls = [(clock.of(raw.begin), clock.of(raw.end)) for raw in self.stall.steps[index]]
-            points = [(clock.of(point), label) for point, label in self.compute.steps[index]]
-            edges = [(begin, UNLABELLED), *((min(max(at, begin), end), label) for at, label in points)]
-            stops = [*(at for at, _ in edges[1:]), end]
-            for (at, label), until in zip(edges, stops, strict=True):
+            for at, until, label in self._computed(points, begin, end):
                 for start, stop in _without(at, until, stalls):
                     yield self._event(step, COMPUTE, label, start - begin, stop - begin, 0)
+
+    @staticmethod
+    def _computed(
+        points: Sequence[tuple[float, Label]], begin: float, end: float
+    ) -> Iterator[tuple[float, float, Label]]:
+        """What the compute stream was in, from the begin of a step to its end, one after the other."""
+        at, inside = begin, UNLABELLED
+        for moment, label in points:
+            if moment >= end:
+                break
+            if moment > at:
+                yield at, moment, inside
+                at = moment
+            inside = label
+        yield at, end, inside
 
     def _event(self, step: int, lane: str, label: Label, begin: float, end: float, nbytes: int) -> Event:
         what, order = label
@@ -223,7 +238,9 @@ class Trace:
                 "name an earlier one in ds_slide.trace.steps"
             )
             return
-        clock.marker.synchronize()
+        # After the last step: its work may still be under way on the device, which the script waits for here.
+        for marker in (clock.marker, *(point for of_step in self.compute.steps for point, _ in of_step)):
+            marker.synchronize()
         partial = path.with_name(f"{path.name}.partial")
         try:
             with open(partial, "w", encoding="utf-8") as file:
