@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ssd import BURST_BYTES, Sample
+from ssd import BURST_BYTES
+
+from ds_slide.store.ssd.disk_load import Sample
 
 # Long enough for fio to lay out nothing and to end; a run that hangs must not stop the others.
 SPARE_SECONDS = 30.0

@@ -12,11 +12,8 @@ import argparse
 import json
 import os
 import secrets
-import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +21,13 @@ import torch
 from tqdm import tqdm
 
 from ds_slide import _native
+from ds_slide.store.ssd.disk_load import Load, Sample, put_load
 from ds_slide.store.ssd.page_sums import PageSums
 
 PATTERNS = ("read", "write", "mixed", "bursts")
 BURST_BYTES = 64 << 20
 FILL_BYTES = 4 << 20
-# A disk that answers nothing for so long is broken, or the engine lost a request.
-LONGEST_WAIT_S = 60.0
+FILL_PART_BYTES = 256 << 20
 # What the ceiling is measured with; larger requests and more of them gave no more on any disk tried.
 CEILING_REQUEST_BYTES = 2 << 20
 CEILING_DEPTH = 32
@@ -50,22 +47,6 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
-@dataclass
-class Sample:
-    """One timed load: bytes, seconds, and the latency of every request in seconds (or only two percentiles of them)."""
-
-    read_bytes: int = 0
-    written_bytes: int = 0
-    seconds: float = 0.0
-    latencies_s: list[float] = field(default_factory=list)
-    p50_s: float | None = None
-    p99_s: float | None = None
-
-    @property
-    def gb_s(self) -> float:
-        return (self.read_bytes + self.written_bytes) / self.seconds / 1e9
-
-
 @contextmanager
 def full_file(folder: Path, nbytes: int, progress: bool = True) -> Iterator[Path]:
     """A file of `nbytes` random bytes (multiple of 4 MiB), all of it on the disk, removed at the end.
@@ -77,13 +58,14 @@ def full_file(folder: Path, nbytes: int, progress: bool = True) -> Iterator[Path
     try:
         with engine("auto", 8, FILL_BYTES) as io:
             file = io.open(str(path), nbytes)
+            # Of the same bytes: none of them repeats within a request.
             memory = buffers(FILL_BYTES, 1)
-            for offset in tqdm(range(0, nbytes, FILL_BYTES), "filling the file", disable=not progress, leave=False):
-                io.submit(offset, True, [(file, offset, memory.data_ptr(), FILL_BYTES)], False)
-                if offset >= 8 * FILL_BYTES:
-                    next_done(io)
-            for _ in range(min(nbytes // FILL_BYTES, 8)):
-                next_done(io)
+            with tqdm(total=nbytes, desc="filling the file", disable=not progress, leave=False, unit="B") as bar:
+                for begin in range(0, nbytes, FILL_PART_BYTES):
+                    part = min(FILL_PART_BYTES, nbytes - begin)
+                    load = Load("write", FILL_BYTES, 8, begin)
+                    put_load(io, file, nbytes, (memory.data_ptr(), 1), load, requests=part // FILL_BYTES)
+                    bar.update(part)
             io.sync(file)
         yield path
     finally:
@@ -106,17 +88,6 @@ def buffers(nbytes: int, count: int) -> torch.Tensor:
     # By words: one number for each byte took five seconds for 1 GiB.
     memory.view(torch.int64).random_()
     return memory.view(count, nbytes)
-
-
-def next_done(io: Any) -> int:
-    """Token of the next finished transfer; an error of the disk ends the benchmark."""
-    done = io.next(LONGEST_WAIT_S)
-    if done is None:
-        raise RuntimeError(f"no transfer finished within {LONGEST_WAIT_S:g} s")
-    token, error, _ = done
-    if error is not None:
-        raise RuntimeError(error)
-    return int(token)
 
 
 def run_engine(
@@ -143,52 +114,12 @@ def run_engine(
     nbytes = BURST_BYTES if burst else request_bytes
     ahead = 1 if burst else depth + max(2, depth // 4)
     memory = buffers(nbytes, max(ahead, memory_bytes // nbytes))
-    free = deque(memory.data_ptr() + index * nbytes for index in range(len(memory)))
-    file_bytes = path.stat().st_size
-    sample = Sample()
+    load = Load("mixed" if burst else pattern, nbytes, ahead, begin_bytes)
     with engine(backend, depth, request_bytes) as io:
         file = io.open(str(path), 0)
         io.register_memory(memory.data_ptr(), memory.numel())
-        started = [0.0] * ahead
-        where = [(0, 0)] * ahead  # offset in the file and address of the transfer in each place
-        number = 0
-
-        def submit(place: int) -> None:
-            nonlocal number
-            # Read and written halves apart: a request must not wait for another one on the same bytes.
-            write = pattern == "write" or (pattern in ("mixed", "bursts") and number % 2 == 1)
-            half = file_bytes // 2 // nbytes * nbytes
-            turn = number // 2 if pattern in ("mixed", "bursts") else number
-            room, first = (half, half if write else 0) if pattern in ("mixed", "bursts") else (file_bytes, 0)
-            offset = first + (begin_bytes // nbytes + turn) * nbytes % (room // nbytes * nbytes)
-            started[place] = time.perf_counter()
-            address = free.popleft()
-            where[place] = offset, address
-            if sums is not None and write:
-                sums.keep(offset, address, nbytes)
-            io.submit(2 * place + write, write, [(file, offset, address, nbytes)], False)
-            number += 1
-
-        begin = time.perf_counter()
-        for place in range(ahead):
-            submit(place)
-        waiting = ahead
-        while waiting:
-            place, write = divmod(next_done(io), 2)
-            now = time.perf_counter()
-            sample.latencies_s.append(now - started[place])
-            free.append(where[place][1])
-            if sums is not None and not write and sums.first_wrong(*where[place], nbytes) is not None:
-                raise RuntimeError(f"{path}: {nbytes} bytes at {where[place][0]} are not what was written there")
-            sample.written_bytes += nbytes if write else 0
-            sample.read_bytes += 0 if write else nbytes
-            if now - begin < seconds:
-                submit(place)
-            else:
-                waiting -= 1
-        sample.seconds = time.perf_counter() - begin
-        ordered = sorted(sample.latencies_s)
-        sample.p50_s, sample.p99_s = (ordered[int(share * len(ordered))] for share in (0.5, 0.99))
+        file_bytes = path.stat().st_size
+        sample = put_load(io, file, file_bytes, (memory.data_ptr(), len(memory)), load, seconds=seconds, sums=sums)
         return sample, {"direct": io.is_direct(file), **io.stats()}
 
 

@@ -14,9 +14,7 @@ namespace {
 struct Avx2 {
   using Float = __m256;
   static constexpr std::size_t width = 8;
-  // Half a KiB of the moments: 9 to 11 % more elements per second on one and two threads of an EPYC 9004 than
-  // without, 2 % more than at half or twice the distance; prefetching to the second-level cache only gained
-  // nothing.
+  // Half a KiB of the moments: 9 to 11 % more elements per second on one and two threads (LOG.md).
   static constexpr std::size_t prefetch_distance = 128;
   using ArithmeticMode = FlushSubnormals;
 

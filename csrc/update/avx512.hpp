@@ -14,9 +14,7 @@ namespace {
 struct Avx512 {
   using Float = __m512;
   static constexpr std::size_t width = 16;
-  // Half a KiB of the moments: 9 to 11 % more elements per second on one and two threads of an EPYC 9004 than
-  // without, 2 % more than at half or twice the distance. On 16 threads memory is saturated and no variant
-  // tried (longer distances, bursts of one array at a time, 32 elements an iteration) stood out of the noise.
+  // Half a KiB of the moments: 9 to 11 % more elements per second on one and two threads (LOG.md).
   static constexpr std::size_t prefetch_distance = 128;
   using ArithmeticMode = FlushSubnormals;
 

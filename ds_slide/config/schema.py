@@ -57,6 +57,13 @@ def _limit_of_seconds(value: float) -> float:
     return value
 
 
+def _first_and_last(value: tuple[int, int]) -> tuple[int, int]:
+    first, last = value
+    if not 2 <= first <= last < first + MOST_TRACED_STEPS:
+        raise ValueError  # as above
+    return value
+
+
 # Limits that no machine comes near. Beyond them a value is a slip of the pen, and what it asks for would be built for
 # minutes, or overflow on its way to C++ or to a wait of the operating system.
 MOST_BUFFERS = 4096
@@ -66,6 +73,7 @@ MOST_DELAY_MS = 60_000
 LEAST_HANG_TIMEOUT_S, MOST_HANG_TIMEOUT_S = 0.1, 100_000_000
 # A disk that would get less than one stripe in 32 is left out (ds_slide.store.ssd.striping), so more are of no use.
 MOST_DIRECTORIES = 32
+MOST_TRACED_STEPS = 100  # some thousand events each, which wait in memory until the last of them has ended
 _LARGEST_SEED = 2**63 - 1
 
 Budget = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_size_or_none)]
@@ -108,7 +116,25 @@ class CheckpointConfig(_Block):
 
     require_manifest: StrictBool = Field(default=False, description="true or false")
     """Whether a checkpoint without a manifest, such as stock DeepSpeed's, is refused. A manifest tells damage; it is no
-    proof of who has written the files."""
+    proof of who has written the files ([what is trusted](checkpoints.md#what-is-trusted))."""
+
+
+class TraceConfig(_Block):
+    """A record of what every lane did in chosen steps."""
+
+    path: Annotated[StrictStr, Field(min_length=1)] | None = Field(
+        default=None, description='a file that is to be written, such as "step.json", or null'
+    )
+    """File for the record, a Chrome trace in JSON, which Perfetto opens; null: nothing is recorded. Of several ranks
+    each writes its own: "step.rank1.json". `~` and `$NAME` mean what they mean in a shell.
+    """
+
+    steps: Annotated[tuple[StrictInt, StrictInt], AfterValidator(_first_and_last)] = Field(
+        default=(3, 3), description=f"the first and the last of at most {MOST_TRACED_STEPS} steps, the first at least 2"
+    )
+    """First and last step that are recorded, counted as in `slide_stats()["step"]`; the very first step has no
+    beginning, so 2 is the earliest.
+    """
 
 
 class SlideConfig(_Block):
@@ -120,25 +146,28 @@ class SlideConfig(_Block):
     window: Literal["auto"] | BufferCount = Field(default="auto", description=f'"auto" or {BUFFERS_HELP}')
     """Number of GPU slots, one block each: one that computes and at least one that is filled meanwhile.
 
-    "auto" is 3, and as many more as fit into 10 % of the GPU: a block that is still in its slot is not fetched again,
-    neither in backward nor in the other micro-batches of a step.
+    "auto" is 3, and as many more as fit into 10 % of the GPU and into `gpu_memory`: a block that is still in its slot
+    is not fetched again, neither in backward nor in the other micro-batches of a step. Give 3 where activations need
+    all of the GPU.
     """
 
     gpu_memory: Budget = Field(default=None, description=f"{SIZE_HELP}, above 0, or null for what is free")
-    """Limit in bytes of everything that DS-Slide itself places on the GPU; None: what is free."""
+    """Limit in bytes of everything that DS-Slide itself places on the GPU; null: what is free."""
 
     host_memory: StateBudget = Field(default=None, description=f"{SIZE_HELP}, 0, or null for what is free")
-    """Limit in bytes of the states in host memory; None: what is free. With an SSD tier, the rest goes there, block by
-    block; 0 puts there every state that may go. Held gradients and staging buffers come on top of it.
+    """Limit in bytes of the states in host memory; null: what is free of the machine, of the container's control groups
+    and of `ulimit -v`. With an SSD tier, the rest goes there, block by block; 0 puts there every state that may go.
+    Held gradients and staging buffers come on top of it.
     """
 
     nvme_path: Paths = Field(
         default=None,
         description=f"a directory, a list of at most {MOST_DIRECTORIES} directories on different disks, or null",
     )
-    """Directories of the SSD tier; several are striped, in proportion to their measured bandwidths.
+    """Directories of the SSD tier; several are striped, in proportion to their measured bandwidths. `~` and `$NAME`
+    mean what they mean in a shell.
 
-    None: DeepSpeed's own `zero_optimization.offload_optimizer.nvme_path` or `offload_param.nvme_path`.
+    null: DeepSpeed's own `zero_optimization.offload_optimizer.nvme_path` or `offload_param.nvme_path`.
     """
 
     state_dtype: Literal["fp32", "bf16", "8bit"] = Field(default="fp32", description='"fp32", "bf16" or "8bit"')
@@ -181,7 +210,7 @@ class SlideConfig(_Block):
     share_weights: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
     """Whether the ranks of one machine read each other's weights in host memory, so that each uploads whole units.
 
-    Otherwise each uploads its part, and the parts are gathered over the process group: more work on the GPU, but fewer
+    With false each uploads its part, and the parts are gathered over the process group: more work on the GPU, but fewer
     bytes through a host link that several GPUs share. So it is anyway for weights on SSD, for units that are updated on
     the GPU, and, under "auto", for all where the ranks are on several machines; true refuses such a run.
     """
@@ -194,7 +223,9 @@ class SlideConfig(_Block):
     """
 
     gradient_buffers: BufferCount = Field(default=4, description=BUFFERS_HELP)
-    """Host staging buffers of one block each, used when gradients are not held."""
+    """Host staging buffers of one block each, for gradients that are not held, or held on SSD; 12 gave 8 % where the
+    CPU was the bound.
+    """
 
     cpu_threads: Literal["auto"] | Annotated[StrictInt, Field(ge=1, le=MOST_THREADS)] = Field(
         default="auto", description=f'"auto" or an integer from 1 to {MOST_THREADS}'
@@ -222,7 +253,8 @@ class SlideConfig(_Block):
     """
 
     huge_pages: StrictBool = Field(default=False, description="true or false")
-    """Whether host slabs ask the kernel for transparent huge pages."""
+    """Whether the states in host memory ask the kernel for transparent huge pages; the buffers of the disk always do.
+    """
 
     kernels: Literal["auto", "off"] | Annotated[tuple[KernelKind, ...], Field(min_length=1)] = Field(
         default="auto", description='"auto", "off" or a list out of "loss", "norm", "rope" and "mlp"'
@@ -235,9 +267,10 @@ class SlideConfig(_Block):
     """
 
     async_save: StrictBool = Field(default=False, description="true or false")
-    """Whether `save_checkpoint` returns when the states have been copied in host memory, and a thread writes the copy.
+    """Whether `save_checkpoint` returns when the states have been copied in host memory, and a thread writes the copy
+    ([checkpoints](checkpoints.md#asynchronous-saves)).
 
-    Where the copy does not fit what is free, saving waits for the end of the write, as it does without this option.
+    Where the copy does not fit what is free, saving waits for the end of the write, and says so once.
     """
 
     checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig(), description="an object")
@@ -252,8 +285,12 @@ class SlideConfig(_Block):
         description=f"a number of seconds from {LEAST_HANG_TIMEOUT_S} to {MOST_HANG_TIMEOUT_S:,}, or 0 for never",
     )
     """Seconds after which a run is ended that stands still while nothing comes forward on any rank: no transfer, no
-    request of the disk, no update, no work of the GPU. The message says who waits for what. 0 switches this off.
+    request of the disk, no update, no work of the GPU. The message says who waits for what ([liveness](liveness.md)).
+    Slow work is no standstill. 0 switches this off.
     """
+
+    trace: TraceConfig = Field(default_factory=lambda: TraceConfig(), description="an object")
+    """A record of what every lane did in chosen steps, for a picture of them."""
 
     debug: DebugConfig = Field(default_factory=lambda: DebugConfig(), description="an object")
     """Switches for race tests."""
@@ -286,7 +323,7 @@ class SlideConfig(_Block):
         return config if config.enabled else None
 
 
-_NESTED = (CheckpointConfig, DebugConfig)
+_NESTED = (CheckpointConfig, TraceConfig, DebugConfig)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

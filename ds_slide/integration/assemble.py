@@ -13,6 +13,7 @@ from deepspeed.utils import z3_leaf_module
 from torch import nn
 
 from ds_slide.config import SlideConfig
+from ds_slide.config.trace_file import trace_request
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.kernels import install_kernels
 from ds_slide.model.layout import ParameterInfo, build_layout
@@ -136,6 +137,7 @@ def runtime_settings(
         delay_ms=config.debug.lane_delay_ms,
         seed=config.debug.seed,
         hang_timeout_s=config.hang_timeout,
+        trace=trace_request(config.trace),
     )
 
 

@@ -9,7 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ds_slide.report.trace import UNLABELLED, Clock, ComputeTrace, Label, LaneTrace, Marker, Requests, Trace
+
 LANES = ("compute", "h2d", "d2h", "update")
+OUTER_H2D = "h2d of outer modules"
+"""Copies up beside those of the blocks, on a stream of their own; statistics count them under "h2d"."""
+STREAM_LANES = ("h2d", OUTER_H2D, "d2h", "update")
+"""Those that have a meter of their own."""
 SSD = "ssd"
 """Of runs with an SSD tier; reads and writes share the disk, so they are one lane."""
 SSD_TOTALS = ("read_bytes", "written_bytes", "busy_s", "checked_bytes", "checked_s")
@@ -17,13 +23,12 @@ SSD_TOTALS = ("read_bytes", "written_bytes", "busy_s", "checked_bytes", "checked
 SECONDS_A_DAY = 86_400
 
 
-class Marker(Protocol):
-    """A point in the work of one stream, as `ds_slide.runtime.device` makes them."""
+class Streams(Protocol):
+    """Where the points of a device's work come from (`runtime.device.Device`)."""
 
-    def done(self) -> bool: ...
+    def stream(self) -> Any: ...
 
-    def seconds_until(self, later: Any) -> float:
-        """Device seconds between two points that have been passed."""
+    def mark(self, stream: Any = None, *, timed: bool = False) -> Any: ...
 
 
 class LaneMeter:
@@ -31,25 +36,38 @@ class LaneMeter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pending: deque[tuple[Marker, Marker]] = deque()
+        self._pending: deque[tuple[Marker, Marker, int, Label]] = deque()
         self._seconds = 0.0
         self._bytes = 0
+        self._trace: LaneTrace | None = None
 
-    def add_seconds(self, seconds: float, moved: int = 0) -> None:
+    def add_span(self, begin: float, end: float, moved: int = 0, label: Label = UNLABELLED) -> None:
+        """Work of the host, in seconds of `time.perf_counter`."""
         with self._lock:
-            self._seconds += seconds
+            self._seconds += end - begin
             self._bytes += moved
+            if self._trace is not None:
+                self._trace.add_span(begin, end, moved, label)
 
-    def add_interval(self, start: Marker, end: Marker, moved: int = 0) -> None:
+    def add_pause(self, begin: float, end: float) -> None:
+        """A wait inside of the span that is added next, which does not count."""
         with self._lock:
-            self._pending.append((start, end))
+            self._seconds -= end - begin
+            if self._trace is not None:
+                self._trace.add_pause(begin, end)
+
+    def add_interval(self, start: Marker, end: Marker, moved: int = 0, label: Label = UNLABELLED) -> None:
+        with self._lock:
+            self._pending.append((start, end, moved, label))
             self._bytes += moved
             self._collect()  # here too: inference takes no steps
 
     def _collect(self) -> None:
         while self._pending and self._pending[0][1].done():
-            start, end = self._pending.popleft()
+            start, end, moved, label = self._pending.popleft()
             self._seconds += start.seconds_until(end)
+            if self._trace is not None:
+                self._trace.add_interval(start, end, moved, label)
 
     def take(self) -> tuple[float, int]:
         """Busy seconds and bytes since the last call. An interval still under way counts in the next call."""
@@ -57,7 +75,14 @@ class LaneMeter:
             self._collect()
             taken = (self._seconds, self._bytes)
             self._seconds, self._bytes = 0.0, 0
+            if self._trace is not None:
+                self._trace.cut()
             return taken
+
+    def set_trace(self, trace: LaneTrace | None) -> None:
+        """Record there what is counted from now on; None: nowhere."""
+        with self._lock:
+            self._trace = trace
 
 
 @dataclass(frozen=True)
@@ -85,9 +110,16 @@ class StepRecorder:
     less the measured waits (`stall`). Whatever the host loses between kernels therefore counts as compute.
     """
 
-    def __init__(self) -> None:
-        self.meters = {lane: LaneMeter() for lane in LANES[1:]}
+    def __init__(self, device: Streams, trace: Trace | None = None, *, rank: int = 0) -> None:
+        """`trace`: of chosen steps, and `rank`, which its file names."""
+        self._device = device
+        self.meters = {lane: LaneMeter() for lane in STREAM_LANES}
         self.stall = LaneMeter()
+        self.requests = Requests()
+        self.compute: ComputeTrace | None = None
+        """Where to note what the compute stream begins and ends; None outside of the steps that are recorded."""
+        self._trace, self._rank = trace, rank
+        self._clock: Clock | None = None
         self._last_end: float | None = None
         self._ssd: Callable[[], dict[str, Any]] | None = None
         self._ssd_before: dict[str, Any] = {}
@@ -111,21 +143,66 @@ class StepRecorder:
     def end_step(self, step: int) -> StepStatistics | None:
         now = time.perf_counter()
         previous, self._last_end = self._last_end, now
+        if self._trace is not None and step == self._trace.request.first - 1:
+            self._begin_trace(self._trace)
         taken = {lane: meter.take() for lane, meter in self.meters.items()}
         stalled, _ = self.stall.take()
+        statistics = self._statistics(step, now, previous, taken, stalled)
+        if self.compute is not None:
+            self._end_traced_step(step, now)
+        return statistics
+
+    def _statistics(
+        self, step: int, now: float, previous: float | None, taken: dict[str, tuple[float, int]], stalled: float
+    ) -> StepStatistics | None:
         wall = 0.0 if previous is None else now - previous
         ssd = self._ssd_step(wall)
         if previous is None:
             return None
         lanes: dict[str, dict[str, float | int]] = {"compute": {"busy_s": max(0.0, wall - stalled), "bytes": 0}}
+        outer_seconds, outer_bytes = taken.pop(OUTER_H2D)
         for lane, (seconds, moved) in taken.items():
             lanes[lane] = {"busy_s": seconds, "bytes": moved}
+        lanes["h2d"] = {"busy_s": taken["h2d"][0] + outer_seconds, "bytes": taken["h2d"][1] + outer_bytes}
         if ssd:
             lanes[SSD] = {"busy_s": ssd["busy_s"], "bytes": ssd["read_bytes"] + ssd["written_bytes"]}
         bound_lane = max(lanes, key=lambda lane: lanes[lane]["busy_s"])
         bound = min(wall, float(lanes[bound_lane]["busy_s"]))
         self.latest = StepStatistics(step, wall, bound, bound_lane, lanes, ssd)
         return self.latest
+
+    def _begin_trace(self, trace: Trace) -> None:
+        """Before the meters are read: what they count after that is of the first chosen step."""
+        # On a stream of its own, on which nothing is before it: passed at once, and nobody waits.
+        self._clock = Clock(self._device.mark(self._device.stream(), timed=True), time.perf_counter())
+        for lane, meter in self.meters.items():
+            meter.set_trace(trace.lanes[lane])
+        self.stall.set_trace(trace.stall)
+        self.requests.set_trace(trace.requests)
+        self.compute = trace.compute
+
+    def _end_traced_step(self, step: int, now: float) -> None:
+        trace = self._trace
+        assert trace is not None and self.compute is not None
+        self.requests.cut()
+        self.compute.cut()
+        if step < trace.request.first:
+            trace.begin(now)
+            return
+        trace.end_step(now, self.as_dict({}))
+        if step == trace.request.last:
+            self.close()
+
+    def close(self) -> None:
+        """Write what has been recorded and record no more. Harmless when called twice."""
+        trace, self._trace, self.compute = self._trace, None, None
+        if trace is None:
+            return
+        for meter in (*self.meters.values(), self.stall):
+            meter.set_trace(None)
+        self.requests.set_trace(None)
+        clock = self._clock or Clock(self._device.mark(timed=True), time.perf_counter())
+        trace.write(clock, rank=self._rank)
 
     def as_dict(self, memory: dict[str, int]) -> dict[str, Any]:
         """The newest finished step in the form of `engine.optimizer.slide_stats()`; empty before the first."""

@@ -15,7 +15,8 @@ from ds_slide.model.layout import Entry
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.reference import encode_planar
 from ds_slide.plan.memory import Plan, Taken
-from ds_slide.report.statistics import StepRecorder
+from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
+from ds_slide.report.trace import Trace
 from ds_slide.runtime import running
 from ds_slide.runtime.build_ssd import announcer, make_ssd_gradients, make_ssd_states, open_store
 from ds_slide.runtime.device import Device
@@ -76,7 +77,11 @@ def build_runtime(
     ranks.watched_by(failures)
     if ranks.world_size > 1:
         ranks.require_equal(_choices(unit_plans, plan, settings), "what is to be where")
-    recorder = StepRecorder()
+    trace = None
+    if settings.trace is not None:
+        names = [unit_plan.spec.name for unit_plan in unit_plans]
+        trace = Trace(settings.trace.of_rank(ranks.rank, ranks.world_size), names, STREAM_LANES)
+    recorder = StepRecorder(device, trace, rank=ranks.rank)
     memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.huge_pages)
     empty = Empty.on(device.torch, {unit_plan.spec.precision.parameter for unit_plan in unit_plans})
     store, on_ssd = open_store(unit_plans, plan, settings, ranks, memory, failures)
@@ -246,7 +251,7 @@ def _wire(
     idle = not settings.trains
     updater = CpuUpdater(settings.cpu_threads, settings.cpu_cores, idle=idle)
     started.callback(updater.end_threads)
-    ssd = None if store is None else make_ssd_states(units, plan, settings, store, memory, failures)
+    ssd = None if store is None else make_ssd_states(units, plan, settings, store, memory, failures, recorder.requests)
     for unit in units:
         if ssd is not None and unit.state.ssd is not None:
             unit.bring_forward = ssd.press
@@ -258,7 +263,7 @@ def _wire(
             "h2d of edges",
             device,
             failures,
-            meters["h2d"],
+            meters[OUTER_H2D],
             delays[3],
             idle=idle and not any(unit.chunk_rows for unit in units),
         ),

@@ -8,6 +8,7 @@ import torch
 
 from ds_slide.plan.memory import Plan
 from ds_slide.report.statistics import LaneMeter
+from ds_slide.report.trace import Requests
 from ds_slide.runtime.gradients.ssd_gradients import SsdGradients
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
@@ -92,6 +93,7 @@ def make_ssd_states(
     store: SsdStore,
     memory: HostMemory,
     failures: Failures,
+    requests: Requests,
 ) -> SsdStates:
     """The pools in front of the disk. Weights are page-locked, because the GPU copies from them."""
     records = [unit.state.ssd for unit in units if unit.state.ssd is not None]
@@ -107,6 +109,7 @@ def make_ssd_states(
         buffers(max((ssd.places.weight_pages for ssd in records), default=0), plan.host.weight_buffers, transfers=True),
         failures,
         updates_under_backward=settings.held_dtype is None,
+        requests=requests,
     )
 
 

@@ -1,12 +1,13 @@
 """Streams and events under one vocabulary, on CUDA and on the CPU accelerator.
 
 On CUDA a `Marker` is an event: a point in the work of one stream. On the CPU accelerator every
-operation has finished when its call returns, so a marker is passed on the spot and the hand-over
-between threads is carried by `Ticket` alone. The rest of the runtime is written once for both.
+operation has finished when its call returns, so a marker is passed on the spot, its time is the host's, and the
+hand-over between threads is carried by `Ticket` alone. The rest of the runtime is written once for both.
 """
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,10 +17,12 @@ import torch
 class Marker:
     """A point in the work of one stream; passed when everything submitted before it has run."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("_at", "_event")
 
-    def __init__(self, event: Any = None) -> None:
+    def __init__(self, event: Any = None, at: float = 0.0) -> None:
+        """`at`: seconds of `time.perf_counter`, of a timed marker without an event."""
         self._event = event
+        self._at = at
 
     def done(self) -> bool:
         return self._event is None or bool(self._event.query())
@@ -30,9 +33,10 @@ class Marker:
             self._event.synchronize()
 
     def seconds_until(self, later: Marker) -> float:
-        """Device seconds between two passed markers that were recorded with `timed=True`."""
+        """Device seconds between two passed markers that were recorded with `timed=True`; negative if `later` was
+        first."""
         if self._event is None or later._event is None:
-            return 0.0
+            return later._at - self._at
         return float(self._event.elapsed_time(later._event)) / 1e3
 
 
@@ -65,7 +69,7 @@ class Device:
         spinning thread takes a core from the CPU update.
         """
         if not self.is_cuda:
-            return PASSED
+            return Marker(at=time.perf_counter()) if timed else PASSED
         event = torch.cuda.Event(enable_timing=timed, blocking=host_waits)
         event.record(stream if stream is not None else torch.cuda.current_stream(self.torch))
         return Marker(event)

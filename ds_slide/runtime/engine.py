@@ -11,7 +11,6 @@ It knows nothing of DeepSpeed; `ds_slide.integration` drives it.
 from __future__ import annotations
 
 import atexit
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -261,12 +260,8 @@ class SlideRuntime:
     def _stall(self) -> Iterator[None]:
         """Books the time for which the compute stream stands still inside."""
         before = self.device.mark(timed=True)
-        started = time.perf_counter()
         yield
-        if self.device.is_cuda:
-            self.parts.recorder.stall.add_interval(before, self.device.mark(timed=True))
-        else:
-            self.parts.recorder.stall.add_seconds(time.perf_counter() - started)
+        self.parts.recorder.stall.add_interval(before, self.device.mark(timed=True))
 
     # ---- forward ---------------------------------------------------------------------------------------------
 
@@ -288,6 +283,8 @@ class SlideRuntime:
                 self._unbind_slot(unit)
 
     def enter_forward(self, unit: Unit, *, with_backward: bool) -> None:
+        if (compute := self.parts.recorder.compute) is not None:
+            compute.enter(("forward", unit.order), self.device.mark(timed=True))
         if with_backward:
             unit.uses += 1
         if unit.is_streamed and unit.order not in self._bound:
@@ -297,6 +294,8 @@ class SlideRuntime:
             self.bind_if_fetched(resident)
 
     def leave_forward(self, unit: Unit) -> None:
+        if (compute := self.parts.recorder.compute) is not None:
+            compute.leave(("forward", unit.order), self.device.mark(timed=True))
         if not unit.in_backward:
             self._unbind_slot(unit)
             is_wide = any(part.dtype == torch.float32 for part in (unit, *unit.parts))
@@ -315,6 +314,8 @@ class SlideRuntime:
                 f"clipping off weights are updated under backward; {HOLD_HINT}"
             )
         self.interruptions.begin_backward_of_block()
+        if (compute := self.parts.recorder.compute) is not None:
+            compute.enter(("backward", unit.order), self.device.mark(timed=True))
         unit.in_backward = True
         if not unit.is_streamed:
             return None
@@ -322,6 +323,8 @@ class SlideRuntime:
         return self._bind_slot(unit, "backward") if slot is None else slot
 
     def leave_backward(self, unit: Unit) -> None:
+        if (compute := self.parts.recorder.compute) is not None:
+            compute.leave(("backward", unit.order), self.device.mark(timed=True))
         unit.uses_done += 1
         unit.in_backward = False
         self._unbind_slot(unit)
@@ -493,7 +496,7 @@ class SlideRuntime:
                 start = self.device.mark(h2d.stream, timed=True)
                 moved = self._fill_span(unit, span, resident)
                 end = self.device.mark(h2d.stream, timed=True)
-                h2d.meter.add_interval(start, end, moved)
+                h2d.meter.add_interval(start, end, moved, ("weights", unit.order))
             ticket.keep(end)
 
         h2d.submit(job)
@@ -587,6 +590,7 @@ class SlideRuntime:
             with self.parts.failures.waiting("the engine to end"):
                 self.parts.lanes.close(self.parts.ssd, self.parts.shared, self.parts.failures)
                 self.device.synchronize()
+                self.parts.recorder.close()
         finally:
             # Whoever goes on with this engine would wait for lanes that are gone.
             self.parts.failures.end(

@@ -14,6 +14,7 @@ from ds_slide.model.structure import UnitSpec
 from ds_slide.optim.low_precision import StateFormat
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.plan.ssd_settings import SsdSettings
+from ds_slide.report.trace import TraceRequest
 from ds_slide.store.planes import PlaneSpec, optimizer_planes
 
 ROW_BUFFERS = 2
@@ -43,6 +44,8 @@ class RuntimeSettings:
     seed: int
     hang_timeout_s: float
     """After which a run that stands still is ended; 0: never."""
+    trace: TraceRequest | None = None
+    """Steps that are recorded, without the rank in the file's name."""
 
     @property
     def trains(self) -> bool:

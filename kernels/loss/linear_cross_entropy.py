@@ -20,9 +20,8 @@ from ds_slide.kernels.loss.weight_gradient import WeightGradient, result_dtype
 # of the weight's gradient (0.62 GB for h = 2048), so that the loss of such a head stays below 1 GB.
 CHUNK_BYTES = 320 * 10**6
 # Each chunk reads and writes the whole of that sum (2.5 GB). So a GPU that has the memory takes larger ones, 2,048 rows
-# on an H200: there the loss ran at 0.85 of its products' speed, against 0.78. Where the sum is larger, so is what it
-# costs, and the memory that it takes anyway: chunks may then take as much, up to 1 % of the GPU (128,256 x 4,096 ran at
-# 0.88 with 2,048 rows, at 0.94 with 4,096).
+# on an H200 (0.85 of its products' speed, against 0.78; LOG.md). Where the sum is larger, so is what it costs, and the
+# memory that it takes anyway: chunks may then take as much, up to 1 % of the GPU.
 CHUNKS_OF_DEVICE = 200
 MOST_CHUNKS_OF_DEVICE = 100
 # What a chunk costs beside the products depends on the rows alone: with 512 of them (256,000 words) the loss ran at

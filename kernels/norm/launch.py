@@ -44,7 +44,7 @@ FORWARD = (
     Tiling(10240, 8, 2048, ahead=False, held=True, resident=2),
     Tiling(16384, 16, 4096, ahead=False, held=True, resident=1),
 )
-# LayerNorm reduces twice: with 16 warps 8192 took 194 us instead of 141, where RMSNorm took 134 instead of 141.
+# LayerNorm reduces twice, and loses with 16 warps what RMSNorm gains (LOG.md).
 FORWARD_CENTRED = (FORWARD[0], *FORWARD[3:])
 # Backward: two rows, the next two, the weight and one sum are held; 16 to 20 elements of each fit in 128 registers.
 BACKWARD = (

@@ -13,9 +13,8 @@ import triton.language as tl
 from ds_slide.errors import SlideError
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
 
-# One program reads SEGMENT elements in steps of BLOCK, so two steps, with all loads of one under way at once. Segments
-# of 65,536 in steps of 4,096 took 57 us instead of 51 for 77 M elements (a block of a 3 B model, 4,704 partial sums)
-# and 22 instead of 18 for 15 M, where few programs were left.
+# One program reads SEGMENT elements in steps of BLOCK, so two steps, with all loads of one under way at once;
+# longer segments leave few programs, and took 12 to 18 % longer (LOG.md).
 SEGMENT = 16384
 BLOCK = 8192
 COMBINE_BLOCK = 4096

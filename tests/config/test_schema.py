@@ -77,6 +77,7 @@ def test_every_setting_is_read():
             "checksums": False,
             "checkpoint": {"require_manifest": True},
             "hang_timeout": 60.0,
+            "trace": {"path": "step.json", "steps": [5, 7]},
             "debug": {"lane_delay_ms": 2.5, "seed": 11},
         }
     )
@@ -104,6 +105,7 @@ def test_every_setting_is_read():
         "checksums": False,
         "checkpoint": {"require_manifest": True},
         "hang_timeout": 60.0,
+        "trace": {"path": "step.json", "steps": (5, 7)},
         "debug": {"lane_delay_ms": 2.5, "seed": 11},
     }
 

@@ -178,7 +178,7 @@ class Gradients:
         assert unit.state.gradient is not None
         marker = PASSED
         for span in unit.spans:
-            marker = self._copy(source, span, unit.state.gradient, packed)
+            marker = self._copy(unit, source, span, unit.state.gradient, packed)
         source.release(marker)
         arrived.keep(marker)
 
@@ -225,7 +225,7 @@ class Gradients:
         gradient = _of_dtype(buffer, unit.gradient_dtype)
         marker = PASSED
         for span in unit.spans:
-            marker = self._copy(source, span, gradient, packed)
+            marker = self._copy(unit, source, span, gradient, packed)
         source.release(marker)
 
         def run() -> int:
@@ -234,7 +234,7 @@ class Gradients:
             arrived.keep()
             return moved
 
-        self._updates.submit(unit.order, marker, run)
+        self._updates.submit(unit.order, marker, run, "gradient kept")
 
     def _update_on_arrival(
         self,
@@ -258,20 +258,21 @@ class Gradients:
 
         marker = PASSED
         for index, span in enumerate(unit.spans):
-            marker = self._copy(source, span, whole, packed)
+            marker = self._copy(unit, source, span, whole, packed)
             gradient = functools.partial(whole.__getitem__, span)
             self._updating.start(unit, index, update, marker, gradient, hypers, 1.0, span_is_done, reserved=True)
         source.release(marker)
         arrived.keep(marker)
 
-    def _copy(self, source: Source, span: slice, target: torch.Tensor, packed: Marker) -> Marker:
+    def _copy(self, unit: Unit, source: Source, span: slice, target: torch.Tensor, packed: Marker) -> Marker:
         self._device.wait(packed, self._d2h.stream)
         end = PASSED
         for part in source.parts(span):
             start = self._device.mark(self._d2h.stream, timed=True)
             source.copy(part, target)
             end = self._device.mark(self._d2h.stream, timed=True, host_waits=True)
-            self._d2h.meter.add_interval(start, end, (part.stop - part.start) * target.element_size())
+            moved = (part.stop - part.start) * target.element_size()
+            self._d2h.meter.add_interval(start, end, moved, ("gradient", unit.order))
         return end
 
     def _prepare(self, unit: Unit) -> Source:

@@ -59,4 +59,4 @@ class SsdGradients:
         try:
             yield
         finally:
-            self._meter.add_seconds(started - time.perf_counter())
+            self._meter.add_pause(started, time.perf_counter())

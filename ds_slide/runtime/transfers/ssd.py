@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ds_slide.report.trace import Requests
 from ds_slide.runtime.transfers.buffers import BufferCache
 from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.runtime.unit import Unit, Update
@@ -38,9 +39,11 @@ class SsdStates:
         failures: Failures,
         *,
         updates_under_backward: bool,
+        requests: Requests,
     ) -> None:
         self._units = {unit.order: unit for unit in units}
         self._store = store
+        self._requests = requests
         order = _update_order(units, under_backward=updates_under_backward)
         self.records: BufferCache[ChunkKey] = BufferCache(
             record_buffers, self._load_record, failures, order, "the optimizer states (unit, chunk)"
@@ -108,11 +111,14 @@ class SsdStates:
             key = (order, index)
             record = self.records.begin_write(key)
             self.records.release(key)
-            ssd.store_record(index, record, lambda: self.records.end_write(key))
+            written = self._requests.around("states written", order, record.nbytes, lambda: self.records.end_write(key))
+            ssd.store_record(index, record, written)
         if ssd.has_weight:
             plane = self.weights.begin_write(order)
             self.weights.release(order)
-            ssd.store_weight(unit.spans[index], plane, lambda: self.weights.end_write(order))
+            span, end = unit.spans[index], lambda: self.weights.end_write(order)
+            nbytes = (span.stop - span.start) * unit.dtype.itemsize
+            ssd.store_weight(span, plane, self._requests.around("weights written", order, nbytes, end))
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
@@ -160,12 +166,12 @@ class SsdStates:
     def _load_record(self, key: ChunkKey, buffer: torch.Tensor, then: Callable[[], None]) -> None:
         ssd = self._units[key[0]].state.ssd
         assert ssd is not None
-        ssd.load_record(key[1], buffer, then)
+        ssd.load_record(key[1], buffer, self._requests.around("states read", key[0], buffer.nbytes, then))
 
     def _load_weight(self, order: int, buffer: torch.Tensor, then: Callable[[], None]) -> None:
         ssd = self._units[order].state.ssd
         assert ssd is not None
-        ssd.load_weight(buffer, then)
+        ssd.load_weight(buffer, self._requests.around("weights read", order, buffer.nbytes, then))
 
 
 def moved_bytes(store: Any) -> int:

@@ -27,6 +27,8 @@ class UpdateTask:
     sequence: int
     ready: Marker
     run: Callable[[], int]
+    what: str
+    """For the trace."""
 
 
 class UpdateLane:
@@ -52,10 +54,10 @@ class UpdateLane:
             self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}update", daemon=True)
             self._thread.start()
 
-    def submit(self, deadline: int, ready: Marker, run: Callable[[], int]) -> None:
+    def submit(self, deadline: int, ready: Marker, run: Callable[[], int], what: str = "update") -> None:
         assert self._thread is not None, "the update lane is idle"
         with self._changed:
-            self._tasks.append(UpdateTask(deadline, self._sequence, ready, run))
+            self._tasks.append(UpdateTask(deadline, self._sequence, ready, run, what))
             self._sequence += 1
             self._unfinished += 1
             self._changed.notify_all()
@@ -80,9 +82,9 @@ class UpdateLane:
                 self._delay()
                 synchronize(self._failures, task.ready, "a gradient on its way to its update")
                 started = time.perf_counter()
-                moved = task.run()
+                moved, label = task.run(), (task.what, task.deadline)
                 task = None  # as in `Lane`
-                self._meter.add_seconds(time.perf_counter() - started, moved)
+                self._meter.add_span(started, time.perf_counter(), moved, label)
                 with self._changed:
                     self._unfinished -= 1
                     self._changed.notify_all()

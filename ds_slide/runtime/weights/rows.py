@@ -185,7 +185,8 @@ class StreamedRows:
             buffer[: part.stop - part.start].copy_(plane[part], non_blocking=True)
             end = self._device.mark(lane.stream, timed=True)
             ready.keep(end)
-            lane.meter.add_interval(start, end, (part.stop - part.start) * buffer.element_size())
+            moved = (part.stop - part.start) * buffer.element_size()
+            lane.meter.add_interval(start, end, moved, ("rows", self.unit.order))
 
         lane.submit(job)
         return ready

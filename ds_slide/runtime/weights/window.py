@@ -208,7 +208,7 @@ class Window:
             moved = self._fill(unit, slot.buffer)
             end = self._device.mark(self._h2d.stream, timed=True)
             ready.keep(end)
-            self._h2d.meter.add_interval(start, end, moved)
+            self._h2d.meter.add_interval(start, end, moved, ("weights", unit.order))
 
         self._h2d.submit(job)
         return slot

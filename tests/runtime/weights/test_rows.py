@@ -47,6 +47,7 @@ def rows(device: Device, failures: Failures, make_lane: Callable[[str], Lane]) -
     layout = build_layout([ParameterInfo("weight", (ROWS, WIDTH), ROWS * WIDTH, 0)], 1)
     unit: Any = SimpleNamespace(
         name="head",
+        order=0,
         layout=layout,
         dtype=torch.float32,
         parameters=[torch.nn.Parameter(torch.empty(0))],

@@ -1,0 +1,222 @@
+"""Writes the tables of figures in README.md and docs/results.md from benchmarks/results/index.csv.
+
+    python3 benchmarks/results_tables.py
+
+Each figure stands in the index with the page that it is from; a test compares the tables with the index, and the index
+with those pages.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+HOST, NO_STATES = "all states in host memory", ", gpu_states 0"
+SSD = ", nvme, gpu_states 0, host_memory 0"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run of one system. `figures`: by unit, as they stand on the page `file`."""
+
+    system: str
+    case: str
+    setting: str
+    file: str
+    figures: dict[str, str]
+
+    def number(self, unit: str) -> float | None:
+        return float(self.figures[unit]) if unit in self.figures else None
+
+
+def read_index(path: Path = RESULTS / "index.csv") -> list[Row]:
+    """The index, the figures of one run together."""
+    rows: dict[tuple[str, ...], Row] = {}
+    with open(path, newline="", encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            key = line["system"], line["case"], line["setting"], line["file"]
+            rows.setdefault(key, Row(*key, {})).figures[line["unit"]] = line["figure"]
+    return list(rows.values())
+
+
+Rows = list[Row]
+
+
+def find(rows: Rows, system: str, case: str, setting: str, page: str) -> Row:
+    """The one run of that name; `page`: what its file's name ends in."""
+    key = (system, case, setting)
+    found = [row for row in rows if (row.system, row.case, row.setting) == key and row.file.endswith(f"_{page}.md")]
+    if len(found) != 1:
+        raise ValueError(f"the index has {len(found)} runs {system}, {case}, {setting} on the page {page}")
+    return found[0]
+
+
+def number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def ratio(ours: Row, stock: Row | None) -> str:
+    """How many times as fast as stock."""
+    if stock is None:
+        return ""
+    times = (stock.number("s/step") or 0.0) / (ours.number("s/step") or 1.0)
+    return f"{times:.2f}" if ours is stock else f"**{times:.2f}**"
+
+
+def table(titles: list[str], lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [titles, ["---"] * len(titles), *lines])
+
+
+def readme(rows: Rows) -> str:
+    """Four results."""
+    chosen = [
+        (
+            "3 B, states in host memory",
+            find(rows, "stock", "qwen2.5-3b 8 x 2048", "clipping 1", "main"),
+            find(rows, "slide", "qwen2.5-3b 8 x 2048", "clipping 1", "main"),
+        ),
+        (
+            "1.5 B, TRL's `SFTTrainer`, the key alone",
+            find(rows, "stock", "TRL SFT qwen2.5-1.5b 8 x 2048", "clipping 1", "trl"),
+            find(rows, "slide", "TRL SFT qwen2.5-1.5b 8 x 2048", "clipping 1", "trl"),
+        ),
+        (
+            "3 B, two GPUs, 8 x 2048 each",
+            find(rows, "stock", "qwen2.5-3b 2 x 8 x 2048", "clipping 1", "ranks"),
+            find(rows, "slide", "qwen2.5-3b 2 x 8 x 2048", "clipping 1", "ranks"),
+        ),
+        (
+            "1.5 B, everything on SSD",
+            find(rows, "stock", "qwen2.5-1.5b 8 x 2048", "clipping 1, nvme", "ssd-1.5b_huge-pages"),
+            find(rows, "slide", "qwen2.5-1.5b 8 x 2048", "clipping 1" + SSD, "ssd-1.5b_huge-pages"),
+        ),
+    ]
+    lines = [
+        [
+            f"[{name}](benchmarks/results/{ours.file})",
+            number(stock.number("s/step"), ".2f"),
+            number(ours.number("s/step"), ".2f"),
+            ratio(ours, stock),
+        ]
+        for name, stock, ours in chosen
+    ]
+    return table(["8 x 2048 tokens a step, clipping 1.0", "stock s/step", "DS-Slide s/step", "times"], lines)
+
+
+def host(rows: Rows) -> str:
+    names = [
+        ("GPU only (bf16 states, no offload)", "gpu-only", "0", ""),
+        ("DeepSpeed ZeRO-3 CPU offload", "stock", "1", ""),
+        (f"DS-Slide, {HOST} (`gpu_states: 0`)", "slide", "1", NO_STATES),
+        ("DS-Slide, default", "slide", "1", ""),
+        ("DeepSpeed ZeRO-3 CPU offload", "stock", "0", ""),
+        (f"DS-Slide, {HOST}", "slide", "0", NO_STATES),
+        ("DS-Slide, default", "slide", "0", ""),
+    ]
+    lines = []
+    for name, system, clip, more in names:
+        row = find(rows, system, "qwen2.5-3b 8 x 2048", f"clipping {clip}{more}", "main")
+        stock = find(rows, "stock", "qwen2.5-3b 8 x 2048", f"clipping {clip}", "main")
+        lines.append(
+            [
+                name,
+                clip,
+                number(row.number("s/step"), ".3f"),
+                number(row.number("tokens/s"), ",.0f"),
+                ratio(row, None if system == "gpu-only" else stock),
+                number(row.number("GPU peak GB"), ".1f"),
+                "" if system == "gpu-only" else number(row.number("host B/param"), ".1f"),
+            ]
+        )
+    return table(["system", "clipping", "s/step", "tokens/s", "x stock", "GPU peak GB", "host B/param"], lines)
+
+
+def ssd(rows: Rows) -> str:
+    small, large = "qwen2.5-1.5b 8 x 2048", "qwen2.5-3b 8 x 2048"
+    everything, short = "DS-Slide, everything on SSD", "DS-Slide, everything on SSD, `state_dtype: 8bit`"
+    one_run = "ssd-1.5b_huge-pages"
+    names = [
+        ("ZeRO-Infinity", "stock", small, "clipping 1, nvme", one_run),
+        (everything, "slide", small, "clipping 1" + SSD, one_run),
+        (
+            "DS-Slide, half of the states in memory",
+            "slide",
+            small,
+            "clipping 1, nvme, gpu_states 0, host_memory half",
+            one_run,
+        ),
+        (short, "slide", small, "clipping 1" + SSD + ", state_dtype 8bit", one_run),
+        ("ZeRO-Infinity", "stock", large, "clipping 1, nvme", "ssd-3b"),
+        (everything, "slide", large, "clipping 1" + SSD, "ssd-3b-2"),
+        (short, "slide", large, "clipping 1" + SSD + ", state_dtype 8bit", "ssd-3b-3"),
+    ]
+    stocks = {case: find(rows, system, case, setting, page) for _, system, case, setting, page in names[::4]}
+    lines = []
+    for name, system, case, setting, page in names:
+        row = find(rows, system, case, setting, page)
+        moved = sum(row.number(f"SSD B/param {way}") or 0.0 for way in ("read", "written"))
+        lines.append(
+            [
+                case.split()[0],
+                name,
+                number(row.number("s/step"), ".1f"),
+                ratio(row, stocks[case]),
+                f"{moved:.1f}",
+                number(row.number("step / SSD bound"), ".2f"),
+                number(row.number("host peak GB"), ".1f"),
+            ]
+        )
+    return table(["shape", "system", "s/step", "x ZeRO-Infinity", "SSD B/param", "step / bound", "host GB"], lines)
+
+
+def kernels(rows: Rows) -> str:
+    names = [
+        (f"DS-Slide, {HOST}", '`"off"`', "slide", ", gpu_states 0, kernels off"),
+        ("", '`"auto"`', "slide", ", gpu_states 0, kernels auto"),
+        ("", "Liger-Kernel 0.8.5", "slide", ", patch liger, gpu_states 0, kernels off"),
+        (
+            "",
+            '`"auto"`, torch limited to 24 GiB of the GPU',
+            "slide",
+            ", GPU 17.1%, gpu_memory 6GiB, gpu_states 0, kernels auto",
+        ),
+        ("GPU only", "Hugging Face's own", "gpu-only", ""),
+        ("", "DS-Slide's", "gpu-only", ", patch ours"),
+        ("", "Liger-Kernel 0.8.5", "gpu-only", ", patch liger"),
+    ]
+    found = [find(rows, system, "qwen2.5-3b 8 x 2048", "clipping 1" + more, "step") for _, _, system, more in names]
+    lines = []
+    for (name, what, system, more), row in zip(names, found, strict=True):
+        plain = next(other for other in found if other.system == system)
+        times = "" if "GPU 17.1%" in more else ratio(row, plain)
+        lines.append([name, what, number(row.number("s/step"), ".3f"), times, number(row.number("GPU peak GB"), ".1f")])
+    return table(["system", "kernels", "s/step", "x without", "GPU peak GB"], lines)
+
+
+TABLES: dict[Path, dict[str, Callable[[Rows], str]]] = {
+    ROOT / "README.md": {"results": readme},
+    ROOT / "docs" / "results.md": {"host": host, "ssd": ssd, "kernels": kernels},
+}
+
+
+def filled(text: str, tables: dict[str, Callable[[Rows], str]], rows: Rows) -> str:
+    """`text` with what stands between the marks of each table as the index has it."""
+    for name, make in tables.items():
+        begin, end = f"<!-- {name} from the index -->", f"<!-- end of {name} -->"
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{make(rows)}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def main() -> None:
+    rows = read_index()
+    for path, tables in TABLES.items():
+        path.write_text(filled(path.read_text(encoding="utf-8"), tables, rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""The file that a record of steps goes to, looked at before anything is begun: it is written much later."""
+
+from __future__ import annotations
+
+import os
+
+from ds_slide.config.paths import expanded_directory
+from ds_slide.config.schema import CONFIG_KEY, TraceConfig
+from ds_slide.config.shown import shown
+from ds_slide.errors import SlideConfigError
+from ds_slide.report.trace import TraceRequest
+
+
+def trace_request(config: TraceConfig) -> TraceRequest | None:
+    """What is to be recorded; None without a path. Raises SlideConfigError where its file could not be written."""
+    if config.path is None:
+        return None
+    name = f"{CONFIG_KEY}.trace.path"
+    path = expanded_directory(config.path, name)
+    if path.is_dir():
+        raise SlideConfigError(f'{name} is {shown(config.path)}, which is a directory; name a file in it ("step.json")')
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise SlideConfigError(
+            f"{name} is {shown(config.path)}, but no file can be written in {shown(str(path.parent))}; "
+            "make that directory, or name another one"
+        )
+    return TraceRequest(path, *config.steps)

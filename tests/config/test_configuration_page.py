@@ -1,0 +1,27 @@
+"""docs/configuration.md is what its script makes of the schema."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+from ds_slide.config import SlideConfig
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "configuration.md").read_text(encoding="utf-8")
+
+
+def test_the_page_is_as_its_script_writes_it() -> None:
+    made = runpy.run_path(str(DOCS / "make_configuration.py"))["page"](PAGE)
+    assert made == PAGE, "run python docs/make_configuration.py"
+
+
+def test_it_lists_every_setting_with_its_default() -> None:
+    listed = dict(re.findall(r"^\| `([\w.]+)` \| .+? \| `(.*?)` \| .+ \|$", PAGE, flags=re.MULTILINE))
+    expected = {}
+    for name, value in json.loads(SlideConfig().model_dump_json()).items():
+        nested = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+        expected.update(nested)
+    assert {name: json.loads(default) for name, default in listed.items()} == expected

@@ -1,0 +1,82 @@
+"""docs/troubleshooting.md quotes what the source says, and has an entry for every error that it raises."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "ds_slide"
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+# Arguments of functions that only this project's own code calls, and errors that pass another one on.
+NOT_FOR_USERS = {"cpu.py", "low_precision.py", "striping.py", "layout.py", "reference.py", "rounding.py"}
+
+
+VALUE = "\0"
+"""Stands in a text for what the program puts in."""
+
+
+def text_of(node: ast.AST) -> str | None:
+    """What a string expression says; None for other expressions."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(VALUE if isinstance(part, ast.FormattedValue) else str(text_of(part)) for part in node.values)
+    return None
+
+
+def texts(folder: Path) -> Iterator[str]:
+    """Of every Python file below."""
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = text_of(node)
+            if text:
+                yield " ".join(text.split(" "))
+
+
+def refusals(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Texts of the SlideErrors that are raised below, where they stand in the call itself."""
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.startswith("Slide"):
+                if node.func.id.endswith("Error") and node.args and (text := text_of(node.args[0])):
+                    yield path, text
+
+
+def quotations() -> list[str]:
+    rows = re.findall(r"^\| (`.+?) \| .+ \| .+ \|$", PAGE, flags=re.MULTILINE)
+    return [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
+
+
+def pattern(quotation: str) -> re.Pattern[str]:
+    """Any text may stand for "…", within one message."""
+    return re.compile(".*?".join(re.escape(part) for part in quotation.split("…")), flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def source() -> list[str]:
+    return list(texts(SOURCE))
+
+
+@pytest.mark.parametrize("quotation", quotations())
+def test_the_source_says_it(quotation: str, source: list[str]) -> None:
+    assert re.search(r"[a-zA-Z]", quotation.replace("…", "")) or quotation.count("…") > 1
+    found = pattern(quotation)
+    assert any(found.search(text.replace(VALUE, "…")) for text in source), quotation
+
+
+def test_every_error_is_there() -> None:
+    known = [pattern(text) for text in quotations() if len(text.replace("…", "").strip(" :;.,")) > 8]
+    known += [pattern(text) for text in ("… is …; expected …", "SSD tier: …", "rank …: …", "… failed: …: …")]
+    missing = {
+        f"{path.name}: {text.replace(VALUE, '…')}"
+        for path, text in refusals(SOURCE)
+        if path.name not in NOT_FOR_USERS
+        and re.search(r"[a-z]{3}", text.replace(VALUE, ""))
+        and not any(quoted.search(text.replace(VALUE, "…")) for quoted in known)
+    }
+    assert missing == set()
