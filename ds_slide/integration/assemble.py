@@ -26,9 +26,9 @@ from ds_slide.patching.apply import Replaced
 from ds_slide.patching.streamed_head import stream_head
 from ds_slide.plan.host_room import groups, host_room, share_with
 from ds_slide.plan.memory import Budgets, Plan, Taken, make_plan
-from ds_slide.plan.placement import Needs, UnitSize
+from ds_slide.plan.needs import Needs
 from ds_slide.runtime import running
-from ds_slide.runtime.build import STAGINGS, build_runtime
+from ds_slide.runtime.build import build_runtime
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.ranks import Ranks
@@ -198,27 +198,14 @@ def _plan(
         window=LEAST_WINDOW if config.window == "auto" else config.window,
         window_grows=config.window == "auto" and budgets.gpu_is_own,
         trains=settings.trains,
-        stagings=STAGINGS,
         ring=settings.gradient_buffers if rings else 0,
         ring_to_ssd=settings.gradient_buffers,
         world_size=unit_plans[0].layout.world_size,
         shares_weights=shares_weights,
         ssd=None if settings.ssd is None else settings.ssd.needs,
+        page_locks=budgets.gpu_is_own,
     )
-    sizes = [
-        UnitSize(
-            plan.spec.name,
-            plan.layout,
-            plan.spec.kind,
-            settings.specs(plan.dtype),
-            plan.dtype.itemsize,
-            plan.passing_numel,
-            settings.gradient_of(plan.spec.precision).itemsize,
-            0 if (own := settings.held_of(plan.spec.precision)) is None else own.itemsize,
-        )
-        for plan in unit_plans
-    ]
-    return make_plan(sizes, needs, budgets)
+    return make_plan([unit_plan.size(settings) for unit_plan in unit_plans], needs, budgets)
 
 
 def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:

@@ -10,7 +10,7 @@ from typing import Any
 from ds_slide.config import SlideConfig, expanded_directory, shown
 from ds_slide.errors import SlideConfigError
 from ds_slide.integration.json_types import SECTIONS
-from ds_slide.plan.placement import SsdNeeds
+from ds_slide.plan.needs import SsdNeeds
 from ds_slide.runtime.settings import SsdSettings
 from ds_slide.store.ssd_places import CHUNK_NUMEL, MOST_DEPTH, MOST_REQUEST_BYTES, PAGE
 

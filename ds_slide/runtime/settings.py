@@ -13,11 +13,8 @@ from ds_slide.model.layout import UnitLayout
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
 from ds_slide.optim.low_precision import StateFormat
-from ds_slide.plan.placement import SsdNeeds
+from ds_slide.plan.needs import SsdNeeds, UnitSize
 from ds_slide.store.planes import PlaneSpec, optimizer_planes
-
-ROW_BUFFERS = 2
-"""Of an edge whose rows pass through the GPU: for its weight, and for its gradient."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +84,20 @@ class UnitPlan:
 
     @property
     def passing_numel(self) -> int:
-        """Elements of the GPU buffers of such an edge (`RowBuffers`)."""
-        if not self.chunk_rows:
-            return 0
-        entry = self.layout.entries[0]
-        return (2 if entry.trainable else 1) * ROW_BUFFERS * self.chunk_rows * entry.shape[1]
+        """Elements of each GPU buffer through which such an edge passes (`ds_slide.runtime.rows`)."""
+        return self.chunk_rows * self.layout.entries[0].shape[1] if self.chunk_rows else 0
+
+    def size(self, settings: RuntimeSettings) -> UnitSize:
+        """What the plan knows of it."""
+        precision = self.spec.precision
+        held = settings.held_of(precision)
+        return UnitSize(
+            self.spec.name,
+            self.layout,
+            self.spec.kind,
+            settings.specs(self.dtype),
+            self.dtype.itemsize,
+            self.passing_numel,
+            settings.gradient_of(precision).itemsize,
+            0 if held is None else held.itemsize,
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.memory import Plan
-from ds_slide.plan.placement import HostPlacement, SsdNeeds
+from ds_slide.plan.needs import Needs, Placement, SsdNeeds
 from ds_slide.runtime.build import build_runtime
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.ranks import Ranks
@@ -132,24 +132,34 @@ def unit_plans(model: Tiny, configuration: Configuration, *, trains: bool) -> li
     return plans
 
 
-def _plan(configuration: Configuration) -> Plan:
-    blocks = configuration.block_orders()
-    some = frozenset(blocks if configuration.only is None else configuration.only)
+def _placement(configuration: Configuration) -> Placement:
+    some = frozenset(configuration.block_orders() if configuration.only is None else configuration.only)
     records = some if configuration.records_on_ssd else frozenset()
     if configuration.edge_records_on_ssd:
         records |= frozenset(configuration.edge_orders())
-    weights = some if configuration.weights_on_ssd else frozenset()
-    host = HostPlacement(
-        weights_on_ssd=weights,
+    return Placement(
+        weights_on_ssd=some if configuration.weights_on_ssd else frozenset(),
         records_on_ssd=records,
         gradients_on_ssd=some if configuration.gradients_on_ssd else frozenset(),
-        record_buffers=configuration.record_buffers if records else 0,
-        weight_buffers=min(configuration.weight_buffers, len(weights)),
-        state_bytes=0,
-        ssd_bytes=0,
-        host_bytes=0,
+        window=configuration.slots,
     )
-    return Plan(on_gpu=frozenset(), gpu_bytes=0, gpu_state_bytes=0, host=host, window=configuration.slots)
+
+
+def _plan(configuration: Configuration, units: Sequence[UnitPlan], settings: RuntimeSettings) -> Plan:
+    held, ssd = settings.held_dtype, settings.ssd
+    assert ssd is not None
+    needs = Needs(
+        gradient_bytes=settings.gradient_dtype.itemsize,
+        held_bytes=0 if held is None else held.itemsize,
+        window=configuration.slots,
+        ring=settings.gradient_buffers if held is None or settings.accumulates else 0,
+        ring_to_ssd=settings.gradient_buffers,
+        world_size=configuration.ranks,
+        shares_weights=configuration.shared,
+        ssd=ssd.needs,
+        page_locks=False,
+    )
+    return Plan.of([unit.size(settings) for unit in units], needs, _placement(configuration))
 
 
 def _made(kind: Any, **known: Any) -> Any:
@@ -164,7 +174,13 @@ def _made(kind: Any, **known: Any) -> Any:
 
 
 def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
-    needs = _made(SsdNeeds, weights=True, records=True, chunk_numel=CHUNK_NUMEL)
+    needs = SsdNeeds(
+        weights=True,
+        records=True,
+        chunk_numel=CHUNK_NUMEL,
+        record_buffers=configuration.record_buffers,
+        weight_buffers=configuration.weight_buffers,
+    )
     ssd = _made(SsdSettings, parents=[("", Path())], needs=needs, backend="auto", queue_depth=None, request_bytes=None)
     held = torch.bfloat16 if configuration.accumulation == 1 else torch.float32
     settings = _made(
@@ -207,11 +223,12 @@ def build(configuration: Configuration, model: Tiny, *, trains: bool = True) -> 
     sharing = {}
     if _takes(build_runtime, "sharing"):
         sharing = {"sharing": sharing_of(ranks) if configuration.shared else None}
+    settings, units = _settings(configuration, trains=trains), unit_plans(model, configuration, trains=trains)
     return build_runtime(
         model,
-        unit_plans(model, configuration, trains=trains),
-        _plan(configuration),
-        _settings(configuration, trains=trains),
+        units,
+        _plan(configuration, units, settings),
+        settings,
         ranks,
         device,
         take_weights,
