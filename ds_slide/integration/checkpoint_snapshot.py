@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ds_slide.integration.assemble import local_ranks
 from ds_slide.integration.one_thread import take_one_thread
 from ds_slide.integration.planes import pieces
 from ds_slide.plan.host_room import HostRoom, host_room
 from ds_slide.plan.placement import USABLE_SHARE
+from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.runtime import running
 from ds_slide.runtime.unit import Unit
 from ds_slide.store.state import HostMemory, UnitState

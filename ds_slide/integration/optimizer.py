@@ -75,7 +75,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         precision_of: PrecisionOf = Precision.declared
         if autocast.is_enabled(ds_config):
             precision_of = autocast.precision_under_autocast(module, ds_config, group_of)
-        self.runtime, self.kernels = assemble(module, group_of, config, settings, self.dp_process_group, precision_of)
+        self.runtime, self.kernels = assemble(module, group_of, settings, self.dp_process_group, precision_of)
         try:
             self._take_over(module)
         except BaseException:

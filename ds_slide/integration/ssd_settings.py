@@ -10,7 +10,6 @@ from typing import Any
 from ds_slide.config import SlideConfig, expanded_directory, shown
 from ds_slide.errors import SlideConfigError
 from ds_slide.integration.json_types import SECTIONS
-from ds_slide.plan.needs import SsdNeeds
 from ds_slide.runtime.settings import SsdSettings
 from ds_slide.store.ssd_places import CHUNK_NUMEL, MOST_DEPTH, MOST_REQUEST_BYTES, PAGE
 
@@ -80,15 +79,9 @@ def ssd_settings(config: SlideConfig, ds_config: Mapping[str, Any]) -> SsdSettin
     aio = ds_config.get("aio") or {}
     return SsdSettings(
         parents=ssd_parents(config, ds_config),
-        needs=SsdNeeds(
-            weights=offload_device(ds_config, "offload_param") == "nvme",
-            records=offload_device(ds_config, "offload_optimizer") == "nvme",
-            chunk_numel=CHUNK_NUMEL,
-            record_buffers=None if config.ssd_buffers == "auto" else config.ssd_buffers,
-            weight_buffers=None if config.weight_buffers == "auto" else config.weight_buffers,
-            checksums=config.checksums,
-        ),
-        backend=config.io_backend,
+        weights=offload_device(ds_config, "offload_param") == "nvme",
+        records=offload_device(ds_config, "offload_optimizer") == "nvme",
+        chunk_numel=CHUNK_NUMEL,
         queue_depth=aio.get("queue_depth"),
         request_bytes=aio.get("block_size"),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from ds_slide.plan.allocations import (
     rows_of,
 )
 from ds_slide.plan.memory import Plan
+from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime import running
 from ds_slide.runtime.allocator import Allocator
@@ -47,6 +49,7 @@ from ds_slide.runtime.shared_weights import SharedWeights
 from ds_slide.runtime.sharing import Sharing
 from ds_slide.runtime.sources import Staging
 from ds_slide.runtime.ssd import moved_bytes
+from ds_slide.runtime.threads import update_cores
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates import UpdateLane
 from ds_slide.runtime.updating import Updating
@@ -79,13 +82,14 @@ def build_runtime(
     if ranks.world_size > 1:
         ranks.require_equal(_choices(unit_plans, plan, settings), "what is to be where")
     recorder = StepRecorder(device)
-    memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.huge_pages)
+    memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.slide.huge_pages)
     allocator = Allocator(plan.allocations, memory, device)
     empty = Empty.on(device.torch, {unit_plan.spec.precision.parameter for unit_plan in unit_plans})
     shared = None
     if sharing is not None:
         shared = SharedWeights(ranks, sharing, memory, len(unit_plans), failures)
-    context = BuildContext(plan, settings, ranks, device, failures, recorder, memory, allocator, shared)
+    threads, cores = _update_threads(settings)
+    context = BuildContext(plan, settings, ranks, device, failures, recorder, memory, allocator, shared, threads, cores)
     store, on_ssd = open_store(context, unit_plans)
     units: list[Unit] = []
     started = ExitStack()
@@ -125,6 +129,14 @@ def build_runtime(
     return runtime
 
 
+def _update_threads(settings: RuntimeSettings) -> tuple[int, Sequence[int]]:
+    """How many threads update, and the cores that they are pinned to."""
+    if not settings.trains:
+        return 0, ()
+    slide, local_rank = settings.slide, int(os.environ.get("LOCAL_RANK", "0"))
+    return update_cores(slide.cpu_threads, slide.cpu_cores, local_rank, local_ranks())
+
+
 def _choices(unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettings) -> dict[str, object]:
     """What all ranks have to have decided alike, because it sets which collectives they call in which order."""
     placement, model = plan.placement, repr([(unit.spec.name, unit.spec.precision, unit.layout) for unit in unit_plans])
@@ -142,7 +154,7 @@ def _wire(context: BuildContext, units: list[Unit], store: SsdStore | None, empt
     """`started`: gets what ends the threads, for a caller that is left with them when this fails."""
     settings, ranks, device, failures = context.settings, context.ranks, context.device, context.failures
     shared, allocator = context.shared, context.allocator
-    updater = CpuUpdater(settings.cpu_threads, settings.cpu_cores, idle=not settings.trains)
+    updater = CpuUpdater(context.cpu_threads, context.cpu_cores, idle=not settings.trains)
     started.callback(updater.end_threads)
     ssd = None if store is None else make_ssd_states(context, units, store)
     for unit in units:
@@ -205,7 +217,8 @@ def _wire(context: BuildContext, units: list[Unit], store: SsdStore | None, empt
 def _lanes(context: BuildContext, units: Sequence[Unit]) -> Lanes:
     settings, device, failures = context.settings, context.device, context.failures
     meters, idle = context.recorder.meters, not settings.trains
-    delays = [Delay(settings.delay_ms, settings.seed + number) for number in range(4)]
+    debug = settings.slide.debug
+    delays = [Delay(debug.lane_delay_ms, debug.seed + number) for number in range(4)]
     # Without updates it has the chunks of a streamed head to bring.
     nothing_for_edges = idle and not any(unit.chunk_rows for unit in units)
     return Lanes(
@@ -228,7 +241,7 @@ def _watchdog(
     settings: RuntimeSettings, ranks: Ranks, device: Device, failures: Failures, store: SsdStore | None
 ) -> Watchdog | None:
     # Its thread must not keep the engine alive, so it knows the store, and not what that is used for.
-    if not settings.hang_timeout_s:
+    if not settings.slide.hang_timeout:
         return None
     peers = Peers.of(ranks.rank, ranks.exchange) if ranks.world_size > 1 else None
     if ranks.world_size > 1 and peers is None:
@@ -236,7 +249,7 @@ def _watchdog(
     return Watchdog(
         failures,
         device,
-        settings.hang_timeout_s,
+        settings.slide.hang_timeout,
         progress=[] if store is None else [functools.partial(moved_bytes, store)],
         peers=peers,
         last=(lambda: None) if store is None else store.remove_files,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_slide.plan.memory import Plan
@@ -28,3 +29,7 @@ class BuildContext:
     memory: HostMemory
     allocator: Allocator
     shared: SharedWeights | None
+    cpu_threads: int
+    """Of the update."""
+    cpu_cores: Sequence[int]
+    """That they are pinned to; none are where it is empty."""

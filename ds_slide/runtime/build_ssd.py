@@ -27,23 +27,23 @@ def open_store(context: BuildContext, unit_plans: Sequence[UnitPlan]) -> tuple[S
         return None, {}
     places, end = {}, 0
     for order in sorted(context.plan.placement.on_ssd):
-        places[order] = _places(context, unit_plans[order], order, end, settings.ssd.needs.chunk_numel)
+        places[order] = _places(context, unit_plans[order], order, end, settings.ssd.chunk_numel)
         end = places[order].end
     assert end == nbytes
     sums = None
-    if settings.ssd.needs.checksums:
-        sums = PageSums(context.allocator.tensor(CHECKSUMS, torch.int32), settings.cpu_threads)
+    if settings.slide.checksums:
+        sums = PageSums(context.allocator.tensor(CHECKSUMS, torch.int32), context.cpu_threads)
     store = SsdStore(
         settings.ssd.parents,
         nbytes,
         rank=context.ranks.rank,
         fail=lambda error: failures.record("ssd", error),
-        backend=settings.ssd.backend,
+        backend=settings.slide.io_backend,
         queue_depth=settings.ssd.queue_depth,
         request_bytes=settings.ssd.request_bytes,
         sums=sums,
         what_lies_at=_what_lies_at([(unit_plans[order].spec.name, place) for order, place in places.items()]),
-        delay=Delay(settings.delay_ms, settings.seed + 4),
+        delay=Delay(settings.slide.debug.lane_delay_ms, settings.slide.debug.seed + 4),
         waiting=failures.waiting,
     )
 

@@ -9,52 +9,98 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ds_slide.config import SlideConfig
 from ds_slide.model.layout import UnitLayout
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
-from ds_slide.optim.low_precision import StateFormat
-from ds_slide.plan.needs import SsdNeeds, UnitSize
+from ds_slide.optim.low_precision import STATE_FORMATS
+from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
 from ds_slide.store.planes import PlaneSpec, optimizer_planes
+
+LEAST_WINDOW = 3
+"""Slots of `window` "auto": one that computes, one that is filled meanwhile, one that evens out their times."""
 
 
 @dataclass(frozen=True)
 class SsdSettings:
-    """`parents`: (JSON path for messages, directory) of every disk. `needs`: what may go there. None is automatic."""
+    """What DeepSpeed's own keys say of the SSD tier, with `ds_slide.nvme_path`. None is automatic."""
 
     parents: Sequence[tuple[str, Path]]
-    needs: SsdNeeds
-    backend: str
+    """(JSON path for messages, directory) of every disk."""
+    weights: bool
+    """Whether they may go there; blocks' alone do."""
+    records: bool
+    """Whether optimizer states may, and with them held gradients."""
+    chunk_numel: int
+    """Parameters of a record."""
     queue_depth: int | None
     request_bytes: int | None
 
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """`gradient_dtype`: in which gradients are reduced and go to host memory where a unit's precision says no other.
-    `held_dtype`: of held ones (None: not held), likewise. `moments`: storage format of the optimizer's moments. `ssd`:
-    None without an SSD tier.
-    """
+    """What a run is to do: the JSON block as it was parsed, and beside it what DeepSpeed says. What follows from both
+    is computed where it is used, or here where that is in several places."""
 
-    gradient_dtype: torch.dtype
-    held_dtype: torch.dtype | None
-    moments: StateFormat
+    slide: SlideConfig
     ssd: SsdSettings | None
+    """None without an SSD tier."""
+    gradient_dtype: torch.dtype
+    """In which gradients are reduced and go to host memory where a unit's precision says no other."""
+    accumulation_dtype: torch.dtype
+    """Of sums of several micro-batches' gradients."""
     accumulates: bool
     """More than one micro-batch a step."""
-    gradient_buffers: int
-    cpu_threads: int
-    cpu_cores: Sequence[int]
-    huge_pages: bool
-    delay_ms: float
-    seed: int
-    hang_timeout_s: float
-    """After which a run that stands still is ended; 0: never."""
+    clips: bool
+    """Gradients are clipped by their norm, which is known when all of them are."""
     trains: bool = True
     """False: no parameter has an optimizer; there are weights only, and nothing comes down from the GPU."""
 
+    @property
+    def holds(self) -> bool:
+        """Whether gradients wait for the step (`SlideConfig.hold_gradients`). A loss scale may skip it."""
+        if self.slide.hold_gradients != "auto":
+            return self.slide.hold_gradients
+        return self.clips or self.accumulates or self.gradient_dtype == torch.float16
+
+    @property
+    def held_dtype(self) -> torch.dtype | None:
+        """Of held gradients where a unit's precision says no other; None where they are not held."""
+        if self.trains and not self.holds:
+            return None
+        return self.accumulation_dtype if self.accumulates else self.gradient_dtype
+
+    def needs(self, *, world_size: int, shares_weights: bool, gpu_is_own: bool) -> Needs:
+        """What sets the bytes of the plan. `gpu_is_own`: the accelerator has memory of its own."""
+        slide, held = self.slide, self.held_dtype
+        return Needs(
+            gradient_bytes=self.gradient_dtype.itemsize,
+            held_bytes=0 if held is None else held.itemsize,
+            window=LEAST_WINDOW if slide.window == "auto" else slide.window,
+            window_grows=slide.window == "auto" and gpu_is_own,
+            trains=self.trains,
+            ring=slide.gradient_buffers if held is None or self.accumulates else 0,
+            ring_to_ssd=slide.gradient_buffers,
+            world_size=world_size,
+            shares_weights=shares_weights,
+            ssd=None if self.ssd is None else self._ssd_needs(self.ssd),
+            page_locks=gpu_is_own,
+        )
+
+    def _ssd_needs(self, ssd: SsdSettings) -> SsdNeeds:
+        slide = self.slide
+        return SsdNeeds(
+            weights=ssd.weights,
+            records=ssd.records,
+            chunk_numel=ssd.chunk_numel,
+            record_buffers=None if slide.ssd_buffers == "auto" else slide.ssd_buffers,
+            weight_buffers=None if slide.weight_buffers == "auto" else slide.weight_buffers,
+            checksums=slide.checksums,
+        )
+
     def specs(self, dtype: torch.dtype) -> tuple[PlaneSpec, ...]:
         """The optimizer planes of weights of `dtype`."""
-        return optimizer_planes(dtype, self.moments) if self.trains else ()
+        return optimizer_planes(dtype, STATE_FORMATS[self.slide.state_dtype]) if self.trains else ()
 
     def gradient_of(self, precision: Precision) -> torch.dtype:
         """In which gradients of units of `precision` are reduced and go to host memory."""

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ds_slide.config import SlideConfig
 from ds_slide.model.layout import ParameterInfo, build_layout, piece
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
-from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.memory import Plan
-from ds_slide.plan.needs import Needs, Placement, SsdNeeds
+from ds_slide.plan.needs import Placement
 from ds_slide.runtime.build import build_runtime
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.ranks import Ranks
@@ -146,61 +146,32 @@ def _placement(configuration: Configuration) -> Placement:
 
 
 def _plan(configuration: Configuration, units: Sequence[UnitPlan], settings: RuntimeSettings) -> Plan:
-    held, ssd = settings.held_dtype, settings.ssd
-    assert ssd is not None
-    needs = Needs(
-        gradient_bytes=settings.gradient_dtype.itemsize,
-        held_bytes=0 if held is None else held.itemsize,
-        window=configuration.slots,
-        ring=settings.gradient_buffers if held is None or settings.accumulates else 0,
-        ring_to_ssd=settings.gradient_buffers,
-        world_size=configuration.ranks,
-        shares_weights=configuration.shared,
-        ssd=ssd.needs,
-        page_locks=False,
-    )
+    needs = settings.needs(world_size=configuration.ranks, shares_weights=configuration.shared, gpu_is_own=False)
     return Plan.of([unit.size(settings) for unit in units], needs, _placement(configuration))
 
 
-def _made(kind: Any, **known: Any) -> Any:
-    """A dataclass whose further fields without a default get one by their type."""
-    by_type = {"bool": False, "int": 1, "float": 300.0}
-    for each in dataclasses.fields(kind):
-        missing = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
-        if each.name not in known and missing:
-            known[each.name] = by_type.get(str(each.type))
-    names = {each.name for each in dataclasses.fields(kind)}
-    return kind(**{name: value for name, value in known.items() if name in names})
-
-
 def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
-    needs = SsdNeeds(
-        weights=True,
-        records=True,
-        chunk_numel=CHUNK_NUMEL,
-        record_buffers=configuration.record_buffers,
+    # Not validated: a user's engine has no fewer than two of any buffer.
+    slide = SlideConfig.model_construct(
+        window=configuration.slots,
+        ssd_buffers=configuration.record_buffers,
         weight_buffers=configuration.weight_buffers,
-    )
-    ssd = _made(SsdSettings, parents=[("", Path())], needs=needs, backend="auto", queue_depth=None, request_bytes=None)
-    held = torch.bfloat16 if configuration.accumulation == 1 else torch.float32
-    settings = _made(
-        RuntimeSettings,
-        gradient_dtype=torch.bfloat16,
-        held_dtype=held if configuration.held else None,
-        moments=STATE_FORMATS["fp32"],
-        ssd=ssd,
-        accumulates=configuration.accumulation > 1,
         gradient_buffers=configuration.gradient_buffers,
+        hold_gradients=configuration.held,
         cpu_threads=1,
-        cpu_cores=(),
-        huge_pages=False,
-        delay_ms=0.0,
-        seed=0,
-        hang_timeout_s=0.0,  # a watchdog is no part of what is explored
+        cpu_cores="none",
+        checksums=False,
+        hang_timeout=0.0,  # a watchdog is no part of what is explored
+    )
+    return RuntimeSettings(
+        slide=slide,
+        ssd=SsdSettings([("", Path())], True, True, CHUNK_NUMEL, queue_depth=None, request_bytes=None),
+        gradient_dtype=torch.bfloat16,
+        accumulation_dtype=torch.float32,
+        accumulates=configuration.accumulation > 1,
+        clips=configuration.held,
         trains=trains,
     )
-    assert isinstance(settings, RuntimeSettings)
-    return settings
 
 
 def _without_optimizer(configuration: Configuration) -> Configuration:

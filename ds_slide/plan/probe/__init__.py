@@ -1,0 +1,1 @@
+"""What the machine leaves this process to plan with."""
