@@ -47,10 +47,10 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self, module: nn.Module, init_optimizer: Any, param_names: Any, timers: Any, ds_config: Any, **kwargs: Any
     ) -> None:
         ZeROOptimizer.__init__(self)
-        check_supported(kwargs, init_optimizer, module, ds_config)
-        ownership.end_earlier_engine(module)
         config = SlideConfig.from_deepspeed(ds_config)
         assert config is not None
+        check_supported(kwargs, init_optimizer, module, config)
+        ownership.end_earlier_engine(module)
         self.async_save = config.async_save
         self.require_manifest = config.checkpoint.require_manifest
         self.names_said_to_be_refused: set[str] = set()
