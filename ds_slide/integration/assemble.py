@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,42 +12,34 @@ from deepspeed.utils import z3_leaf_module
 from torch import nn
 
 from ds_slide.config import SlideConfig
-from ds_slide.config.trace_file import trace_request
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.kernels import install_kernels
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import PrecisionOf, UnitSpec, find_structure, parameter_numel, parameter_shape
-from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.patching.apply import Replaced
 from ds_slide.patching.streamed_head import stream_head
 from ds_slide.plan.memory import Budgets, Plan, Taken, make_plan
-from ds_slide.plan.placement import Needs, UnitSize
 from ds_slide.plan.probe.file_mappings import FileMappings
 from ds_slide.plan.probe.host_room import groups, host_room, share_with
 from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.plan.ssd_settings import ssd_settings
 from ds_slide.runtime import running
-from ds_slide.runtime.build import STAGINGS, build_runtime
+from ds_slide.runtime.build import build_runtime
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
-from ds_slide.runtime.updates.threads import update_cores
 from ds_slide.runtime.weights.rows import chunk_rows
 from ds_slide.runtime.weights.sharing import open_sharing
 from ds_slide.runtime.weights.streamed_head import StreamedHead, check_is_edge, find_streamed_head
 from ds_slide.store.page_locks import require_page_locks
 
-LEAST_WINDOW = 3
-"""Slots of `window` "auto": one that computes, one that is filled meanwhile, one that evens out their times."""
-
 
 def assemble(
     module: nn.Module,
     group_of: dict[nn.Parameter, int],
-    config: SlideConfig,
     settings: RuntimeSettings,
     process_group: Any,
     precision_of: PrecisionOf = Precision.declared,
@@ -59,6 +50,7 @@ def assemble(
     `group_of`: optimizer group of every trainable parameter. `precision_of`: of every parameter. Collective over the
     ranks.
     """
+    config = settings.slide
     device = Device(torch.device(get_accelerator().current_device_name()))
     ranks = Ranks.over(process_group, device)
     head = find_streamed_head(module, ranks.world_size, settings, precision_of) if config.stream_head else None
@@ -73,7 +65,7 @@ def assemble(
     sharing = open_sharing(ranks, config.share_weights)
     kernels = None
     try:
-        plan = _plan(unit_plans, config, settings, budgets, shares_weights=sharing is not None)
+        plan = _plan(unit_plans, settings, budgets, shares_weights=sharing is not None)
         if device.is_cuda:
             require_page_locks(plan.host_bytes)
         kernels = install_kernels(module, config.kernels)
@@ -111,53 +103,17 @@ def runtime_settings(
     accumulation_steps: int,
     clips: bool,
 ) -> RuntimeSettings:
-    """Decide what the DeepSpeed settings mean for the runtime (see `SlideConfig.hold_gradients`). `ds_config`: raw."""
+    """`ds_config`: raw."""
     # Unmanaged, DeepSpeed does not say which backward is the last one: the script calls step() when it likes.
     accumulates = accumulation_steps > 1 or not ds_config.get("managed_gradient_accumulation", True)
-    needs_hold = clips or gradient_dtype == torch.float16 or accumulates
-    held = needs_hold if config.hold_gradients == "auto" else config.hold_gradients
-    held_dtype = accumulation_dtype if accumulates else gradient_dtype
-    threads, cores = update_cores(
-        config.cpu_threads,
-        config.cpu_cores,
-        int(os.environ.get("LOCAL_RANK", "0")),
-        local_ranks(),
-    )
-    return RuntimeSettings(
-        gradient_dtype=gradient_dtype,
-        held_dtype=held_dtype if held else None,
-        rule=rule,
-        moments=STATE_FORMATS[config.state_dtype],
-        ssd=ssd_settings(config, ds_config),
-        accumulates=accumulates,
-        gradient_buffers=config.gradient_buffers,
-        cpu_threads=threads,
-        cpu_cores=cores,
-        huge_pages=config.huge_pages,
-        delay_ms=config.debug.lane_delay_ms,
-        seed=config.debug.seed,
-        hang_timeout_s=config.hang_timeout,
-        trace=trace_request(config.trace),
-    )
+    ssd = ssd_settings(config, ds_config)
+    return RuntimeSettings(config, ssd, gradient_dtype, accumulation_dtype, accumulates, clips, rule)
 
 
 def forward_settings(config: SlideConfig, ds_config: Mapping[str, Any], dtype: torch.dtype) -> RuntimeSettings:
     """Of an engine without an optimizer: what the JSON says of updates and gradients does not concern it."""
-    return RuntimeSettings(
-        gradient_dtype=dtype,
-        held_dtype=dtype,
-        rule=None,
-        moments=STATE_FORMATS["fp32"],
-        ssd=ssd_settings(config, ds_config),
-        accumulates=False,
-        gradient_buffers=0,
-        cpu_threads=0,
-        cpu_cores=(),
-        huge_pages=config.huge_pages,
-        delay_ms=config.debug.lane_delay_ms,
-        seed=config.debug.seed,
-        hang_timeout_s=config.hang_timeout,
-    )
+    ssd = ssd_settings(config, ds_config)
+    return RuntimeSettings(config, ssd, dtype, dtype, accumulates=False, clips=False, rule=None)
 
 
 def _in_forward_order(module: nn.Module, units: Sequence[UnitSpec]) -> list[UnitSpec]:
@@ -183,43 +139,11 @@ def _unit_plan(
     return UnitPlan(spec, layout, [by_name[entry.name] for entry in layout.entries], rows)
 
 
-def _plan(
-    unit_plans: Sequence[UnitPlan],
-    config: SlideConfig,
-    settings: RuntimeSettings,
-    budgets: Budgets,
-    *,
-    shares_weights: bool,
-) -> Plan:
-    held = 0 if settings.held_dtype is None else settings.held_dtype.itemsize
-    rings = settings.held_dtype is None or settings.accumulates
-    needs = Needs(
-        gradient_bytes=settings.gradient_dtype.itemsize,
-        held_bytes=held,
-        window=LEAST_WINDOW if config.window == "auto" else config.window,
-        window_grows=config.window == "auto" and budgets.gpu_is_own,
-        trains=settings.trains,
-        stagings=STAGINGS,
-        ring=settings.gradient_buffers if rings else 0,
-        ring_to_ssd=settings.gradient_buffers,
-        world_size=unit_plans[0].layout.world_size,
-        shares_weights=shares_weights,
-        ssd=None if settings.ssd is None else settings.ssd.needs,
+def _plan(unit_plans: Sequence[UnitPlan], settings: RuntimeSettings, budgets: Budgets, *, shares_weights: bool) -> Plan:
+    needs = settings.needs(
+        world_size=unit_plans[0].layout.world_size, shares_weights=shares_weights, gpu_is_own=budgets.gpu_is_own
     )
-    sizes = [
-        UnitSize(
-            plan.spec.name,
-            plan.layout,
-            plan.spec.kind,
-            settings.specs(plan.dtype),
-            plan.dtype.itemsize,
-            plan.passing_numel,
-            settings.gradient_of(plan.spec.precision).itemsize,
-            0 if (own := settings.held_of(plan.spec.precision)) is None else own.itemsize,
-        )
-        for plan in unit_plans
-    ]
-    return make_plan(sizes, needs, budgets)
+    return make_plan([unit_plan.size(settings) for unit_plan in unit_plans], needs, budgets)
 
 
 def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:

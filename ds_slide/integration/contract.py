@@ -5,7 +5,7 @@ client's optimizer exist yet), `check_supported` when the ZeRO optimizer is buil
 every problem that they find, one sentence and one line each.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,14 +58,12 @@ def check_deepspeed_config(
     )
 
 
-def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, ds_config: Mapping[str, Any]) -> None:
+def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, slide: SlideConfig) -> None:
     """Refuse arguments of DeepSpeedZeroOptimizer_Stage3's constructor that DS-Slide cannot honour.
 
     `kwargs`: the constructor's keyword arguments by DeepSpeed's names; an absent one counts as off.
-    `init_optimizer`: the optimizer that brings the hyperparameters. `module`: the model. `ds_config`: the raw config
-    dict. Raises SlideConfigError.
+    `init_optimizer`: the optimizer that brings the hyperparameters. `module`: the model. Raises SlideConfigError.
     """
-    slide = SlideConfig.from_deepspeed(ds_config) or SlideConfig()
     values = dict(kwargs)
     # These two arrive under other names than they are set with.
     values["prescale_gradients"] = not values.get("postscale_gradients", True)

@@ -49,7 +49,7 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
         self.persistent_parameters: list[nn.Parameter] = []
         protocol.convert(module, dp_process_group, self.dtype)
         settings = forward_settings(config, ds_config, self.dtype)
-        self.runtime, self.kernels = assemble(module, {}, config, settings, dp_process_group)
+        self.runtime, self.kernels = assemble(module, {}, settings, dp_process_group)
         try:
             self.protocol = protocol.ParameterProtocol(self.runtime, dp_process_group)
             self.parameter_offload = ParameterOffload(self.runtime, module)

@@ -49,10 +49,10 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self, module: nn.Module, init_optimizer: Any, param_names: Any, timers: Any, ds_config: Any, **kwargs: Any
     ) -> None:
         ZeROOptimizer.__init__(self)
-        check_supported(kwargs, init_optimizer, module, ds_config)
-        ownership.end_earlier_engine(module)
         config = SlideConfig.from_deepspeed(ds_config)
         assert config is not None
+        check_supported(kwargs, init_optimizer, module, config)
+        ownership.end_earlier_engine(module)
         self.async_save = config.async_save
         self.require_manifest = config.checkpoint.require_manifest
         self.names_said_to_be_refused: set[str] = set()
@@ -79,7 +79,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         precision_of: PrecisionOf = Precision.declared
         if autocast.is_enabled(ds_config):
             precision_of = autocast.precision_under_autocast(module, ds_config, group_of)
-        self.runtime, self.kernels = assemble(module, group_of, config, settings, self.dp_process_group, precision_of)
+        self.runtime, self.kernels = assemble(module, group_of, settings, self.dp_process_group, precision_of)
         try:
             self._take_over(module)
         except BaseException:

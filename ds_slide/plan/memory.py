@@ -7,13 +7,21 @@ updates are due first.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
 
 from ds_slide.errors import SlideError
-from ds_slide.plan.placement import HostPlacement, Needs, UnitSize, gradient_item, held_item, place_on_host
-from ds_slide.store.planes import optimizer_bytes
+from ds_slide.plan.allocations import (
+    Allocation,
+    make_allocations,
+    of_unit,
+    slot_bytes,
+    spare_ring_bytes,
+    streamed,
+    total,
+)
+from ds_slide.plan.needs import Needs, Placement, UnitSize
+from ds_slide.plan.placement import place_on_host
 
 # 5 %: on a 141 GB card that covers the vocabulary matrix of a 3 B model and some blocks, on a 24 GB card a block or
 # two; activations, which DS-Slide does not place yet, need the rest.
@@ -75,49 +83,109 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Plan:
-    """`on_gpu`: indices of the units whose states live on the GPU. `host`: the rest, in host memory or on SSD.
-    `window`: slots. Byte totals of what DS-Slide places."""
+    """Where every state is, and all that this takes."""
 
-    on_gpu: frozenset[int]
-    gpu_bytes: int
-    gpu_state_bytes: int
-    host: HostPlacement
-    window: int
+    units: tuple[UnitSize, ...]
+    placement: Placement
+    allocations: tuple[Allocation, ...]
+    gpu_states_used: int
+    """Of `ds_slide.gpu_states`: bytes more on the GPU than if no unit was updated there."""
+    spare_rings: tuple[int, int]
+    """See `spare_ring_bytes`."""
+
+    @classmethod
+    def of(cls, units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Plan:
+        used = sum(gpu_cost(units[index], needs) for index in placement.on_gpu)
+        spares = spare_ring_bytes(units, needs, placement)
+        return cls(tuple(units), placement, make_allocations(units, needs, placement), used, spares)
+
+    @property
+    def gpu_bytes(self) -> int:
+        return total(self.allocations, "gpu")
 
     @property
     def host_bytes(self) -> int:
-        return self.host.host_bytes
+        return total(self.allocations, "host")
+
+    @property
+    def host_state_bytes(self) -> int:
+        """Without held gradients and buffers: what `ds_slide.host_memory` limits."""
+        return total(self.allocations, "host", "states")
+
+    @property
+    def ssd_bytes(self) -> int:
+        """Of states and held gradients; the state files hold them in whole pages."""
+        return total(self.allocations, "ssd", "states", "held gradients")
+
+    @property
+    def window_bytes(self) -> int:
+        return total(self.allocations, "gpu", "the window")
+
+    @property
+    def taken(self) -> Taken:
+        return Taken(self.gpu_bytes, self.gpu_states_used, self.window_bytes, self.host_state_bytes)
+
+    def report(self) -> dict[str, int]:
+        """The sums that users see (`slide_stats()["memory"]`)."""
+        placement = self.placement
+        return {
+            "gpu_bytes": self.gpu_bytes,
+            "gpu_state_bytes": total(self.allocations, "gpu", "states", "held gradients"),
+            "window_bytes": self.window_bytes,
+            "host_bytes": self.host_bytes,
+            "host_state_bytes": self.host_state_bytes,
+            "ssd_bytes": self.ssd_bytes,
+            "ssd_units": len(placement.on_ssd),
+            "ssd_gradient_units": len(placement.gradients_on_ssd),
+            "pinned_bytes": sum(each.nbytes for each in self.allocations if each.page_locked),
+            "parameters": sum(entry.numel for unit in self.units for entry in unit.layout.entries),
+            "gpu_units": len(placement.on_gpu),
+            "units": len(self.units),
+            "blocks": sum(unit.kind == "block" for unit in self.units),
+            "slots": min(placement.window, len(streamed(self.units, placement))),
+        }
 
 
 def gpu_cost(unit: UnitSize, needs: Needs) -> int:
     """Bytes more on the GPU when the unit's states (and its held gradient) move there."""
-    trainable = unit.layout.trainable_numel
-    cost = optimizer_bytes(unit.specs, trainable) + trainable * max(gradient_item(unit, needs), held_item(unit, needs))
-    if not unit.stays:
-        cost += unit.layout.slot_numel * unit.weight_bytes
-    return cost
+    there, not_there = of_unit(unit, 0, needs, Placement(frozenset((0,)))), of_unit(unit, 0, needs, Placement())
+    return total(there, "gpu") - total(not_there, "gpu")
 
 
 def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan:
     """Place the units. Raises SlideError when a budget does not suffice, with what would."""
-    allowance = _gpu_states_allowance(units, needs, budgets)
-    on_gpu: set[int] = set()
-    left = allowance
+    on_gpu = _updated_on_gpu(units, needs, budgets)
+    placement = _placed(units, needs, budgets, on_gpu)
+    while budgets.gpu_states is None and on_gpu and _gpu_bytes(units, needs, placement) > budgets.gpu_limit:
+        # Weights that several ranks gather need a buffer more. Nobody has asked for a unit to be updated there.
+        placement = _placed(units, needs, budgets, on_gpu := on_gpu[:-1])
+    placement = replace(placement, window=_window(units, needs, placement, budgets))
+    plan = Plan.of(units, needs, placement)
+    _check(plan, budgets, needs)
+    return plan
+
+
+def _updated_on_gpu(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> list[int]:
+    """Units whose states are on the GPU, the most useful first."""
+    left = _gpu_states_allowance(units, needs, budgets)
+    chosen: list[int] = []
     candidates = [index for index, unit in enumerate(units) if needs.trains and not unit.passing_numel]
     for index in sorted(candidates, key=lambda index: (not units[index].stays, index)):
         cost = gpu_cost(units[index], needs)
         if cost <= left:
-            on_gpu.add(index)
+            chosen.append(index)
             left -= cost
         elif not units[index].stays:
             break  # blocks in order: a gap would be fetched anyway
-    placed = frozenset(on_gpu)
-    host = place_on_host(units, needs, placed, budgets.host_free, budgets.host_limit)
-    window = _window(units, needs, placed, budgets)
-    gpu_bytes = _gpu_bytes(units, dataclasses.replace(needs, window=window), placed)
-    plan = Plan(placed, gpu_bytes, allowance - left, host, window)
-    _check(plan, budgets, needs)
-    return plan
+    return chosen
+
+
+def _placed(units: Sequence[UnitSize], needs: Needs, budgets: Budgets, on_gpu: Sequence[int]) -> Placement:
+    return place_on_host(units, needs, frozenset(on_gpu), budgets.host_free, budgets.host_limit)
+
+
+def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> int:
+    return total(make_allocations(units, needs, placement), "gpu")
 
 
 def _gpu_states_allowance(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> int:
@@ -127,83 +195,23 @@ def _gpu_states_allowance(units: Sequence[UnitSize], needs: Needs, budgets: Budg
     if budgets.gpu_states is not None:
         return max(0, budgets.gpu_states - budgets.taken.gpu_states)
     allowance = int(budgets.gpu_total * AUTO_GPU_STATE_SHARE) - budgets.taken.gpu_states
-    return max(0, min(allowance, budgets.gpu_limit - _gpu_bytes(units, needs, frozenset())))
+    without = _gpu_bytes(units, needs, _placed(units, needs, budgets, ()))
+    return max(0, min(allowance, budgets.gpu_limit - without))
 
 
-def _window(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int], budgets: Budgets) -> int:
+def _window(units: Sequence[UnitSize], needs: Needs, placement: Placement, budgets: Budgets) -> int:
     """Slots: more than are needed where the GPU has room, one for each streamed block at most."""
-    streamed = _streamed(units, on_gpu)
-    slot = _slot_bytes(streamed, needs)
+    blocks = len(streamed(units, placement))
+    slot = slot_bytes(units, needs, placement)
     if not needs.window_grows or not slot:
         return needs.window
     share = int(budgets.gpu_total * AUTO_WINDOW_SHARE) - budgets.taken.window
-    room = min(share, budgets.gpu_limit - _gpu_bytes(units, needs, on_gpu))
-    more = max(0, min(room // slot, len(streamed) - needs.window))
-    if not needs.trains and needs.window + more < len(streamed):
+    room = min(share, budgets.gpu_limit - _gpu_bytes(units, needs, placement))
+    more = max(0, min(room // slot, blocks - needs.window))
+    if not needs.trains and needs.window + more < blocks:
         # Each forward goes through all blocks: unless all of them fit, a slot more saves it no fetch.
         return needs.window
     return needs.window + more
-
-
-def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
-    streamed = _streamed(units, on_gpu)
-    packed = [unit for index, unit in enumerate(units) if not unit.is_edge and index not in on_gpu]
-    staging = max((unit.layout.slot_trainable_numel * gradient_item(unit, needs) for unit in packed), default=0)
-    gathered = 0
-    if needs.world_size > 1:
-        # The gradients of all units pass the staging buffers, whole and once more this rank's part.
-        largest = max((unit.layout.trainable_numel * gradient_item(unit, needs) for unit in units), default=0)
-        staging = largest * (needs.world_size + 1)
-        gathered = _passing_bytes(units, needs, on_gpu)
-    window = min(needs.window, len(streamed)) * _slot_bytes(streamed, needs)
-    total = gathered + window + needs.stagings * staging
-    resident = [unit for unit in units if unit.stays]
-    total += sum((unit.passing_numel or unit.layout.slot_numel) * unit.weight_bytes for unit in resident)
-    return total + sum(gpu_cost(units[index], needs) for index in on_gpu)
-
-
-def _passing_bytes(units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int]) -> int:
-    """Bytes that the shares of several ranks take on their way into a slot or an edge: a scratch buffer in which the
-    parts of gathered units meet, one for shared ones, and room for this rank's part beside each edge that is gathered
-    (beside slots: `_slot_bytes`)."""
-    streamed = _streamed(units, on_gpu)
-    resident = [unit for index, unit in enumerate(units) if unit.stays and index not in on_gpu]
-    meeting = [units[index] for index in on_gpu]
-    nbytes = 0
-    if needs.shares_weights:
-        nbytes += needs.world_size * _largest_share(streamed)
-    if _may_gather_blocks(needs):
-        meeting += streamed
-    if not needs.shares_weights:
-        nbytes += sum(_share(unit) for unit in resident)
-        meeting += resident
-    return nbytes + needs.world_size * _largest_share(meeting)
-
-
-def _may_gather_blocks(needs: Needs) -> bool:
-    if needs.world_size == 1:
-        return False
-    return not needs.shares_weights or (needs.ssd is not None and needs.ssd.weights)
-
-
-def _share(unit: UnitSize) -> int:
-    """Bytes of one rank's weights."""
-    return unit.layout.local_numel * unit.weight_bytes
-
-
-def _largest_share(units: Sequence[UnitSize]) -> int:
-    return max((_share(unit) for unit in units), default=0)
-
-
-def _streamed(units: Sequence[UnitSize], on_gpu: frozenset[int]) -> list[UnitSize]:
-    """Blocks that pass through the window."""
-    return [unit for index, unit in enumerate(units) if not unit.stays and index not in on_gpu]
-
-
-def _slot_bytes(streamed: Sequence[UnitSize], needs: Needs) -> int:
-    """Of one slot, with room for this rank's share where blocks are gathered."""
-    nbytes = max((unit.layout.slot_numel * unit.weight_bytes for unit in streamed), default=0)
-    return nbytes + (_largest_share(streamed) if _may_gather_blocks(needs) else 0)
 
 
 def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
@@ -213,30 +221,33 @@ def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
         if source == "free GPU memory" and not budgets.gpu_is_own:
             source = f"free host memory, in which this accelerator computes ({budgets.host_source}),"
         others = _beside(budgets.taken.gpu) if gpu_limit != budgets.gpu_free else ""
+        entries = [each for each in plan.allocations if each.tier == "gpu"]
         raise SlideError(
             f"GPU tier: window, edges and GPU states need {plan.gpu_bytes:,} bytes, but {source} is "
             f"{gpu_limit:,}{others}; "
-            f"lower ds_slide.window (now {plan.window}) or ds_slide.gpu_states (now {plan.gpu_state_bytes:,} bytes), "
-            "or allow more"
+            f"lower ds_slide.window (now {plan.placement.window}) or ds_slide.gpu_states (now "
+            f"{plan.gpu_states_used:,} bytes), or allow more{_largest(entries)}"
         )
     _check_host(plan, budgets, needs)
 
 
 def _check_host(plan: Plan, budgets: Budgets, needs: Needs) -> None:
-    host = plan.host
     budget = budgets.host_limit
-    if budget is not None and needs.ssd is None and host.state_bytes > budget:
+    if budget is not None and needs.ssd is None and plan.host_state_bytes > budget:
         section = "offload_optimizer" if needs.trains else "offload_param"
+        states = [each for each in plan.allocations if each.tier == "host" and each.why == "states"]
         raise SlideError(
-            f"host tier: the states need {host.state_bytes:,} bytes, but ds_slide.host_memory is "
+            f"host tier: the states need {plan.host_state_bytes:,} bytes, but ds_slide.host_memory is "
             f"{budget:,}{_beside(budgets.taken.host_states)}; allow more, or let the rest go to SSD with "
-            f'zero_optimization.{section}.device "nvme" and its nvme_path'
+            f'zero_optimization.{section}.device "nvme" and its nvme_path{_largest(states)}'
         )
     # An accelerator that is the host computes in the same memory.
-    needed = host.host_bytes + (0 if budgets.gpu_is_own else plan.gpu_bytes)
+    tiers = ("host",) if budgets.gpu_is_own else ("host", "gpu")
+    entries = [each for each in plan.allocations if each.tier in tiers]
+    needed = sum(each.nbytes for each in entries)
     if needed > budgets.host_free:
         if not needs.trains:
-            raise _no_room_for_weights(needed, budgets, needs)
+            raise _no_room_for_weights(entries, budgets, needs)
         held = " or ds_slide.hold_gradients (false, without clipping and accumulation)" if needs.held_bytes else ""
         if needs.ssd is None:
             way_out = 'zero_optimization.offload_optimizer.device (to "nvme", with its nvme_path)'
@@ -248,22 +259,30 @@ def _check_host(plan: Plan, budgets: Budgets, needs: Needs) -> None:
             way_out = "ds_slide.host_memory (lower), ds_slide.weight_buffers or ds_slide.ssd_buffers"
         raise SlideError(
             f"host tier: states, gradients and buffers need {needed:,} bytes, but {budgets.are_free}; "
-            f"change {way_out}, ds_slide.gpu_states (now {plan.gpu_state_bytes:,} bytes, more moves states to "
-            f"the GPU){held}, or use more ranks or a machine with more memory"
+            f"change {way_out}, ds_slide.gpu_states (now {plan.gpu_states_used:,} bytes, more moves states to "
+            f"the GPU){held}, or use more ranks or a machine with more memory{_largest(entries)}"
         )
 
 
-def _no_room_for_weights(needed: int, budgets: Budgets, needs: Needs) -> SlideError:
+def _no_room_for_weights(entries: Sequence[Allocation], budgets: Budgets, needs: Needs) -> SlideError:
+    needed = sum(each.nbytes for each in entries)
     if needs.ssd is None or not needs.ssd.weights:
         way_out = 'zero_optimization.offload_param.device (to "nvme", with its nvme_path)'
     else:
         way_out = "ds_slide.host_memory (lower) or ds_slide.weight_buffers"
     return SlideError(
         f"host tier: the weights need {needed:,} bytes, but {budgets.are_free}; change {way_out}, "
-        "or use more ranks or a machine with more memory"
+        f"or use more ranks or a machine with more memory{_largest(entries)}"
     )
 
 
 def _beside(taken: int) -> str:
     """Part of a sentence, behind a limit that is less than the configured one."""
     return f" beside the {taken:,} of other engines in this process" if taken else ""
+
+
+def _largest(entries: Iterable[Allocation]) -> str:
+    """The end of a sentence: what takes most of it."""
+    largest = sorted(entries, key=lambda each: -each.nbytes)[:3]
+    named = [f"{each.what} ({each.nbytes:,} bytes)" for each in largest if each.nbytes]
+    return f"; the largest entries are {', '.join(named)}" if named else ""

@@ -11,17 +11,21 @@ from typing import Any
 from ds_slide.config import SlideConfig, expanded_directory, shown
 from ds_slide.config.json_types import SECTIONS
 from ds_slide.errors import SlideConfigError
-from ds_slide.plan.placement import SsdNeeds
 from ds_slide.store.ssd.places import CHUNK_NUMEL, MOST_DEPTH, MOST_REQUEST_BYTES, PAGE
 
 
 @dataclass(frozen=True)
 class SsdSettings:
-    """`parents`: (JSON path for messages, directory) of every disk. `needs`: what may go there. None is automatic."""
+    """What DeepSpeed's own keys say of the SSD tier, with `ds_slide.nvme_path`. None is automatic."""
 
     parents: Sequence[tuple[str, Path]]
-    needs: SsdNeeds
-    backend: str
+    """(JSON path for messages, directory) of every disk."""
+    weights: bool
+    """Whether they may go there; blocks' alone do."""
+    records: bool
+    """Whether optimizer states may, and with them held gradients."""
+    chunk_numel: int
+    """Parameters of a record."""
     queue_depth: int | None
     request_bytes: int | None
 
@@ -91,15 +95,9 @@ def ssd_settings(config: SlideConfig, ds_config: Mapping[str, Any]) -> SsdSettin
     aio = ds_config.get("aio") or {}
     return SsdSettings(
         parents=ssd_parents(config, ds_config),
-        needs=SsdNeeds(
-            weights=offload_device(ds_config, "offload_param") == "nvme",
-            records=offload_device(ds_config, "offload_optimizer") == "nvme",
-            chunk_numel=CHUNK_NUMEL,
-            record_buffers=None if config.ssd_buffers == "auto" else config.ssd_buffers,
-            weight_buffers=None if config.weight_buffers == "auto" else config.weight_buffers,
-            checksums=config.checksums,
-        ),
-        backend=config.io_backend,
+        weights=offload_device(ds_config, "offload_param") == "nvme",
+        records=offload_device(ds_config, "offload_optimizer") == "nvme",
+        chunk_numel=CHUNK_NUMEL,
         queue_depth=aio.get("queue_depth"),
         request_bytes=aio.get("block_size"),
     )

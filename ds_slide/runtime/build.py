@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -11,14 +12,28 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ds_slide.model.layout import Entry
+from ds_slide.config.trace_file import trace_request
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.optim.reference import encode_planar
-from ds_slide.plan.memory import Plan, Taken
+from ds_slide.plan.allocations import (
+    BLOCK_RING,
+    EDGE_RING,
+    GATHERED,
+    SLOTS,
+    STAGED,
+    STAGED_PARTS,
+    UPLOADED,
+    row_gradients_of,
+    rows_of,
+)
+from ds_slide.plan.memory import Plan
+from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
 from ds_slide.report.trace import Trace
 from ds_slide.runtime import running
+from ds_slide.runtime.allocator import Allocator
+from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.build_ssd import announcer, make_ssd_gradients, make_ssd_states, open_store
+from ds_slide.runtime.build_units import TakeWeights, join_parts, load_weights, make_unit
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import Lanes, Parts, SlideRuntime
 from ds_slide.runtime.gradients.norm import square_sum
@@ -28,13 +43,14 @@ from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.ranks.peers import Peers
 from ds_slide.runtime.ranks.watchdog import Watchdog
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
-from ds_slide.runtime.transfers.handoff import Failures, Ticket
+from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.runtime.transfers.lane import Delay, Lane
 from ds_slide.runtime.transfers.ring import HostRing
 from ds_slide.runtime.transfers.ssd import moved_bytes
 from ds_slide.runtime.transfers.uploads import Uploads
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates.apply import host_update
+from ds_slide.runtime.updates.threads import update_cores
 from ds_slide.runtime.updates.update_lane import UpdateLane
 from ds_slide.runtime.updates.updating import Updating
 from ds_slide.runtime.weights.gathers import Gathers
@@ -42,19 +58,9 @@ from ds_slide.runtime.weights.rows import MakeRows, RowBuffers, RowEvents, Strea
 from ds_slide.runtime.weights.shared_weights import SharedWeights
 from ds_slide.runtime.weights.sharing import Sharing
 from ds_slide.runtime.weights.window import Window
-from ds_slide.store.ssd.places import whole_pages
 from ds_slide.store.ssd.store import SsdStore
-from ds_slide.store.ssd.unit import SsdUnit, page_buffer
-from ds_slide.store.state import HostMemory, gpu_state, memory_state
+from ds_slide.store.state import HostMemory
 
-SPLIT_NUMEL = 1 << 22
-"""Of narrowed weights that are split at once: 16 MiB a temporary."""
-STAGINGS = 2
-"""GPU staging buffers for gradients: one that is packed while the other is copied down."""
-
-
-TakeWeights = Callable[[nn.Parameter, Entry], torch.Tensor]
-"""This rank's elements of a parameter, flat, on any device ([<= partition_numel])."""
 Adopt = Callable[[Unit], None]
 """Called when a unit's planes hold its weights: the source may be freed."""
 
@@ -77,46 +83,30 @@ def build_runtime(
     ranks.watched_by(failures)
     if ranks.world_size > 1:
         ranks.require_equal(_choices(unit_plans, plan, settings), "what is to be where")
-    trace = None
-    if settings.trace is not None:
-        names = [unit_plan.spec.name for unit_plan in unit_plans]
-        trace = Trace(settings.trace.of_rank(ranks.rank, ranks.world_size), names, STREAM_LANES)
-    recorder = StepRecorder(device, trace, rank=ranks.rank)
-    memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.huge_pages)
+    recorder = StepRecorder(device, _trace(unit_plans, settings, ranks), rank=ranks.rank)
+    memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.slide.huge_pages)
+    allocator = Allocator(plan.allocations, memory, device)
     empty = Empty.on(device.torch, {unit_plan.spec.precision.parameter for unit_plan in unit_plans})
-    store, on_ssd = open_store(unit_plans, plan, settings, ranks, memory, failures)
     shared = None
     if sharing is not None:
         shared = SharedWeights(ranks, sharing, memory, len(unit_plans), failures)
+    threads, cores = _update_threads(settings)
+    context = BuildContext(plan, settings, ranks, device, failures, recorder, memory, allocator, shared, threads, cores)
+    store, on_ssd = open_store(context, unit_plans)
     units: list[Unit] = []
     started = ExitStack()
     try:
         progress = tqdm(unit_plans, desc="ds_slide: placing states", disable=None, leave=False)
         for order, unit_plan in enumerate(progress):
-            ssd = on_ssd.get(order)
-            on_gpu = order in plan.on_gpu
-            units.append(_make_unit(unit_plan, order, on_gpu, ssd, settings, ranks, device, memory, shared, failures))
-            _load_weights(units[-1], ranks, take_weights)
+            units.append(make_unit(context, unit_plan, order, on_ssd.get(order)))
+            load_weights(units[-1], ranks, take_weights)
             adopt(units[-1])
-        _join_parts(units)
+        join_parts(units)
         if shared is not None:
             shared.map_others([unit for unit in units if not unit.is_gathered])
-        runtime = _wire(
-            module,
-            units,
-            plan,
-            settings,
-            store,
-            ranks,
-            device,
-            memory,
-            shared,
-            empty,
-            failures,
-            recorder,
-            availability,
-            started,
-        )
+        parts = _wire(context, units, store, empty, started)
+        allocator.require_all_given()
+        runtime = SlideRuntime(module, parts, availability)
     except BaseException:
         # No lane has been given anything yet, so none waits for another one, or for the disk.
         started.close()
@@ -141,150 +131,57 @@ def build_runtime(
     return runtime
 
 
+def _trace(unit_plans: Sequence[UnitPlan], settings: RuntimeSettings, ranks: Ranks) -> Trace | None:
+    """The record of the steps that the settings choose, with a file of its own for every rank."""
+    request = trace_request(settings.slide.trace)
+    if request is None:
+        return None
+    names = [unit_plan.spec.name for unit_plan in unit_plans]
+    return Trace(request.of_rank(ranks.rank, ranks.world_size), names, STREAM_LANES)
+
+
+def _update_threads(settings: RuntimeSettings) -> tuple[int, Sequence[int]]:
+    """How many threads update, and the cores that they are pinned to."""
+    if not settings.trains:
+        return 0, ()
+    slide, local_rank = settings.slide, int(os.environ.get("LOCAL_RANK", "0"))
+    return update_cores(slide.cpu_threads, slide.cpu_cores, local_rank, local_ranks())
+
+
 def _choices(unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettings) -> dict[str, object]:
     """What all ranks have to have decided alike, because it sets which collectives they call in which order."""
-    host, model = plan.host, repr([(unit.spec.name, unit.spec.precision, unit.layout) for unit in unit_plans])
+    placement, model = plan.placement, repr([(unit.spec.name, unit.spec.precision, unit.layout) for unit in unit_plans])
     return {
         "the digest of the model's layout": f"{zlib.crc32(model.encode()):08x}",
-        "the units whose states are on the GPU": sorted(plan.on_gpu),
-        "the units whose weights are on SSD": sorted(host.weights_on_ssd),
-        "the number of slots": plan.window,
+        "the units whose states are on the GPU": sorted(placement.on_gpu),
+        "the units whose weights are on SSD": sorted(placement.weights_on_ssd),
+        "the number of slots": placement.window,
         "the dtype of gradients": str(settings.gradient_dtype),
         "the dtype of held gradients": str(settings.held_dtype),
     }
 
 
-def _make_unit(
-    unit_plan: UnitPlan,
-    order: int,
-    on_gpu: bool,
-    ssd: SsdUnit | None,
-    settings: RuntimeSettings,
-    ranks: Ranks,
-    device: Device,
-    memory: HostMemory,
-    shared: SharedWeights | None,
-    failures: Failures,
-) -> Unit:
-    layout, dtype, stays = unit_plan.layout, unit_plan.dtype, unit_plan.spec.kind != "block"
-    reduced, held = settings.gradient_of(unit_plan.spec.precision), settings.held_of(unit_plan.spec.precision)
-    specs = settings.specs(dtype)
-    if on_gpu:
-        state = gpu_state(device.torch, layout, specs, dtype, held or reduced)
-    else:
-        weights = None if shared is None else shared.memory
-        state = memory_state(memory, layout, specs, dtype, held, ssd, weights)
-    first = Ticket.kept(failures)
-    unit = Unit(unit_plan.spec, layout, unit_plan.parameters, state, order, first, reduced, held)
-    unit.chunk_rows = unit_plan.chunk_rows
-    unit.is_gathered = ranks.world_size > 1 and (shared is None or on_gpu or state.weight is None)
-    if on_gpu and ranks.world_size == 1:
-        unit.resident = state.weight
-    elif on_gpu or (stays and not unit_plan.chunk_rows):
-        numel = layout.slot_numel + (layout.local_numel if unit.is_gathered and not on_gpu else 0)
-        unit.resident = torch.zeros(numel, dtype=dtype, device=device.torch)
-    return unit
-
-
-def _join_parts(units: Sequence[Unit]) -> None:
-    """Tell blocks which units are parts of them."""
-    block_of = {unit.spec.module: unit for unit in units if unit.spec.kind == "block"}
-    for unit in units:
-        if unit.spec.kind == "part":
-            block_of[unit.spec.module].parts.append(unit)
-
-
-def _load_weights(unit: Unit, ranks: Ranks, take_weights: TakeWeights) -> None:
-    """Fill the weight plane, and what completes it to the masters: of fp16 weights these themselves, of narrowed ones
-    the remainders. Other planes start at zero and are zero already: new memory, and the unwritten parts of a
-    preallocated file."""
-    state, ssd = unit.state, unit.state.ssd
-    weight = state.weight
-    if weight is None:
-        assert ssd is not None
-        plane = page_buffer(ssd.places.weight_bytes)
-        weight = ssd.weight_view(plane)
-    for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True):
-        own = take_weights(parameter, entry).detach().reshape(-1)
-        if unit.spec.precision.narrowed:
-            _load_narrowed(unit, entry.offset, own, weight)
-        else:
-            weight[entry.offset : entry.offset + own.numel()].copy_(own)
-    if state.weight is None:
-        assert ssd is not None
-        ssd.write("weight", slice(0, weight.numel()), weight)
-    if any(spec.name == "remainder" and spec.dtype.is_floating_point for spec in state.specs):
-        state.write("remainder", slice(0, unit.layout.trainable_numel), weight[: unit.layout.trainable_numel].float())
-    if unit.resident is not None and ranks.world_size == 1:
-        unit.resident.copy_(weight)
-
-
-def _load_narrowed(unit: Unit, offset: int, values: torch.Tensor, weight: torch.Tensor) -> None:
-    """Split fp32 `values` into weights and remainders, in pieces: the encoding works in 32-bit integers."""
-    for start in range(0, values.numel(), SPLIT_NUMEL):
-        piece = values[start : start + SPLIT_NUMEL].float()
-        high, low = encode_planar(piece)
-        place = slice(offset + start, offset + start + piece.numel())
-        weight[place].copy_(high.view(weight.dtype))
-        unit.state.write("remainder", place, low)
-
-
-def _wire(
-    module: nn.Module,
-    units: list[Unit],
-    plan: Plan,
-    settings: RuntimeSettings,
-    store: SsdStore | None,
-    ranks: Ranks,
-    device: Device,
-    memory: HostMemory,
-    shared: SharedWeights | None,
-    empty: Empty,
-    failures: Failures,
-    recorder: StepRecorder,
-    availability: Availability,
-    started: ExitStack,
-) -> SlideRuntime:
+def _wire(context: BuildContext, units: list[Unit], store: SsdStore | None, empty: Empty, started: ExitStack) -> Parts:
     """`started`: gets what ends the threads, for a caller that is left with them when this fails."""
-    meters = recorder.meters
-    delays = [Delay(settings.delay_ms, settings.seed + number) for number in range(4)]
-    idle = not settings.trains
-    updater = CpuUpdater(settings.cpu_threads, settings.cpu_cores, idle=idle)
+    settings, ranks, device, failures = context.settings, context.ranks, context.device, context.failures
+    shared, allocator = context.shared, context.allocator
+    updater = CpuUpdater(context.cpu_threads, context.cpu_cores, idle=not settings.trains)
     started.callback(updater.end_threads)
-    ssd = None if store is None else make_ssd_states(units, plan, settings, store, memory, failures, recorder.requests)
+    ssd = None if store is None else make_ssd_states(context, units, store)
     for unit in units:
         if ssd is not None and unit.state.ssd is not None:
             unit.bring_forward = ssd.press
-    h2d = Lane("h2d", device, failures, meters["h2d"], delays[0])
-    lanes = Lanes(
-        h2d=h2d,
-        # Without updates it has the chunks of a streamed head to bring.
-        edges=Lane(
-            "h2d of edges",
-            device,
-            failures,
-            meters[OUTER_H2D],
-            delays[3],
-            idle=idle and not any(unit.chunk_rows for unit in units),
-        ),
-        d2h=Lane("d2h", device, failures, meters["d2h"], delays[1], idle=idle),
-        update=UpdateLane(device, failures, meters["update"], delays[2], idle=idle),
-    )
+    lanes = _lanes(context, units)
     for lane in (lanes.h2d, lanes.edges, lanes.d2h, lanes.update):
         started.callback(lane.close)
-    uploads = Uploads(device, units, {} if shared is None else shared.parts, ssd, failures)
+    uploads = Uploads({} if shared is None else shared.parts, ssd, _scratch(context, UPLOADED), device, failures)
     streamed = [unit for unit in units if unit.is_streamed]
     updating = Updating(lanes.update, host_update(updater), ssd)
-    window = None
+    window, slots = None, allocator.buffers(SLOTS)
     if streamed:
-        nbytes = max(unit.layout.slot_numel * unit.dtype.itemsize for unit in streamed)
-        own = (unit.layout.local_numel * unit.dtype.itemsize for unit in streamed if unit.is_gathered)
-        nbytes += max(own, default=0)
-        buffers = [
-            torch.zeros(nbytes, dtype=torch.uint8, device=device.torch) for _ in range(min(plan.window, len(streamed)))
-        ]
-        window = Window(device, lanes.h2d, failures, streamed, buffers, uploads.fill, *announcer(ssd, settings))
-    stagings = _stagings(units, ranks, device, failures)
+        announce = announcer(ssd, settings)
+        window = Window(device, lanes.h2d, failures, streamed, slots, uploads.fill, *announce)
+    stagings = _stagings(context)
     ranks.connect(stagings[0].packed, stagings[0].own, settings.gradient_dtype)
     gradients = Gradients(
         device=device,
@@ -295,22 +192,23 @@ def _wire(
         failures=failures,
         route=GradientRoute(held=settings.held_dtype is not None),
         stagings=stagings,
-        ring=_rings(units, settings, memory, failures),
+        ring=_rings(context),
         num_units=len(units),
         square_sum=square_sum,
         updating=updating,
-        on_ssd=None if store is None else make_ssd_gradients(units, store, memory, meters["update"]),
+        on_ssd=None if store is None else make_ssd_gradients(context, store),
     )
     if ssd is not None:
-        recorder.watch_ssd(ssd.statistics)
-    passing = [RowBuffers.on(device, unit, unit.chunk_rows) for unit in units if unit.chunk_rows]
-    parts = Parts(
+        context.recorder.watch_ssd(ssd.statistics)
+    all_fit = context.plan.placement.window >= len(streamed)
+    return Parts(
+        plan=context.plan,
         device=device,
         ranks=ranks,
         failures=failures,
-        recorder=recorder,
+        recorder=context.recorder,
         lanes=lanes,
-        memory=memory,
+        memory=context.memory,
         units=units,
         window=window,
         empty=empty,
@@ -319,27 +217,42 @@ def _wire(
         gradients=gradients,
         uploads=uploads,
         shared=shared,
-        gathers=Gathers.on(device, ranks, units, all_fit=plan.window >= len(streamed)),
+        gathers=Gathers(ranks, _scratch(context, GATHERED), all_fit=all_fit),
         updating=updating,
         ssd=ssd,
-        make_rows=_make_rows(passing[0], device, lanes, failures, gradients) if passing else None,
+        make_rows=_make_rows(context, units, lanes, gradients),
         watchdog=_watchdog(settings, ranks, device, failures, store),
-        memory_report=_memory_report(units, plan, window, passing, memory),
-        taken=Taken(
-            plan.gpu_bytes,
-            plan.gpu_state_bytes,
-            0 if window is None else window.nbytes(),
-            plan.host.state_bytes,
-        ),
     )
-    return SlideRuntime(module, parts, availability)
+
+
+def _lanes(context: BuildContext, units: Sequence[Unit]) -> Lanes:
+    settings, device, failures = context.settings, context.device, context.failures
+    meters, idle = context.recorder.meters, not settings.trains
+    debug = settings.slide.debug
+    delays = [Delay(debug.lane_delay_ms, debug.seed + number) for number in range(4)]
+    # Without updates it has the chunks of a streamed head to bring.
+    nothing_for_edges = idle and not any(unit.chunk_rows for unit in units)
+    return Lanes(
+        h2d=Lane("h2d", device, failures, meters["h2d"], delays[0]),
+        edges=Lane("h2d of edges", device, failures, meters[OUTER_H2D], delays[3], idle=nothing_for_edges),
+        d2h=Lane("d2h", device, failures, meters["d2h"], delays[1], idle=idle),
+        update=UpdateLane(device, failures, meters["update"], delays[2], idle=idle),
+    )
+
+
+def _scratch(context: BuildContext, what: str) -> torch.Tensor | None:
+    """A buffer of bytes in which weights of several ranks meet; None where none do."""
+    if context.ranks.world_size == 1:
+        return None
+    (buffer,) = context.allocator.buffers(what)
+    return buffer if buffer.numel() else None
 
 
 def _watchdog(
     settings: RuntimeSettings, ranks: Ranks, device: Device, failures: Failures, store: SsdStore | None
 ) -> Watchdog | None:
     # Its thread must not keep the engine alive, so it knows the store, and not what that is used for.
-    if not settings.hang_timeout_s:
+    if not settings.slide.hang_timeout:
         return None
     peers = Peers.of(ranks.rank, ranks.exchange) if ranks.world_size > 1 else None
     if ranks.world_size > 1 and peers is None:
@@ -347,91 +260,41 @@ def _watchdog(
     return Watchdog(
         failures,
         device,
-        settings.hang_timeout_s,
+        settings.slide.hang_timeout,
         progress=[] if store is None else [functools.partial(moved_bytes, store)],
         peers=peers,
         last=(lambda: None) if store is None else store.remove_files,
     )
 
 
-def _stagings(units: Sequence[Unit], ranks: Ranks, device: Device, failures: Failures) -> list[Staging]:
-    if ranks.world_size > 1:
-        passing = list(units)
-    else:
-        passing = [unit for unit in units if unit.state.tier != "gpu" and unit.spec.kind != "edge"]
-    nbytes = max((_gradient_bytes(unit) for unit in passing), default=0)
-
-    def staging() -> Staging:
-        packed = torch.zeros(ranks.world_size * nbytes, dtype=torch.uint8, device=device.torch)
-        own = packed if ranks.world_size == 1 else torch.zeros(nbytes, dtype=torch.uint8, device=device.torch)
-        return Staging(packed, own, failures)
-
-    return [staging() for _ in range(STAGINGS)]
+def _stagings(context: BuildContext) -> list[Staging]:
+    packed = context.allocator.buffers(STAGED)
+    own = packed if context.ranks.world_size == 1 else context.allocator.buffers(STAGED_PARTS)
+    return [Staging(*buffers, context.failures) for buffers in zip(packed, own, strict=True)]
 
 
-def _gradient_bytes(unit: Unit) -> int:
-    return unit.layout.trainable_numel * unit.gradient_dtype.itemsize
+def _rings(context: BuildContext) -> Callable[[Unit], HostRing]:
+    def ring(what: str, nbytes: int) -> HostRing:
+        def spare() -> torch.Tensor:
+            return context.memory.tensor(nbytes, torch.uint8, transfers=True)
 
+        return HostRing(context.allocator.buffers(what), context.failures, spare)
 
-def _rings(
-    units: Sequence[Unit], settings: RuntimeSettings, memory: HostMemory, failures: Failures
-) -> Callable[[Unit], HostRing]:
-    """Blocks and their parts share a ring. Edges, a few and each larger than many blocks, have one buffer between
-    them."""
-    host = [unit for unit in units if unit.state.tier != "gpu" and unit.layout.trainable_numel]
-    needed = settings.held_dtype is None or settings.accumulates or any(unit.converts_gradient for unit in host)
-    to_ssd = any(unit.state.gradient_on_ssd for unit in host)
-
-    def ring(count: int, nbytes: int) -> HostRing:
-        def buffer() -> torch.Tensor:
-            return memory.tensor(nbytes, torch.uint8, transfers=True)
-
-        return HostRing([buffer() for _ in range(count)], failures, spare=buffer)
-
-    def largest(*kinds: str) -> int:
-        return max((_gradient_bytes(unit) for unit in host if unit.spec.kind in kinds), default=0)
-
-    blocks, edges = largest("block", "part"), largest("edge")
-    if to_ssd:
-        blocks = whole_pages(blocks)  # written from where they have arrived
-    rings = {
-        "block": ring(settings.gradient_buffers if (needed or to_ssd) and blocks else 0, blocks),
-        "edge": ring(1 if needed and edges else 0, edges),
-    }
+    block, edge = context.plan.spare_rings
+    rings = {"block": ring(BLOCK_RING, block), "edge": ring(EDGE_RING, edge)}
     return lambda unit: rings["edge" if unit.spec.kind == "edge" else "block"]
 
 
-def _make_rows(buffers: RowBuffers, device: Device, lanes: Lanes, failures: Failures, gradients: Gradients) -> MakeRows:
+def _make_rows(context: BuildContext, units: Sequence[Unit], lanes: Lanes, gradients: Gradients) -> MakeRows | None:
+    """Of the edge whose rows pass through the GPU, None where there is none."""
+    unit = next((unit for unit in units if unit.chunk_rows), None)
+    if unit is None:
+        return None
+    weights = context.allocator.buffers(rows_of(unit.name))
+    trained = context.allocator.buffers(row_gradients_of(unit.name)) if unit.trainable else []
+    buffers = RowBuffers.of(unit, weights, trained)
+
     def make(events: RowEvents) -> StreamedRows:
-        return StreamedRows(buffers, device, lanes.edges, lanes.d2h, failures, gradients, events)
+        return StreamedRows(buffers, context.device, lanes.edges, lanes.d2h, context.failures, gradients, events)
 
     return make
-
-
-def _memory_report(
-    units: Sequence[Unit], plan: Plan, window: Window | None, passing: Sequence[RowBuffers], memory: HostMemory
-) -> dict[str, int]:
-    on_gpu = [unit for unit in units if unit.state.tier == "gpu"]
-    slots = 0 if window is None else window.nbytes()
-    resident = sum(
-        unit.resident.numel() * unit.resident.element_size()
-        for unit in units
-        if unit.resident is not None and unit.resident is not unit.state.weight
-    )
-    rows = sum(buffers.nbytes() for buffers in passing)
-    return {
-        "gpu_bytes": slots + resident + rows + sum(unit.state.nbytes() for unit in on_gpu),
-        "gpu_state_bytes": sum(unit.state.nbytes() for unit in on_gpu),
-        "window_bytes": slots,
-        "host_bytes": memory.total_bytes,
-        "host_state_bytes": plan.host.state_bytes,
-        "ssd_bytes": plan.host.ssd_bytes,
-        "ssd_units": len(plan.host.weights_on_ssd | plan.host.records_on_ssd | plan.host.gradients_on_ssd),
-        "ssd_gradient_units": len(plan.host.gradients_on_ssd),
-        "pinned_bytes": memory.pinned_bytes,
-        "parameters": sum(entry.numel for unit in units for entry in unit.layout.entries),
-        "gpu_units": len(on_gpu),
-        "units": len(units),
-        "blocks": sum(unit.spec.kind == "block" for unit in units),
-        "slots": 0 if window is None else len(window.slots),
-    }

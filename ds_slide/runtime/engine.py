@@ -13,14 +13,14 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ds_slide.errors import SlideError
 from ds_slide.optim.rule import Hyper
-from ds_slide.plan.memory import NOTHING_TAKEN, Taken
+from ds_slide.plan.memory import Plan, Taken
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime import running
 from ds_slide.runtime.accumulation import Accumulation
@@ -89,6 +89,7 @@ class Lanes:
 class Parts:
     """What `ds_slide.runtime.build` puts together; `SlideRuntime` owns all of it."""
 
+    plan: Plan
     device: Device
     ranks: Ranks
     failures: Failures
@@ -110,9 +111,16 @@ class Parts:
     make_rows: MakeRows | None = None
     """Of the edge whose rows pass through the GPU."""
     watchdog: Watchdog | None = None
-    memory_report: dict[str, int] = field(default_factory=dict)
-    taken: Taken = NOTHING_TAKEN
-    """Of the limits that all engines of a process share."""
+
+    @property
+    def memory_report(self) -> dict[str, int]:
+        """The bytes that users see."""
+        return self.plan.report()
+
+    @property
+    def taken(self) -> Taken:
+        """Of the limits that all engines of a process share."""
+        return self.plan.taken
 
 
 class SlideRuntime:

@@ -21,7 +21,9 @@ class HoldsMemory(Protocol):
     """What `ds_slide.runtime.engine.Parts` tells of an engine."""
 
     memory: HostMemory
-    taken: Taken
+
+    @property
+    def taken(self) -> Taken: ...
 
 
 class Running(Protocol):

@@ -8,52 +8,91 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ds_slide.config import SlideConfig
 from ds_slide.model.layout import UnitLayout
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
-from ds_slide.optim.low_precision import StateFormat
+from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.optim.rule import UpdateRule
+from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
 from ds_slide.plan.ssd_settings import SsdSettings
-from ds_slide.report.trace import TraceRequest
 from ds_slide.store.planes import PlaneSpec, optimizer_planes
 
-ROW_BUFFERS = 2
-"""Of an edge whose rows pass through the GPU: for its weight, and for its gradient."""
+LEAST_WINDOW = 3
+"""Slots of `window` "auto": one that computes, one that is filled meanwhile, one that evens out their times."""
 
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """`gradient_dtype`: in which gradients are reduced and go to host memory where a unit's precision says no other.
-    `held_dtype`: of held ones (None: not held), likewise. `rule`: by which weights
-    are updated (None: no parameter has an optimizer; there are weights only, and nothing comes down from the GPU).
-    `moments`: how its states are stored. `ssd`: None without an SSD tier.
-    """
+    """What a run is to do: the JSON block as it was parsed, and beside it what DeepSpeed says. What follows from both
+    is computed where it is used, or here where that is in several places."""
 
-    gradient_dtype: torch.dtype
-    held_dtype: torch.dtype | None
-    rule: UpdateRule | None
-    moments: StateFormat
+    slide: SlideConfig
     ssd: SsdSettings | None
+    """None without an SSD tier."""
+    gradient_dtype: torch.dtype
+    """In which gradients are reduced and go to host memory where a unit's precision says no other."""
+    accumulation_dtype: torch.dtype
+    """Of sums of several micro-batches' gradients."""
     accumulates: bool
     """More than one micro-batch a step."""
-    gradient_buffers: int
-    cpu_threads: int
-    cpu_cores: Sequence[int]
-    huge_pages: bool
-    delay_ms: float
-    seed: int
-    hang_timeout_s: float
-    """After which a run that stands still is ended; 0: never."""
-    trace: TraceRequest | None = None
-    """Steps that are recorded, without the rank in the file's name."""
+    clips: bool
+    """Gradients are clipped by their norm, which is known when all of them are."""
+    rule: UpdateRule | None
+    """By which weights are updated. None: no parameter has an optimizer; there are weights only, and nothing comes down
+    from the GPU."""
 
     @property
     def trains(self) -> bool:
         return self.rule is not None
 
+    @property
+    def holds(self) -> bool:
+        """Whether gradients wait for the step (`SlideConfig.hold_gradients`). A loss scale may skip it."""
+        if self.slide.hold_gradients != "auto":
+            return self.slide.hold_gradients
+        return self.clips or self.accumulates or self.gradient_dtype == torch.float16
+
+    @property
+    def held_dtype(self) -> torch.dtype | None:
+        """Of held gradients where a unit's precision says no other; None where they are not held."""
+        if self.trains and not self.holds:
+            return None
+        return self.accumulation_dtype if self.accumulates else self.gradient_dtype
+
+    def needs(self, *, world_size: int, shares_weights: bool, gpu_is_own: bool) -> Needs:
+        """What sets the bytes of the plan. `gpu_is_own`: the accelerator has memory of its own."""
+        slide, held = self.slide, self.held_dtype
+        return Needs(
+            gradient_bytes=self.gradient_dtype.itemsize,
+            held_bytes=0 if held is None else held.itemsize,
+            window=LEAST_WINDOW if slide.window == "auto" else slide.window,
+            window_grows=slide.window == "auto" and gpu_is_own,
+            trains=self.trains,
+            ring=slide.gradient_buffers if held is None or self.accumulates else 0,
+            ring_to_ssd=slide.gradient_buffers,
+            world_size=world_size,
+            shares_weights=shares_weights,
+            ssd=None if self.ssd is None else self._ssd_needs(self.ssd),
+            page_locks=gpu_is_own,
+        )
+
+    def _ssd_needs(self, ssd: SsdSettings) -> SsdNeeds:
+        slide = self.slide
+        return SsdNeeds(
+            weights=ssd.weights,
+            records=ssd.records,
+            chunk_numel=ssd.chunk_numel,
+            record_buffers=None if slide.ssd_buffers == "auto" else slide.ssd_buffers,
+            weight_buffers=None if slide.weight_buffers == "auto" else slide.weight_buffers,
+            checksums=slide.checksums,
+        )
+
     def specs(self, dtype: torch.dtype) -> tuple[PlaneSpec, ...]:
         """The optimizer planes of weights of `dtype`."""
-        return () if self.rule is None else optimizer_planes(dtype, self.rule, self.moments)
+        if self.rule is None:
+            return ()
+        return optimizer_planes(dtype, self.rule, STATE_FORMATS[self.slide.state_dtype])
 
     def gradient_of(self, precision: Precision) -> torch.dtype:
         """In which gradients of units of `precision` are reduced and go to host memory."""
@@ -83,8 +122,20 @@ class UnitPlan:
 
     @property
     def passing_numel(self) -> int:
-        """Elements of the GPU buffers of such an edge (`RowBuffers`)."""
-        if not self.chunk_rows:
-            return 0
-        entry = self.layout.entries[0]
-        return (2 if entry.trainable else 1) * ROW_BUFFERS * self.chunk_rows * entry.shape[1]
+        """Elements of each GPU buffer through which such an edge passes (`ds_slide.runtime.weights.rows`)."""
+        return self.chunk_rows * self.layout.entries[0].shape[1] if self.chunk_rows else 0
+
+    def size(self, settings: RuntimeSettings) -> UnitSize:
+        """What the plan knows of it."""
+        precision = self.spec.precision
+        held = settings.held_of(precision)
+        return UnitSize(
+            self.spec.name,
+            self.layout,
+            self.spec.kind,
+            settings.specs(self.dtype),
+            self.dtype.itemsize,
+            self.passing_numel,
+            settings.gradient_of(precision).itemsize,
+            0 if held is None else held.itemsize,
+        )

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from ds_slide.errors import SlideError
-from ds_slide.model.layout import UnitLayout
 from ds_slide.optim.low_precision import from_fp32, to_fp32
 from ds_slide.optim.rule import StateSpec
 from ds_slide.store.planes import Planes, PlaneSpec, scales_of
@@ -230,57 +229,3 @@ class HostMemory:
             f"{self.total_bytes:,} bytes ({error}); lower ds_slide.host_memory, raise ds_slide.gpu_states, "
             "or use a machine with more memory"
         )
-
-
-class MakesTensors(Protocol):
-    def tensor(self, numel: int, dtype: torch.dtype, *, transfers: bool) -> torch.Tensor: ...
-
-
-def memory_state(
-    memory: HostMemory,
-    layout: UnitLayout,
-    specs: Sequence[PlaneSpec],
-    dtype: torch.dtype,
-    gradient_dtype: torch.dtype | None,
-    ssd: SsdUnit | None,
-    weights: MakesTensors | None = None,
-) -> UnitState:
-    """Zeroed host planes for what `ssd` does not hold; with `gradient_dtype` also a plane for held gradients.
-    `weights`: the memory of the weight plane, if not `memory`."""
-    records = layout.trainable_numel if ssd is None or not ssd.has_records else 0
-    has_weight = ssd is None or not ssd.has_weight
-    on_ssd = ssd is not None and ssd.has_records
-    gradient = None
-    if gradient_dtype is not None and not (ssd is not None and ssd.has_gradient):
-        gradient = memory.tensor(layout.trainable_numel, gradient_dtype, transfers=True)
-    return UnitState(
-        tier="ssd" if on_ssd else "host",
-        specs=specs,
-        weight=(weights or memory).tensor(layout.local_numel, dtype, transfers=True) if has_weight else None,
-        optimizer={}
-        if on_ssd
-        else {spec.name: memory.tensor(spec.items(records), spec.dtype, transfers=False) for spec in specs},
-        gradient=gradient,
-        ssd=ssd,
-    )
-
-
-def gpu_state(
-    device: torch.device,
-    layout: UnitLayout,
-    specs: Sequence[PlaneSpec],
-    dtype: torch.dtype,
-    gradient_dtype: torch.dtype,
-) -> UnitState:
-    """Zeroed device planes for a unit that is updated on the GPU; its gradient is always held there."""
-
-    def plane(numel: int, plane_dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(numel, dtype=plane_dtype, device=device)
-
-    return UnitState(
-        tier="gpu",
-        specs=specs,
-        weight=plane(layout.local_numel, dtype),
-        optimizer={spec.name: plane(spec.items(layout.trainable_numel), spec.dtype) for spec in specs},
-        gradient=plane(layout.trainable_numel, gradient_dtype),
-    )

@@ -112,8 +112,8 @@ def main(rank: int, folder: Path) -> None:
             with room_for_gradients_of(1 if name == "ssd-gradients" else None) as plan, host_memory(found):
                 evaluates = name in ("clipping", "immediate") and rank == 1
                 result = trained(llama(seed=rank), config, data[rank::2], loss_of=Watched(data[0], evaluates))
-            assert slide is None or bool(plan().host.gradients_on_ssd) == (name == "ssd-gradients")
-            assert name != "ssd-less-memory" or plan().host.records_on_ssd
+            assert slide is None or bool(plan().placement.gradients_on_ssd) == (name == "ssd-gradients")
+            assert name != "ssd-less-memory" or plan().placement.records_on_ssd
             results[name] = {"losses": result.losses, "norms": result.norms, "states": result.states}
         results["callers"] = dict(callers)
 

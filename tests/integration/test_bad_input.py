@@ -466,7 +466,7 @@ class TestConstructorArguments:
 
     def check(self, dtype=torch.bfloat16, model=None, slide=None, **kwargs):
         model = model or nn.Linear(2, 2).to(dtype)
-        check_supported(kwargs, torch.optim.AdamW(model.parameters()), model, ds_config(slide=slide))
+        check_supported(kwargs, torch.optim.AdamW(model.parameters()), model, SlideConfig(**(slide or {})))
 
     def refused(self, **arguments):
         with pytest.raises(SlideConfigError) as caught:
@@ -516,7 +516,7 @@ class TestConstructorArguments:
     def test_optimizer(self):
         model = nn.Linear(2, 2).bfloat16()
         with pytest.raises(SlideConfigError, match=r"the optimizer is torch\.optim\.adagrad\.Adagrad, but"):
-            check_supported({}, torch.optim.Adagrad(model.parameters(), lr=0.1), model, ds_config())
+            check_supported({}, torch.optim.Adagrad(model.parameters(), lr=0.1), model, SlideConfig())
 
 
 @pytest.mark.parametrize(

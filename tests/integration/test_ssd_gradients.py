@@ -68,12 +68,12 @@ def in_both_places(
     with room_for_gradients_of(blocks) as plan:
         config = on_ssd(folder, slide, accumulation=accumulation, **others)
         with engine_for(llama(), config) as engine:
-            assert len(plan().host.gradients_on_ssd) == BLOCKS - blocks
+            assert len(plan().placement.gradients_on_ssd) == BLOCKS - blocks
             units = [unit for unit in engine.optimizer.runtime.units if unit.state.gradient is None]
-            assert [unit.order for unit in units] == sorted(plan().host.gradients_on_ssd)
+            assert [unit.order for unit in units] == sorted(plan().placement.gradients_on_ssd)
             moved = program(engine, accumulation)
             memory = engine.optimizer.runtime.parts.memory_report
-            assert memory["host_bytes"] == plan().host.host_bytes
+            assert memory["host_bytes"] == plan().host_bytes
             assert memory["ssd_gradient_units"] == BLOCKS - blocks
     assert not list(folder.iterdir())
     return in_memory, moved

@@ -230,7 +230,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
                     config["zero_optimization"][section] = {"device": device, "nvme_path": str(tmp_path)}
             with room_for_gradients_of(case.room) as plan:
                 results.append(run(case, config, tmp_path / f"checkpoint-{on_ssd}"))
-        assert must_spill is None or bool(plan().host.gradients_on_ssd) == must_spill
+        assert must_spill is None or bool(plan().placement.gradients_on_ssd) == must_spill
         return differences(*results)
 
     return make

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from ds_slide.plan.memory import Budgets, Plan, make_plan
-from ds_slide.plan.placement import USABLE_SHARE, Needs, UnitSize, place_on_host
+from ds_slide.plan.needs import Needs, UnitSize
+from ds_slide.plan.placement import USABLE_SHARE, place_on_host
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def room_for_gradients_of(blocks: int | None) -> Iterator[Callable[[], Plan]]:
 
     def tight(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan:
         if needs.ssd is not None and blocks is not None:
-            least = place_on_host(units, needs, frozenset(), 0, 0).host_bytes
+            least = Plan.of(units, needs, place_on_host(units, needs, frozenset(), 0, 0)).host_bytes
             size = max(unit.layout.trainable_numel for unit in units if not unit.is_edge) * needs.held_bytes
             free = int((least + blocks * size) / USABLE_SHARE) + 2
             # As on a GPU: what the accelerator computes in is not a part of it.

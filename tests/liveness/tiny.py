@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ds_slide.config import SlideConfig
 from ds_slide.model.layout import ParameterInfo, build_layout, piece
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
 from ds_slide.optim.hyper import ADAMW
-from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.memory import Plan
-from ds_slide.plan.placement import HostPlacement, SsdNeeds
+from ds_slide.plan.needs import Placement
 from ds_slide.plan.ssd_settings import SsdSettings
 from ds_slide.runtime.build import build_runtime
 from ds_slide.runtime.device import Device
@@ -134,59 +134,46 @@ def unit_plans(model: Tiny, configuration: Configuration, *, trains: bool) -> li
     return plans
 
 
-def _plan(configuration: Configuration) -> Plan:
-    blocks = configuration.block_orders()
-    some = frozenset(blocks if configuration.only is None else configuration.only)
+def _placement(configuration: Configuration) -> Placement:
+    some = frozenset(configuration.block_orders() if configuration.only is None else configuration.only)
     records = some if configuration.records_on_ssd else frozenset()
     if configuration.edge_records_on_ssd:
         records |= frozenset(configuration.edge_orders())
-    weights = some if configuration.weights_on_ssd else frozenset()
-    host = HostPlacement(
-        weights_on_ssd=weights,
+    return Placement(
+        weights_on_ssd=some if configuration.weights_on_ssd else frozenset(),
         records_on_ssd=records,
         gradients_on_ssd=some if configuration.gradients_on_ssd else frozenset(),
-        record_buffers=configuration.record_buffers if records else 0,
-        weight_buffers=min(configuration.weight_buffers, len(weights)),
-        state_bytes=0,
-        ssd_bytes=0,
-        host_bytes=0,
+        window=configuration.slots,
     )
-    return Plan(on_gpu=frozenset(), gpu_bytes=0, gpu_state_bytes=0, host=host, window=configuration.slots)
 
 
-def _made(kind: Any, **known: Any) -> Any:
-    """A dataclass whose further fields without a default get one by their type."""
-    by_type = {"bool": False, "int": 1, "float": 300.0}
-    for each in dataclasses.fields(kind):
-        missing = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
-        if each.name not in known and missing:
-            known[each.name] = by_type.get(str(each.type))
-    names = {each.name for each in dataclasses.fields(kind)}
-    return kind(**{name: value for name, value in known.items() if name in names})
+def _plan(configuration: Configuration, units: Sequence[UnitPlan], settings: RuntimeSettings) -> Plan:
+    needs = settings.needs(world_size=configuration.ranks, shares_weights=configuration.shared, gpu_is_own=False)
+    return Plan.of([unit.size(settings) for unit in units], needs, _placement(configuration))
 
 
 def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
-    needs = _made(SsdNeeds, weights=True, records=True, chunk_numel=CHUNK_NUMEL)
-    ssd = _made(SsdSettings, parents=[("", Path())], needs=needs, backend="auto", queue_depth=None, request_bytes=None)
-    held = torch.bfloat16 if configuration.accumulation == 1 else torch.float32
-    settings = _made(
-        RuntimeSettings,
-        gradient_dtype=torch.bfloat16,
-        held_dtype=held if configuration.held else None,
-        rule=ADAMW if trains else None,
-        moments=STATE_FORMATS["fp32"],
-        ssd=ssd,
-        accumulates=configuration.accumulation > 1,
+    # Not validated: a user's engine has no fewer than two of any buffer.
+    slide = SlideConfig.model_construct(
+        window=configuration.slots,
+        ssd_buffers=configuration.record_buffers,
+        weight_buffers=configuration.weight_buffers,
         gradient_buffers=configuration.gradient_buffers,
+        hold_gradients=configuration.held,
         cpu_threads=1,
-        cpu_cores=(),
-        huge_pages=False,
-        delay_ms=0.0,
-        seed=0,
-        hang_timeout_s=0.0,  # a watchdog is no part of what is explored
+        cpu_cores="none",
+        checksums=False,
+        hang_timeout=0.0,  # a watchdog is no part of what is explored
     )
-    assert isinstance(settings, RuntimeSettings)
-    return settings
+    return RuntimeSettings(
+        slide=slide,
+        ssd=SsdSettings([("", Path())], True, True, CHUNK_NUMEL, queue_depth=None, request_bytes=None),
+        gradient_dtype=torch.bfloat16,
+        accumulation_dtype=torch.float32,
+        accumulates=configuration.accumulation > 1,
+        clips=configuration.held,
+        rule=ADAMW if trains else None,
+    )
 
 
 def _without_optimizer(configuration: Configuration) -> Configuration:
@@ -209,11 +196,12 @@ def build(configuration: Configuration, model: Tiny, *, trains: bool = True) -> 
     sharing = {}
     if _takes(build_runtime, "sharing"):
         sharing = {"sharing": sharing_of(ranks) if configuration.shared else None}
+    settings, units = _settings(configuration, trains=trains), unit_plans(model, configuration, trains=trains)
     return build_runtime(
         model,
-        unit_plans(model, configuration, trains=trains),
-        _plan(configuration),
-        _settings(configuration, trains=trains),
+        units,
+        _plan(configuration, units, settings),
+        settings,
         ranks,
         device,
         take_weights,

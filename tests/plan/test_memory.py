@@ -12,7 +12,7 @@ from ds_slide.model.layout import ParameterInfo, UnitLayout, build_layout
 from ds_slide.optim.hyper import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.memory import NOTHING_TAKEN, Budgets, Plan, Taken, gpu_cost, make_plan
-from ds_slide.plan.placement import Needs, SsdNeeds, UnitSize
+from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
 from ds_slide.store.planes import optimizer_planes
 
 EDGE, BLOCK = 64_000, 6_400
@@ -32,7 +32,7 @@ def unit(name: str, numel: int, frozen: int = 0) -> UnitSize:
 
 UNITS = [unit("edge", EDGE), *(unit(f"blocks.{index}", BLOCK) for index in range(4))]
 # bf16, gradients held.
-NEEDS = Needs(2, held_bytes=2, window=2, stagings=2, ring=0)
+NEEDS = Needs(2, held_bytes=2, window=2, ring=0)
 BUDGETS = Budgets(PLENTY, PLENTY, PLENTY, gpu_states=0, gpu_memory=None, host_memory=None)
 EDGE_COST = EDGE * (2 + 8 + 2)
 BLOCK_COST = BLOCK * (2 + 2 + 8 + 2)
@@ -63,8 +63,8 @@ def test_cost_of_a_unit_on_the_gpu() -> None:
 )
 def test_edges_come_first_then_the_first_blocks(allowance: int, on_gpu: tuple[int, ...]) -> None:
     made = plan(gpu_states=allowance)
-    assert made.on_gpu == frozenset(on_gpu)
-    assert made.gpu_state_bytes == sum(gpu_cost(UNITS[index], NEEDS) for index in on_gpu)
+    assert made.placement.on_gpu == frozenset(on_gpu)
+    assert made.gpu_states_used == sum(gpu_cost(UNITS[index], NEEDS) for index in on_gpu)
 
 
 def test_bytes_of_a_plan_without_gpu_states() -> None:
@@ -92,10 +92,23 @@ def test_gpu_budget_is_hard(source: str) -> None:
         plan(**{source: WINDOW_BYTES - 1})
 
 
+def test_refusals_name_what_takes_most() -> None:
+    moments = f"exp_avg of edge \\({4 * EDGE:,} bytes\\), exp_avg_sq of edge \\({4 * EDGE:,} bytes\\)"
+    weights = f"weight of edge \\({2 * EDGE:,} bytes\\)"
+    with pytest.raises(
+        SlideError, match=rf"GPU tier: .*; the largest entries are whole weights of edge \({2 * EDGE:,}"
+    ):
+        plan(gpu_memory=1)
+    with pytest.raises(SlideError, match=rf"host tier: .*; the largest entries are {moments}, {weights}$"):
+        plan(host_free=1)
+    with pytest.raises(SlideError, match=rf"host tier: the states .*; the largest entries are {moments}, {weights}$"):
+        plan(host_memory=1)
+
+
 def test_gpu_states_that_do_not_fit_are_refused() -> None:
     with pytest.raises(SlideError, match=r"GPU tier: .* or ds_slide.gpu_states \(now"):
         plan(gpu_states=EDGE_COST, gpu_memory=WINDOW_BYTES + EDGE_COST - 1)
-    assert plan(gpu_states=EDGE_COST, gpu_memory=WINDOW_BYTES + EDGE_COST).on_gpu == {0}
+    assert plan(gpu_states=EDGE_COST, gpu_memory=WINDOW_BYTES + EDGE_COST).placement.on_gpu == {0}
 
 
 def test_free_host_memory_is_a_hard_limit() -> None:
@@ -131,9 +144,9 @@ SLOT = BLOCK * 2
 )
 def test_spare_gpu_memory_becomes_slots(budgets: dict[str, int], window: int) -> None:
     made = make_plan(UNITS, replace(NEEDS, window_grows=True), replace(BUDGETS, **budgets))  # type: ignore[arg-type]
-    assert made.window == window
+    assert made.placement.window == window
     assert made.gpu_bytes == plan(**budgets).gpu_bytes + (window - 2) * SLOT
-    assert plan(**budgets).window == 2
+    assert plan(**budgets).placement.window == 2
 
 
 def of_two_ranks(name: str, numel: int) -> UnitSize:
@@ -145,27 +158,41 @@ STAGING_BYTES = 2 * (EDGE // 2 * 3) * 2  # two, each with the parts of both rank
 ON_GPU = 2 * BLOCK * 2 + EDGE * 2
 
 
+OWN = BLOCK // 2
+
+
 @pytest.mark.parametrize(
-    ("shares", "on_ssd", "passing"),
+    ("shares", "host_memory", "passing", "slot"),
     [
-        (True, False, BLOCK),  # the parts of a block meet
-        (
-            False,
-            False,
-            EDGE + EDGE // 2 + 2 * (BLOCK // 2),
-        ),  # of any unit; a part beside the edge and each slot
-        (True, True, BLOCK + BLOCK + 2 * (BLOCK // 2)),  # a block may be shared or on SSD
+        (True, None, BLOCK, BLOCK),  # the parts of a block meet
+        (False, None, EDGE + EDGE // 2 + 2 * OWN, BLOCK + OWN),  # of any unit; a part beside the edge and each slot
+        (True, EDGE + 2 * BLOCK, BLOCK + BLOCK + 2 * OWN, BLOCK + OWN),  # two blocks are shared, two on SSD
+        (True, 0, BLOCK + 2 * OWN, BLOCK + OWN),  # all blocks are on SSD
     ],
 )
-def test_what_several_ranks_take_on_the_gpu(shares: bool, on_ssd: bool, passing: int) -> None:
-    ssd = SsdNeeds(weights=True, records=True, chunk_numel=1_000) if on_ssd else None
+def test_what_several_ranks_take_on_the_gpu(shares: bool, host_memory: int | None, passing: int, slot: int) -> None:
+    ssd = SsdNeeds(weights=True, records=True, chunk_numel=2048)
     needs = replace(NEEDS, world_size=2, shares_weights=shares, ssd=ssd)
-    assert make_plan(TWO_RANKS, needs, BUDGETS).gpu_bytes == ON_GPU + STAGING_BYTES + passing * 2
-    grown = make_plan(TWO_RANKS, replace(needs, window_grows=True), BUDGETS)
-    slot = BLOCK * 2 if shares and not on_ssd else BLOCK * 3
-    assert (grown.window, grown.gpu_bytes) == (4, ON_GPU + STAGING_BYTES + passing * 2 + 2 * slot)
-    limit = ON_GPU + STAGING_BYTES + passing * 2 + 2 * slot - 1
-    assert make_plan(TWO_RANKS, replace(needs, window_grows=True), replace(BUDGETS, gpu_memory=limit)).window == 3
+    budgets = replace(BUDGETS, host_memory=host_memory)
+    assert make_plan(TWO_RANKS, needs, budgets).gpu_bytes == ON_GPU + STAGING_BYTES + passing * 2
+    growing = replace(needs, window_grows=True)
+    grown = make_plan(TWO_RANKS, growing, budgets)
+    most = ON_GPU + STAGING_BYTES + passing * 2 + 2 * slot * 2
+    assert (grown.placement.window, grown.gpu_bytes) == (4, most)
+    assert make_plan(TWO_RANKS, growing, replace(budgets, gpu_memory=most - 1)).placement.window == 3
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_updated_on_the_gpu_several_ranks_keep_their_parts_beside_the_whole(shares: bool) -> None:
+    """A block: its whole weights, and for this rank weight, moments, remainder and gradient. The parts of the edge,
+    which is the largest, meet in a buffer anyway where nothing is shared."""
+    needs = replace(NEEDS, world_size=2, shares_weights=shares)
+    cost = gpu_cost(TWO_RANKS[1], needs)
+    assert cost == BLOCK * 2 + OWN * (2 + 2 + 8 + 2)
+    without = make_plan(TWO_RANKS, needs, BUDGETS)
+    made = make_plan(TWO_RANKS, needs, replace(BUDGETS, gpu_states=cost))
+    assert made.placement.on_gpu == {1} and made.gpu_states_used == cost
+    assert made.gpu_bytes == without.gpu_bytes + cost + (BLOCK * 2 if shares else 0)
 
 
 def test_automatic_states_never_break_a_budget_that_fits_without_them() -> None:
@@ -174,10 +201,19 @@ def test_automatic_states_never_break_a_budget_that_fits_without_them() -> None:
         assert made.gpu_bytes <= limit
 
 
+def test_nor_do_they_for_ranks_that_gather_what_is_updated_there() -> None:
+    needs = replace(NEEDS, world_size=2, shares_weights=True)
+    least = make_plan(TWO_RANKS, needs, BUDGETS).gpu_bytes
+    cost = gpu_cost(TWO_RANKS[1], needs)
+    for more, on_gpu in ((0, 0), (cost, 0), (cost + 2 * BLOCK - 1, 0), (cost + 2 * BLOCK, 1)):
+        made = make_plan(TWO_RANKS, needs, replace(BUDGETS, gpu_states=None, gpu_memory=least + more))
+        assert len(made.placement.on_gpu) == on_gpu and made.gpu_bytes <= least + more
+
+
 def test_an_edge_that_passes_takes_its_buffers_and_is_never_placed_on_the_gpu() -> None:
-    head = replace(UNITS[0], passing_numel=1_000)
+    head = replace(UNITS[0], passing_numel=250)
     made = make_plan([head, *UNITS[1:]], NEEDS, replace(BUDGETS, gpu_states=PLENTY))
-    assert made.on_gpu == frozenset((1, 2, 3, 4))
+    assert made.placement.on_gpu == frozenset((1, 2, 3, 4))
     made = make_plan([head, *UNITS[1:]], NEEDS, BUDGETS)
     assert made.gpu_bytes == WINDOW_BYTES - 2 * EDGE + 2 * 1_000
 
@@ -195,22 +231,27 @@ def test_the_automatic_shares_are_for_all_engines_together() -> None:
     small = [UNITS[0], *(unit(f"blocks.{index}", BLOCK // 10) for index in range(8))]
     cost, slot = gpu_cost(small[1], NEEDS), SLOT // 10
     alone = make_plan(small, GROWING, SMALL_GPU)
-    assert alone.on_gpu == frozenset(range(1, 1 + min(8, TOTAL // 20 // cost)))
+    assert alone.placement.on_gpu == frozenset(range(1, 1 + min(8, TOTAL // 20 // cost)))
     for others, left in ((TOTAL // 20 - cost, 1), (TOTAL // 20 - cost + 1, 0), (TOTAL, 0)):
-        assert len(make_plan(small, GROWING, replace(SMALL_GPU, taken=Taken(gpu_states=others))).on_gpu) == left
+        assert (
+            len(make_plan(small, GROWING, replace(SMALL_GPU, taken=Taken(gpu_states=others))).placement.on_gpu) == left
+        )
     no_states = replace(SMALL_GPU, gpu_states=0)
-    assert make_plan(small, GROWING, no_states).window == 8
+    assert make_plan(small, GROWING, no_states).placement.window == 8
     for others, more in ((TOTAL // 10 - 3 * slot, 3), (TOTAL // 10 - 3 * slot + 1, 2), (TOTAL, 0)):
-        assert make_plan(small, GROWING, replace(no_states, taken=Taken(window=others))).window == NEEDS.window + more
+        assert (
+            make_plan(small, GROWING, replace(no_states, taken=Taken(window=others))).placement.window
+            == NEEDS.window + more
+        )
 
 
 def test_configured_limits_are_for_all_engines_together() -> None:
-    assert plan(gpu_states=EDGE_COST + 10, taken=Taken(gpu_states=10)).on_gpu == frozenset((0,))
-    assert 0 not in plan(gpu_states=EDGE_COST + 10, taken=Taken(gpu_states=11)).on_gpu
+    assert plan(gpu_states=EDGE_COST + 10, taken=Taken(gpu_states=10)).placement.on_gpu == frozenset((0,))
+    assert 0 not in plan(gpu_states=EDGE_COST + 10, taken=Taken(gpu_states=11)).placement.on_gpu
     plan(gpu_memory=WINDOW_BYTES + 7, taken=Taken(gpu=7))
     with pytest.raises(SlideError, match=r"gpu_memory is [\d,]+ beside the 8 of other engines in this process"):
         plan(gpu_memory=WINDOW_BYTES + 7, taken=Taken(gpu=8))
-    states = plan().host.state_bytes
+    states = plan().host_state_bytes
     plan(host_memory=states + 7, taken=Taken(host_states=7))
     with pytest.raises(SlideError, match=r"host_memory is [\d,]+ beside the 8 of other engines in this process"):
         plan(host_memory=states + 7, taken=Taken(host_states=8))
@@ -233,17 +274,17 @@ FORWARDS = replace(NEEDS, trains=False, window_grows=True)
 
 def test_without_an_optimizer_there_are_weights_in_host_memory_and_a_window() -> None:
     made = make_plan(FROZEN, FORWARDS, replace(SMALL_GPU, gpu_states=PLENTY, gpu_total=0))
-    assert made.on_gpu == frozenset()
-    assert made.host_bytes == made.host.state_bytes == (EDGE + 4 * BLOCK) * 2
+    assert made.placement.on_gpu == frozenset()
+    assert made.host_bytes == made.host_state_bytes == (EDGE + 4 * BLOCK) * 2
     assert made.gpu_bytes == 2 * SLOT + EDGE * 2
-    assert made.gpu_state_bytes == 0
+    assert made.gpu_states_used == 0
 
 
 @pytest.mark.parametrize(("share", "window"), [(2 * SLOT - 1, 2), (2 * SLOT, 4), (PLENTY, 4)])
 def test_without_a_backward_more_slots_help_only_if_all_blocks_fit(share: int, window: int) -> None:
-    assert make_plan(FROZEN, FORWARDS, replace(BUDGETS, gpu_total=10 * share)).window == window
+    assert make_plan(FROZEN, FORWARDS, replace(BUDGETS, gpu_total=10 * share)).placement.window == window
     trained = make_plan(UNITS, GROWING, replace(BUDGETS, gpu_total=10 * share))
-    assert trained.window == (4 if share >= 2 * SLOT else 3)
+    assert trained.placement.window == (4 if share >= 2 * SLOT else 3)
 
 
 def test_weights_that_do_not_fit_name_what_would_help() -> None:

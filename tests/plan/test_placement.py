@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,15 +15,17 @@ from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.optim.hyper import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
-from ds_slide.plan.memory import Budgets, make_plan
-from ds_slide.plan.placement import USABLE_SHARE, HostPlacement, Needs, SsdNeeds, UnitSize, place_on_host
+from ds_slide.plan.allocations import RECORD_BUFFERS, WEIGHT_BUFFERS
+from ds_slide.plan.memory import Budgets, Plan, make_plan
+from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
+from ds_slide.plan.placement import USABLE_SHARE, place_on_host
 from ds_slide.store.planes import optimizer_bytes, optimizer_planes
 from ds_slide.store.ssd.places import place_unit, record_bytes, sum_table_bytes, whole_pages
 
 SPECS = optimizer_planes(torch.bfloat16, ADAMW, STATE_FORMATS["fp32"])
 CHUNK = 2048
 BOTH = SsdNeeds(weights=True, records=True, chunk_numel=CHUNK)
-NEEDS = Needs(2, held_bytes=2, window=2, stagings=2, ring=0, ssd=BOTH)
+NEEDS = Needs(2, held_bytes=2, window=2, ring=0, ssd=BOTH)
 EDGE, BLOCK, BLOCKS = 64_000, 6_400, 12
 PLENTY = 1 << 40
 
@@ -38,8 +41,39 @@ STATES = (EDGE + BLOCKS * BLOCK) * 12
 BLOCK_WEIGHTS = BLOCKS * BLOCK * 2
 
 
-def place(host_memory: int | None, needs: Needs = NEEDS, free: int = PLENTY) -> HostPlacement:
-    return place_on_host(UNITS, needs, frozenset(), free, host_memory)
+@dataclass(frozen=True)
+class Placed:
+    """A placement and what it takes."""
+
+    weights_on_ssd: frozenset[int]
+    records_on_ssd: frozenset[int]
+    gradients_on_ssd: frozenset[int]
+    record_buffers: int
+    weight_buffers: int
+    state_bytes: int
+    ssd_bytes: int
+    host_bytes: int
+
+
+def placed_of(
+    units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int], host_free: int, host_memory: int | None
+) -> Placed:
+    plan = Plan.of(units, needs, place_on_host(units, needs, on_gpu, host_free, host_memory))
+    counts = {each.what: each.count for each in plan.allocations}
+    return Placed(
+        plan.placement.weights_on_ssd,
+        plan.placement.records_on_ssd,
+        plan.placement.gradients_on_ssd,
+        counts.get(RECORD_BUFFERS, 0),
+        counts.get(WEIGHT_BUFFERS, 0),
+        plan.host_state_bytes,
+        plan.ssd_bytes,
+        plan.host_bytes,
+    )
+
+
+def place(host_memory: int | None, needs: Needs = NEEDS, free: int = PLENTY) -> Placed:
+    return placed_of(UNITS, needs, frozenset(), free, host_memory)
 
 
 @pytest.mark.parametrize("budget", [None, STATES, STATES + 1])
@@ -82,7 +116,7 @@ def test_only_what_the_devices_name_moves(weights: bool, records: bool) -> None:
 
 def test_frozen_parameters_have_weights_only_on_ssd() -> None:
     frozen = [unit("edge", EDGE), unit("blocks.0", 0, frozen=BLOCK), unit("blocks.1", BLOCK, frozen=BLOCK)]
-    placed = place_on_host(frozen, NEEDS, frozenset(), PLENTY, 0)
+    placed = placed_of(frozen, NEEDS, frozenset(), PLENTY, 0)
     assert placed.weights_on_ssd == {1, 2} and placed.records_on_ssd == {0, 2}
     assert placed.ssd_bytes == 3 * BLOCK * 2 + BLOCK * 10 + EDGE * 10
 
@@ -99,7 +133,7 @@ def test_the_budget_is_kept_and_every_byte_is_counted(
 ) -> None:
     specs = optimizer_planes(torch.bfloat16, ADAMW, STATE_FORMATS[moments])
     needs = replace(NEEDS, held_bytes=held, ssd=replace(BOTH, weights=movable_weights))
-    placed = place_on_host([replace(unit, specs=specs) for unit in UNITS], needs, on_gpu, PLENTY, budget)
+    placed = placed_of([replace(unit, specs=specs) for unit in UNITS], needs, on_gpu, PLENTY, budget)
     on_host = [index for index in range(len(UNITS)) if index not in on_gpu]
     numel = {index: UNITS[index].layout.trainable_numel for index in on_host}
     everything = sum(2 * n + optimizer_bytes(specs, n) for n in numel.values())
@@ -116,7 +150,7 @@ def test_the_budget_is_kept_and_every_byte_is_counted(
 LEAST = place(0)
 
 
-def gradients(free: int, needs: Needs = NEEDS) -> HostPlacement:
+def gradients(free: int, needs: Needs = NEEDS) -> Placed:
     return place(None, needs, int(free / USABLE_SHARE) + 2)
 
 
@@ -175,7 +209,7 @@ def test_checksums_are_counted_and_fit(share: float) -> None:
     """Those of the pages that the units get on SSD, within what is free; also where held gradients have to leave."""
     needs = replace(NEEDS, ssd=replace(BOTH, checksums=True))
 
-    def sums(placed: HostPlacement) -> int:
+    def sums(placed: Placed) -> int:
         places = [
             place_unit(
                 0,

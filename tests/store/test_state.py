@@ -17,7 +17,7 @@ from ds_slide.store.planes import optimizer_planes
 from ds_slide.store.ssd.places import place_unit
 from ds_slide.store.ssd.store import SsdStore
 from ds_slide.store.ssd.unit import SsdUnit
-from ds_slide.store.state import HostMemory, UnitState, memory_state
+from ds_slide.store.state import HostMemory, UnitState
 
 NUMEL, CHUNK_NUMEL = 10_048, 4096
 LAYOUT = build_layout([ParameterInfo("weight", (NUMEL,), NUMEL, 0)], 1)
@@ -35,11 +35,9 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     failed: list[BaseException] = []
     store = SsdStore([("ds_slide.nvme_path", tmp_path)], places.end, rank=0, fail=failed.append)
     ssd = SsdUnit(store, places, specs, torch.bfloat16, torch.float32)
-    memory = HostMemory(page_lock=False, huge_pages=False)
-    yield (
-        memory_state(memory, LAYOUT, specs, torch.bfloat16, torch.float32, None),
-        memory_state(memory, LAYOUT, specs, torch.bfloat16, torch.float32, ssd),
-    )
+    planes = {spec.name: torch.zeros(spec.items(NUMEL), dtype=spec.dtype) for spec in specs}
+    weight, gradient = torch.zeros(NUMEL, dtype=torch.bfloat16), torch.zeros(NUMEL)
+    yield UnitState("host", specs, weight, planes, gradient), UnitState("ssd", specs, None, {}, None, ssd)
     store.close()
     assert not failed
 

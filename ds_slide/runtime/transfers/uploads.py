@@ -33,23 +33,18 @@ class Uploads:
 
     def __init__(
         self,
-        device: Device,
-        units: Sequence[Unit],
         shared: Mapping[int, list[torch.Tensor]],
         ssd: SsdStates | None,
+        scratch: torch.Tensor | None,
+        device: Device,
         failures: Failures,
     ) -> None:
+        """`scratch`: of bytes, for the parts of the largest shared block; None where no block is shared."""
         self._device = device
         self._failures = failures
         self._shared = shared
         self._ssd = ssd
-        blocks = [unit for unit in units if unit.order in shared and unit.is_streamed]
-        self._scratch: torch.Tensor | None = None
-        if blocks:
-            largest = max(blocks, key=lambda unit: unit.layout.local_numel * unit.dtype.itemsize)
-            parts = shared[largest.order]
-            nbytes = len(parts) * parts[0].numel() * parts[0].element_size()
-            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=device.torch)
+        self._scratch = scratch
 
     def fill(self, unit: Unit, buffer: torch.Tensor) -> int:
         """A `ds_slide.runtime.weights.window.Fill`: bring what is to come up of the unit into `buffer`."""

@@ -8,11 +8,9 @@ on any rank, and what was gathered stays until the weights change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from ds_slide.runtime.device import PASSED, Device, Marker
+from ds_slide.runtime.device import PASSED, Marker
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.transfers.handoff import Ticket
 from ds_slide.runtime.transfers.uploads import own_part
@@ -31,13 +29,6 @@ class Gathers:
         self._all_fit = all_fit
         self._gathered: dict[int, Ticket] = {}
         """The upload that was gathered last, by slot."""
-
-    @classmethod
-    def on(cls, device: Device, ranks: Ranks, units: Sequence[Unit], *, all_fit: bool) -> Gathers:
-        parts = (unit.layout.local_numel * unit.dtype.itemsize for unit in units if unit.is_gathered)
-        nbytes = ranks.world_size * max(parts, default=0)
-        scratch = torch.empty(nbytes, dtype=torch.uint8, device=device.torch) if nbytes else None
-        return cls(ranks, scratch, all_fit=all_fit)
 
     def into_slot(self, unit: Unit, slot: Slot) -> Marker:
         """Gather the unit into the slot that holds it, behind its upload. -> when it is there."""

@@ -18,10 +18,10 @@ from typing import Protocol
 import torch
 
 from ds_slide.errors import SlideError
+from ds_slide.plan.allocations import ROW_BUFFERS
 from ds_slide.runtime.device import PASSED, Device, Marker
 from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
-from ds_slide.runtime.settings import ROW_BUFFERS
 from ds_slide.runtime.transfers.handoff import Failures, Ticket
 from ds_slide.runtime.transfers.lane import Lane
 from ds_slide.runtime.unit import Unit
@@ -55,17 +55,12 @@ class RowBuffers:
     gradients: Sequence[torch.Tensor]
 
     @classmethod
-    def on(cls, device: Device, unit: Unit, rows: int) -> RowBuffers:
-        entry = unit.layout.entries[0]
-
-        def buffer() -> torch.Tensor:
-            return torch.zeros(rows * entry.shape[1], dtype=unit.dtype, device=device.torch)
-
-        count = ROW_BUFFERS if entry.trainable else 0
-        return cls(unit, rows, [buffer() for _ in range(ROW_BUFFERS)], [buffer() for _ in range(count)])
-
-    def nbytes(self) -> int:
-        return sum(buffer.numel() * buffer.element_size() for buffer in (*self.weights, *self.gradients))
+    def of(cls, unit: Unit, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> RowBuffers:
+        """`weights`, `gradients`: buffers of bytes."""
+        rows = unit.chunk_rows
+        return cls(
+            unit, rows, [each.view(unit.dtype) for each in weights], [each.view(unit.dtype) for each in gradients]
+        )
 
 
 class StreamedRows:

@@ -50,12 +50,14 @@ def rows(device: Device, failures: Failures, make_lane: Callable[[str], Lane]) -
         order=0,
         layout=layout,
         dtype=torch.float32,
+        chunk_rows=CHUNK,
         parameters=[torch.nn.Parameter(torch.empty(0))],
         state=SimpleNamespace(weight=torch.zeros(ROWS * WIDTH)),
         spans=SPANS,
         span_updated=[Ticket(failures) for _ in SPANS],
     )
-    buffers = RowBuffers.on(device, unit, CHUNK)
+    weights, gradients = ([torch.zeros(CHUNK * WIDTH * 4, dtype=torch.uint8) for _ in range(2)] for _ in range(2))
+    buffers = RowBuffers.of(unit, weights, gradients)
     streamed = StreamedRows(buffers, device, make_lane("h2d"), make_lane("d2h"), failures, None, Events())  # type: ignore[arg-type]
     return SimpleNamespace(unit=unit, streamed=streamed)
 

@@ -1,0 +1,258 @@
+"""What a run takes in every tier: one list, and the only count of these bytes.
+
+It is made from the sizes of the units, the storage settings and a placement. The placement compares the sums of
+several, the budgets are checked against the sums of the last one, the builder asks for its entries by name and takes
+their bytes from them (`ds_slide.runtime.allocator`), and reports are sums of it.
+
+Not in it is what does not grow with the parameters (a norm and a few counters for each unit), what is freed again while
+states are placed, and activations, which are the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize, gradient_bytes, held_bytes, is_held
+from ds_slide.store.ssd.places import place_unit, record_bytes, sum_table_bytes, whole_pages
+from ds_slide.store.state import Tier
+
+Why = Literal[
+    "states",
+    "held gradients",
+    "weights that modules read",
+    "the window",
+    "weights on their way",
+    "gradients on their way",
+    "states on their way",
+    "checksums",
+    "whole pages",
+]
+
+STAGINGS = 2
+"""GPU buffers for gradients: one that is packed while the other is copied down."""
+ROW_BUFFERS = 2
+"""Of an edge whose rows pass through the GPU: for its weight, and for its gradient."""
+MOST_RECORD_BUFFERS = 16
+EXTRA_WEIGHT_BUFFERS = 4
+"""Beside one for each slot: read ahead, under update, being written."""
+
+# Names of the entries that are no unit's own.
+SLOTS = "slots of the window"
+STAGED = "gradients being packed"
+STAGED_PARTS = "this rank's part of gradients being packed"
+GATHERED = "parts of weights being gathered"
+UPLOADED = "parts of shared weights being laid out"
+BLOCK_RING = "host buffers for gradients of blocks"
+EDGE_RING = "host buffer for gradients outside the blocks"
+RECORD_BUFFERS = "host buffers for optimizer states on SSD"
+WEIGHT_BUFFERS = "host buffers for weights on SSD"
+GRADIENT_BUFFER = "host buffer for gradients on SSD"
+CHECKSUMS = "checksums of the pages on SSD"
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """`nbytes` of a tier, in `count` pieces of one size."""
+
+    what: str
+    """Its name, of which there is one in a plan."""
+    tier: Tier
+    nbytes: int
+    why: Why
+    count: int = 1
+    page_locked: bool = False
+    """The GPU copies from or to it."""
+
+    @property
+    def piece(self) -> int:
+        """Bytes of each piece."""
+        return self.nbytes // max(self.count, 1)
+
+
+def plane_of(unit: str, plane: str) -> str:
+    """The name of a unit's "weight", held "gradient" or optimizer plane."""
+    return f"{plane} of {unit}"
+
+
+def whole_weights_of(unit: str) -> str:
+    """The name of the weights of a unit that is on the GPU all the time, as modules read them."""
+    return f"whole weights of {unit}"
+
+
+def rows_of(unit: str) -> str:
+    """The name of the GPU buffers through which an edge's rows pass."""
+    return f"rows of {unit}"
+
+
+def row_gradients_of(unit: str) -> str:
+    """The name of those through which the gradients of these rows pass."""
+    return f"gradients of rows of {unit}"
+
+
+def total(allocations: Iterable[Allocation], tier: Tier, *why: Why) -> int:
+    """Bytes in `tier`: all, or those of the kinds `why`."""
+    return sum(each.nbytes for each in allocations if each.tier == tier and (not why or each.why in why))
+
+
+def make_allocations(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> tuple[Allocation, ...]:
+    """All that a run takes with `placement`."""
+    made = [entry for index, unit in enumerate(units) for entry in of_unit(unit, index, needs, placement)]
+    made += _on_gpu_between(units, needs, placement)
+    made += _gradient_rings(units, needs, placement)
+    if placement.on_ssd:
+        assert needs.ssd is not None
+        made += _before_ssd(units, needs, needs.ssd, placement, total(made, "ssd"))
+    return tuple(made)
+
+
+def of_unit(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> list[Allocation]:
+    """What unit number `index` takes for itself."""
+    return [*_states(unit, index, needs, placement), *_read_by_modules(unit, index, needs, placement)]
+
+
+def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> Iterator[Allocation]:
+    """Weight, optimizer planes and held gradient, each where it is. Of those in host memory the GPU copies weights and
+    gradients, and the update alone reads the others."""
+
+    def tier(on_ssd: frozenset[int]) -> Tier:
+        return "gpu" if index in placement.on_gpu else "ssd" if index in on_ssd else "host"
+
+    def plane(name: str, where: Tier, nbytes: int, why: Why = "states", *, copied: bool = False) -> Allocation:
+        locked = copied and where == "host" and needs.page_locks
+        return Allocation(plane_of(unit.name, name), where, nbytes, why, page_locked=locked)
+
+    made = [plane("weight", tier(placement.weights_on_ssd), unit.share, copied=True)]
+    for spec in unit.specs:
+        nbytes = spec.nbytes(unit.layout.trainable_numel)
+        made.append(plane(spec.name, tier(placement.records_on_ssd), nbytes))
+    where = tier(placement.gradients_on_ssd)
+    if is_held(unit, needs):
+        made.append(plane("gradient", where, held_bytes(unit, needs), "held gradients", copied=True))
+    elif where == "gpu":
+        made.append(plane("gradient", where, gradient_bytes(unit, needs), "held gradients"))
+    yield from made
+    if index in placement.on_ssd:
+        yield Allocation(
+            plane_of(unit.name, "padding"),
+            "ssd",
+            _place_bytes(unit, index, needs, placement) - total(made, "ssd"),
+            "whole pages",
+        )
+
+
+def _place_bytes(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> int:
+    """Of the unit's places in the state file."""
+    assert needs.ssd is not None
+    return place_unit(
+        0,
+        unit.specs,
+        weight_bytes=unit.share if index in placement.weights_on_ssd else 0,
+        records_of=unit.layout.trainable_numel if index in placement.records_on_ssd else 0,
+        chunk_numel=needs.ssd.chunk_numel,
+        gradient_bytes=held_bytes(unit, needs) if index in placement.gradients_on_ssd else 0,
+    ).end
+
+
+def _read_by_modules(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> Iterator[Allocation]:
+    """Weights on the GPU all the time: of a unit that is updated there (the weight plane itself, for one rank), of an
+    edge or a part of a block (with room for this rank's part where they are gathered), or of an edge's rows."""
+    whole = unit.layout.slot_numel * unit.weight_bytes
+    if index in placement.on_gpu:
+        if needs.world_size > 1:
+            yield Allocation(whole_weights_of(unit.name), "gpu", whole, "weights that modules read")
+    elif unit.passing_numel:
+        rows = ROW_BUFFERS * unit.passing_numel * unit.weight_bytes
+        yield Allocation(rows_of(unit.name), "gpu", rows, "weights on their way", ROW_BUFFERS)
+        if unit.layout.trainable_numel:
+            yield Allocation(row_gradients_of(unit.name), "gpu", rows, "gradients on their way", ROW_BUFFERS)
+    elif unit.stays:
+        own = unit.share if _is_gathered(index, needs, placement) else 0
+        yield Allocation(whole_weights_of(unit.name), "gpu", whole + own, "weights that modules read")
+
+
+def _is_gathered(index: int, needs: Needs, placement: Placement) -> bool:
+    """Whether the unit's weights come together on the GPU by a collective: not those that all ranks can read."""
+    if needs.world_size == 1:
+        return False
+    return not needs.shares_weights or index in placement.on_gpu or index in placement.weights_on_ssd
+
+
+def streamed(units: Sequence[UnitSize], placement: Placement) -> dict[int, UnitSize]:
+    """Blocks that pass through the window, by their index."""
+    return {index: unit for index, unit in enumerate(units) if not unit.stays and index not in placement.on_gpu}
+
+
+def slot_bytes(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> int:
+    """Of one slot of the window: the largest block, and room for this rank's part where blocks are gathered."""
+    blocks = streamed(units, placement)
+    gathered = (unit.share for index, unit in blocks.items() if _is_gathered(index, needs, placement))
+    whole = max((unit.layout.slot_numel * unit.weight_bytes for unit in blocks.values()), default=0)
+    return whole + max(gathered, default=0)
+
+
+def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Iterator[Allocation]:
+    """Through what weights come to the GPU, and gradients leave it.
+
+    A block's gradients are packed; with several ranks those of all units are, whole and once more this rank's part.
+    Where ranks share weights, the parts of a block meet in a buffer of the lane; where they gather them, in another.
+    """
+    blocks, ranks = streamed(units, placement), needs.world_size
+    slots = min(placement.window, len(blocks))
+    yield Allocation(SLOTS, "gpu", slots * slot_bytes(units, needs, placement), "the window", slots)
+    packed = [unit for index, unit in enumerate(units) if ranks > 1 or not (unit.is_edge or index in placement.on_gpu)]
+    staged = max((gradient_bytes(unit, needs) for unit in packed), default=0)
+    yield Allocation(STAGED, "gpu", STAGINGS * ranks * staged, "gradients on their way", STAGINGS)
+    if ranks == 1:
+        return
+    yield Allocation(STAGED_PARTS, "gpu", STAGINGS * staged, "gradients on their way", STAGINGS)
+    gathered = [unit.share for index, unit in enumerate(units) if _is_gathered(index, needs, placement)]
+    yield Allocation(GATHERED, "gpu", ranks * max(gathered, default=0), "weights on their way")
+    shared = [unit.share for index, unit in blocks.items() if not _is_gathered(index, needs, placement)]
+    yield Allocation(UPLOADED, "gpu", ranks * max(shared, default=0), "weights on their way")
+
+
+def spare_ring_bytes(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> tuple[int, int]:
+    """Of a host buffer for a gradient of a block, and of one of an edge: what a ring without buffers makes when a
+    script runs a second backward before the step, which nothing has announced and so no budget counts."""
+    held = [unit for index, unit in enumerate(units) if index not in placement.on_gpu]
+    blocks = max((gradient_bytes(unit, needs) for unit in held if not unit.is_edge), default=0)
+    edges = max((gradient_bytes(unit, needs) for unit in held if unit.is_edge), default=0)
+    # Gradients that go on to SSD are written from where they have arrived.
+    return whole_pages(blocks) if placement.gradients_on_ssd else blocks, edges
+
+
+def _gradient_rings(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Iterator[Allocation]:
+    """Host buffers through which gradients pass on their way into an update, a sum or a file. Blocks and their parts
+    share a ring. Edges, a few and each larger than many blocks, have one buffer between them."""
+    block, edge = spare_ring_bytes(units, needs, placement)
+    buffers = needs.ring or (needs.ring_to_ssd if placement.gradients_on_ssd else 0)
+    buffers = buffers if block else 0
+    yield Allocation(BLOCK_RING, "host", buffers * block, "gradients on their way", buffers, needs.page_locks)
+    single = 1 if needs.ring and edge else 0
+    yield Allocation(EDGE_RING, "host", single * edge, "gradients on their way", single, needs.page_locks)
+
+
+def _before_ssd(
+    units: Sequence[UnitSize], needs: Needs, ssd: SsdNeeds, placement: Placement, nbytes: int
+) -> Iterator[Allocation]:
+    """Host buffers through which states pass on their way between SSD (`nbytes` there) and update or GPU, and the sums
+    of what is there. The GPU copies from those of weights."""
+    records = [units[index] for index in sorted(placement.records_on_ssd)]
+    numel = ssd.chunk_numel
+    record = max((record_bytes(unit.specs, min(numel, unit.layout.trainable_numel)) for unit in records), default=0)
+    chunks = sum(-(-unit.layout.trainable_numel // numel) for unit in records)
+    buffers = min(MOST_RECORD_BUFFERS if ssd.record_buffers is None else ssd.record_buffers, chunks)
+    yield Allocation(RECORD_BUFFERS, "host", buffers * record, "states on their way", buffers)
+    weights = [units[index] for index in placement.weights_on_ssd]
+    weight = max((whole_pages(unit.share) for unit in weights), default=0)
+    # Of the slots that hide a fetch: those beyond them are a cache, and read nothing ahead.
+    wanted = needs.window + EXTRA_WEIGHT_BUFFERS if ssd.weight_buffers is None else ssd.weight_buffers
+    buffers = min(wanted, len(weights))
+    yield Allocation(WEIGHT_BUFFERS, "host", buffers * weight, "states on their way", buffers, needs.page_locks)
+    if placement.gradients_on_ssd:
+        held = max(whole_pages(held_bytes(units[index], needs)) for index in placement.gradients_on_ssd)
+        yield Allocation(GRADIENT_BUFFER, "host", held, "gradients on their way")
+    if ssd.checksums:
+        yield Allocation(CHECKSUMS, "host", sum_table_bytes(nbytes), "checksums")

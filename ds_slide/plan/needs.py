@@ -1,0 +1,120 @@
+"""What the plan is made from: the sizes of the units, and the storage settings that set the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ds_slide.model.layout import UnitLayout
+from ds_slide.store.planes import PlaneSpec, optimizer_bytes
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """What the plan knows of a unit. The weights of edges and parts of blocks are always in host memory, and on the GPU
+    as well unless they pass through it. `specs`: the optimizer planes. Item sizes in bytes."""
+
+    name: str
+    layout: UnitLayout
+    kind: Literal["block", "part", "edge"]
+    specs: Sequence[PlaneSpec]
+    weight_bytes: int
+    passing_numel: int = 0
+    """Elements of each GPU buffer through which an edge passes in chunks; 0 where it is there as a whole."""
+    gradient_bytes: int | None = None
+    """None: as `Needs` has it."""
+    held_bytes: int | None = None
+    """Likewise."""
+
+    @property
+    def is_edge(self) -> bool:
+        return self.kind == "edge"
+
+    @property
+    def stays(self) -> bool:
+        """Whether its weights do not pass through the window."""
+        return self.kind != "block"
+
+    @property
+    def share(self) -> int:
+        """Bytes of one rank's weights."""
+        return self.layout.local_numel * self.weight_bytes
+
+    @property
+    def records(self) -> int:
+        """Bytes of its optimizer planes."""
+        return optimizer_bytes(self.specs, self.layout.trainable_numel)
+
+
+@dataclass(frozen=True)
+class SsdNeeds:
+    """`weights`, `records`: what may go to SSD; where records may, held gradients may as well. Numbers of buffers: None
+    is automatic."""
+
+    weights: bool
+    records: bool
+    chunk_numel: int
+    record_buffers: int | None = None
+    weight_buffers: int | None = None
+    checksums: bool = False
+    """Whether a sum of every page on SSD is kept in host memory."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Storage settings that set the bytes. Item sizes in bytes, of gradients for units that have none of their own."""
+
+    gradient_bytes: int
+    held_bytes: int
+    """Bytes a parameter of a held host gradient; 0 when gradients are not held."""
+    window: int
+    """Slots, at least."""
+    ring: int
+    """Buffers through which the gradients of blocks pass, and one for edges; 0 when they need none in host memory."""
+    ring_to_ssd: int = 0
+    """Where `ring` is 0: buffers through which they pass when some of them are held on SSD."""
+    world_size: int = 1
+    shares_weights: bool = False
+    """Several ranks read each other's weights in host memory; otherwise all units are gathered."""
+    ssd: SsdNeeds | None = None
+    """None: there is no SSD tier."""
+    window_grows: bool = False
+    """Whether spare GPU memory becomes slots."""
+    trains: bool = True
+    """False: nothing is updated, so that there are weights only."""
+    page_locks: bool = True
+    """Whether host memory that the GPU copies from or to is page-locked: not where the accelerator is the host."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Indices of the units with states on the GPU, and of the others with weights, optimizer states (records) or held
+    gradients on SSD. `window`: slots, of which there are no more than blocks that pass through them."""
+
+    on_gpu: frozenset[int] = frozenset()
+    weights_on_ssd: frozenset[int] = frozenset()
+    records_on_ssd: frozenset[int] = frozenset()
+    gradients_on_ssd: frozenset[int] = frozenset()
+    window: int = 0
+
+    @property
+    def on_ssd(self) -> frozenset[int]:
+        """Units with anything there."""
+        return self.weights_on_ssd | self.records_on_ssd | self.gradients_on_ssd
+
+
+def gradient_bytes(unit: UnitSize, needs: Needs) -> int:
+    """Of the unit's gradient on its way."""
+    item = needs.gradient_bytes if unit.gradient_bytes is None else unit.gradient_bytes
+    return unit.layout.trainable_numel * item
+
+
+def is_held(unit: UnitSize, needs: Needs) -> bool:
+    """Whether the unit's gradient waits outside the GPU for the step."""
+    return bool(needs.held_bytes if unit.held_bytes is None else unit.held_bytes)
+
+
+def held_bytes(unit: UnitSize, needs: Needs) -> int:
+    """Of the unit's held gradient; 0 when gradients are not held."""
+    return unit.layout.trainable_numel * (needs.held_bytes if unit.held_bytes is None else unit.held_bytes)

@@ -1,0 +1,35 @@
+"""What the parts of a runtime are built with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_slide.plan.memory import Plan
+from ds_slide.report.statistics import StepRecorder
+from ds_slide.runtime.allocator import Allocator
+from ds_slide.runtime.device import Device
+from ds_slide.runtime.ranks.collectives import Ranks
+from ds_slide.runtime.settings import RuntimeSettings
+from ds_slide.runtime.transfers.handoff import Failures
+from ds_slide.runtime.weights.shared_weights import SharedWeights
+from ds_slide.store.state import HostMemory
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """`memory`: where `allocator` takes host memory from. `shared`: None where no rank reads another's weights."""
+
+    plan: Plan
+    settings: RuntimeSettings
+    ranks: Ranks
+    device: Device
+    failures: Failures
+    recorder: StepRecorder
+    memory: HostMemory
+    allocator: Allocator
+    shared: SharedWeights | None
+    cpu_threads: int
+    """Of the update."""
+    cpu_cores: Sequence[int]
+    """That they are pinned to; none are where it is empty."""

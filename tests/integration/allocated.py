@@ -1,0 +1,193 @@
+"""What an engine has really taken, entry by entry of its plan: found in its objects, and counted by what holds it.
+
+Host memory is counted by the slabs and pools of `_native` that are alive, files by their sizes, and device memory,
+which on the CPU accelerator is memory of torch, by storages.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from ds_slide import _native
+from ds_slide.plan import allocations as names
+from ds_slide.plan.allocations import Allocation
+from ds_slide.store.ssd.places import PAGE
+
+SMALL = 1024
+"""Bytes of a tensor that does not grow with the parameters, at most: norms and counters of each unit."""
+
+
+class CountedPool:
+    """A `_native.Pool` that knows where the buffers are that it has lent out."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        self.lent: set[int] = set()
+
+    def lease(self, timeout_s: float) -> Any:
+        lease = self.pool.lease(timeout_s)
+        self.lent.add(lease.ptr)
+        return lease
+
+
+class Counted:
+    """The slabs and pools that were made since, and the storages that there were before."""
+
+    def __init__(self) -> None:
+        self._slabs: list[tuple[weakref.ref[Any], bool]] = []
+        """And whether each is a part of a memory file."""
+        self._pools: list[CountedPool] = []
+        self._before = storages()
+
+    def slab(self, *arguments: Any) -> Any:
+        made = SLAB(*arguments)
+        self._slabs.append((weakref.ref(made), len(arguments) == 5))
+        return made
+
+    def pool(self, *arguments: Any) -> Any:
+        self._pools.append(CountedPool(POOL(*arguments)))
+        return self._pools[-1]
+
+    def difference(self, engine: Any) -> list[str]:
+        """What `engine`, just built, has taken otherwise than its plan has it: best empty."""
+        runtime = engine.optimizer.runtime
+        planned = {each.what: each for each in runtime.parts.plan.allocations}
+        device, found = storages(), tensors_of(runtime)
+        own = self._slab_bytes({each.data_ptr() for tensors in found.values() for each in tensors})
+        problems = [f"{what}: in the engine, not in the plan" for what in found.keys() - planned.keys()]
+        for what, tensors in found.items():
+            sizes = [device.get(each.untyped_storage().data_ptr(), 0) for each in tensors if each.numel()]
+            sizes = [own.get(each.data_ptr(), size) for each, size in zip(tensors, sizes, strict=False)]
+            problems += compare(planned[what], sizes, [own.get(each.data_ptr()) is not None for each in tensors])
+        pools = Counter((each.pool.stats()["bytes"], each.pool.stats()["pinned"]) for each in self._pools)
+        leased = [planned[what] for what in LEASED if what in planned and planned[what].nbytes]
+        if pools != Counter((each.nbytes, each.page_locked) for each in leased):
+            problems.append(f"pools of {pools}, not of {leased}")
+        problems += self._on_ssd(runtime, planned)
+        left = {what for what, each in planned.items() if each.nbytes and each.tier != "ssd"} - found.keys() - {*LEASED}
+        problems += [f"{what}: in the plan, not in the engine" for what in sorted(left)]
+        # And nothing beside it.
+        known = {each.untyped_storage().data_ptr() for tensors in found.values() for each in tensors}
+        leases = sum(each.nbytes for each in leased)
+        host = sum(each.nbytes for each in runtime.parts.plan.allocations if each.tier == "host") - leases
+        if sum(own.values()) != host:
+            problems.append(f"slabs of {sum(own.values())} bytes, {host} in the plan")
+        more = {pointer: size for pointer, size in device.items() if size > SMALL and pointer not in self._before}
+        for pointer in more.keys() - known - self._others():
+            problems.append(f"{more[pointer]} bytes of the device that the plan does not have")
+        return problems
+
+    def _slab_bytes(self, own: set[int]) -> dict[int, int]:
+        """Of those that are alive, by address. `own`: of parts of memory files that this process has brought."""
+        alive = [(slab, mapped) for made, mapped in self._slabs if (slab := made()) is not None]
+        return {slab.ptr: slab.nbytes for slab, mapped in alive if slab.nbytes and (not mapped or slab.ptr in own)}
+
+    def _others(self) -> set[int]:
+        """Addresses of pooled buffers, and of what other ranks have brought."""
+        mapped = {slab.ptr for made, mapped in self._slabs if mapped and (slab := made()) is not None}
+        return mapped.union(*(each.lent for each in self._pools))
+
+    def _on_ssd(self, runtime: Any, planned: dict[str, Allocation]) -> Iterator[str]:
+        entries = {what: each for what, each in planned.items() if each.tier == "ssd"}
+        found = {}
+        for unit in runtime.units:
+            found.update({} if unit.state.ssd is None else places_of(unit))
+        for what in entries.keys() | found.keys():
+            nbytes = entries[what].nbytes if what in entries else None
+            if (nbytes or 0) != found.get(what, 0):
+                yield f"{what}: {found.get(what)} bytes on SSD, {nbytes} in the plan"
+        files = [] if runtime.parts.ssd is None else runtime.parts.ssd._store.descriptors
+        # A page more than is ever written, by which a file that was cut is found.
+        sizes = sum(os.stat(f"/proc/self/fd/{descriptor}").st_size - PAGE for descriptor in files)
+        if sizes != sum(each.nbytes for each in entries.values()):
+            yield f"state files of {sizes} bytes, not of {sum(each.nbytes for each in entries.values())}"
+
+
+SLAB, POOL = _native.Slab, _native.Pool
+LEASED = (names.RECORD_BUFFERS, names.WEIGHT_BUFFERS, names.GRADIENT_BUFFER)
+
+
+@contextmanager
+def counted() -> Iterator[Counted]:
+    """Around `deepspeed.initialize`."""
+    gc.collect()
+    count = Counted()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_native, "Slab", count.slab)
+        patch.setattr(_native, "Pool", count.pool)
+        yield count
+
+
+def compare(planned: Allocation, sizes: list[int], in_slabs: list[bool]) -> Iterator[str]:
+    """Pieces of an entry as they were found."""
+    if sizes != [planned.piece] * len(sizes) or (planned.nbytes and len(sizes) != planned.count):
+        yield f"{planned.what}: pieces of {sizes} bytes, not {planned.count} of {planned.piece}"
+    if planned.nbytes and (planned.tier == "host") != all(in_slabs):
+        yield f"{planned.what} is not in the tier {planned.tier}"
+
+
+def storages() -> dict[int, int]:
+    """Bytes of each storage that a tensor has, by address."""
+    found = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor) and each.layout == torch.strided and each.device.type == "cpu":
+            storage = each.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return {pointer: size for pointer, size in found.items() if size}
+
+
+def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
+    """What the engine has, by the names that the plan has for it."""
+    found: dict[str, list[torch.Tensor]] = {}
+    parts, gradients = runtime.parts, runtime.gradients
+    for unit in runtime.units:
+        state = unit.state
+        for plane, tensor in {"weight": state.weight, "gradient": state.gradient, **state.optimizer}.items():
+            if tensor is not None:
+                found[names.plane_of(unit.name, plane)] = [tensor]
+        if unit.resident is not None and unit.resident is not state.weight:
+            found[names.whole_weights_of(unit.name)] = [unit.resident]
+        ring = names.EDGE_RING if unit.spec.kind == "edge" else names.BLOCK_RING
+        found[ring] = list(gradients._ring(unit)._free)
+    found[names.SLOTS] = [] if parts.window is None else [slot.buffer for slot in parts.window.slots]
+    found[names.STAGED] = [staging.packed for staging in gradients._stagings]
+    if parts.ranks.world_size > 1:
+        found[names.STAGED_PARTS] = [staging.own for staging in gradients._stagings]
+    for what, scratch in ((names.GATHERED, parts.gathers._scratch), (names.UPLOADED, parts.uploads._scratch)):
+        if scratch is not None:
+            found[what] = [scratch]
+    if runtime.rows is not None:
+        buffers = runtime.rows._buffers
+        found[names.rows_of(runtime.rows.unit.name)] = list(buffers.weights)
+        if buffers.gradients:
+            found[names.row_gradients_of(runtime.rows.unit.name)] = list(buffers.gradients)
+    if parts.ssd is not None and parts.ssd._store._sums is not None:
+        found[names.CHECKSUMS] = [parts.ssd._store._sums._table]
+    return found
+
+
+def places_of(unit: Any) -> dict[str, int]:
+    """Bytes on SSD, by name. The planes of a chunk, each in whole pages, make up its record."""
+    ssd = unit.state.ssd
+    starts = [ssd.places.weight_offset, ssd.places.gradient_offset, *(chunk.offset for chunk in ssd.places.chunks)]
+    first = min(place for place in starts if place is not None)
+    found = {}
+    if ssd.has_weight:
+        found[names.plane_of(unit.name, "weight")] = ssd.places.weight_bytes
+    for spec in unit.state.specs if ssd.has_records else ():
+        spans = [chunk.span for chunk in ssd.places.chunks]
+        found[names.plane_of(unit.name, spec.name)] = sum(spec.nbytes(span.stop - span.start) for span in spans)
+    if ssd.has_gradient:
+        numel = unit.layout.trainable_numel
+        found[names.plane_of(unit.name, "gradient")] = numel * ssd.gradient_dtype.itemsize
+    found[names.plane_of(unit.name, "padding")] = ssd.places.end - first - sum(found.values())
+    return found
