@@ -1,4 +1,4 @@
-"""The kernels around offloading at the blocks of real models: gradient packing, square sum, AdamW, 8-bit codes."""
+"""The kernels around offloading at the blocks of real models: gradient packing, square sum, AdamW."""
 
 from __future__ import annotations
 
@@ -180,67 +180,6 @@ def adamw(numel: int, device: torch.device) -> Problem:
     return Problem("adamw", f"{numel:,}", inputs, outputs, systems, reference, 26 * numel, absent=NO_LIGER)
 
 
-def plain_quantise(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The 8-bit code in plain PyTorch, everything at once."""
-    from ds_slide.optim import low_precision
-
-    wide = values.float()
-    normal = torch.where(wide.abs() < 2.0**-126, 0.0, wide)
-    scales = low_precision.group_scales(normal, signed=True)
-    level = low_precision.levels(normal, scales, signed=True)
-    half = 1 << (low_precision.STEP_BITS - 1)
-    code = (level.view(torch.int32) + half - low_precision.zero_code(True)) >> low_precision.STEP_BITS
-    kept = level >= 0.5 * low_precision.least_level(True)
-    return low_precision.finish_codes(code, kept, normal, scales, signed=True), scales
-
-
-def quantise(numel: int, device: torch.device) -> Problem:
-    values = random_tensor(numel, device=device, scale=0.02)
-
-    def ours() -> System:
-        from ds_slide.kernels.offload.block8 import block8_quantise
-
-        return block8_quantise
-
-    def reference() -> Results:
-        codes, scales = plain_quantise(values)
-        return {"codes": codes.double(), "scales": scales.double()}
-
-    systems: dict[str, Factory] = {
-        "ours": ours,
-        "eager": lambda: plain_quantise,
-        "compile": compiled(plain_quantise),
-    }
-    moved = 3 * numel + numel // 16
-    inputs = {"values": values}
-    outputs = ("codes", "scales")
-    return Problem("block8_quantise", f"{numel:,}", inputs, outputs, systems, reference, moved, absent=NO_LIGER)
-
-
-def dequantise(numel: int, device: torch.device) -> Problem:
-    from ds_slide.optim import low_precision
-
-    codes, scales = plain_quantise(random_tensor(numel, device=device, scale=0.02))
-
-    def ours() -> System:
-        from ds_slide.kernels.offload.block8 import block8_dequantise
-
-        return lambda codes, scales: block8_dequantise(codes, scales, DTYPE)
-
-    def eager(codes: Tensor, scales: Tensor) -> Tensor:
-        code = codes.int()
-        level = (low_precision.zero_code(True) + ((code & 127) << low_precision.STEP_BITS)).view(torch.float32)
-        level = torch.where((code & 127) == 0, 0.0, level)
-        return (torch.where(code > 128, -level, level) * low_precision.spread(scales, codes.numel())).to(DTYPE)
-
-    systems: dict[str, Factory] = {"ours": ours, "eager": lambda: eager, "compile": compiled(eager)}
-    reference = lambda: {"values": low_precision.to_fp32(codes, scales, signed=True).double()}  # noqa: E731
-    inputs = {"codes": codes, "scales": scales}
-    moved = 3 * numel + numel // 16
-    name = f"{numel:,}"
-    return Problem("block8_dequantise", name, inputs, ("values",), systems, reference, moved, absent=NO_LIGER)
-
-
 def makers(device: torch.device, tiny: bool) -> Iterator[tuple[str, Makers]]:
     """By kernel, one function a shape that sets the problem up."""
     for kernel, accumulate in (("pack", False), ("pack_add", True)):
@@ -252,8 +191,6 @@ def makers(device: torch.device, tiny: bool) -> Iterator[tuple[str, Makers]]:
     flat: dict[str, Callable[[int, torch.device], Problem]] = {
         "square_sum": square_sums,
         "adamw": adamw,
-        "block8_quantise": quantise,
-        "block8_dequantise": dequantise,
     }
     for kernel, make in flat.items():
         numels = TINY_NUMELS if tiny else NUMELS

@@ -175,10 +175,11 @@ class IoEngine:
 
         Never waits for the device. ValueError, with nothing queued, for a piece that is out of range.
         """
-    def next(self, timeout_s: float) -> tuple[int, str | None, int] | None:
+    def next(self, timeout_s: float | None) -> tuple[int, str | None, int] | None:
         """The next finished transfer: ``(token, None, 0)``, or ``(token, sentence, errno)`` if a request failed.
 
         None after ``timeout_s`` seconds, or when closed and all have been told. The memory is no longer touched.
+        ``timeout_s`` None waits for one or the other, asleep, and is for a thread that handles no signals.
         """
     def sync(self, file: int) -> None:
         """Wait until what finished transfers wrote to the file is on the device. OSError when it may be lost."""

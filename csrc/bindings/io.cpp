@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
+#include <optional>
 #include <tuple>
 
 #include "bindings/register.hpp"
@@ -51,11 +53,29 @@ void submit(IoEngine& engine, std::int64_t token, bool write, std::vector<PieceT
   engine.submit(token, write, converted, urgent);
 }
 
-py::object next(IoEngine& engine, double timeout_s) {
+py::object as_tuple(IoEngine::Finished const& finished) {
+  py::object message = py::none();
+  if (finished.error != 0) message = py::str(finished.message);
+  return py::make_tuple(finished.token, message, finished.error);
+}
+
+/// For a thread that handles no signals: Python's own go to the main thread, so it sleeps until there is
+/// news.
+py::object next_of_all(IoEngine& engine) {
+  std::optional<IoEngine::Finished> finished;
+  {
+    py::gil_scoped_release release;
+    while (!finished && !engine.closed()) finished = engine.next(std::numeric_limits<double>::infinity());
+  }
+  return finished ? as_tuple(*finished) : py::none();
+}
+
+py::object next(IoEngine& engine, std::optional<double> timeout_s) {
+  if (!timeout_s) return next_of_all(engine);
   using Clock = std::chrono::steady_clock;
   auto const begin = Clock::now();
   for (;;) {
-    double const left = timeout_s - std::chrono::duration<double>(Clock::now() - begin).count();
+    double const left = *timeout_s - std::chrono::duration<double>(Clock::now() - begin).count();
     std::optional<IoEngine::Finished> finished;
     bool over = false;
     {
@@ -63,11 +83,7 @@ py::object next(IoEngine& engine, double timeout_s) {
       finished = engine.next(std::min(left, kSignalCheck_s));
       over = !finished && engine.closed();
     }
-    if (finished) {
-      py::object message = py::none();
-      if (finished->error != 0) message = py::str(finished->message);
-      return py::make_tuple(finished->token, message, finished->error);
-    }
+    if (finished) return as_tuple(*finished);
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     if (over || left <= kSignalCheck_s) return py::none();
   }

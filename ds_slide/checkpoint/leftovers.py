@@ -15,6 +15,7 @@ import os
 import re
 import stat
 import urllib.parse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ds_slide.checkpoint.manifest import NAME as MANIFEST
@@ -86,17 +87,12 @@ def _put_back(save_dir: Path, parent: int, name: str, tag: str) -> None:
         logger.warning("%s was left alone: %s (%s)", save_dir / name, tag, error.strerror)
         return
     try:
-        if status_of(last, target) is not None:
-            return
-        with owned(name, parent):
-            os.rename(name, last, src_dir_fd=parent, dst_dir_fd=target)
-        logger.warning("a save was killed while it replaced %s; the old checkpoint is there again", save_dir / tag)
-    except FileNotFoundError:
-        return  # another process was faster
-    except OSError as error:
-        if error.errno not in _NOT_PUT_BACK:
-            raise
-        logger.warning("%s was left alone: %s", save_dir / name, error.strerror)
+        with _leaving_alone(save_dir / name, _NOT_PUT_BACK):
+            if status_of(last, target) is not None:
+                return
+            with owned(name, parent):
+                os.rename(name, last, src_dir_fd=parent, dst_dir_fd=target)
+            logger.warning("a save was killed while it replaced %s; the old checkpoint is there again", save_dir / tag)
     finally:
         os.close(target)
 
@@ -104,7 +100,7 @@ def _put_back(save_dir: Path, parent: int, name: str, tag: str) -> None:
 def remove_dead(save_dir: Path, parent: int) -> None:
     """Remove what dead saves have left in `save_dir`, open as `parent`, `recover` having run. Raises OSError."""
     for name in sorted(os.listdir(parent)):
-        try:
+        with _leaving_alone(save_dir / name, _LEFT_ALONE):
             if name.startswith(SAVING):
                 with owned(name, parent) as directory:
                     _remove_dead_save(save_dir / name, parent, directory)
@@ -112,12 +108,20 @@ def remove_dead(save_dir: Path, parent: int) -> None:
                 with owned(name, parent) as directory:
                     _require_saved(directory, _is_of_tag)
                     remove_directory(name, parent, directory)
-        except FileNotFoundError:
-            continue  # another save was faster
-        except OSError as error:
-            if error.errno not in _LEFT_ALONE:
-                raise
-            logger.warning("%s was left alone: %s", save_dir / name, error.strerror)
+
+
+@contextlib.contextmanager
+def _leaving_alone(path: Path, errnos: Sequence[int]) -> Iterator[None]:
+    """An entry that another process has taken meanwhile is no error, nor one that `errnos` keep from us: a line of the
+    log says so."""
+    try:
+        yield
+    except FileNotFoundError:
+        return  # another process was faster
+    except OSError as error:
+        if error.errno not in errnos:
+            raise
+        logger.warning("%s was left alone: %s", path, error.strerror)
 
 
 def _is_there(tag: str, parent: int) -> bool:

@@ -168,12 +168,3 @@ def write_durably(path: Path, content: bytes) -> None:
         while view:
             view = view[file.write(view) :]
         os.fsync(file.fileno())
-
-
-def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

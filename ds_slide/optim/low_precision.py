@@ -42,11 +42,6 @@ class StateFormat:
         """Scales (fp32) of one moment of ``numel`` elements."""
         return -(-numel // self.group) if self.has_scales else 0
 
-    @property
-    def bytes_per_parameter(self) -> float:
-        """Of both moments, scales included."""
-        return 2 * (self.dtype.itemsize + (4 / self.group if self.has_scales else 0))
-
 
 STATE_FORMATS: dict[str, StateFormat] = {
     "fp32": StateFormat("fp32", torch.float32, has_scales=False),

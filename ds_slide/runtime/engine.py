@@ -274,7 +274,6 @@ class SlideRuntime:
     # ---- forward ---------------------------------------------------------------------------------------------
 
     def _begin_forward(self) -> None:
-        self.parts.failures.raise_first()
         for hooks in self.hooks:
             if isinstance(hooks, BlockHooks | WideHooks):
                 hooks.close_left_open()

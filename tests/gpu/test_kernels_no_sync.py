@@ -112,18 +112,6 @@ def square_sum() -> Work:
     return lambda: square_sum(values)
 
 
-def block8(signed: bool) -> Work:
-    from ds_slide.kernels.offload.block8 import block8_dequantise, block8_quantise
-
-    values = tensor(10_001, gradient=False).abs()
-
-    def work() -> None:
-        codes, scales = block8_quantise(values, signed=signed)
-        block8_dequantise(codes, scales, torch.bfloat16, signed=signed)
-
-    return work
-
-
 def adamw() -> Work:
     from ds_slide.kernels.offload.adamw_planar import adamw_planar_
     from ds_slide.optim.hyper import AdamWHyper
@@ -150,8 +138,6 @@ WORKS: dict[str, Callable[[], Work]] = {
     "pack_gradients": lambda: pack(accumulate=False),
     "pack_gradients, accumulating": lambda: pack(accumulate=True),
     "square_sum": square_sum,
-    "block8, signed": lambda: block8(signed=True),
-    "block8, unsigned": lambda: block8(signed=False),
     "adamw_planar": adamw,
 }
 

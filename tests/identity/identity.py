@@ -20,13 +20,14 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,14 +148,15 @@ class Job:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         environment = {**apart, **threads, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(self.tree)}
         with (self.out / f"{self.name}.log").open("wb") as log:
-            return subprocess.Popen(command, cwd=self.out, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            return subprocess.Popen(
+                command, cwd=self.out, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def finish(self, process: subprocess.Popen[bytes]) -> None:
         """Wait for `process`; a run that fails ends the comparison with the end of its log."""
         try:
             code: int | str = process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
             code = f"no end after {TIMEOUT_S} s"
         if code:
             log = (self.out / f"{self.name}.log").read_text(errors="replace")
@@ -165,17 +167,26 @@ class Job:
         return found
 
 
+def run_together(*jobs: Job) -> None:
+    processes = [job.start() for job in jobs]
+    try:
+        for job, process in zip(jobs, processes, strict=True):
+            job.finish(process)
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):  # which is so after a run that has ended well
+                os.killpg(process.pid, signal.SIGKILL)
+
+
 def run_both(parent: Path, new: Path, only: str) -> dict[str, tuple[Any, Any]]:
     """What both trees give, by the name of the run; at most two processes compute at a time."""
     results: dict[str, tuple[Any, Any]] = {}
     for ranks in (1, 2):
         old, young = Job(parent, ranks, only), Job(new, ranks, only)
-        together = [[old, young]] if ranks == 1 else [[old], [young]]
-        for jobs in together:
-            for job, process in [(job, job.start()) for job in jobs]:
-                job.finish(process)
+        for jobs in [(old, young)] if ranks == 1 else [(old,), (young,)]:
+            run_together(*jobs)
         again = Job(new, ranks, only, resume=old.out)
-        again.finish(again.start())
+        run_together(again)
         for rank in range(ranks):
             where = f" [{rank}]" if ranks > 1 else ""
             before, after, resumed = (job.records(rank) for job in (old, young, again))

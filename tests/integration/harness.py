@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -48,6 +49,13 @@ def ds_config(
     if slide is not None:
         config["ds_slide"] = {"enabled": True, **slide}
     return {key: value for key, value in config.items() if value is not None}
+
+
+def on_ssd(config: dict[str, Any], folder: Path | str, *sections: str) -> dict[str, Any]:
+    """`config` with the offload `sections`, both where none is named, on the SSD at `folder`."""
+    for section in sections or ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][section] = {"device": "nvme", "nvme_path": str(folder)}
+    return config
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
-from harness import batches, ds_config, llama
+from harness import batches, ds_config, llama, on_ssd
 from ssd_fault_worker import Run, main
 
 
@@ -25,8 +25,8 @@ class KilledRun(Run):
         self.note("phase", "initialize")
         model = llama(num_hidden_layers=2)
         config = ds_config({"window": 2, **({"host_memory": 0} if tier == "ssd" else {})})
-        for section in ("offload_param", "offload_optimizer") if tier == "ssd" else ():
-            config["zero_optimization"][section] = {"device": "nvme", "nvme_path": disk}
+        if tier == "ssd":
+            on_ssd(config, disk)
         self.engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
 
     def resume(self, folder: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import two_ranks
-from harness import Batch, batches, causal_loss, ds_config, llama, trained
+from harness import Batch, batches, causal_loss, ds_config, llama, on_ssd, trained
 from tight_memory import room_for_gradients_of
 
 from ds_slide.integration import assemble
@@ -106,8 +106,7 @@ def main(rank: int, folder: Path) -> None:
             # Every rank draws other weights: rank 0's have to win.
             config = ds_config(slide, **settings)
             if name.startswith("ssd"):
-                for section in ("offload_optimizer", "offload_param"):
-                    config["zero_optimization"][section] = {"device": "nvme", "nvme_path": f"{folder}/disk"}
+                on_ssd(config, folder / "disk")
             found = LESS_MEMORY if name == "ssd-less-memory" and rank == 1 else None
             with room_for_gradients_of(1 if name == "ssd-gradients" else None) as plan, host_memory(found):
                 evaluates = name in ("clipping", "immediate") and rank == 1

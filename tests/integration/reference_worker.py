@@ -10,7 +10,7 @@ from typing import Any
 import deepspeed
 import torch
 import two_ranks
-from harness import batches, ds_config, engine_for, llama, states_of, to_bf16
+from harness import batches, ds_config, engine_for, llama, on_ssd, states_of, to_bf16
 
 SECOND_SEED = 11
 STEPS = 4
@@ -38,7 +38,7 @@ def forward_engine(model: Any, slide: dict[str, Any] | None, disk: Path | None =
     config = ds_config(slide, optimizer=None)
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     if disk is not None:
-        config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(disk)}
+        on_ssd(config, disk, "offload_param")
     engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.eval()
     return engine

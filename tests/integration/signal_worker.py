@@ -9,16 +9,14 @@ import os
 import sys
 
 import deepspeed
-from harness import batches, ds_config, llama
+from harness import batches, ds_config, llama, on_ssd
 
 import ds_slide  # noqa: F401 - switches the "ds_slide" key on where the package is not installed
 
 
 def main() -> None:
     disk, fifo = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
-    config = ds_config({"host_memory": 0})
-    for section in ("offload_param", "offload_optimizer"):
-        config["zero_optimization"][section] = {"device": "nvme", "nvme_path": disk}
+    config = on_ssd(ds_config({"host_memory": 0}), disk)
     model = llama()
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
     (descriptor,) = engine.optimizer.runtime.parts.ssd._store.descriptors

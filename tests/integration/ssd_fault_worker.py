@@ -31,7 +31,7 @@ import damage
 import deepspeed
 import torch
 from forking import ask_cpu_once, require_one_thread
-from harness import batches, ds_config, llama, states_of
+from harness import batches, ds_config, llama, on_ssd, states_of
 
 import ds_slide  # noqa: F401 - switches the "ds_slide" key on where the package is not installed
 from ds_slide.errors import SlideError
@@ -87,9 +87,7 @@ class Run:
 
     def start(self, disk: str, slide: dict[str, Any], options: dict[str, Any]) -> None:
         """Make the engine: both devices on SSD in `disk`, nothing in host memory. `options`: of `ds_config`."""
-        config = ds_config({"host_memory": 0, **slide}, **options)
-        for section in ("offload_param", "offload_optimizer"):
-            config["zero_optimization"][section] = {"device": "nvme", "nvme_path": disk}
+        config = on_ssd(ds_config({"host_memory": 0, **slide}, **options), disk)
         model = llama()
         self.engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
         self.disk = Path(disk)

@@ -22,6 +22,7 @@ from harness import (
     ds_config,
     engine_for,
     llama,
+    on_ssd,
     same_bits,
     states_of,
     train,
@@ -49,12 +50,6 @@ def config_of(slide: dict[str, Any] | None, schedule: tuple[float, int] = (1.0, 
         slide = {"window": 2, "cpu_threads": 1, "gpu_states": 0, **slide}
     settings = {"bf16": None, "torch_autocast": AUTOCAST, "optimizer": SMALL_STEPS, **others}
     return ds_config(slide, clip=clip, accumulation=accumulation, **settings)
-
-
-def on_disk(config: dict[str, Any], disk: Path) -> dict[str, Any]:
-    for section in ("offload_param", "offload_optimizer"):
-        config["zero_optimization"][section] = {"device": "nvme", "nvme_path": str(disk)}
-    return config
 
 
 def model(seed: int = 0, *, tied: bool = False) -> nn.Module:
@@ -122,7 +117,7 @@ def test_placement_changes_no_bit(schedule: Any, slide: dict[str, Any]) -> None:
 def test_states_on_ssd_change_no_bit(schedule: Any, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_slide.plan.ssd_settings.CHUNK_NUMEL", 4096)
     own = model()
-    with engine_for(own, on_disk(config_of({"host_memory": 0}, schedule), disk)) as engine:
+    with engine_for(own, on_ssd(config_of({"host_memory": 0}, schedule), disk)) as engine:
         assert engine.optimizer.runtime.parts.memory_report["ssd_units"] > 3
         found = train(engine, batches(STEPS * schedule[1]))
         found.states = states_of(own)
@@ -186,14 +181,10 @@ def test_parameters_keep_their_values_to_the_bit() -> None:
 
 def test_halves_that_went_with_an_ssd_are_missed_by_name(disk: Path) -> None:
     own = model()
-    with engine_for(own, config_of({"host_memory": 0}) | {"zero_optimization": _records_on(disk)}):
+    with engine_for(own, on_ssd(config_of({"host_memory": 0}), disk, "offload_optimizer")):
         pass
     with pytest.raises(SlideError, match=r"parameter \S+ has no exact weights: half of each was on the SSD"):
         deepspeed.initialize(model=own, config=config_of({}), model_parameters=list(own.parameters()))
-
-
-def _records_on(disk: Path) -> dict[str, Any]:
-    return {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(disk)}}
 
 
 def test_forwards_without_autocast_are_in_fp32() -> None:

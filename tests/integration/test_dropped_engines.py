@@ -15,7 +15,7 @@ import deepspeed
 import psutil
 import pytest
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
-from harness import batches, causal_loss, ds_config, llama, train
+from harness import batches, causal_loss, ds_config, llama, on_ssd, train
 from interrupting import Client, Model
 
 from ds_slide.errors import SlideError
@@ -38,9 +38,7 @@ PATIENCE_S = 30.0
 
 def config_for(tier: str, disk: Path, clip: float, **options: Any) -> dict[str, Any]:
     config = ds_config({"window": 2, **({"host_memory": 0} if tier == "ssd" else {})}, clip=clip, **options)
-    for section in ("offload_param", "offload_optimizer") if tier == "ssd" else ():
-        config["zero_optimization"][section] = {"device": "nvme", "nvme_path": str(disk)}
-    return config
+    return on_ssd(config, disk) if tier == "ssd" else config
 
 
 def start(model: Any, config: dict[str, Any]) -> Any:

@@ -23,6 +23,7 @@ from harness import (
     ds_config,
     engine_for,
     llama,
+    on_ssd,
     same_bits,
     states_of,
     to_bf16,
@@ -69,11 +70,6 @@ def logits_of(model: Any, data: list[Batch]) -> list[torch.Tensor]:
 
 def own_threads() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("ds_slide-"))
-
-
-def nvme(config: dict[str, Any], disk: Path) -> dict[str, Any]:
-    config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(disk)}
-    return config
 
 
 def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
@@ -178,7 +174,7 @@ def test_blocks_are_uploaded_ahead_and_once_a_forward() -> None:
 def test_weights_on_ssd(disk: Path) -> None:
     data = batches(3)
     plain = logits_of(to_bf16(llama()).eval(), data)
-    config = nvme(forward_config({"window": 2, "host_memory": 0, "weight_buffers": 3}), disk)
+    config = on_ssd(forward_config({"window": 2, "host_memory": 0, "weight_buffers": 3}), disk, "offload_param")
     with forward_engine(llama(), config) as engine:
         assert_same(logits_of(engine, data), plain)
         stats = engine.optimizer.slide_stats()
@@ -331,7 +327,7 @@ def test_a_model_that_was_trained_is_evaluated() -> None:
 
 def test_weights_on_ssd_are_not_taken_from_an_engine_that_runs(disk: Path) -> None:
     model, data = llama(), batches(1)
-    with forward_engine(model, nvme(forward_config({"host_memory": 0}), disk)) as engine:
+    with forward_engine(model, on_ssd(forward_config({"host_memory": 0}), disk, "offload_param")) as engine:
         before = logits_of(engine, data)
         with pytest.raises(SlideError, match=r"belongs to an engine that has weights on SSD, .* build the model again"):
             deepspeed.initialize(model=model, config=ds_config({}), model_parameters=list(model.parameters()))

@@ -12,7 +12,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
-from harness import batches, causal_loss, ds_config, engine_for, llama
+from harness import batches, causal_loss, ds_config, engine_for, llama, on_ssd
 from torch import nn
 
 from ds_slide.errors import SlideError
@@ -20,11 +20,8 @@ from ds_slide.errors import SlideError
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def on_ssd(folder: Path, **others: Any) -> dict[str, Any]:
-    config = ds_config({"host_memory": 0}, **others)
-    for section in ("offload_param", "offload_optimizer"):
-        config["zero_optimization"][section] = {"device": "nvme", "nvme_path": str(folder)}
-    return config
+def ssd_config(folder: Path, **others: Any) -> dict[str, Any]:
+    return on_ssd(ds_config({"host_memory": 0}, **others), folder)
 
 
 def loss_of(model: nn.Module, config: dict[str, Any]) -> float:
@@ -44,11 +41,11 @@ def test_weights_in_memory_outlive_their_engine() -> None:
 def test_weights_that_went_with_an_ssd_are_missed_by_name(tmp_path: Path) -> None:
     # They were read as zeros, without a word.
     model = llama()
-    loss_of(model, on_ssd(tmp_path))
+    loss_of(model, ssd_config(tmp_path))
     with pytest.raises(SlideError, match=r"model\.layers\.\S+ has no weights: they were on the SSD of an engine"):
-        loss_of(model, on_ssd(tmp_path))
+        loss_of(model, ssd_config(tmp_path))
     assert list(tmp_path.iterdir()) == []
-    assert loss_of(llama(), on_ssd(tmp_path)) == loss_of(llama(), ds_config({}))
+    assert loss_of(llama(), ssd_config(tmp_path)) == loss_of(llama(), ds_config({}))
 
 
 def test_an_engine_that_fails_late_leaves_nothing(tmp_path: Path) -> None:
@@ -57,7 +54,7 @@ def test_an_engine_that_fails_late_leaves_nothing(tmp_path: Path) -> None:
         deepspeed.initialize(
             model=model,
             model_parameters=list(model.parameters()),
-            config=on_ssd(tmp_path, scheduler={"type": "Nope", "params": {}}),
+            config=ssd_config(tmp_path, scheduler={"type": "Nope", "params": {}}),
         )
     assert list(tmp_path.iterdir()) == []
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("ds_slide")] == []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Result, batches, differences, ds_config, engine_for, states_of
+from harness import Result, batches, differences, ds_config, engine_for, on_ssd, states_of
 from interrupting import (
     BLOCKS,
     Client,
@@ -45,9 +45,7 @@ ERRORS = (Failure, Interrupt)
 def config_for(tier: str, disk: Path, clip: float, **options: Any) -> dict[str, Any]:
     slide = {"window": 2, "debug": {"lane_delay_ms": 0.5, "seed": 3}}
     config = ds_config(slide | ({"host_memory": 0} if tier == "ssd" else {}), clip=clip, **options)
-    for section in ("offload_param", "offload_optimizer") if tier == "ssd" else ():
-        config["zero_optimization"][section] = {"device": "nvme", "nvme_path": str(disk)}
-    return config
+    return on_ssd(config, disk) if tier == "ssd" else config
 
 
 def result_of(client: Client) -> Result:

@@ -26,6 +26,7 @@ from harness import (
     ds_config,
     engine_for,
     llama,
+    on_ssd,
     same_bits,
     states_of,
     sum_gradients_by_block,
@@ -103,9 +104,7 @@ def test_states_on_ssd_change_no_bit(
     schedule: Any, beside: Collection[str], disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ds_slide.plan.ssd_settings.CHUNK_NUMEL", 2048)
-    config = config_of({"host_memory": 0, "debug": {"lane_delay_ms": 1.0, "seed": 2}}, schedule)
-    for section in ("offload_param", "offload_optimizer"):
-        config["zero_optimization"][section] = {"device": "nvme", "nvme_path": str(disk)}
+    config = on_ssd(config_of({"host_memory": 0, "debug": {"lane_delay_ms": 1.0, "seed": 2}}, schedule), disk)
     model = adapted(trained=beside)
     with engine_for(model, config) as engine:
         assert engine.optimizer.runtime.parts.memory_report["ssd_units"] > 3  # blocks, and parts of them

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import batches, ds_config, engine_for, llama, train
+from harness import batches, ds_config, engine_for, llama, on_ssd, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -61,11 +61,7 @@ def nothing_left(disk: Path) -> Iterator[None]:
 
 
 def config_of(slide: dict[str, Any], disk: Path | None) -> dict[str, Any]:
-    config = ds_config(slide)
-    if disk is not None:
-        for section in ("offload_param", "offload_optimizer"):
-            config["zero_optimization"][section] = {"device": "nvme", "nvme_path": str(disk / "new" / "folder")}
-    return config
+    return ds_config(slide) if disk is None else on_ssd(ds_config(slide), disk / "new" / "folder")
 
 
 def small() -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from damage import KINDS, Extent, StateFile, state_file_of
-from harness import batches, causal_loss, ds_config, engine_for, llama, train
+from harness import batches, causal_loss, ds_config, engine_for, llama, on_ssd, train
 from tight_memory import room_for_gradients_of
 
 from ds_slide.errors import SlideError
@@ -27,13 +27,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_slide.plan.ssd_settings.CHUNK_NUMEL", CHUNK_NUMEL)
 
 
-def on_ssd(folder: Path, slide: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
+def ssd_config(folder: Path, slide: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
     """Everything on SSD, with as few buffers and slots as possible: what is needed is read."""
     few = {"host_memory": 0, "window": 2, "ssd_buffers": 2, "weight_buffers": 2, "gradient_buffers": 2}
-    config = ds_config(few | (slide or {}), **others)
-    for section in ("offload_param", "offload_optimizer"):
-        config["zero_optimization"][section] = {"device": "nvme", "nvme_path": str(folder)}
-    return config
+    return on_ssd(ds_config(few | (slide or {}), **others), folder)
 
 
 def extent_of(kind: str, engine: Any, block: int) -> Extent:
@@ -99,7 +96,7 @@ CASES = [
 def test_damage_ends_the_run(tmp_path: Path, what: str, kind: str, clip: float, accumulation: int, calls: int) -> None:
     """After so many calls of a step: between steps (0), forward and backward (1), backward and step (2), or after the
     first micro-batch of two (3)."""
-    config = on_ssd(tmp_path, clip=clip, accumulation=accumulation)
+    config = ssd_config(tmp_path, clip=clip, accumulation=accumulation)
     with room_for_gradients_of(0 if what == "gradient" else None), engine_for(llama(), config) as engine:
 
         def run(steps: int, at: Callable[[], None] = lambda: None) -> None:
@@ -137,7 +134,7 @@ def test_damage_ends_the_run(tmp_path: Path, what: str, kind: str, clip: float, 
 def test_a_checkpoint_of_damaged_states_is_not_saved(tmp_path: Path) -> None:
     """The save raises, as every call after it; the checkpoint that was there stays what it was."""
     saves, disk = tmp_path / "saves", tmp_path / "disk"
-    with engine_for(llama(), on_ssd(disk)) as engine:
+    with engine_for(llama(), ssd_config(disk)) as engine:
         train(engine, batches(2))
         engine.save_checkpoint(saves, "tag")
         before = {path.name: path.read_bytes() for path in (saves / "tag").iterdir()}
@@ -157,7 +154,7 @@ def test_a_checkpoint_of_damaged_states_is_not_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize("checksums", [True, False])
 def test_statistics_and_memory(tmp_path: Path, checksums: bool) -> None:
     """Every byte that the disk moves is checked once; the sums are counted as host memory."""
-    with engine_for(llama(), on_ssd(tmp_path, {"checksums": checksums})) as engine:
+    with engine_for(llama(), ssd_config(tmp_path, {"checksums": checksums})) as engine:
         train(engine, batches(3))
         settle(engine)
         parts = engine.optimizer.runtime.parts
@@ -171,6 +168,6 @@ def test_statistics_and_memory(tmp_path: Path, checksums: bool) -> None:
         assert len(threads) == (1 if checksums else 0)
         sums = totals["nbytes"] // 4096 * 4
         memory = parts.memory_report["host_bytes"]
-    with engine_for(llama(), on_ssd(tmp_path, {"checksums": not checksums})) as engine:
+    with engine_for(llama(), ssd_config(tmp_path, {"checksums": not checksums})) as engine:
         other = engine.optimizer.runtime.parts.memory_report["host_bytes"]
     assert memory - other == (sums if checksums else -sums)

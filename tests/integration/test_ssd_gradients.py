@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
-from harness import Result, batches, differences, ds_config, engine_for, llama, same_bits, states_of, train
+from harness import Result, batches, differences, ds_config, engine_for, llama, on_ssd, same_bits, states_of, train
 from tight_memory import room_for_gradients_of
 
 from ds_slide.errors import SlideError
@@ -39,11 +39,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_slide.plan.ssd_settings.CHUNK_NUMEL", CHUNK_NUMEL)
 
 
-def on_ssd(folder: Path, slide: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
-    config = ds_config({"ssd_buffers": 4, "weight_buffers": 3, "gradient_buffers": 2, **(slide or {})}, **others)
-    for section in ("offload_param", "offload_optimizer"):
-        config["zero_optimization"][section] = {"device": "nvme", "nvme_path": str(folder)}
-    return config
+def ssd_config(folder: Path, slide: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
+    return on_ssd(
+        ds_config({"ssd_buffers": 4, "weight_buffers": 3, "gradient_buffers": 2, **(slide or {})}, **others), folder
+    )
 
 
 def plain(engine: Any, accumulation: int) -> Result:
@@ -66,7 +65,7 @@ def in_both_places(
     with engine_for(llama(), ds_config({}, accumulation=accumulation, **others)) as engine:
         in_memory = program(engine, accumulation)
     with room_for_gradients_of(blocks) as plan:
-        config = on_ssd(folder, slide, accumulation=accumulation, **others)
+        config = ssd_config(folder, slide, accumulation=accumulation, **others)
         with engine_for(llama(), config) as engine:
             assert len(plan().placement.gradients_on_ssd) == BLOCKS - blocks
             units = [unit for unit in engine.optimizer.runtime.units if unit.state.gradient is None]
@@ -176,7 +175,7 @@ def test_a_disk_that_fails_ends_the_run_in_one_error(
             raise SlideError(f"SSD tier: the transfer failed with error {errno.EIO}")
         transfer(store, parts)
 
-    with room_for_gradients_of(0), engine_for(llama(), on_ssd(tmp_path, accumulation=accumulation)) as engine:
+    with room_for_gradients_of(0), engine_for(llama(), ssd_config(tmp_path, accumulation=accumulation)) as engine:
         monkeypatch.setattr(SsdStore, write, fail)
         started = time.monotonic()
         message = r"^the update lane stopped with SlideError: SSD tier: .* error 5; .*resume from the last checkpoint$"

@@ -34,6 +34,7 @@ from harness import (
     engine_for,
     half_up,
     llama,
+    on_ssd,
     same_bits,
     states_of,
     train,
@@ -192,8 +193,7 @@ def test_masters_of_every_low_half_come_back(place, local, tmp_path):
         read, write = safe_get_local_fp32_param, safe_set_local_fp32_param
     config = ds_config({"window": 2, **PLACES[place]})
     if place == "ssd":
-        for section in ("offload_param", "offload_optimizer"):
-            config["zero_optimization"][section] = {"device": "nvme", "nvme_path": str(tmp_path)}
+        on_ssd(config, tmp_path)
     with engine_for(llama(num_hidden_layers=3), config) as engine:
         train(engine, batches(1))
         parameters, given, count = dict(engine.module.named_parameters()), {}, 0

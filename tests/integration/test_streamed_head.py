@@ -14,7 +14,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
-from harness import Result, batches, differences, ds_config, engine_for, llama, states_of, train, trained
+from harness import Result, batches, differences, ds_config, engine_for, llama, on_ssd, states_of, train, trained
 from torch import nn
 
 from ds_slide.errors import SlideConfigError, SlideError
@@ -44,8 +44,7 @@ def run(schedule: Schedule, slide: dict[str, Any], ssd: Path | None = None, **op
     clip, accumulation = schedule
     config = ds_config({"window": 3, "gpu_states": 0, **slide}, clip=clip, accumulation=accumulation, **options)
     if ssd is not None:
-        for section in ("offload_param", "offload_optimizer"):
-            config["zero_optimization"][section] = {"device": "nvme", "nvme_path": str(ssd)}
+        on_ssd(config, ssd)
     return trained(llama(), config, batches(STEPS * accumulation))
 
 

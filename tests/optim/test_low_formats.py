@@ -24,11 +24,7 @@ def randn(numel: int, signed: bool, seed: int = 0) -> torch.Tensor:
 
 
 def test_bytes():
-    assert {name: each.bytes_per_parameter for name, each in STATE_FORMATS.items()} == {
-        "fp32": 8,
-        "bf16": 4,
-        "8bit": 2.125,
-    }
+    assert {name: each.dtype.itemsize for name, each in STATE_FORMATS.items()} == {"fp32": 4, "bf16": 2, "8bit": 1}
     assert [STATE_FORMATS["8bit"].scale_numel(numel) for numel in (0, 1, 64, 65)] == [0, 1, 1, 2]
     assert STATE_FORMATS["bf16"].scale_numel(65) == 0
 

@@ -283,16 +283,37 @@ def test_close_waits_for_the_device_and_drops_what_is_queued(make: Make, tmp_pat
             call()
 
 
-def test_close_ends_the_waits_of_other_threads(make: Make) -> None:
+@pytest.mark.parametrize("timeout_s", [PATIENCE_S, None])
+def test_close_ends_the_waits_of_other_threads(make: Make, timeout_s: float | None) -> None:
     engine = make()
     results: list[object] = []
-    waiting = [threading.Thread(target=lambda: results.append(engine.next(PATIENCE_S))) for _ in range(3)]
+    waiting = [threading.Thread(target=lambda: results.append(engine.next(timeout_s))) for _ in range(3)]
     for thread in waiting:
         thread.start()
     engine.close()
     for thread in waiting:
         thread.join(PATIENCE_S / 2)
     assert results == [None] * 3
+
+
+def test_a_wait_without_a_limit_ends_with_what_is_finished_and_all_is_told_after_close(
+    make: Make, tmp_path: Path
+) -> None:
+    engine, memory = make(), Memory(BLOCK)
+    file = engine.open(str(tmp_path / "file"), BLOCK)
+    told: list[object] = []
+
+    def listen() -> None:
+        while (finished := engine.next(None)) is not None:
+            told.append(finished[0])
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    for token in range(5):
+        engine.submit(token, True, [(file, 0, memory.ptr, BLOCK)], False)
+    engine.close()
+    listener.join(PATIENCE_S / 2)
+    assert not listener.is_alive() and sorted(told) == [0, 1, 2, 3, 4]
 
 
 def test_a_forked_child_is_refused_and_does_not_disturb_the_parent(make: Make, tmp_path: Path) -> None:

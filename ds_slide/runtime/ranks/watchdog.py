@@ -100,6 +100,8 @@ class Watchdog:
         self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(LAST_S)
+            if self._thread.is_alive():
+                _log.warning("the watchdog is inside a call that does not return, and is left there")
         if self._peers is not None:
             self._peers.tell(self._state if self._state.closed else State(closed=True, what=why))
             self._peers.close()

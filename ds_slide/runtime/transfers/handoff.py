@@ -57,6 +57,7 @@ class Failures:
         self._first: SlideError | None = None
         self._cause: BaseException | None = None
         self._waits: dict[int, tuple[Wait, Wake | None]] = {}
+        self._idle: list[Wake] = []
         self._numbers = itertools.count()
         self._outstanding: deque[_Outstanding] = deque()
         self.who_has_ended: Callable[[], str] = str
@@ -86,8 +87,19 @@ class Failures:
             if self._first is None:
                 self._first, self._cause = error, cause
             wakes = [wake for _, wake in self._waits.values() if wake is not None]
+            wakes += self._idle
+            self._idle = []
         for wake in wakes:
             wake()
+
+    def end_idle(self, wake: Wake) -> None:
+        """`wake` ends a thread that waits for work and for nothing else. It is called once, at the first failure, at
+        once where there has been one: what would come then is for nobody."""
+        with self._lock:
+            if self._first is None:
+                self._idle.append(wake)
+                return
+        wake()
 
     def raise_first(self) -> None:
         """Raise the first failure, if there is one."""

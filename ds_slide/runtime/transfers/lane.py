@@ -46,6 +46,7 @@ class Lane:
         if not idle:
             self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}{name}", daemon=True)
             self._thread.start()
+            failures.end_idle(self._end)
 
     def submit(self, job: Job) -> None:
         assert self._thread is not None, f"the {self.name} lane is idle"
@@ -60,10 +61,14 @@ class Lane:
         ticket.synchronize()
 
     def close(self) -> None:
-        """End the thread after the jobs submitted so far; harmless when called twice."""
-        self._jobs.put(None)
+        """End the thread after the jobs submitted so far, of which each ends by itself or by a failure; harmless when
+        called twice."""
+        self._end()
         if self._thread is not None and threading.current_thread() is not self._thread:
-            self._thread.join(timeout=30.0)
+            self._thread.join()
+
+    def _end(self) -> None:
+        self._jobs.put(None)
 
     def _run(self) -> None:
         try:

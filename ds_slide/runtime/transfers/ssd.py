@@ -21,6 +21,7 @@ from ds_slide.runtime.transfers.buffers import BufferCache
 from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.runtime.unit import Unit, Update
 from ds_slide.store.planes import Planes
+from ds_slide.store.ssd.store import SsdStore
 
 ChunkKey = tuple[int, int]
 """(order of the unit, number of the chunk)"""
@@ -28,12 +29,12 @@ UsePlanes = Callable[[Planes], None]
 
 
 class SsdStates:
-    """States of all units that have some on SSD. `store`: `ds_slide.store.ssd.store.SsdStore`, closed by `close`."""
+    """States of all units that have some on SSD. `store` is closed by `close`."""
 
     def __init__(
         self,
         units: Sequence[Unit],
-        store: Any,
+        store: SsdStore,
         record_buffers: Sequence[torch.Tensor],
         weight_buffers: Sequence[torch.Tensor],
         failures: Failures,
@@ -174,7 +175,7 @@ class SsdStates:
         ssd.load_weight(buffer, self._requests.around("weights read", order, buffer.nbytes, then))
 
 
-def moved_bytes(store: Any) -> int:
+def moved_bytes(store: SsdStore) -> int:
     """Bytes that the disk has read and written since the start: requests, not whole transfers."""
     statistics = store.statistics()
     return int(statistics["read_bytes"] + statistics["written_bytes"])

@@ -53,6 +53,7 @@ class UpdateLane:
         if not idle:
             self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}update", daemon=True)
             self._thread.start()
+            failures.end_idle(self._end)
 
     def submit(self, deadline: int, ready: Marker, run: Callable[[], int], what: str = "update") -> None:
         assert self._thread is not None, "the update lane is idle"
@@ -69,11 +70,14 @@ class UpdateLane:
 
     def close(self) -> None:
         """End the thread after the tasks submitted so far; harmless when called twice."""
+        self._end()
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _end(self) -> None:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        if self._thread is not None and threading.current_thread() is not self._thread:
-            self._thread.join(timeout=30.0)
 
     def _run(self) -> None:
         try:

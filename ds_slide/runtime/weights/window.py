@@ -159,13 +159,6 @@ class Window:
             awaited = [unit for unit in reversed(before) if unit.awaits_backward][: self._horizon]
         announce(list(coming.values()), awaited)
 
-    def invalidate(self) -> None:
-        """Forget the contents of every slot that is not bound (the weights were changed from outside)."""
-        with self._lock:
-            for slot in self.slots:
-                if not slot.bound:
-                    slot.unit = None
-
     def _upcoming(self, current: Unit | None, direction: Direction) -> Iterator[Unit]:
         order = self._order
         if current is None:

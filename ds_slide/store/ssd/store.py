@@ -28,8 +28,6 @@ STATE_FILE = "states"
 DEFAULT_REQUEST_BYTES = 2 << 20
 # Requests at each mount: the first, or the second where it is measured to be faster.
 LOW_DEPTH, HIGH_DEPTH = 32, 128
-# The completion thread asks again so often; a wake-up costs it microseconds.
-IDLE_S = 10.0
 
 _log = logging.getLogger("ds_slide")
 
@@ -105,7 +103,6 @@ class SsdStore:
         self._failure: BaseException | None = None
         self._closed = False
         self._tokens = itertools.count()
-        self._drained = threading.Event()
         self._places: list[RunFiles] = []
         self._state_files: list[tuple[RunFile, int]] = []
         """With their lengths in bytes."""
@@ -208,7 +205,6 @@ class SsdStore:
             return
         atexit.unregister(self.close)
         self._io.close()
-        self._drained.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
         if self._checks is not None:
@@ -300,7 +296,9 @@ class SsdStore:
         self._submit(write, parts, transfer, urgent=True)
         assert transfer.told is not None
         with self._waiting("states to be written to SSD" if write else "states to be read from SSD"):
-            transfer.told.wait()  # every transfer is told, also when the store fails or is closed
+            # Every transfer is told, also when the store fails or is closed. No failure of a lane ends this wait: until
+            # then the disk may write to the caller's memory.
+            transfer.told.wait()
         if transfer.error is not None:
             raise transfer.error
         try:
@@ -336,15 +334,8 @@ class SsdStore:
 
     def _run(self) -> None:
         """The completion thread: until the engine is closed and has told of every transfer."""
-        while True:
-            finished = self._io.next(IDLE_S)
-            if finished is not None:
-                self._deliver(*finished)
-            elif self._closed:
-                self._drained.wait()
-                while (finished := self._io.next(0.0)) is not None:
-                    self._deliver(*finished)
-                return
+        while (finished := self._io.next(None)) is not None:
+            self._deliver(*finished)
 
     def _deliver(self, token: int, message: str | None, error: int) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable
@@ -12,10 +13,12 @@ import torch
 from markers import Passing
 
 from ds_slide.errors import SlideError
+from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import PASSED, Device, Marker
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.transfers.buffers import BufferCache
 from ds_slide.runtime.transfers.handoff import Failures, Ticket
+from ds_slide.runtime.transfers.lane import Delay, Lane
 from ds_slide.runtime.transfers.ring import HostRing
 from ds_slide.runtime.updates.update_lane import UpdateLane
 
@@ -103,6 +106,44 @@ def test_after_a_failure_nobody_begins_to_wait(kind: str) -> None:
     failures.record("d2h", RuntimeError("full"))
     with pytest.raises(SlideError, match="d2h lane stopped"):
         WAITS[kind][0](failures)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["idle", "made after the failure"])
+@pytest.mark.parametrize("kind", ["lane", "update lane"])
+def test_a_failure_ends_lanes_that_wait_for_work(kind: str, before: bool) -> None:
+    failures, device = Failures(), Device(torch.device("cpu"))
+    if before:
+        failures.end("the engine has ended")
+    make = functools.partial(Lane, "h2d") if kind == "lane" else UpdateLane
+    lane = make(device, failures, LaneMeter(), Delay(0.0, 0))
+    if not before:
+        failures.end("the engine has ended")
+    lane._thread.join(SECONDS)
+    assert not lane._thread.is_alive()
+    lane.close()
+
+
+def test_a_lane_that_is_closed_runs_all_that_it_was_given() -> None:
+    """However long that takes: what a job uses goes after `close`."""
+    failures = Failures()
+    lane = Lane("h2d", Device(torch.device("cpu")), failures, LaneMeter(), Delay(0.0, 0))
+    released, ran = threading.Event(), []
+    lane.submit(lambda: ran.append(released.wait(2 * SECONDS)))
+    lane.submit(lambda: ran.append("the last"))
+    closing = Waiter(lane.close)
+    released.set()
+    assert closing.result() is None and ran == [True, "the last"]
+
+
+def test_a_failure_ends_a_lane_that_waits_in_a_job_while_it_is_closed() -> None:
+    failures = Failures()
+    lane = Lane("h2d", Device(torch.device("cpu")), failures, LaneMeter(), Delay(0.0, 0))
+    lane.submit(lambda: Ticket(failures, "the sunrise").wait() and None)
+    closing = Waiter(lane.close)
+    assert begun(failures) == "the sunrise"
+    failures.end("the sun is gone")
+    assert closing.result() is None
+    assert not lane._thread.is_alive()
 
 
 def test_the_first_failure_is_everyones_with_its_cause() -> None:

@@ -207,22 +207,10 @@ def test_changed_weights_are_fetched_again(rig: Any) -> None:
     assert own.use(unit, "forward").buffer.tolist() == [7.0] * NUMEL
 
 
-def test_invalidate_forgets_what_is_not_bound(rig: Any) -> None:
-    own = rig(2, 2)
-    bound = own.use(own.units[0], "forward")
-    own.through([own.units[1]], "forward")
-    own.window.invalidate()
-    assert bound.unit is own.units[0]
-    before = len(own.fills)
-    own.through([own.units[1]], "forward")
-    own.h2d.drain()
-    assert own.fills[before:] == [1]
-
-
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(["forward", "backward", "inference", "update", "hold"]), st.integers(0, 5)),
-        st.tuples(st.sampled_from(["prefetch", "release", "invalidate"]), st.just(0)),
+        st.tuples(st.sampled_from(["prefetch", "release"]), st.just(0)),
     ),
     min_size=5,
     max_size=60,
@@ -251,8 +239,6 @@ def test_any_order_gives_the_right_content(unit_of: Any, operations: list[tuple[
                     own.window.release(held.pop(0)[0])
             elif name == "prefetch":
                 own.window.prefetch(None, "forward")
-            elif name == "invalidate":
-                own.window.invalidate()
             else:
                 own.through([unit], name)  # type: ignore[arg-type]
             for slot, holder in held:
