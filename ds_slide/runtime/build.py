@@ -132,8 +132,9 @@ def build_runtime(
 
 
 def _trace(unit_plans: Sequence[UnitPlan], settings: RuntimeSettings, ranks: Ranks) -> Trace | None:
-    """The record of the steps that the settings choose, with a file of its own for every rank."""
-    request = trace_request(settings.slide.trace)
+    """The record of the steps that the settings choose, with a file of its own for every rank. Without an optimizer
+    there are no steps, and the file is that of the engine that trains with the same JSON."""
+    request = trace_request(settings.slide.trace) if settings.trains else None
     if request is None:
         return None
     names = [unit_plan.spec.name for unit_plan in unit_plans]

@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 from harness import batches, differences, ds_config, engine_for, llama, states_of, train
 
@@ -134,6 +135,20 @@ def test_an_engine_that_ends_early_writes_what_it_has(tmp_path: Path, caplog: py
     with engine_for(llama(), ds_config({"trace": {"path": str(other), "steps": [9, 9]}})) as engine:
         train(engine, batches(3))
     assert not other.exists() and "has ended before step 9" in caplog.text
+
+
+def test_an_engine_without_an_optimizer_has_no_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A reference model takes the JSON of the training: the file is not its own."""
+    config = ds_config({"trace": {"path": str(tmp_path / "step.json"), "steps": [2, 3]}}, optimizer=None)
+    model = llama()
+    model.requires_grad_(False)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    try:
+        assert type(engine.optimizer).__name__ == "SlideZeroOffload"
+        engine.module(**batches(1)[0])
+    finally:
+        engine.destroy()
+    assert "has not been written" not in caplog.text and not list(tmp_path.iterdir())
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
