@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from ds_slide.config import SlideConfig
+from ds_slide.optim.hyper import ADAMW
 from ds_slide.plan.needs import SsdNeeds
-from ds_slide.runtime.settings import RuntimeSettings, SsdSettings
+from ds_slide.plan.ssd_settings import SsdSettings
+from ds_slide.runtime.settings import RuntimeSettings
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-PLAIN = RuntimeSettings(SlideConfig(), None, BF16, FP32, accumulates=False, clips=False)
+PLAIN = RuntimeSettings(SlideConfig(), None, BF16, FP32, accumulates=False, clips=False, rule=ADAMW)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,7 @@ PLAIN = RuntimeSettings(SlideConfig(), None, BF16, FP32, accumulates=False, clip
         ({"gradient_dtype": FP16}, {}, FP16),  # a loss scale may skip the step
         ({}, {"hold_gradients": True}, BF16),
         ({"clips": True}, {"hold_gradients": False}, None),
-        ({"trains": False}, {"hold_gradients": False}, BF16),
+        ({"rule": None}, {"hold_gradients": False}, BF16),
     ],
 )
 def test_gradients_are_held_where_the_step_has_to_know_all_of_them(
@@ -64,4 +66,4 @@ def test_and_what_may_go_to_ssd() -> None:
 def test_states_are_stored_as_the_block_says(kind: str, moments: int) -> None:
     settings = replace(PLAIN, slide=SlideConfig(state_dtype=kind))  # type: ignore[arg-type]
     assert sum(spec.nbytes(1) for spec in settings.specs(BF16)) == 2 + moments
-    assert replace(settings, trains=False).specs(BF16) == ()
+    assert replace(settings, rule=None).specs(BF16) == ()
