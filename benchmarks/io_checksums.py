@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ssd import CEILING_DEPTH, CEILING_MEMORY_BYTES, buffers, engine, full_file, next_done, parse_size, run_engine
+from ssd import CEILING_DEPTH, CEILING_MEMORY_BYTES, buffers, engine, full_file, parse_size, run_engine
 from tqdm import tqdm
 
+from ds_slide.store.ssd.disk_load import next_done
 from ds_slide.store.ssd.page_sums import MOST_THREADS, PageSums
 from ds_slide.store.ssd.places import PAGE
 

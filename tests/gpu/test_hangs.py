@@ -58,7 +58,7 @@ def two_ranks(tmp_path: Path) -> Runs:
             (code, log.read_text(errors="replace"), seconds) for (code, seconds), log in zip(ends, logs, strict=True)
         ]
         for rank, (code, log, seconds) in enumerate(ends):
-            print(f"rank {rank}: exit code {code} after {seconds:.1f} s; {log.strip().splitlines()[-1]}")
+            print(f"rank {rank}: exit code {code} after {seconds:.1f} s; {last_line(log)}")
         return ends
 
     return run
@@ -74,7 +74,8 @@ def end_of(process: subprocess.Popen[bytes], started: float) -> tuple[int, float
 
 
 def last_line(log: str) -> str:
-    return log.strip().splitlines()[-1]
+    """Empty of a rank that was killed before it said anything."""
+    return log.strip().rpartition("\n")[2]
 
 
 @pytest.mark.parametrize("slide", PLACES, ids=str)

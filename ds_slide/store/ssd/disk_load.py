@@ -75,8 +75,9 @@ def put_load(
     A request that was handed over is waited for, and counts; its wait in the engine's queue is part of its latency.
     """
     address, count = memory
-    # A buffer is one transfer's alone: transfers that end out of order would share those of a plain cycle.
-    free = deque(address + index * load.request_bytes for index in range(count))
+    # A buffer is one request's alone where there are enough of them: requests that end out of order would share those
+    # of a plain cycle, and what one reads is not what another one has to write.
+    free = deque(address + index % count * load.request_bytes for index in range(max(count, load.ahead)))
     sample = Sample()
     most = 1 << 60 if requests is None else requests
     started = [0.0] * load.ahead
