@@ -156,7 +156,7 @@ def offload_problems(values: Values) -> Iterator[str]:
     settings = values.get("offload_optimizer_config")
     path = "zero_optimization.offload_optimizer"
     if (ratio := getattr(settings, "ratio", 1.0)) != 1.0:
-        yield f"{path}.ratio is {ratio}, but DS-Slide places states by ds_slide.gpu_states; set the ratio to 1.0"
+        yield f"{path}.ratio is {shown(ratio)}, but DS-Slide places states by ds_slide.gpu_states; set the ratio to 1.0"
     if getattr(settings, "super_offload", False):
         yield f"{path}.super_offload is true, but it replaces the optimizer that DS-Slide replaces; set it to false"
     if values.get("zenflow_config") is not None:

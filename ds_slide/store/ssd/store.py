@@ -334,8 +334,12 @@ class SsdStore:
 
     def _run(self) -> None:
         """The completion thread: until the engine is closed and has told of every transfer."""
-        while (finished := self._io.next(None)) is not None:
-            self._deliver(*finished)
+        try:
+            while (finished := self._io.next(None)) is not None:
+                self._deliver(*finished)
+        except BaseException as error:  # nobody would hear of any transfer again, and of no reason
+            self._record(error)
+            raise
 
     def _deliver(self, token: int, message: str | None, error: int) -> None:
         with self._lock:

@@ -465,3 +465,32 @@ def test_a_forked_child_can_neither_use_nor_end_its_parents_store(tmp_path):
     output, errors = process.communicate(timeout=WAIT_S)
     assert (process.returncode, output, errors) == (0, "", "")
     assert not list(tmp_path.iterdir())
+
+
+class Ends:
+    """An I/O engine whose `next` raises once a transfer has been submitted."""
+
+    def __init__(self, engine: _native.IoEngine) -> None:
+        self._engine = engine
+        self._submitted = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def submit(self, *arguments: Any) -> None:
+        self._engine.submit(*arguments)
+        self._submitted.set()
+
+    def next(self, _: float | None) -> None:
+        self._submitted.wait(WAIT_S)
+        raise RuntimeError("no completion will come")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_end_of_the_completion_thread_is_told(make, failed, monkeypatch):
+    engine = ssd._engine
+    monkeypatch.setattr(ssd, "_engine", lambda *arguments: Ends(engine(*arguments)))
+    store, memory = make(SIZE), Memory(PAGE)
+    store.write([Part(0, memory.address, PAGE)], lambda: None)
+    assert failed.happened.wait(WAIT_S)
+    assert [str(error) for error in failed.errors] == ["no completion will come"]
