@@ -21,7 +21,10 @@ Signature = tuple[str, ...]
 
 def _signature(arguments: ast.arguments) -> Signature:
     named = [*arguments.posonlyargs, *arguments.args]
-    defaults = [None] * (len(named) - len(arguments.defaults)) + [ast.literal_eval(each) for each in arguments.defaults]
+    values = [ast.literal_eval(each) for each in arguments.defaults]
+    # pybind11 writes an empty sequence as a list; a stub has a tuple there, which cannot change.
+    values = [list(value) if isinstance(value, tuple) else value for value in values]
+    defaults = [None] * (len(named) - len(values)) + values
     return tuple(
         each.arg if default is None and number < len(named) - len(arguments.defaults) else f"{each.arg}={default!r}"
         for number, (each, default) in enumerate(zip(named, defaults, strict=True))

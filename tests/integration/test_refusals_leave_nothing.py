@@ -107,6 +107,7 @@ VALUES: dict[str, Any] = {
     "checksums": [True, False],
     "checkpoint": [{}, {"require_manifest": True}],
     "hang_timeout": [0, 1e8, 300, 1e-9],
+    "trace": [{}, {"path": "/no/such/folder/trace.json"}, {"path": ""}, {"steps": [3, 2]}, {"steps": [0, 1]}],
     "debug": [{}, {"lane_delay_ms": 0.5}, {"seed": 2**63 - 1}, {"lane_delay_ms": 1e300}],
     "no_such_key": [1],
 }

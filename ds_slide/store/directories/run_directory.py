@@ -96,6 +96,8 @@ class _Made:
             os.close(lock)
 
     def let_go(self) -> None:
+        """Close the descriptors, whose numbers may be those of other files from then on."""
+        _held.discard(self)
         self.unlock()
         for descriptor in (self.directory, self.parent):
             os.close(descriptor)
@@ -229,7 +231,6 @@ def _remove_own(made: _Made) -> None:
         except OSError as error:
             _log.warning("the run directory %s could not be removed (%s); remove it", made.path, error.strerror)
         finally:
-            _held.discard(made)
             made.let_go()
 
 
@@ -239,9 +240,8 @@ _held: set[_Made] = set()
 
 
 def _close_in_child() -> None:
-    for made in _held:
+    for made in list(_held):
         made.let_go()
-    _held.clear()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
