@@ -65,6 +65,7 @@ def test_resume_with_other_data_is_refused() -> None:
     assert changes(saved, saved | {"seed": 1, "source": "a.txt"}) == "source None -> 'a.txt', seed 0 -> 1"
 
 
+@pytest.mark.slow  # a minute: two ranks, twice
 @mostly_slide
 def test_two_ranks_share_the_data(finetune: Any, config: str) -> None:
     finished = finetune.run(config, "--steps", "2", ranks=2)
@@ -83,6 +84,7 @@ def test_local_directory_and_zero_init(finetune: Any, four_steps: Any, config: s
     assert stored.column("loss") == four_steps(config).column("loss")[:2]
 
 
+@pytest.mark.slow  # half a minute
 @mostly_slide
 def test_zero_init_initialises_a_preset(finetune: Any, config: str) -> None:
     """Weights that zero.Init left uninitialised or with torch's defaults would start far from ln 264."""

@@ -13,6 +13,9 @@ from harness import Result, differences
 TOLERANCE = 2.0**-9
 
 
+pytestmark = pytest.mark.slow  # half a minute; one rank is in test_autocast
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw."""

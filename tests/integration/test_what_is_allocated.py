@@ -81,6 +81,7 @@ def test_of_an_engine_without_an_optimizer(name: str, disk: Path) -> None:
             engine.destroy()
 
 
+@pytest.mark.slow  # half a minute: six runs of two ranks
 def test_of_two_ranks(tmp_path: Path) -> None:
     for found in two_ranks.seen_by(two_ranks.run("allocated_worker.py", tmp_path)):
         assert len(found) == 6

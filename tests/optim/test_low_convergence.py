@@ -94,7 +94,7 @@ def train(state: str) -> tuple[float, float]:
     return sum(losses[:40]) / 40, sum(losses[-40:]) / 40
 
 
-@pytest.mark.parametrize("state", ["bf16", "8bit"])
+@pytest.mark.parametrize("state", [pytest.param("bf16", marks=pytest.mark.slow), "8bit"])
 def test_a_transformer_learns_as_with_fp32_moments(state):
     """Over three seeds the losses were at most 0.1 % higher, and up to 0.4 % lower."""
     first, expected = train("fp32")
