@@ -35,10 +35,11 @@ from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.build_ssd import announcer, make_ssd_gradients, make_ssd_states, open_store
 from ds_slide.runtime.build_units import TakeWeights, join_parts, load_weights, make_unit
 from ds_slide.runtime.device import Device
-from ds_slide.runtime.engine import Lanes, Parts, SlideRuntime
+from ds_slide.runtime.engine import Parts, SlideRuntime
 from ds_slide.runtime.gradients.norm import square_sum
 from ds_slide.runtime.gradients.route import GradientRoute, Gradients
 from ds_slide.runtime.gradients.sources import Staging
+from ds_slide.runtime.lanes import Lanes
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.ranks.peers import Peers
 from ds_slide.runtime.ranks.watchdog import Watchdog

@@ -28,6 +28,7 @@ from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.interruptions import Interruptions
+from ds_slide.runtime.lanes import Lanes
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.ranks.watchdog import Watchdog
 from ds_slide.runtime.totals import Totals
@@ -37,7 +38,6 @@ from ds_slide.runtime.transfers.ssd import SsdStates
 from ds_slide.runtime.transfers.uploads import Uploads
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates.apply import device_update
-from ds_slide.runtime.updates.update_lane import UpdateLane
 from ds_slide.runtime.updates.updating import Updating
 from ds_slide.runtime.weights.gathers import Gathers
 from ds_slide.runtime.weights.hooks import BlockHooks, EdgeHooks, RootHooks, RootState
@@ -51,38 +51,6 @@ from ds_slide.store.state import HostMemory
 HOLD_HINT = (
     'set "ds_slide": {"hold_gradients": true}, which keeps gradients in host memory (2 bytes a parameter) until step()'
 )
-
-
-@dataclass
-class Lanes:
-    """The threads. Closed in the order in which work flows, so that nothing queued is lost."""
-
-    h2d: Lane
-    edges: Lane
-    """Brings updated edges up: in a lane of their own they do not hold up the blocks, nor the blocks them."""
-    d2h: Lane
-    update: UpdateLane
-
-    def close(self, ssd: SsdStates | None, shared: SharedWeights | None, failures: Failures) -> None:
-        if ssd is None:
-            self.d2h.close()
-            self.update.close()
-        else:
-            with ssd.weights.hurry():
-                self.d2h.close()
-            # Its files end with the run: updates that have not begun would be for nothing. The h2d lanes may be waiting
-            # for them.
-            ssd.abandon()
-            self.update.close()
-            failures.record("runtime", SlideError("the engine was destroyed"))
-        if shared is not None:
-            # The same for those who wait for other ranks. They in turn have all of this rank's updates by now.
-            failures.record("runtime", SlideError("the engine was destroyed"))
-            shared.close()
-        self.h2d.close()
-        self.edges.close()
-        if ssd is not None:
-            ssd.close()
 
 
 @dataclass
