@@ -38,10 +38,8 @@ BESIDE = {
 """Imports within one floor, and why: the first of each pair may import the second, never the other way round."""
 
 KNOWN = {
-    # The constants of a step come from the rule's hyper-parameters, the references are those of the rule.
+    # The constants of a step come from the rule's hyper-parameters.
     ("ds_slide.kernels.offload.adamw_planar", "ds_slide.optim.hyper"),
-    ("ds_slide.kernels.reference.adamw_planar", "ds_slide.optim.hyper"),
-    ("ds_slide.kernels.reference.adamw_planar", "ds_slide.optim.reference"),
 }
 """Imports (module, module) that break the rule and are known. The list only shrinks."""
 

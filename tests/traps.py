@@ -45,6 +45,13 @@ def precious(folder: Path, *, planted: bool = False) -> Path:
     return folder
 
 
+def writable_by_all(folder: Path) -> Path:
+    """A new directory into which everybody may write."""
+    folder.mkdir()
+    folder.chmod(0o777)
+    return folder
+
+
 def odd_names(folder: Path) -> None:
     for name in (b"line\nbreak", b"\xff\xfe", b"-rf", b"tab\t", "ä\u202e".encode()):
         Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_bytes(b"x")

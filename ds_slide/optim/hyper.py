@@ -130,6 +130,13 @@ def _hyper_of(group: Mapping[str, Any], step: int, optimizer: Any) -> AdamWHyper
 def _reference_step(
     hyper: AdamWHyper, c: AdamWConstants, w: torch.Tensor, g: torch.Tensor, states: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """The new weights and moments, each operation rounded by itself; ``g`` has the factor on the gradient already.
+
+    AdamW:  w = (1 - lr * weight_decay) * w        Adam with L2:  g = g + weight_decay * w
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g^2
+    w = w - lr / (1 - beta1^step) * m / (sqrt(v) * (1 / sqrt(1 - beta2^step)) + eps)
+    """
     m, v = states
     if hyper.adam_w_mode:
         w = mul(w, c.decay)

@@ -9,6 +9,7 @@ Without momentum there is no b, and nothing is kept of a parameter but its weigh
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,10 +105,6 @@ def _hyper_of(group: Mapping[str, Any], step: int, _optimizer: Any, *, keeps_mom
     )
 
 
-def _hyper_without_momentum(group: Mapping[str, Any], step: int, optimizer: Any) -> SgdHyper:
-    return _hyper_of(group, step, optimizer, keeps_momentum=False)
-
-
 def _reference_step(
     hyper: SgdHyper, c: SgdConstants, w: torch.Tensor, g: torch.Tensor, states: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
@@ -197,7 +194,7 @@ SGD = UpdateRule(
     name="SGD without momentum",
     states=(),
     state_dtypes=("fp32",),
-    hyper_of=_hyper_without_momentum,
+    hyper_of=functools.partial(_hyper_of, keeps_momentum=False),
     reference_step=_reference_step,
     gpu_step=_gpu_step,
     problems=_problems,

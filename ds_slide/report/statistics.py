@@ -104,7 +104,7 @@ class StepStatistics:
 
 
 class StepRecorder:
-    """Closes the books at every optimizer step.
+    """Statistics of the lanes for every optimizer step, taken when the step ends.
 
     The compute lane is busy when it is not waiting for another lane: its time is the step's wall time
     less the measured waits (`stall`). Whatever the host loses between kernels therefore counts as compute.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from traps import AS_ROOT, intruder, mounts, plant, plant_replaced, precious, tree
+from traps import AS_ROOT, intruder, mounts, plant, plant_replaced, precious, tree, writable_by_all
 
 from ds_slide.checkpoint import leftovers as checkpoint_leftovers
 from ds_slide.checkpoint import publish
@@ -32,10 +32,7 @@ def theirs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def saves(tmp_path: Path) -> Path:
-    path = tmp_path / "saves"
-    path.mkdir()
-    path.chmod(0o777)
-    return path
+    return writable_by_all(tmp_path / "saves")
 
 
 def write(staging: Staging, tag: str, content: bytes = b"states") -> dict[str, Sum]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from ds_slide import _native
@@ -14,8 +18,8 @@ WEIGHT_FORMATS = {torch.bfloat16: "bf16_planar", torch.float32: "fp32", torch.fl
 STATE_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "8bit"}
 
 
-def updater_adamw_(
-    updater: CpuUpdater,
+def adamw_(
+    update: Callable[..., None],
     weight: torch.Tensor,
     remainder: torch.Tensor | None,
     exp_avg: torch.Tensor,
@@ -29,28 +33,17 @@ def updater_adamw_(
     seed: int = 0,
     first: int = 0,
 ) -> None:
+    """`update`: that of a `CpuUpdater`, or the reference."""
     scales = (exp_avg_scale, exp_avg_sq_scale)
     moments = (exp_avg, exp_avg_sq)
-    updater.update_(weight, remainder, moments, grad, hyper, grad_scale, scales=scales, seed=seed, first=first)
+    update(weight, remainder, moments, grad, hyper, grad_scale, scales=scales, seed=seed, first=first)
 
 
-def adamw_reference_(
-    weight: torch.Tensor,
-    remainder: torch.Tensor | None,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    hyper: AdamWHyper,
-    grad_scale: float = 1.0,
-    *,
-    exp_avg_scale: torch.Tensor | None = None,
-    exp_avg_sq_scale: torch.Tensor | None = None,
-    seed: int = 0,
-    first: int = 0,
-) -> None:
-    scales = (exp_avg_scale, exp_avg_sq_scale)
-    moments = (exp_avg, exp_avg_sq)
-    reference_update_(weight, remainder, moments, grad, hyper, grad_scale, scales=scales, seed=seed, first=first)
+adamw_reference_ = functools.partial(adamw_, reference_update_)
+
+
+def updater_adamw_(updater: CpuUpdater, *arguments: Any, **named: Any) -> None:
+    adamw_(updater.update_, *arguments, **named)
 
 
 def native_adamw_(

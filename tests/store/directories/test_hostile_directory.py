@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import traps
-from traps import AS_ROOT, intruder, mounts, plant, precious, tree
+from traps import AS_ROOT, intruder, mounts, plant, precious, tree, writable_by_all
 
 from ds_slide.store.directories import owned_directory
 from ds_slide.store.directories.owned_directory import opened
@@ -49,10 +49,7 @@ def theirs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    path = tmp_path / "shared"
-    path.mkdir()
-    path.chmod(0o777)
-    return path
+    return writable_by_all(tmp_path / "shared")
 
 
 def test_a_directory_full_of_traps_stays_as_it_is(shared, theirs):
