@@ -1,10 +1,10 @@
-"""CPU AdamW: the planar update of DS-Slide beside torch._fused_adamw_ (fp32 weights and gradients), in one run.
+"""CPU AdamW: the split update of DS-Slide beside torch._fused_adamw_ (fp32 weights and gradients), in one run.
 
     python3 benchmarks/adamw.py [--threads 1,2,4,8,16] [--numel 64Mi] [--pin] [--csv FILE]
 
-Bytes a parameter: ours 26 (bf16 gradient; both weight planes and both moments read and written; the bf16 weight that
-the GPU needs is one of the planes), torch 28, not counting the two casts it would need as well (gradient to fp32,
-weight to bf16). The two take turns, round by round, so that a busy neighbour hits both.
+Bytes a parameter: ours 26 (bf16 gradient; both parts of the split master and both moments read and written; the bf16
+weight that the GPU needs is one of the state buffers), torch 28, not counting the two casts it would need as well
+(gradient to fp32, weight to bf16). The two take turns, round by round, so that a busy neighbour hits both.
 """
 
 from __future__ import annotations

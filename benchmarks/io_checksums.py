@@ -20,8 +20,8 @@ from ssd import CEILING_DEPTH, CEILING_MEMORY_BYTES, buffers, engine, full_file,
 from tqdm import tqdm
 
 from ds_slide.store.ssd.disk_load import next_done
+from ds_slide.store.ssd.extents import PAGE
 from ds_slide.store.ssd.page_sums import MOST_THREADS, PageSums
-from ds_slide.store.ssd.places import PAGE
 
 PATTERNS = ("read", "write", "mixed")
 REQUEST_BYTES = 1 << 20

@@ -21,7 +21,7 @@ LR, BETAS, EPS, DECAY, STEP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 10
 
 
 def block_gradients(shape: tuple[int, ...], device: torch.device) -> tuple[list[Tensor], list[int], int]:
-    """Gradients of a Qwen2 block, their aligned offsets in a flat plane, and its length."""
+    """Gradients of a Qwen2 block, their aligned offsets in a flat buffer, and its length."""
     hidden, intermediate, keys = shape
     sizes: list[tuple[int, ...]] = [
         *((hidden, hidden), (hidden,), (keys, hidden), (keys,), (keys, hidden), (keys,), (hidden, hidden)),
@@ -37,11 +37,11 @@ def block_gradients(shape: tuple[int, ...], device: torch.device) -> tuple[list[
 
 def pack(accumulate: bool, shape: tuple[int, ...], device: torch.device) -> Problem:
     gradients, offsets, numel = block_gradients(shape, device)
-    plane = torch.zeros(numel, dtype=DTYPE, device=device)
+    buffer = torch.zeros(numel, dtype=DTYPE, device=device)
     ends = [offset + gradient.numel() for offset, gradient in zip(offsets, gradients, strict=True)]
     if accumulate:
         for start, end in zip(offsets, ends, strict=True):
-            plane[start:end] = random_tensor(end - start, device=device, scale=1e-3)
+            buffer[start:end] = random_tensor(end - start, device=device, scale=1e-3)
 
     def parts(flat: Tensor) -> list[Tensor]:
         return [flat[start:end] for start, end in zip(offsets, ends, strict=True)]
@@ -75,11 +75,11 @@ def pack(accumulate: bool, shape: tuple[int, ...], device: torch.device) -> Prob
         return flat, torch.linalg.vector_norm(flat, dtype=torch.float32).square()
 
     def reference() -> Results:
-        wide = plane.double()
+        wide = buffer.double()
         for part, gradient in zip(parts(wide), gradients, strict=True):
             part.copy_(part + gradient.reshape(-1).double() if accumulate else gradient.reshape(-1))
         held = wide.to(DTYPE).double()
-        return {"plane": wide, "square sum": held.square().sum()}
+        return {"buffer": wide, "square sum": held.square().sum()}
 
     moved = sum(gradient.numel() for gradient in gradients) * (6 if accumulate else 4)
     names = [f"gradient {number}" for number in range(len(gradients))]
@@ -89,10 +89,10 @@ def pack(accumulate: bool, shape: tuple[int, ...], device: torch.device) -> Prob
         "eager": lambda: eager,
         "compile": compiled(eager),
     }
-    inputs = {"plane": plane, **dict(zip(names, gradients, strict=True))}
+    inputs = {"buffer": buffer, **dict(zip(names, gradients, strict=True))}
     kernel = "pack_add" if accumulate else "pack"
     name = f"block {' / '.join(map(str, shape))}"
-    return Problem(kernel, name, inputs, ("plane", "square sum"), systems, reference, moved, absent=NO_LIGER)
+    return Problem(kernel, name, inputs, ("buffer", "square sum"), systems, reference, moved, absent=NO_LIGER)
 
 
 def square_sums(numel: int, device: torch.device) -> Problem:
@@ -122,11 +122,11 @@ def square_sums(numel: int, device: torch.device) -> Problem:
 
 def adamw(numel: int, device: torch.device) -> Problem:
     from ds_slide.optim.hyper import AdamWHyper
-    from ds_slide.optim.reference import encode_planar
+    from ds_slide.optim.reference import encode_split
 
     hyper = AdamWHyper(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, step=STEP)
     master = random_tensor(numel, device=device, scale=0.02, dtype=torch.float32)
-    high, low = encode_planar(master)
+    high, low = encode_split(master)
     inputs = {
         "weight": high.view(DTYPE),
         "remainder": low,
@@ -138,10 +138,10 @@ def adamw(numel: int, device: torch.device) -> Problem:
     correction1, correction2 = 1 - BETAS[0] ** STEP, 1 - BETAS[1] ** STEP
 
     def ours() -> System:
-        from ds_slide.kernels.offload.adamw_planar import adamw_planar_
+        from ds_slide.kernels.offload.adamw_split import adamw_split_
 
         def call(weight: Tensor, low: Tensor, m: Tensor, v: Tensor, g: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-            adamw_planar_(weight, low, m, v, g, hyper, 1.0)
+            adamw_split_(weight, low, m, v, g, hyper, 1.0)
             return weight, m, v
 
         return call

@@ -216,7 +216,7 @@ def isa() -> Literal["avx512", "avx2", "portable"]:
 def update(
     workers: Workers,
     rule: str,
-    weight_format: Literal["bf16_planar", "fp32", "fp16_master"],
+    weight_format: Literal["bf16_split", "fp32", "fp16_master"],
     weight_ptr: int,
     remainder_ptr: int,
     state_ptrs: Sequence[int],
@@ -236,7 +236,7 @@ def update(
     ``rule`` is the name of its kernels in csrc/update/types.hpp, ``numbers`` its numbers of this step in their order
     there, the factor on the gradient first.
 
-    ``bf16_planar``: weight bf16, remainder int16. ``fp32``: weight float, remainder unused (0). ``fp16_master``: weight
+    ``bf16_split``: weight bf16, remainder int16. ``fp32``: weight float, remainder unused (0). ``fp16_master``: weight
     an fp16 copy that is written only, remainder the float master.
 
     The states are all float, all bf16, or all bytes with a float scale for every 64 of them. Those that are not float

@@ -129,7 +129,7 @@ def _memory_lines(slide: dict[str, Any], parameters: int, gpu_peak_bytes: int | 
         lines.append(f"GPU         {size(gpu_peak_bytes)} peak")
     if memory:
         place = "the GPU:" if gpu_peak_bytes is not None else "what stands for the GPU here:"
-        lines.append(f"window      {size(memory['gpu_bytes'])} on {place} slots, edges and states kept there")
+        lines.append(f"window      {size(memory['gpu_bytes'])} on {place} slots, outer modules and states kept there")
         lines.append(
             f"host states {size(memory['host_bytes'])}, {memory['host_bytes'] / parameters:.1f} B/parameter; "
             f"stock ZeRO-3 offload needs {size(stock)} ({STOCK_BYTES_PER_PARAMETER} B/parameter, measured)"

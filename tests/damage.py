@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ds_slide.store.ssd.places import PAGE
+from ds_slide.store.ssd.extents import PAGE
 from ds_slide.store.ssd.store import SsdStore
 
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01

@@ -3,6 +3,8 @@
 import signal
 
 
-def heeds_hangups() -> None:
-    """Called in a new process: SIGHUP ends it, also where the tests run under nohup, which ignores it for all."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def heeds_signals() -> None:
+    """Called in a new process: SIGHUP and SIGINT end it. Under nohup the one is ignored by all processes, and in a
+    shell's background job the other."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)

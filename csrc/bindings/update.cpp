@@ -35,7 +35,7 @@ Dtype dtype_of(char const* argument, std::string const& name) {
 
 WeightFormat weight_format_of(std::string const& name) {
   static constexpr std::array<std::pair<char const*, WeightFormat>, 3> kValues{
-      {{"bf16_planar", WeightFormat::bf16_planar},
+      {{"bf16_split", WeightFormat::bf16_split},
        {"fp32", WeightFormat::fp32},
        {"fp16_master", WeightFormat::fp16_master}}};
   return named("weight_format", name, kValues);
@@ -110,7 +110,7 @@ void update_binding(Workers& workers, std::string const& rule_name, std::string 
   if (step < 1) throw std::invalid_argument("step is " + std::to_string(step) + " but counts from 1");
   UpdateArrays arrays{};
   arrays.weight = pointer("weight_ptr", weight_ptr, format == WeightFormat::fp32 ? 4 : 2, numel);
-  if (format == WeightFormat::bf16_planar)
+  if (format == WeightFormat::bf16_split)
     arrays.remainder = pointer("remainder_ptr", remainder_ptr, 2, numel);
   if (format == WeightFormat::fp16_master)
     arrays.remainder = pointer("remainder_ptr", remainder_ptr, 4, numel);

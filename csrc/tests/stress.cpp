@@ -35,16 +35,16 @@ void require(bool condition, char const* what) {
   std::exit(1);
 }
 
-/// The planes of one update in exactly sized allocations, so that an overrun leaves them. Room for 4-byte
-/// elements.
-struct Planes {
-  explicit Planes(std::size_t numel, unsigned seed)
+/// The state buffers of one update in exactly sized allocations, so that an overrun leaves them. Room for
+/// 4-byte elements.
+struct StateBuffers {
+  explicit StateBuffers(std::size_t numel, unsigned seed)
       : numel(numel),
         words(5, std::vector<std::uint32_t>(numel)),
         scales(2, std::vector<float>((numel + kStateGroup - 1) / kStateGroup, 1.0f)) {
     std::uint32_t state = seed * 2654435761u + 1;
-    for (auto& plane : words) {
-      for (std::uint32_t& word : plane) {
+    for (auto& state_buffer : words) {
+      for (std::uint32_t& word : state_buffer) {
         state = state * 1664525u + 1013904223u;
         word = (state & 0x83FF83FFu) | 0x3C003C00u;  // ordinary numbers of either sign, also as fp16 and bf16
       }
@@ -60,7 +60,7 @@ struct Planes {
             {scales[0].data(), scales[1].data()},
             (std::uint64_t{1} << 32) - 32768};
   }
-  bool operator==(Planes const& other) const { return words == other.words && scales == other.scales; }
+  bool operator==(StateBuffers const& other) const { return words == other.words && scales == other.scales; }
   std::size_t numel;
   std::vector<std::vector<std::uint32_t>> words;
   std::vector<std::vector<float>> scales;
@@ -100,8 +100,8 @@ void shared_workers() {
         auto const state = formats[(caller + round / 3) % formats.size()];
         auto const format = static_cast<WeightFormat>((caller + round) % kNumWeightFormats);
         auto const dtype = static_cast<Dtype>(round % kNumDtypes);
-        Planes actual(numel, caller * 100 + round);
-        Planes expected = actual;
+        StateBuffers actual(numel, caller * 100 + round);
+        StateBuffers expected = actual;
         update(shared, kernels_for(round), rule, state, format, dtype, actual.arrays(), numel, numbers);
         update(alone, portable_kernels(), rule, state, format, dtype, expected.arrays(), numel, numbers);
         require(actual == expected, "an update differs");
@@ -122,7 +122,7 @@ void shared_workers() {
   for (std::thread& caller : callers) caller.join();
 }
 
-/// 16-bit planes at the very end of their allocations, every length of the last vector.
+/// 16-bit state buffers at the very end of their allocations, every length of the last vector.
 void exact_ends() {
   Workers workers(2, {});
   UpdateNumbers const numbers = numbers_of_a_step();
@@ -139,7 +139,7 @@ void exact_ends() {
       for (int rule = 0; rule < kNumRules; ++rule) {
         for (StateFormat const format : formats_of(static_cast<Rule>(rule))) {
           void* const* const own = states[static_cast<int>(format)];
-          update(workers, kernels_for(isa), static_cast<Rule>(rule), format, WeightFormat::bf16_planar,
+          update(workers, kernels_for(isa), static_cast<Rule>(rule), format, WeightFormat::bf16_split,
                  Dtype::bf16,
                  {weight.data(),
                   remainder.data(),

@@ -52,10 +52,10 @@ struct Avx2 {
     store16(p, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
 
-  static __m256 load_planar(std::uint16_t const* hi, std::uint16_t const* lo) {
+  static __m256 load_split(std::uint16_t const* hi, std::uint16_t const* lo) {
     return _mm256_castsi256_ps(_mm256_add_epi32(upper16(load16(hi)), _mm256_cvtepi16_epi32(load16(lo))));
   }
-  static void store_planar(std::uint16_t* hi, std::uint16_t* lo, __m256 value) {
+  static void store_split(std::uint16_t* hi, std::uint16_t* lo, __m256 value) {
     __m256i const bits = _mm256_castps_si256(value);
     // A NaN is not rounded but made quiet.
     __m256i const nan = is_nan(value);

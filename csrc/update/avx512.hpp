@@ -45,10 +45,10 @@ struct Avx512 {
     store16(p, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
 
-  static __m512 load_planar(std::uint16_t const* hi, std::uint16_t const* lo) {
+  static __m512 load_split(std::uint16_t const* hi, std::uint16_t const* lo) {
     return _mm512_castsi512_ps(_mm512_add_epi32(upper16(load16(hi)), _mm512_cvtepi16_epi32(load16(lo))));
   }
-  static void store_planar(std::uint16_t* hi, std::uint16_t* lo, __m512 value) {
+  static void store_split(std::uint16_t* hi, std::uint16_t* lo, __m512 value) {
     __m512i const bits = _mm512_castps_si512(value);
     // A NaN is not rounded but made quiet.
     __mmask16 const number = _mm512_cmp_ps_mask(value, value, _CMP_ORD_Q);

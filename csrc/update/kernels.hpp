@@ -58,11 +58,11 @@ double sum_of_squares(void const* data, std::size_t begin, std::size_t end) {
 template <class V, class Kind, Rule rule, StateFormat state>
 void fill_format(RuleKernels& kernels) {
   constexpr Dtype bf16 = Dtype::bf16, fp16 = Dtype::fp16, fp32 = Dtype::fp32;
-  constexpr WeightFormat planar = WeightFormat::bf16_planar, plain = WeightFormat::fp32,
+  constexpr WeightFormat split = WeightFormat::bf16_split, plain = WeightFormat::fp32,
                          master = WeightFormat::fp16_master;
   Update const found[kNumWeightFormats][kNumDtypes] = {
-      {update<V, Kind, rule, state, planar, bf16>, update<V, Kind, rule, state, planar, fp16>,
-       update<V, Kind, rule, state, planar, fp32>},
+      {update<V, Kind, rule, state, split, bf16>, update<V, Kind, rule, state, split, fp16>,
+       update<V, Kind, rule, state, split, fp32>},
       {update<V, Kind, rule, state, plain, bf16>, update<V, Kind, rule, state, plain, fp16>,
        update<V, Kind, rule, state, plain, fp32>},
       {update<V, Kind, rule, state, master, bf16>, update<V, Kind, rule, state, master, fp16>,

@@ -109,14 +109,14 @@ struct Portable {
   static void store_bf16(std::uint16_t* p, float value) { *p = float_to_bf16(value); }
   static void store_fp16(std::uint16_t* p, float value) { *p = float_to_fp16(value); }
 
-  static float load_planar(std::uint16_t const* hi, std::uint16_t const* lo) {
+  static float load_split(std::uint16_t const* hi, std::uint16_t const* lo) {
     std::uint32_t const remainder = static_cast<std::uint32_t>(static_cast<std::int16_t>(*lo));
     return float_of((static_cast<std::uint32_t>(*hi) << 16) + remainder);
   }
   /// hi: value rounded to bf16, half up (ties away from zero), so that the low half of value's bits, read as
-  /// a signed number, is what hi lacks of it: load_planar gives every value back. Rounding half to even would
+  /// a signed number, is what hi lacks of it: load_split gives every value back. Rounding half to even would
   /// give two values (low half 0x8000, one rounded up and one down) the same hi and lo. A NaN is made quiet.
-  static void store_planar(std::uint16_t* hi, std::uint16_t* lo, float value) {
+  static void store_split(std::uint16_t* hi, std::uint16_t* lo, float value) {
     std::uint32_t const bits = bits_of(value);
     std::uint32_t const rounded = (bits + 0x8000u) >> 16;
     std::uint32_t const quiet = (bits >> 16) | 0x0040u;

@@ -32,9 +32,9 @@ inline void store(void* data, std::size_t index, typename V::Float value) {
 
 template <class V, WeightFormat format>
 inline typename V::Float load_weight(UpdateArrays const& arrays, std::size_t index) {
-  if constexpr (format == WeightFormat::bf16_planar) {
-    return V::load_planar(static_cast<std::uint16_t const*>(arrays.weight) + index,
-                          static_cast<std::uint16_t const*>(arrays.remainder) + index);
+  if constexpr (format == WeightFormat::bf16_split) {
+    return V::load_split(static_cast<std::uint16_t const*>(arrays.weight) + index,
+                         static_cast<std::uint16_t const*>(arrays.remainder) + index);
   }
   if constexpr (format == WeightFormat::fp32) return load<V, Dtype::fp32>(arrays.weight, index);
   if constexpr (format == WeightFormat::fp16_master) return load<V, Dtype::fp32>(arrays.remainder, index);
@@ -42,9 +42,9 @@ inline typename V::Float load_weight(UpdateArrays const& arrays, std::size_t ind
 
 template <class V, WeightFormat format>
 inline void store_weight(UpdateArrays const& arrays, std::size_t index, typename V::Float value) {
-  if constexpr (format == WeightFormat::bf16_planar) {
-    V::store_planar(static_cast<std::uint16_t*>(arrays.weight) + index,
-                    static_cast<std::uint16_t*>(arrays.remainder) + index, value);
+  if constexpr (format == WeightFormat::bf16_split) {
+    V::store_split(static_cast<std::uint16_t*>(arrays.weight) + index,
+                   static_cast<std::uint16_t*>(arrays.remainder) + index, value);
   }
   if constexpr (format == WeightFormat::fp32) store<V, Dtype::fp32>(arrays.weight, index, value);
   if constexpr (format == WeightFormat::fp16_master) {

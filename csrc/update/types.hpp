@@ -10,7 +10,7 @@ inline constexpr int kNumDtypes = 3;
 
 /// How a weight and its fp32 value are stored.
 enum class WeightFormat {
-  bf16_planar,  // weight: upper 16 bits, rounded half up (what the GPU reads); remainder: the rest, int16
+  bf16_split,   // weight: upper 16 bits, rounded half up (what the GPU reads); remainder: the rest, int16
   fp32,         // weight: float; no remainder
   fp16_master,  // weight: fp16 copy, written only; remainder: the float master
 };

@@ -8,7 +8,7 @@
 namespace ds_slide {
 namespace {
 
-// 16 Ki elements are 416 KiB of planar state: small enough that 16 threads end within 30 us of each other,
+// 16 Ki elements are 416 KiB of split state: small enough that 16 threads end within 30 us of each other,
 // large enough that taking the next slice (one atomic add) is not seen.
 constexpr std::size_t kUpdateSlice = 16 * 1024;
 static_assert(kUpdateSlice % kStateGroup == 0, "a slice begins where a group of 8-bit moments begins");

@@ -1,7 +1,7 @@
 """A copy of all states in host memory, from which a checkpoint is written while training goes on.
 
-The planes are copied as they are stored (12 bytes a parameter, less with short moments), by several threads: copying
-stands still for as long as memory takes, where making the file's fp32 values would take several times that.
+The state buffers are copied as they are stored (12 bytes a parameter, less with short moments), by several threads:
+copying stands still for as long as memory takes, where making the file's fp32 values would take several times that.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from ds_slide.checkpoint.one_thread import take_one_thread
-from ds_slide.checkpoint.planes import pieces
+from ds_slide.checkpoint.state_buffers import pieces
 from ds_slide.plan.placement import USABLE_SHARE
 from ds_slide.plan.probe.host_room import HostRoom, host_room
 from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.runtime import running
 from ds_slide.runtime.unit import Unit
-from ds_slide.store.state import HostMemory, UnitState
+from ds_slide.store.host_memory import HostMemory
+from ds_slide.store.state import UnitState
 
 _THREADS = 16
 """At most: 8 to 16 cores move as many bytes as the memory of a socket can."""
@@ -48,7 +49,7 @@ class Snapshot:
 
     def nbytes(self) -> int:
         """Of the copy."""
-        return sum(items * dtype.itemsize for unit in self.units for _, dtype, items in self._planes(unit))
+        return sum(items * dtype.itemsize for unit in self.units for _, dtype, items in self._state_buffers(unit))
 
     def fits(self) -> bool:
         """Whether this rank's share of the memory that is free takes the copy."""
@@ -65,21 +66,25 @@ class Snapshot:
         with ThreadPoolExecutor(threads, initializer=take_one_thread) as pool:
             pending: list[Future[Any]] = []
             for unit in self.units:
-                planes = {}
-                for name, dtype, items in self._planes(unit):
-                    planes[name] = memory.tensor(items, dtype, transfers=False)
+                state_buffers = {}
+                for name, dtype, items in self._state_buffers(unit):
+                    state_buffers[name] = memory.tensor(items, dtype, transfers=False)
                     for span in pieces(items, _PIECE):
                         if unit.state.tier == "host":
-                            pending.append(pool.submit(planes[name][span].copy_, unit.state.raw(name, span)))
+                            pending.append(pool.submit(state_buffers[name][span].copy_, unit.state.raw(name, span)))
                         else:  # the disk has threads of its own, and a copy from the GPU belongs to this one's stream
-                            planes[name][span].copy_(unit.state.raw(name, span))
-                weight = planes.pop("weight")
-                self._copies[unit.order] = _Copy(UnitState("host", unit.state.specs, weight, planes, gradient=None))
+                            state_buffers[name][span].copy_(unit.state.raw(name, span))
+                weight = state_buffers.pop("weight")
+                self._copies[unit.order] = _Copy(
+                    UnitState("host", unit.state.specs, weight, state_buffers, gradient=None)
+                )
             for future in pending:
                 future.result()
 
-    def _planes(self, unit: Unit) -> list[tuple[str, torch.dtype, int]]:
+    def _state_buffers(self, unit: Unit) -> list[tuple[str, torch.dtype, int]]:
         layout = unit.layout
         numel = layout.local_numel if self.frozen else layout.trainable_numel
-        planes = [("weight", unit.state.dtype_of("weight"), numel)]
-        return planes + [(spec.name, spec.dtype, spec.items(layout.trainable_numel)) for spec in unit.state.specs]
+        state_buffers = [("weight", unit.state.dtype_of("weight"), numel)]
+        return state_buffers + [
+            (spec.name, spec.dtype, spec.items(layout.trainable_numel)) for spec in unit.state.specs
+        ]

@@ -2,7 +2,7 @@
 
 A sub-group is a run of parameters of one optimizer group (cut at `sub_group_size`, as stock ZeRO-3 does), and its
 flat tensors hold this rank's padded partitions one after the other. DS-Slide stores by unit, so these tensors are
-planned, not made: a checkpoint takes them piece by piece from the planes, and is taken apart piece by piece.
+planned, not made: a checkpoint takes them piece by piece from the state buffers, and is taken apart piece by piece.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 from ds_slide.checkpoint.mapped import MappedFiles
 from ds_slide.checkpoint.pickle_writer import PIECE, Planned
-from ds_slide.checkpoint.planes import (
+from ds_slide.checkpoint.state_buffers import (
     MASTER,
     HasState,
     as_weights,
@@ -132,8 +132,8 @@ class SubGroups:
     def load_unit(
         self, unit: Unit, key: str, sources: Mapping[nn.Parameter, Flat], files: MappedFiles, *, rounded: bool = False
     ) -> None:
-        """Set one state of a unit, in the order of the planes, padding included, and in pieces that start at a multiple
-        of PIECE: planes with a scale for each group of elements get whole groups."""
+        """Set one state of a unit, in the order of the state buffers, padding included, and in pieces that start at a
+        multiple of PIECE: state buffers with a scale for each group of elements get whole groups."""
         self.runtime.settle(unit)
         weights = unit.parameter_dtype
         for span in pieces(unit.layout.trainable_numel, PIECE):

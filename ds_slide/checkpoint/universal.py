@@ -21,7 +21,7 @@ from torch import nn
 
 from ds_slide.checkpoint.mapped import MappedFiles
 from ds_slide.checkpoint.names import OPTIMIZER_STATE_DICT, PARAM
-from ds_slide.checkpoint.planes import MASTER
+from ds_slide.checkpoint.state_buffers import MASTER
 from ds_slide.checkpoint.subgroups import Flat, SubGroups
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry, piece

@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from ds_slide.config.old_names import under_new_names
 from ds_slide.config.paths import check_directory_text
 from ds_slide.config.shown import shown, shown_key
 from ds_slide.config.sizes import SIZE_HELP, parse_bytes
@@ -202,7 +203,8 @@ class SlideConfig(_Block):
     """
 
     gpu_states: AutoSize = Field(default="auto", description=f'"auto", 0 or {SIZE_HELP}')
-    """GPU memory in bytes for optimizer states: edges first, then the first blocks, which are then updated on the GPU.
+    """GPU memory in bytes for optimizer states: outer modules first, then the first blocks, which are then updated on
+    the GPU.
 
     0 keeps all states in host memory; "auto" takes 5 % of the GPU, as far as the GPU budget leaves that.
     """
@@ -215,11 +217,11 @@ class SlideConfig(_Block):
     the GPU, and, under "auto", for all where the ranks are on several machines; true refuses such a run.
     """
 
-    hold_gradients: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
-    """Whether gradients wait in host memory until backward has ended.
+    defer_updates: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
+    """Whether updates are deferred: gradients then wait in host memory until backward has ended.
 
-    "auto" holds them when gradient clipping, fp16 or gradient accumulation need that; otherwise a block is updated as
-    soon as its gradient has arrived.
+    "auto" defers them when gradient clipping, fp16 or gradient accumulation need that; otherwise a block is updated as
+    soon as its gradient has arrived. Its old name, `hold_gradients`, still works.
     """
 
     gradient_buffers: BufferCount = Field(default=4, description=BUFFERS_HELP)
@@ -314,6 +316,7 @@ class SlideConfig(_Block):
                 "checkpoint.require_manifest is a setting of DS-Slide, and DeepSpeed ignores it there; write it as "
                 f"{CONFIG_KEY}.checkpoint.require_manifest"
             )
+        block = under_new_names(block)
         _refuse_unknown_keys(block, CONFIG_KEY, cls)
         try:
             config = cls.model_validate(dict(block))

@@ -12,7 +12,7 @@ import torch
 from deepspeed import comm as dist
 from torch import nn
 
-from ds_slide.checkpoint import planes
+from ds_slide.checkpoint import state_buffers
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.rule import UpdateRule
@@ -37,10 +37,10 @@ class StateAccess:
         place = self._trainable(parameter)
         if place is None:
             return None
-        planes.require_stepped(self._runtime, place[0], "reading a state")
+        state_buffers.require_stepped(self._runtime, place[0], "reading a state")
         self._runtime.settle(place[0])
         unit, entry = place
-        own = planes.read_values(unit, self._known(key), planes.local_span(entry))
+        own = state_buffers.read_values(unit, self._known(key), state_buffers.local_span(entry))
         return own.to(self._runtime.device.torch, copy=True)
 
     def full_state(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor | None:
@@ -51,12 +51,12 @@ class StateAccess:
         if place is None:
             return
         unit, entry = place
-        planes.require_stepped(self._runtime, unit, "writing a state")
+        state_buffers.require_stepped(self._runtime, unit, "writing a state")
         self._runtime.settle(unit)
         if key is None:
             self._runtime.begin_writing()
         own = value.reshape(-1)[: entry.partition_numel].float()
-        planes.write_values(unit, self._known(key), slice(entry.offset, entry.offset + own.numel()), own)
+        state_buffers.write_values(unit, self._known(key), slice(entry.offset, entry.offset + own.numel()), own)
         if key is None:
             self._runtime.weights_changed(unit)
 
@@ -71,7 +71,7 @@ class StateAccess:
             return None
         unit, entry = place
         self._settle_gradient(unit)
-        gradient = unit.state.read("gradient", planes.local_span(entry))
+        gradient = unit.state.read("gradient", state_buffers.local_span(entry))
         return gradient.to(device=self._runtime.device.torch, dtype=torch.float32, copy=True)
 
     def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -117,7 +117,7 @@ class StateAccess:
     def _settle_gradient(self, unit: Unit) -> None:
         self._runtime.require_held("reading or writing a gradient")
         self._runtime.settle(unit)
-        self._runtime.parts.lanes.update.drain()  # an accumulation may be under way
+        self._runtime.parts.workers.update.drain()  # an accumulation may be under way
 
     def _own(self, value: torch.Tensor, entry: Entry) -> torch.Tensor:
         if value.numel() != entry.numel:
@@ -137,7 +137,7 @@ class StateAccess:
 
     def _known(self, key: str | None) -> str:
         if key is None:
-            return planes.MASTER
+            return state_buffers.MASTER
         names = self._rule.state_names
         if key not in names:
             raise SlideError(

@@ -33,7 +33,7 @@ from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.weights.rows import chunk_rows
 from ds_slide.runtime.weights.sharing import open_sharing
-from ds_slide.runtime.weights.streamed_head import StreamedHead, check_is_edge, find_streamed_head
+from ds_slide.runtime.weights.streamed_head import StreamedHead, check_is_outer, find_streamed_head
 from ds_slide.store.page_locks import require_page_locks
 
 
@@ -57,7 +57,7 @@ def assemble(
     leaves = [child for child in module.modules() if z3_leaf_module(child)]
     structure = find_structure(module, config.blocks, () if head is None else (head.path,), leaves, precision_of)
     if head is not None:
-        check_is_edge(head, structure)
+        check_is_outer(head, structure)
     specs = _in_forward_order(module, structure.units)
     unit_plans = [_unit_plan(spec, group_of, ranks.world_size, head) for spec in specs]
     share_with(ranks.exchange(groups(), "counting the ranks in each memory control group"))

@@ -36,7 +36,7 @@ class Reading:
         if not isinstance(value, dict) or OPTIMIZER_STATE_DICT in value:
             return value
         # The model's file. What the caller gets out of it lives on, so it is copied and no map of a file that may be
-        # removed; the frozen parameters may be larger than memory, and DeepSpeed would write them to the planes.
+        # removed; the frozen parameters may be larger than memory, and DeepSpeed would write them to the state buffers.
         self.frozen = value.pop(FROZEN_PARAM_FRAGMENTS, None) or {}
         return {**copy.deepcopy(value), FROZEN_PARAM_FRAGMENTS: None}
 

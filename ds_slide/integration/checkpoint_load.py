@@ -1,4 +1,4 @@
-"""`load_checkpoint`: checked before anything is changed, then copied piece by piece into the planes."""
+"""`load_checkpoint`: checked before anything is changed, then copied piece by piece into the state buffers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 
 from ds_slide.checkpoint.pickle_writer import PIECE
-from ds_slide.checkpoint.planes import write_frozen
+from ds_slide.checkpoint.state_buffers import write_frozen
 from ds_slide.errors import SlideError
 from ds_slide.integration.checkpoint_files import Reading
 from ds_slide.integration.checkpoint_save import finish_save

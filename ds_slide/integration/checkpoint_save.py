@@ -23,9 +23,9 @@ from ds_slide.checkpoint.agreement import Agreement
 from ds_slide.checkpoint.archive import Archive, Wrote
 from ds_slide.checkpoint.background import BackgroundSave
 from ds_slide.checkpoint.pickle_writer import Planned
-from ds_slide.checkpoint.planes import read_weights
 from ds_slide.checkpoint.publish import Staging, checked_tag, new_name, reached
 from ds_slide.checkpoint.snapshot import Snapshot
+from ds_slide.checkpoint.state_buffers import read_weights
 from ds_slide.checkpoint.subgroups import States
 from ds_slide.checkpoint.sums import Sum
 from ds_slide.errors import SlideError
@@ -197,7 +197,7 @@ def _say_what_will_be_refused(engine: Any, target: Path, archives: list[Archive]
 
 @contextmanager
 def _planned_fragments(engine: Any, states: States) -> Iterator[None]:
-    """DeepSpeed saves `ds_tensor` of frozen parameters, a view, with which the whole plane would be pickled."""
+    """DeepSpeed saves `ds_tensor` of frozen parameters, a view, with which the whole state buffer would be pickled."""
     places = engine.optimizer.protocol.places
 
     def fragment(parameter: nn.Parameter) -> Planned:

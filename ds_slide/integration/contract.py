@@ -195,8 +195,8 @@ def core_problems(slide: SlideConfig) -> Iterator[str]:
 
 
 def holding_problems(values: Values, slide: SlideConfig) -> Iterator[str]:
-    """`ds_slide.hold_gradients: false` against what is only right with gradients held until backward has ended."""
-    if slide.hold_gradients is not False:
+    """`ds_slide.defer_updates: false` against what is only right with gradients held until backward has ended."""
+    if slide.defer_updates is not False:
         return
     reasons = []
     if (clip := values.get("clip_grad", 0.0)) > 0:
@@ -209,7 +209,7 @@ def holding_problems(values: Values, slide: SlideConfig) -> Iterator[str]:
         reasons.append("fp16 can overflow")
     if reasons:
         yield (
-            f"ds_slide.hold_gradients is false, but {' and '.join(reasons)}, so that no update is safe before backward "
+            f"ds_slide.defer_updates is false, but {' and '.join(reasons)}, so that no update is safe before backward "
             'has ended; set it to "auto", or turn the other off'
         )
 

@@ -52,7 +52,7 @@ def log_start(engine: Any) -> None:
             ds_slide.__version__,
             parts.memory_report,
             ranks=parts.ranks.world_size,
-            held=parts.held if parts.trains else None,
+            deferred=parts.deferred if parts.trains else None,
             kernels=kernels,
         )
     )

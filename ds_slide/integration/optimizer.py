@@ -19,11 +19,11 @@ from deepspeed.runtime.zero.partition_parameters import _init_external_params
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
-from ds_slide.checkpoint import planes
+from ds_slide.checkpoint import state_buffers
 from ds_slide.checkpoint.background import BackgroundSave
 from ds_slide.checkpoint.mapped import MappedFiles
 from ds_slide.checkpoint.pickle_writer import PIECE, materialized
-from ds_slide.checkpoint.planes import require_no_update
+from ds_slide.checkpoint.state_buffers import require_no_update
 from ds_slide.checkpoint.subgroups import States, SubGroups, load_settings
 from ds_slide.checkpoint.universal import UniversalCheckpoint
 from ds_slide.config import SlideConfig
@@ -203,7 +203,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def independent_gradient_partition_epilogue(self) -> None:
         self.runtime.end_backward()
-        if not self.runtime.held:  # else the weights stay as they are until the step, and another graph may need them
+        # Deferred updates leave the weights as they are until the step, and another graph may need them.
+        if not self.runtime.deferred:
             self.protocol.release()
         self._epilogue_ran_this_backward = True
 
@@ -240,7 +241,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             raise SlideError("step(closure) is not supported with ZeRO stage 3; call step() without arguments")
         self.runtime.interruptions.require_gradients()
         self.protocol.release()  # of forwards without a backward
-        if self.runtime.held:
+        if self.runtime.deferred:
             self._step_held()
         else:
             self._step_under_way()
@@ -266,7 +267,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             raise SlideError(
                 "the optimizer's hyper-parameters changed between backward() and step(), but with clipping off the "
                 'update has already begun under backward; change them before backward(), or set "ds_slide": '
-                '{"hold_gradients": true}'
+                '{"defer_updates": true}'
             )
         self._norm_watch.check(wait=False)
         self._global_grad_norm = self.runtime.norm_on_device()
@@ -402,7 +403,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def _load_universal(self, path: Path, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
         checkpoint = self.universal_checkpoint(path)
         rank = dist.get_rank(group=self.dp_process_group)
-        keys = (planes.MASTER, *self.rule.state_names) if load_optimizer_states else (planes.MASTER,)
+        keys = (state_buffers.MASTER, *self.rule.state_names) if load_optimizer_states else (state_buffers.MASTER,)
         checkpoint.load(self.sub_groups, rank, keys, rounded=not (load_optimizer_states or load_from_fp32_weights))
         if load_optimizer_states:
             saved = checkpoint.global_state()
@@ -419,7 +420,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         for unit in self.runtime.units:
             self.runtime.settle(unit)
             if unit.state.has("remainder") and not unit.spec.precision.narrowed:  # those are written as masters
-                for span in planes.pieces(unit.layout.trainable_numel, PIECE):
+                for span in state_buffers.pieces(unit.layout.trainable_numel, PIECE):
                     weight = unit.state.read("weight", span)
                     exact = unit.state.dtype_of("remainder").is_floating_point
                     unit.state.write("remainder", span, weight.float() if exact else torch.zeros_like(weight))

@@ -1,7 +1,7 @@
-"""ZeRO-3's parameter protocol (`ds_id`, `ds_tensor`, `all_gather`, `partition`, ...) over DS-Slide's planes.
+"""ZeRO-3's parameter protocol (`ds_id`, `ds_tensor`, `all_gather`, `partition`, ...) over DS-Slide's state buffers.
 
 `deepspeed.zero.GatheredParameters`, Hugging Face and checkpointing reach parameters through these attributes. After
-`adopt`, `ds_tensor` is a view of this rank's weight plane, and gathering waits for a pending update first.
+`adopt`, `ds_tensor` is a view of this rank's weights' state buffer, and gathering waits for a pending update first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import (
 )
 from torch import nn
 
-from ds_slide.checkpoint import planes
+from ds_slide.checkpoint import state_buffers
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry, piece
 from ds_slide.runtime.engine import SlideRuntime
@@ -97,7 +97,7 @@ def _of_partition(partition: Any, entry: Entry) -> torch.Tensor:
             f"parameter {entry.name} has no exact weights: half of each was on the SSD of an engine that was "
             "destroyed; build the model again, or load it, before deepspeed.initialize"
         )
-    return partition.reshape(-1) if low is partition else planes.joined(partition.reshape(-1), low)
+    return partition.reshape(-1) if low is partition else state_buffers.joined(partition.reshape(-1), low)
 
 
 def _of_first_rank(own: torch.Tensor, group: Any) -> torch.Tensor:
@@ -115,11 +115,11 @@ def _of_first_rank(own: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def adopt(unit: Unit) -> None:
-    """Point the parameters of `unit` at its planes and let go of what they held before."""
+    """Point the parameters of `unit` at its state buffers and let go of what they held before."""
     parameters: Sequence[Any] = unit.parameters
     for parameter, entry in zip(parameters, unit.layout.entries, strict=True):
         view = torch.empty(0, dtype=unit.dtype)  # on SSD: whoever wants the elements gathers them
-        span = planes.local_span(entry)
+        span = state_buffers.local_span(entry)
         if unit.state.weight is not None:
             view = unit.state.weight[span]
         parameter.ds_tensor = _as_partition(view, entry.partition_numel)
@@ -201,7 +201,7 @@ class ParameterProtocol:
             unit, entry = self.places[parameter]
             if unit.resident is None and parameter.ds_status == ZeroParamStatus.AVAILABLE:
                 continue
-            planes.require_stepped(self._runtime, unit, "gathering a parameter")
+            state_buffers.require_stepped(self._runtime, unit, "gathering a parameter")
             if unit.resident is None:
                 parameter.data = self._whole(unit, entry)
                 parameter.ds_status = ZeroParamStatus.AVAILABLE
@@ -233,9 +233,11 @@ class ParameterProtocol:
     def _whole(self, unit: Unit, entry: Entry) -> torch.Tensor:
         """The weights of a parameter that is not on the accelerator as a script sees it, in its shape."""
         self._runtime.settle(unit)
-        span = planes.local_span(entry)
+        span = state_buffers.local_span(entry)
         narrowed = unit.spec.precision.narrowed
-        own = planes.read_values(unit, planes.MASTER, span) if narrowed else unit.state.read("weight", span)
+        own = (
+            state_buffers.read_values(unit, state_buffers.MASTER, span) if narrowed else unit.state.read("weight", span)
+        )
         own = own.to(self._runtime.device.torch, copy=True)
         whole = own
         if self._runtime.parts.ranks.world_size > 1:
@@ -250,7 +252,7 @@ class ParameterProtocol:
             self.partition(parameters, updated=False)
 
     def _take_back(self, parameters: Iterable[Any]) -> None:
-        """Write what the caller left in the parameters to the planes."""
+        """Write what the caller left in the parameters to the state buffers."""
         ranks = self._runtime.parts.ranks
         written: dict[int, Unit] = {}
         parameters = list(parameters)
@@ -261,7 +263,7 @@ class ParameterProtocol:
         for parameter in parameters:
             unit, entry = self.places[parameter]
             start, stop = piece(entry, ranks.rank)
-            changed = planes.write_weight(unit, entry, parameter.data.reshape(-1)[start:stop])
+            changed = state_buffers.write_weight(unit, entry, parameter.data.reshape(-1)[start:stop])
             if changed or ranks.world_size > 1:
                 written[unit.order] = unit
         # Only now: renewing a unit's GPU copy would undo what was written to its other parameters.

@@ -1,12 +1,12 @@
-"""Flat layout of one unit: where every parameter lies in the local state planes and in the gathered GPU slot.
+"""Flat layout of one unit: where every parameter lies in the local state buffers and in the gathered GPU slot.
 
 Pure integers, no torch. Two address spaces, both counted in elements:
 
-* local planes (weight planes, moments, gradients): the pieces that this rank's ZeRO-3 partition holds;
+* local state buffers (weights' state buffer, moments, gradients): the pieces that this rank's ZeRO-3 partition holds;
 * slot: the whole parameters, as the GPU reads them.
 
-With one rank they are the same space. With more, the all-gathered buffer is rank-major: the plane of rank r starts at
-`r * local_numel`, and the piece of an entry lies at `r * local_numel + entry.offset`; it belongs at
+With one rank they are the same space. With more, the all-gathered buffer is rank-major: the state buffer of rank r
+starts at `r * local_numel`, and the piece of an entry lies at `r * local_numel + entry.offset`; it belongs at
 `entry.slot_offset + piece(entry, r)[0]` of the slot. Strides depend on sizes alone, so a parameter that receives no
 gradient in some step shifts nothing.
 """
@@ -46,7 +46,7 @@ class Entry:
     partition_numel: int
     """ceil(numel / world_size): the size of every rank's ZeRO-3 partition, padding of the last ranks included."""
     offset: int
-    """Start of this rank's partition in the local planes."""
+    """Start of this rank's partition in the local state buffers."""
     slot_offset: int
     """Start of the whole parameter in the gathered GPU slot."""
 
@@ -73,7 +73,7 @@ class UnitLayout:
     """Trainable entries, sorted stably by group, then the frozen ones in the order given."""
     world_size: int
     trainable_numel: int
-    """Local elements with gradient and states: [0, trainable_numel) of the local planes."""
+    """Local elements with gradient and states: [0, trainable_numel) of the local state buffers."""
     local_numel: int
     """Local elements of all entries, frozen ones included."""
     slot_trainable_numel: int

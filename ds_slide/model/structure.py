@@ -1,4 +1,4 @@
-"""What a model is made of: blocks (elements of its repeated layer lists) and edges (everything else).
+"""What a model is made of: blocks (elements of its repeated layer lists) and outer modules (everything else).
 
 A unit has one precision. A block of several (adapters in fp32 beside frozen weights in bf16) keeps the one that most of
 its elements have; the others are its parts.
@@ -22,9 +22,9 @@ from ds_slide.model.precision import Precision
 
 # Below this share of the model's parameters a list is not worth streaming: it is a classification head or a projector.
 MIN_LIST_SHARE = 0.10
-# An edge module with at least this many parameters of its own (a vocabulary matrix) is a unit by itself; the norms and
+# An outer module with at least this many parameters of its own (a vocabulary matrix) is a unit by itself; the norms and
 # biases that remain travel together in one.
-LARGE_EDGE_NUMEL = 1_000_000
+LARGE_OUTER_NUMEL = 1_000_000
 
 LIST_TYPES = (nn.ModuleList, nn.Sequential)
 
@@ -38,13 +38,13 @@ class UnitSpec:
     """What is moved and updated as one."""
 
     name: str
-    """Module path of a block; "edge:<module path>" or "edge" for an edge. Parts, and edges in another precision than
-    the model's, have that in parentheses behind it."""
-    kind: Literal["block", "part", "edge"]
+    """Module path of a block; "outer:<module path>" or "outer" for an outer module. Parts, and outer modules in another
+    precision than the model's, have that in parentheses behind it."""
+    kind: Literal["block", "part", "outer"]
     index: int
     """Position among the units of the same kind, in registration order."""
     module: nn.Module | None
-    """The module of the block, or of the block that it is a part of; None for edges."""
+    """The module of the block, or of the block that it is a part of; None for outer modules."""
     parameters: tuple[tuple[str, nn.Parameter], ...]
     """(name in `named_parameters()`, parameter) in registration order."""
     numel: int
@@ -62,14 +62,14 @@ class ModelStructure:
     """Blocks of all layer lists in registration order (T5: encoder, then decoder)."""
     parts: tuple[UnitSpec, ...]
     """What blocks have in other precisions, one for each of these."""
-    edges: tuple[UnitSpec, ...]
+    outer_units: tuple[UnitSpec, ...]
     lists: tuple[str, ...]
     """Module paths of the layer lists; "" is the model itself."""
 
     @property
     def units(self) -> tuple[UnitSpec, ...]:
-        """Edges, then blocks, then their parts."""
-        return self.edges + self.blocks + self.parts
+        """Outer modules, then blocks, then their parts."""
+        return self.outer_units + self.blocks + self.parts
 
 
 def parameter_numel(parameter: nn.Parameter) -> int:
@@ -89,15 +89,17 @@ def find_structure(
     undivided: Collection[nn.Module] = (),
     precision_of: PrecisionOf = Precision.declared,
 ) -> ModelStructure:
-    """Split `module` into blocks and edges.
+    """Split `module` into blocks and outer modules.
 
     A layer list is an nn.ModuleList or nn.Sequential with at least two layers of one kind that hold a substantial share
     of the model; of nested lists the outermost counts. A parameter that only one block can reach is that block's; one
-    that is shared (between blocks, or with the rest of the model) is an edge. A model without a layer list is one edge.
+    that is shared (between blocks, or with the rest of the model) is an outer module. A model without a layer list is
+    one outer module.
 
     `blocks` names the layer lists by module path instead. Raises SlideConfigError when such a path is not one. `apart`:
-    module paths whose own parameters, where they belong to an edge, are a unit by themselves however few they are.
-    `undivided`: modules whose lists are no layer lists: which of their layers run, and when, may differ between ranks.
+    module paths whose own parameters, where they belong to an outer module, are a unit by themselves however few they
+    are. `undivided`: modules whose lists are no layer lists: which of their layers run, and when, may differ between
+    ranks.
     """
     ownership = _Ownership(module)
     lists = _find_lists(module, ownership, undivided) if blocks == "auto" else _named_lists(module, blocks, ownership)
@@ -163,7 +165,8 @@ def _find_lists(root: nn.Module, ownership: _Ownership, undivided: Collection[nn
 def _repeated_layers(path: str, module: nn.Module, ownership: _Ownership) -> tuple[tuple[str, nn.Module], ...]:
     """Children of a list that are blocks; empty when it is no layer list.
 
-    Layers that occur once (an embedding or a head in one Sequential with the blocks) are not repeated and stay edges.
+    Layers that occur once (an embedding or a head in one Sequential with the blocks) are not repeated and stay outer
+    modules.
     """
     candidates = [(child_path, child) for child_path, child in _children(path, module) if _can_be_block(child)]
     # The same layer run several times (ALBERT style): its weights are needed all through the model.
@@ -254,24 +257,24 @@ def _split(
     apart: Collection[str],
     precision_of: PrecisionOf,
 ) -> ModelStructure:
-    """Hand every parameter to its block, to a part of that, or to an edge."""
+    """Hand every parameter to its block, to a part of that, or to an outer module."""
     layers = [layer for layer_list in lists for layer in layer_list.layers]
     block_of = {id(p): path for path, layer in layers for p in ownership.exclusive(layer)}
     of_block: dict[str, _Named] = defaultdict(list)
-    of_edge: dict[str, _Named] = defaultdict(list)
+    of_outer: dict[str, _Named] = defaultdict(list)
     for name, parameter in root.named_parameters():
         if id(parameter) in block_of:
             of_block[block_of[id(parameter)]].append((name, parameter))
         else:
-            of_edge[name.rpartition(".")[0]].append((name, parameter))
+            of_outer[name.rpartition(".")[0]].append((name, parameter))
 
     model_precision = _main(_by_precision(list(root.named_parameters()), precision_of))
-    edges: dict[str, _Named] = defaultdict(list)
-    for path, parameters in of_edge.items():
-        large = bool(layers) and bool(path) and _numel(parameters) >= LARGE_EDGE_NUMEL
-        name = f"edge:{path}" if large or path in apart else "edge"
+    outer_units: dict[str, _Named] = defaultdict(list)
+    for path, parameters in of_outer.items():
+        large = bool(layers) and bool(path) and _numel(parameters) >= LARGE_OUTER_NUMEL
+        name = f"outer:{path}" if large or path in apart else "outer"
         for precision, same in _by_precision(parameters, precision_of).items():
-            edges[name if precision == model_precision else _with(name, precision)].extend(same)
+            outer_units[name if precision == model_precision else _with(name, precision)].extend(same)
 
     # A block whose parameters are all shared has nothing to move.
     blocks: list[tuple[str, nn.Module, _Named]] = []
@@ -288,13 +291,15 @@ def _split(
     return ModelStructure(
         blocks=_specs("block", blocks, precision_of),
         parts=_specs("part", parts, precision_of),
-        edges=_specs("edge", [(name, None, parameters) for name, parameters in edges.items()], precision_of),
+        outer_units=_specs(
+            "outer", [(name, None, parameters) for name, parameters in outer_units.items()], precision_of
+        ),
         lists=tuple(layer_list.path for layer_list in lists),
     )
 
 
 def _specs(
-    kind: Literal["block", "part", "edge"],
+    kind: Literal["block", "part", "outer"],
     units: Sequence[tuple[str, nn.Module | None, _Named]],
     precision_of: PrecisionOf,
 ) -> tuple[UnitSpec, ...]:

@@ -21,12 +21,12 @@ except ImportError as error:
     ) from error
 
 _DtypeName = Literal["bf16", "fp16", "fp32"]
-_WeightFormat = Literal["bf16_planar", "fp32", "fp16_master"]
+_WeightFormat = Literal["bf16_split", "fp32", "fp16_master"]
 
 _DTYPE_NAMES: dict[torch.dtype, _DtypeName] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # (dtype of the weight, dtype of the remainder) -> weight format of the kernels
 _WEIGHT_FORMATS: dict[tuple[torch.dtype, torch.dtype | None], _WeightFormat] = {
-    (torch.bfloat16, torch.int16): "bf16_planar",
+    (torch.bfloat16, torch.int16): "bf16_split",
     (torch.float32, None): "fp32",
     (torch.float16, torch.float32): "fp16_master",
 }
@@ -74,7 +74,7 @@ class CpuUpdater:
     ) -> None:
         """One step of ``hyper.rule`` in place, in one pass over memory; all tensors have the same number of elements.
 
-        ``weight`` bf16 with ``remainder`` int16 is the planar master; fp32 with None is a plain weight; fp16 with
+        ``weight`` bf16 with ``remainder`` int16 is the split master; fp32 with None is a plain weight; fp16 with
         ``remainder`` fp32 is an fp16 copy (written only) of the fp32 master. ``grad`` is bf16, fp16 or fp32 and is
         multiplied by ``grad_scale`` first.
 

@@ -156,10 +156,10 @@ def _gpu_step(
     hyper: AdamWHyper,
     grad_scale: float,
 ) -> None:
-    from ds_slide.kernels.offload.adamw_planar import adamw_planar_
+    from ds_slide.kernels.offload.adamw_split import adamw_split_
 
     exp_avg, exp_avg_sq = states
-    adamw_planar_(weight, remainder, exp_avg, exp_avg_sq, gradient, hyper, grad_scale)
+    adamw_split_(weight, remainder, exp_avg, exp_avg_sq, gradient, hyper, grad_scale)
 
 
 def _problems(optimizer: Any) -> Iterator[str]:

@@ -20,7 +20,15 @@ import triton
 import triton.language as tl
 
 from ds_slide.errors import SlideConfigError
-from ds_slide.kernels.offload.planar import BLOCK, check_planes, flush, grid, load_master, store_master, vector_parts
+from ds_slide.kernels.offload.split_master import (
+    BLOCK,
+    check_buffers,
+    flush,
+    grid,
+    load_master,
+    store_master,
+    vector_parts,
+)
 from ds_slide.optim.fp32 import add, mul, sub
 from ds_slide.optim.rule import StateSpec, UpdateRule, fp32, range_problems
 
@@ -98,8 +106,8 @@ def _reference_step(
 
 @triton.jit
 def _lion_kernel(  # type: ignore[no-untyped-def]
-    high_plane,
-    low_plane,
+    high_buffer,
+    low_buffer,
     exp_avg,
     gradient,
     numel,
@@ -115,7 +123,7 @@ def _lion_kernel(  # type: ignore[no-untyped-def]
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
     g = tl.load(gradient + offsets, mask=mask, other=0.0).to(tl.float32)
-    w = load_master(high_plane, low_plane, offsets, mask)
+    w = load_master(high_buffer, low_buffer, offsets, mask)
     m = flush(tl.load(exp_avg + offsets, mask=mask, other=0.0))
 
     g = flush(flush(g) * grad_scale)
@@ -124,7 +132,7 @@ def _lion_kernel(  # type: ignore[no-untyped-def]
     w = flush(flush(w * decay) - move)
     m = flush(flush(m * beta2) + flush(g * one_minus_beta2))
 
-    store_master(high_plane, low_plane, offsets, mask, w)
+    store_master(high_buffer, low_buffer, offsets, mask, w)
     tl.store(exp_avg + offsets, m, mask=mask)
 
 
@@ -137,7 +145,7 @@ def _gpu_step(
     grad_scale: float,
 ) -> None:
     (exp_avg,) = states
-    check_planes("Lion on the GPU", weight, remainder, {"exp_avg": exp_avg}, gradient)
+    check_buffers("Lion on the GPU", weight, remainder, {"exp_avg": exp_avg}, gradient)
     for high, low, m, g in vector_parts((weight, remainder, exp_avg, gradient)):
         _lion_kernel[grid(high.numel())](
             high.view(torch.int16),

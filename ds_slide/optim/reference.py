@@ -17,8 +17,8 @@ from ds_slide.optim.rule import Hyper
 _CHUNK = 1 << 22
 
 
-def encode_planar(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splits fp32 ``weight`` into ``(hi, lo)``, both int16 of its shape; ``decode_planar`` gives every number back.
+def encode_split(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Splits fp32 ``weight`` into ``(hi, lo)``, both int16 of its shape; ``decode_split`` gives every number back.
 
     ``hi`` holds the bits of the weight rounded to bf16, half up: ties (low half 0x8000) go away from zero. ``lo`` is
     what the fp32 bits exceed those of ``hi`` by, a signed number. Rounding half to even, as torch's cast does, would
@@ -34,8 +34,8 @@ def encode_planar(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return hi.to(torch.int16), lo.to(torch.int16)
 
 
-def decode_planar(hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
-    """The fp32 weight of the planes ``hi`` (int16 or bf16) and ``lo`` (int16), of one shape."""
+def decode_split(hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
+    """The fp32 weight of the state buffers ``hi`` (int16 or bf16) and ``lo`` (int16), of one shape."""
     upper = hi.contiguous().view(torch.int16).long() << 16
     bits = (upper + lo.long()) & 0xFFFFFFFF
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int().view(torch.float32)
@@ -56,7 +56,7 @@ def reference_update_(
 ) -> None:
     """One step in place on contiguous tensors of one size and device.
 
-    ``weight`` bf16 with ``remainder`` int16 is the planar master; fp32 with None is a plain weight; fp16 with
+    ``weight`` bf16 with ``remainder`` int16 is the split master; fp32 with None is a plain weight; fp16 with
     ``remainder`` fp32 is an fp16 copy of the fp32 master. ``grad`` is bf16, fp16 or fp32. The states of the rule, in
     its order, are fp32, bf16, or uint8 codes with their ``scales``; the last two are rounded by random bits of
     (``seed``, step, element), where ``first`` is the number of element 0 within its unit.
@@ -69,7 +69,7 @@ def reference_update_(
     # In chunks: the fp64 temporaries of a whole vocabulary matrix would be tens of gigabytes.
     for start in range(0, weight.numel(), _CHUNK):
         part = slice(start, start + _CHUNK)
-        w, g, *stored = (plane[part] for plane in flat)
+        w, g, *stored = (state_buffer[part] for state_buffer in flat)
         rest = None if low is None else low[part]
         groups = slice(start // GROUP, -(-(start + w.numel()) // GROUP))
         own = [None if scale is None else scale[groups] for scale in scales]
@@ -103,13 +103,13 @@ def _store_state(
 
 def _master(weight: torch.Tensor, remainder: torch.Tensor | None) -> torch.Tensor:
     if weight.dtype == torch.bfloat16 and remainder is not None:
-        return decode_planar(weight, remainder)
+        return decode_split(weight, remainder)
     return weight if remainder is None else remainder
 
 
 def _store_master(weight: torch.Tensor, remainder: torch.Tensor | None, value: torch.Tensor) -> None:
     if weight.dtype == torch.bfloat16 and remainder is not None:
-        hi, lo = encode_planar(value)
+        hi, lo = encode_split(value)
         weight.copy_(hi.view(torch.bfloat16))
         remainder.copy_(lo)
         return

@@ -20,7 +20,15 @@ import triton
 import triton.language as tl
 
 from ds_slide.errors import SlideConfigError
-from ds_slide.kernels.offload.planar import BLOCK, check_planes, flush, grid, load_master, store_master, vector_parts
+from ds_slide.kernels.offload.split_master import (
+    BLOCK,
+    check_buffers,
+    flush,
+    grid,
+    load_master,
+    store_master,
+    vector_parts,
+)
 from ds_slide.optim.fp32 import add, mul, sub
 from ds_slide.optim.rule import StateSpec, UpdateRule, fp32, options_on, range_problems
 
@@ -117,8 +125,8 @@ def _reference_step(
 
 @triton.jit
 def _sgd_kernel(  # type: ignore[no-untyped-def]
-    high_plane,
-    low_plane,
+    high_buffer,
+    low_buffer,
     momentum_buffer,
     gradient,
     numel,
@@ -134,7 +142,7 @@ def _sgd_kernel(  # type: ignore[no-untyped-def]
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
     g = tl.load(gradient + offsets, mask=mask, other=0.0).to(tl.float32)
-    w = load_master(high_plane, low_plane, offsets, mask)
+    w = load_master(high_buffer, low_buffer, offsets, mask)
 
     g = flush(flush(g) * grad_scale)
     g = flush(g + flush(w * weight_decay))
@@ -146,7 +154,7 @@ def _sgd_kernel(  # type: ignore[no-untyped-def]
             g = flush(g + flush(b * momentum))
         else:
             g = b
-    store_master(high_plane, low_plane, offsets, mask, flush(w - flush(g * lr)))
+    store_master(high_buffer, low_buffer, offsets, mask, flush(w - flush(g * lr)))
 
 
 def _gpu_step(
@@ -158,7 +166,7 @@ def _gpu_step(
     grad_scale: float,
 ) -> None:
     names = hyper.rule.state_names
-    check_planes("SGD on the GPU", weight, remainder, dict(zip(names, states, strict=True)), gradient)
+    check_buffers("SGD on the GPU", weight, remainder, dict(zip(names, states, strict=True)), gradient)
     for high, low, g, *kept in vector_parts((weight, remainder, gradient, *states)):
         _sgd_kernel[grid(high.numel())](
             high.view(torch.int16),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize, gradient_bytes, held_bytes, is_held
-from ds_slide.store.ssd.places import place_unit, record_bytes, sum_table_bytes, whole_pages
+from ds_slide.store.ssd.extents import chunk_bytes, sum_table_bytes, unit_extents, whole_pages
 from ds_slide.store.state import Tier
 
 Why = Literal[
@@ -33,8 +33,8 @@ Why = Literal[
 STAGINGS = 2
 """GPU buffers for gradients: one that is packed while the other is copied down."""
 ROW_BUFFERS = 2
-"""Of an edge whose rows pass through the GPU: for its weight, and for its gradient."""
-MOST_RECORD_BUFFERS = 16
+"""Of an outer module whose rows pass through the GPU: for its weight, and for its gradient."""
+MOST_CHUNK_BUFFERS = 16
 EXTRA_WEIGHT_BUFFERS = 4
 """Beside one for each slot: read ahead, under update, being written."""
 
@@ -45,8 +45,8 @@ STAGED_PARTS = "this rank's part of gradients being packed"
 GATHERED = "parts of weights being gathered"
 UPLOADED = "parts of shared weights being laid out"
 BLOCK_RING = "host buffers for gradients of blocks"
-EDGE_RING = "host buffer for gradients outside the blocks"
-RECORD_BUFFERS = "host buffers for optimizer states on SSD"
+OUTER_RING = "host buffer for gradients outside the blocks"
+CHUNK_BUFFERS = "host buffers for optimizer states on SSD"
 WEIGHT_BUFFERS = "host buffers for weights on SSD"
 GRADIENT_BUFFER = "host buffer for gradients on SSD"
 CHECKSUMS = "checksums of the pages on SSD"
@@ -71,9 +71,9 @@ class Allocation:
         return self.nbytes // max(self.count, 1)
 
 
-def plane_of(unit: str, plane: str) -> str:
-    """The name of a unit's "weight", held "gradient" or optimizer plane."""
-    return f"{plane} of {unit}"
+def state_buffer_of(unit: str, state_buffer: str) -> str:
+    """The name of a unit's "weight", held "gradient" or optimizer state buffer."""
+    return f"{state_buffer} of {unit}"
 
 
 def whole_weights_of(unit: str) -> str:
@@ -82,7 +82,7 @@ def whole_weights_of(unit: str) -> str:
 
 
 def rows_of(unit: str) -> str:
-    """The name of the GPU buffers through which an edge's rows pass."""
+    """The name of the GPU buffers through which an outer module's rows pass."""
     return f"rows of {unit}"
 
 
@@ -113,51 +113,52 @@ def of_unit(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> l
 
 
 def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> Iterator[Allocation]:
-    """Weight, optimizer planes and held gradient, each where it is. Of those in host memory the GPU copies weights and
-    gradients, and the update alone reads the others."""
+    """Weight, optimizer state buffers and held gradient, each where it is. Of those in host memory the GPU copies
+    weights and gradients, and the update alone reads the others."""
 
     def tier(on_ssd: frozenset[int]) -> Tier:
         return "gpu" if index in placement.on_gpu else "ssd" if index in on_ssd else "host"
 
-    def plane(name: str, where: Tier, nbytes: int, why: Why = "states", *, copied: bool = False) -> Allocation:
+    def state_buffer(name: str, where: Tier, nbytes: int, why: Why = "states", *, copied: bool = False) -> Allocation:
         locked = copied and where == "host" and needs.page_locks
-        return Allocation(plane_of(unit.name, name), where, nbytes, why, page_locked=locked)
+        return Allocation(state_buffer_of(unit.name, name), where, nbytes, why, page_locked=locked)
 
-    made = [plane("weight", tier(placement.weights_on_ssd), unit.share, copied=True)]
+    made = [state_buffer("weight", tier(placement.weights_on_ssd), unit.share, copied=True)]
     for spec in unit.specs:
         nbytes = spec.nbytes(unit.layout.trainable_numel)
-        made.append(plane(spec.name, tier(placement.records_on_ssd), nbytes))
+        made.append(state_buffer(spec.name, tier(placement.chunks_on_ssd), nbytes))
     where = tier(placement.gradients_on_ssd)
     if is_held(unit, needs):
-        made.append(plane("gradient", where, held_bytes(unit, needs), "held gradients", copied=True))
+        made.append(state_buffer("gradient", where, held_bytes(unit, needs), "held gradients", copied=True))
     elif where == "gpu":
-        made.append(plane("gradient", where, gradient_bytes(unit, needs), "held gradients"))
+        made.append(state_buffer("gradient", where, gradient_bytes(unit, needs), "held gradients"))
     yield from made
     if index in placement.on_ssd:
         yield Allocation(
-            plane_of(unit.name, "padding"),
+            state_buffer_of(unit.name, "padding"),
             "ssd",
-            _place_bytes(unit, index, needs, placement) - total(made, "ssd"),
+            _extent_bytes(unit, index, needs, placement) - total(made, "ssd"),
             "whole pages",
         )
 
 
-def _place_bytes(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> int:
+def _extent_bytes(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> int:
     """Of the unit's places in the state file."""
     assert needs.ssd is not None
-    return place_unit(
+    return unit_extents(
         0,
         unit.specs,
         weight_bytes=unit.share if index in placement.weights_on_ssd else 0,
-        records_of=unit.layout.trainable_numel if index in placement.records_on_ssd else 0,
+        chunks_of=unit.layout.trainable_numel if index in placement.chunks_on_ssd else 0,
         chunk_numel=needs.ssd.chunk_numel,
         gradient_bytes=held_bytes(unit, needs) if index in placement.gradients_on_ssd else 0,
     ).end
 
 
 def _read_by_modules(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> Iterator[Allocation]:
-    """Weights on the GPU all the time: of a unit that is updated there (the weight plane itself, for one rank), of an
-    edge or a part of a block (with room for this rank's part where they are gathered), or of an edge's rows."""
+    """Weights on the GPU all the time: of a unit that is updated there (the weights' state buffer itself, for one
+    rank), of an outer module or a part of a block (with room for this rank's part where they are gathered), or of an
+    outer module's rows."""
     whole = unit.layout.slot_numel * unit.weight_bytes
     if index in placement.on_gpu:
         if needs.world_size > 1:
@@ -201,7 +202,7 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
     blocks, ranks = streamed(units, placement), needs.world_size
     slots = min(placement.window, len(blocks))
     yield Allocation(SLOTS, "gpu", slots * slot_bytes(units, needs, placement), "the window", slots)
-    packed = [unit for index, unit in enumerate(units) if ranks > 1 or not (unit.is_edge or index in placement.on_gpu)]
+    packed = [unit for index, unit in enumerate(units) if ranks > 1 or not (unit.is_outer or index in placement.on_gpu)]
     staged = max((gradient_bytes(unit, needs) for unit in packed), default=0)
     yield Allocation(STAGED, "gpu", STAGINGS * ranks * staged, "gradients on their way", STAGINGS)
     if ranks == 1:
@@ -214,24 +215,24 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
 
 
 def spare_ring_bytes(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> tuple[int, int]:
-    """Of a host buffer for a gradient of a block, and of one of an edge: what a ring without buffers makes when a
-    script runs a second backward before the step, which nothing has announced and so no budget counts."""
+    """Of a host buffer for a gradient of a block, and of one of an outer module: what a ring without buffers makes when
+    a script runs a second backward before the step, which nothing has announced and so no budget counts."""
     held = [unit for index, unit in enumerate(units) if index not in placement.on_gpu]
-    blocks = max((gradient_bytes(unit, needs) for unit in held if not unit.is_edge), default=0)
-    edges = max((gradient_bytes(unit, needs) for unit in held if unit.is_edge), default=0)
+    blocks = max((gradient_bytes(unit, needs) for unit in held if not unit.is_outer), default=0)
+    outer_units = max((gradient_bytes(unit, needs) for unit in held if unit.is_outer), default=0)
     # Gradients that go on to SSD are written from where they have arrived.
-    return whole_pages(blocks) if placement.gradients_on_ssd else blocks, edges
+    return whole_pages(blocks) if placement.gradients_on_ssd else blocks, outer_units
 
 
 def _gradient_rings(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Iterator[Allocation]:
     """Host buffers through which gradients pass on their way into an update, a sum or a file. Blocks and their parts
-    share a ring. Edges, a few and each larger than many blocks, have one buffer between them."""
-    block, edge = spare_ring_bytes(units, needs, placement)
+    share a ring. Outer modules, a few and each larger than many blocks, have one buffer between them."""
+    block, outer_unit = spare_ring_bytes(units, needs, placement)
     buffers = needs.ring or (needs.ring_to_ssd if placement.gradients_on_ssd else 0)
     buffers = buffers if block else 0
     yield Allocation(BLOCK_RING, "host", buffers * block, "gradients on their way", buffers, needs.page_locks)
-    single = 1 if needs.ring and edge else 0
-    yield Allocation(EDGE_RING, "host", single * edge, "gradients on their way", single, needs.page_locks)
+    single = 1 if needs.ring and outer_unit else 0
+    yield Allocation(OUTER_RING, "host", single * outer_unit, "gradients on their way", single, needs.page_locks)
 
 
 def _before_ssd(
@@ -239,12 +240,12 @@ def _before_ssd(
 ) -> Iterator[Allocation]:
     """Host buffers through which states pass on their way between SSD (`nbytes` there) and update or GPU, and the sums
     of what is there. The GPU copies from those of weights."""
-    records = [units[index] for index in sorted(placement.records_on_ssd)]
+    on_ssd = [units[index] for index in sorted(placement.chunks_on_ssd)]
     numel = ssd.chunk_numel
-    record = max((record_bytes(unit.specs, min(numel, unit.layout.trainable_numel)) for unit in records), default=0)
-    chunks = sum(-(-unit.layout.trainable_numel // numel) for unit in records)
-    buffers = min(MOST_RECORD_BUFFERS if ssd.record_buffers is None else ssd.record_buffers, chunks)
-    yield Allocation(RECORD_BUFFERS, "host", buffers * record, "states on their way", buffers)
+    chunk = max((chunk_bytes(unit.specs, min(numel, unit.layout.trainable_numel)) for unit in on_ssd), default=0)
+    chunks = sum(-(-unit.layout.trainable_numel // numel) for unit in on_ssd)
+    buffers = min(MOST_CHUNK_BUFFERS if ssd.chunk_buffers is None else ssd.chunk_buffers, chunks)
+    yield Allocation(CHUNK_BUFFERS, "host", buffers * chunk, "states on their way", buffers)
     weights = [units[index] for index in placement.weights_on_ssd]
     weight = max((whole_pages(unit.share) for unit in weights), default=0)
     # Of the slots that hide a fetch: those beyond them are a cache, and read nothing ahead.

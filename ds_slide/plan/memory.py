@@ -1,6 +1,6 @@
 """Which unit's states live where, and what that takes: checked against the budgets before memory is taken.
 
-GPU memory for states goes first to the edges (their update is the one thing that nothing hides: the
+GPU memory for states goes first to the outer modules (their update is the one thing that nothing hides: the
 vocabulary's gradient is final last and its weights are needed first), then to the first blocks, whose
 updates are due first.
 """
@@ -223,7 +223,7 @@ def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
         others = _beside(budgets.taken.gpu) if gpu_limit != budgets.gpu_free else ""
         entries = [each for each in plan.allocations if each.tier == "gpu"]
         raise SlideError(
-            f"GPU tier: window, edges and GPU states need {plan.gpu_bytes:,} bytes, but {source} is "
+            f"GPU tier: window, outer modules and GPU states need {plan.gpu_bytes:,} bytes, but {source} is "
             f"{gpu_limit:,}{others}; "
             f"lower ds_slide.window (now {plan.placement.window}) or ds_slide.gpu_states (now "
             f"{plan.gpu_states_used:,} bytes), or allow more{_largest(entries)}"
@@ -248,10 +248,10 @@ def _check_host(plan: Plan, budgets: Budgets, needs: Needs) -> None:
     if needed > budgets.host_free:
         if not needs.trains:
             raise _no_room_for_weights(entries, budgets, needs)
-        held = " or ds_slide.hold_gradients (false, without clipping and accumulation)" if needs.held_bytes else ""
+        held = " or ds_slide.defer_updates (false, without clipping and accumulation)" if needs.held_bytes else ""
         if needs.ssd is None:
             way_out = 'zero_optimization.offload_optimizer.device (to "nvme", with its nvme_path)'
-        elif not needs.ssd.records:
+        elif not needs.ssd.states:
             way_out = 'zero_optimization.offload_optimizer.device (to "nvme": states and gradients may then go to SSD)'
         elif not needs.ssd.weights:
             way_out = 'zero_optimization.offload_param.device (to "nvme": the weights, too, may then go to SSD)'

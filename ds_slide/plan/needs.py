@@ -7,29 +7,29 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ds_slide.model.layout import UnitLayout
-from ds_slide.store.planes import PlaneSpec, optimizer_bytes
+from ds_slide.store.state_buffers import StateBufferSpec, optimizer_bytes
 
 
 @dataclass(frozen=True)
 class UnitSize:
-    """What the plan knows of a unit. The weights of edges and parts of blocks are always in host memory, and on the GPU
-    as well unless they pass through it. `specs`: the optimizer planes. Item sizes in bytes."""
+    """What the plan knows of a unit. The weights of outer modules and parts of blocks are always in host memory, and on
+    the GPU as well unless they pass through it. `specs`: the optimizer state buffers. Item sizes in bytes."""
 
     name: str
     layout: UnitLayout
-    kind: Literal["block", "part", "edge"]
-    specs: Sequence[PlaneSpec]
+    kind: Literal["block", "part", "outer"]
+    specs: Sequence[StateBufferSpec]
     weight_bytes: int
     passing_numel: int = 0
-    """Elements of each GPU buffer through which an edge passes in chunks; 0 where it is there as a whole."""
+    """Elements of each GPU buffer through which an outer module passes in chunks; 0 where it is there as a whole."""
     gradient_bytes: int | None = None
     """None: as `Needs` has it."""
     held_bytes: int | None = None
     """Likewise."""
 
     @property
-    def is_edge(self) -> bool:
-        return self.kind == "edge"
+    def is_outer(self) -> bool:
+        return self.kind == "outer"
 
     @property
     def stays(self) -> bool:
@@ -42,20 +42,20 @@ class UnitSize:
         return self.layout.local_numel * self.weight_bytes
 
     @property
-    def records(self) -> int:
-        """Bytes of its optimizer planes."""
+    def state_bytes(self) -> int:
+        """Bytes of its optimizer state buffers."""
         return optimizer_bytes(self.specs, self.layout.trainable_numel)
 
 
 @dataclass(frozen=True)
 class SsdNeeds:
-    """`weights`, `records`: what may go to SSD; where records may, held gradients may as well. Numbers of buffers: None
+    """`weights`, `states`: what may go to SSD; where states may, held gradients may as well. Numbers of buffers: None
     is automatic."""
 
     weights: bool
-    records: bool
+    states: bool
     chunk_numel: int
-    record_buffers: int | None = None
+    chunk_buffers: int | None = None
     weight_buffers: int | None = None
     checksums: bool = False
     """Whether a sum of every page on SSD is kept in host memory."""
@@ -71,7 +71,8 @@ class Needs:
     window: int
     """Slots, at least."""
     ring: int
-    """Buffers through which the gradients of blocks pass, and one for edges; 0 when they need none in host memory."""
+    """Buffers through which the gradients of blocks pass, and one for outer modules; 0 when they need none in host
+    memory."""
     ring_to_ssd: int = 0
     """Where `ring` is 0: buffers through which they pass when some of them are held on SSD."""
     world_size: int = 1
@@ -89,19 +90,19 @@ class Needs:
 
 @dataclass(frozen=True)
 class Placement:
-    """Indices of the units with states on the GPU, and of the others with weights, optimizer states (records) or held
+    """Indices of the units with states on the GPU, and of the others with weights, optimizer states or held
     gradients on SSD. `window`: slots, of which there are no more than blocks that pass through them."""
 
     on_gpu: frozenset[int] = frozenset()
     weights_on_ssd: frozenset[int] = frozenset()
-    records_on_ssd: frozenset[int] = frozenset()
+    chunks_on_ssd: frozenset[int] = frozenset()
     gradients_on_ssd: frozenset[int] = frozenset()
     window: int = 0
 
     @property
     def on_ssd(self) -> frozenset[int]:
         """Units with anything there."""
-        return self.weights_on_ssd | self.records_on_ssd | self.gradients_on_ssd
+        return self.weights_on_ssd | self.chunks_on_ssd | self.gradients_on_ssd
 
 
 def gradient_bytes(unit: UnitSize, needs: Needs) -> int:

@@ -1,8 +1,8 @@
 """Which states stay in host memory and which go to SSD: unit by unit, as far as the memory reaches.
 
 Memory goes first to what saves most SSD traffic per byte: a block's weights (2 bytes a parameter save 6 a step: two
-reads and a write), then the edges' optimizer states (their update is the one that nothing hides) and, few as they are,
-those of the blocks' parts in another data type (`ds_slide.model.structure`), then those of the
+reads and a write), then the outer modules' optimizer states (their update is the one that nothing hides) and, few as
+they are, those of the blocks' parts in another data type (`ds_slide.model.structure`), then those of the
 blocks (10 bytes save 20). What stays is spread evenly over the blocks, so that the disk has work all through the step
 instead of a burst at one end of the model.
 
@@ -32,18 +32,18 @@ def place_on_host(
 
     in_memory = Placement(on_gpu, window=needs.window)
     on_host = [index for index in range(len(units)) if index not in on_gpu]
-    everything = sum(units[i].share + units[i].records for i in on_host)
+    everything = sum(units[i].share + units[i].state_bytes for i in on_host)
     room = usable - takes(in_memory) + everything
     if needs.ssd is None or everything <= (room if host_memory is None else min(room, host_memory)):
         return in_memory
 
     ssd = needs.ssd
     may_move_weights = [i for i in on_host if ssd.weights and not units[i].stays]
-    may_move_records = [i for i in on_host if ssd.records and units[i].layout.trainable_numel]
+    may_move_chunks = [i for i in on_host if ssd.states and units[i].layout.trainable_numel]
     least = dataclasses.replace(
-        in_memory, weights_on_ssd=frozenset(may_move_weights), records_on_ssd=frozenset(may_move_records)
+        in_memory, weights_on_ssd=frozenset(may_move_weights), chunks_on_ssd=frozenset(may_move_chunks)
     )
-    if ssd.records and takes(least) > usable:
+    if ssd.states and takes(least) > usable:
         blocks = [i for i in on_host if not units[i].stays and held_bytes(units[i], needs)]
         gone = dataclasses.replace(least, gradients_on_ssd=frozenset(blocks))
         held = _spread([(i, held_bytes(units[i], needs)) for i in blocks], usable - takes(gone))
@@ -51,7 +51,7 @@ def place_on_host(
     # With the buffers and sums of all that may go to SSD: what stays after all leaves a little of that unused.
     left = max(0, usable - takes(least))
     if host_memory is not None:
-        movable = sum(units[i].share for i in may_move_weights) + sum(units[i].records for i in may_move_records)
+        movable = sum(units[i].share for i in may_move_weights) + sum(units[i].state_bytes for i in may_move_chunks)
         left = min(left, host_memory - everything + movable)
 
     def stay(candidates: Sequence[int], size: Callable[[UnitSize], int]) -> set[int]:
@@ -61,12 +61,12 @@ def place_on_host(
         return kept
 
     weights_stay = stay(may_move_weights, lambda unit: unit.share)
-    records_stay = stay([i for i in may_move_records if units[i].stays], lambda unit: unit.records)
-    records_stay |= stay([i for i in may_move_records if not units[i].stays], lambda unit: unit.records)
+    chunks_stay = stay([i for i in may_move_chunks if units[i].stays], lambda unit: unit.state_bytes)
+    chunks_stay |= stay([i for i in may_move_chunks if not units[i].stays], lambda unit: unit.state_bytes)
     return dataclasses.replace(
         least,
         weights_on_ssd=least.weights_on_ssd - weights_stay,
-        records_on_ssd=least.records_on_ssd - records_stay,
+        chunks_on_ssd=least.chunks_on_ssd - chunks_stay,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ds_slide.config import SlideConfig, expanded_directory, shown
 from ds_slide.config.json_types import SECTIONS
 from ds_slide.errors import SlideConfigError
-from ds_slide.store.ssd.places import CHUNK_NUMEL, MOST_DEPTH, MOST_REQUEST_BYTES, PAGE
+from ds_slide.store.ssd.extents import CHUNK_NUMEL, MOST_DEPTH, MOST_REQUEST_BYTES, PAGE
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class SsdSettings:
     """(JSON path for messages, directory) of every disk."""
     weights: bool
     """Whether they may go there; blocks' alone do."""
-    records: bool
+    states: bool
     """Whether optimizer states may, and with them held gradients."""
     chunk_numel: int
-    """Parameters of a record."""
+    """Parameters of a chunk."""
     queue_depth: int | None
     request_bytes: int | None
 
@@ -96,7 +96,7 @@ def ssd_settings(config: SlideConfig, ds_config: Mapping[str, Any]) -> SsdSettin
     return SsdSettings(
         parents=ssd_parents(config, ds_config),
         weights=offload_device(ds_config, "offload_param") == "nvme",
-        records=offload_device(ds_config, "offload_optimizer") == "nvme",
+        states=offload_device(ds_config, "offload_optimizer") == "nvme",
         chunk_numel=CHUNK_NUMEL,
         queue_depth=aio.get("queue_depth"),
         request_bytes=aio.get("block_size"),

@@ -46,8 +46,10 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def start_line(version: str, memory: dict[str, int], *, ranks: int, held: bool | None, kernels: dict[str, Any]) -> str:
-    """What an engine has decided. `memory`: `Parts.memory_report`. `held`: None without an optimizer. `kernels`:
+def start_line(
+    version: str, memory: dict[str, int], *, ranks: int, deferred: bool | None, kernels: dict[str, Any]
+) -> str:
+    """What an engine has decided. `memory`: `Parts.memory_report`. `deferred`: None without an optimizer. `kernels`:
     replaced modules by kind."""
     blocks, parameters = memory["blocks"], memory["parameters"]
     replaced = ", ".join(f"{kind} {count}" for kind, count in kernels.items()) or "none"
@@ -55,7 +57,7 @@ def start_line(version: str, memory: dict[str, int], *, ranks: int, held: bool |
         f"DS-Slide {version}: {parameters:,} parameters in {blocks} blocks and the modules outside them, "
         f"window of {memory['slots']} slots ({size(memory['window_bytes'])}); states: "
         f"{size(memory['gpu_state_bytes'])} on the GPU, {size(memory['host_state_bytes'])} in host memory, "
-        f"{size(memory['ssd_bytes'])} on SSD; ranks: {ranks}; {_UPDATES[held]}; kernels: {replaced}"
+        f"{size(memory['ssd_bytes'])} on SSD; ranks: {ranks}; {_UPDATES[deferred]}; kernels: {replaced}"
     )
 
 

@@ -84,16 +84,16 @@ class Accumulation:
 
     # ---- exceptions --------------------------------------------------------------------------------------------------
 
-    def interrupt(self, *, held: bool) -> bool:
-        """The open backward has ended with an exception. `held`: gradients wait for the step. -> whether what was
+    def interrupt(self, *, deferred: bool) -> bool:
+        """The open backward has ended with an exception. `deferred`: gradients wait for the step. -> whether what was
         accumulated before still counts."""
         taken = self.has_taken
         self.is_open = self.has_taken = self._is_nested = False
         if not taken:
             # Without held gradients a backward before this one is all of the step, which goes on.
-            if held or not self.micro_batches:
+            if deferred or not self.micro_batches:
                 self._spoil("step", NO_BACKWARD)
-        elif not held:
+        elif not deferred:
             self._spoil("weights", MIXED_WEIGHTS.format(what="backward()"))
         elif self.micro_batches:
             self._spoil("gradients", LOST_SUM)

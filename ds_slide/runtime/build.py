@@ -1,4 +1,4 @@
-"""Puts a runtime together: allocates the planes unit by unit, fills them, starts the lanes."""
+"""Puts a runtime together: allocates the state buffers unit by unit, fills them, starts the lanes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ds_slide.config.trace_file import trace_request
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.plan.allocations import (
     BLOCK_RING,
-    EDGE_RING,
     GATHERED,
+    OUTER_RING,
     SLOTS,
     STAGED,
     STAGED_PARTS,
@@ -39,31 +39,31 @@ from ds_slide.runtime.engine import Parts, SlideRuntime
 from ds_slide.runtime.gradients.norm import square_sum
 from ds_slide.runtime.gradients.route import GradientRoute, Gradients
 from ds_slide.runtime.gradients.sources import Staging
-from ds_slide.runtime.lanes import Lanes
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.ranks.peers import Peers
 from ds_slide.runtime.ranks.watchdog import Watchdog
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.transfers.handoff import Failures
-from ds_slide.runtime.transfers.lane import Delay, Lane
 from ds_slide.runtime.transfers.ring import HostRing
 from ds_slide.runtime.transfers.ssd import moved_bytes
+from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
 from ds_slide.runtime.transfers.uploads import Uploads
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates.apply import host_update
 from ds_slide.runtime.updates.threads import update_cores
-from ds_slide.runtime.updates.update_lane import UpdateLane
+from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.runtime.updates.updating import Updating
 from ds_slide.runtime.weights.gathers import Gathers
 from ds_slide.runtime.weights.rows import MakeRows, RowBuffers, RowEvents, StreamedRows
 from ds_slide.runtime.weights.shared_weights import SharedWeights
 from ds_slide.runtime.weights.sharing import Sharing
 from ds_slide.runtime.weights.window import Window
+from ds_slide.runtime.workers import Workers
+from ds_slide.store.host_memory import HostMemory
 from ds_slide.store.ssd.store import SsdStore
-from ds_slide.store.state import HostMemory
 
 Adopt = Callable[[Unit], None]
-"""Called when a unit's planes hold its weights: the source may be freed."""
+"""Called when a unit's state buffers hold its weights: the source may be freed."""
 
 
 def build_runtime(
@@ -173,26 +173,26 @@ def _wire(context: BuildContext, units: list[Unit], store: SsdStore | None, empt
     for unit in units:
         if ssd is not None and unit.state.ssd is not None:
             unit.bring_forward = ssd.press
-    lanes = _lanes(context, units)
-    for lane in (lanes.h2d, lanes.edges, lanes.d2h, lanes.update):
-        started.callback(lane.close)
+    workers = _make_workers(context, units)
+    for worker in (workers.h2d, workers.outer_h2d, workers.d2h, workers.update):
+        started.callback(worker.close)
     uploads = Uploads({} if shared is None else shared.parts, ssd, _scratch(context, UPLOADED), device, failures)
     streamed = [unit for unit in units if unit.is_streamed]
-    updating = Updating(lanes.update, host_update(updater), ssd)
+    updating = Updating(workers.update, host_update(updater), ssd)
     window, slots = None, allocator.buffers(SLOTS)
     if streamed:
         announce = announcer(ssd, settings)
-        window = Window(device, lanes.h2d, failures, streamed, slots, uploads.fill, *announce)
+        window = Window(device, workers.h2d, failures, streamed, slots, uploads.fill, *announce)
     stagings = _stagings(context)
     ranks.connect(stagings[0].packed, stagings[0].own, settings.gradient_dtype)
     gradients = Gradients(
         device=device,
         ranks=ranks,
-        d2h=lanes.d2h,
-        updates=lanes.update,
+        d2h=workers.d2h,
+        updates=workers.update,
         updater=updater,
         failures=failures,
-        route=GradientRoute(held=settings.held_dtype is not None),
+        route=GradientRoute(deferred=settings.held_dtype is not None),
         stagings=stagings,
         ring=_rings(context),
         num_units=len(units),
@@ -209,12 +209,12 @@ def _wire(context: BuildContext, units: list[Unit], store: SsdStore | None, empt
         ranks=ranks,
         failures=failures,
         recorder=context.recorder,
-        lanes=lanes,
+        workers=workers,
         memory=context.memory,
         units=units,
         window=window,
         empty=empty,
-        held=settings.held_dtype is not None,
+        deferred=settings.held_dtype is not None,
         trains=settings.trains,
         gradients=gradients,
         uploads=uploads,
@@ -222,23 +222,25 @@ def _wire(context: BuildContext, units: list[Unit], store: SsdStore | None, empt
         gathers=Gathers(ranks, _scratch(context, GATHERED), all_fit=all_fit),
         updating=updating,
         ssd=ssd,
-        make_rows=_make_rows(context, units, lanes, gradients),
+        make_rows=_make_rows(context, units, workers, gradients),
         watchdog=_watchdog(settings, ranks, device, failures, store),
     )
 
 
-def _lanes(context: BuildContext, units: Sequence[Unit]) -> Lanes:
+def _make_workers(context: BuildContext, units: Sequence[Unit]) -> Workers:
     settings, device, failures = context.settings, context.device, context.failures
     meters, idle = context.recorder.meters, not settings.trains
     debug = settings.slide.debug
     delays = [Delay(debug.lane_delay_ms, debug.seed + number) for number in range(4)]
     # Without updates it has the chunks of a streamed head to bring.
-    nothing_for_edges = idle and not any(unit.chunk_rows for unit in units)
-    return Lanes(
-        h2d=Lane("h2d", device, failures, meters["h2d"], delays[0]),
-        edges=Lane("h2d of edges", device, failures, meters[OUTER_H2D], delays[3], idle=nothing_for_edges),
-        d2h=Lane("d2h", device, failures, meters["d2h"], delays[1], idle=idle),
-        update=UpdateLane(device, failures, meters["update"], delays[2], idle=idle),
+    nothing_for_outer = idle and not any(unit.chunk_rows for unit in units)
+    return Workers(
+        h2d=StreamWorker("h2d", device, failures, meters["h2d"], delays[0]),
+        outer_h2d=StreamWorker(
+            "h2d of outer modules", device, failures, meters[OUTER_H2D], delays[3], idle=nothing_for_outer
+        ),
+        d2h=StreamWorker("d2h", device, failures, meters["d2h"], delays[1], idle=idle),
+        update=UpdateWorker(device, failures, meters["update"], delays[2], idle=idle),
     )
 
 
@@ -282,13 +284,13 @@ def _rings(context: BuildContext) -> Callable[[Unit], HostRing]:
 
         return HostRing(context.allocator.buffers(what), context.failures, spare)
 
-    block, edge = context.plan.spare_rings
-    rings = {"block": ring(BLOCK_RING, block), "edge": ring(EDGE_RING, edge)}
-    return lambda unit: rings["edge" if unit.spec.kind == "edge" else "block"]
+    block, outer_unit = context.plan.spare_rings
+    rings = {"block": ring(BLOCK_RING, block), "outer": ring(OUTER_RING, outer_unit)}
+    return lambda unit: rings["outer" if unit.spec.kind == "outer" else "block"]
 
 
-def _make_rows(context: BuildContext, units: Sequence[Unit], lanes: Lanes, gradients: Gradients) -> MakeRows | None:
-    """Of the edge whose rows pass through the GPU, None where there is none."""
+def _make_rows(context: BuildContext, units: Sequence[Unit], workers: Workers, gradients: Gradients) -> MakeRows | None:
+    """Of the outer module whose rows pass through the GPU, None where there is none."""
     unit = next((unit for unit in units if unit.chunk_rows), None)
     if unit is None:
         return None
@@ -297,6 +299,8 @@ def _make_rows(context: BuildContext, units: Sequence[Unit], lanes: Lanes, gradi
     buffers = RowBuffers.of(unit, weights, trained)
 
     def make(events: RowEvents) -> StreamedRows:
-        return StreamedRows(buffers, context.device, lanes.edges, lanes.d2h, context.failures, gradients, events)
+        return StreamedRows(
+            buffers, context.device, workers.outer_h2d, workers.d2h, context.failures, gradients, events
+        )
 
     return make

@@ -13,7 +13,7 @@ from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.settings import RuntimeSettings
 from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.runtime.weights.shared_weights import SharedWeights
-from ds_slide.store.state import HostMemory
+from ds_slide.store.host_memory import HostMemory
 
 
 @dataclass(frozen=True)

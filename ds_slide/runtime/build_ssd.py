@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ds_slide.plan.allocations import CHECKSUMS, GRADIENT_BUFFER, RECORD_BUFFERS, WEIGHT_BUFFERS, plane_of, total
+from ds_slide.plan.allocations import CHECKSUMS, CHUNK_BUFFERS, GRADIENT_BUFFER, WEIGHT_BUFFERS, state_buffer_of, total
 from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.gradients.ssd_gradients import SsdGradients
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
-from ds_slide.runtime.transfers.lane import Delay
 from ds_slide.runtime.transfers.ssd import SsdStates
+from ds_slide.runtime.transfers.stream_worker import Delay
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.weights.window import Announce
+from ds_slide.store.ssd.extents import UnitExtents, unit_extents
 from ds_slide.store.ssd.page_sums import PageSums
-from ds_slide.store.ssd.places import UnitPlaces, place_unit
 from ds_slide.store.ssd.store import SsdStore
 from ds_slide.store.ssd.unit import SsdUnit
 
@@ -25,10 +25,10 @@ def open_store(context: BuildContext, unit_plans: Sequence[UnitPlan]) -> tuple[S
     settings, failures, nbytes = context.settings, context.failures, total(context.plan.allocations, "ssd")
     if not nbytes or settings.ssd is None:
         return None, {}
-    places, end = {}, 0
+    extents, end = {}, 0
     for order in sorted(context.plan.placement.on_ssd):
-        places[order] = _places(context, unit_plans[order], order, end, settings.ssd.chunk_numel)
-        end = places[order].end
+        extents[order] = _extents(context, unit_plans[order], order, end, settings.ssd.chunk_numel)
+        end = extents[order].end
     assert end == nbytes
     sums = None
     if settings.slide.checksums:
@@ -42,7 +42,7 @@ def open_store(context: BuildContext, unit_plans: Sequence[UnitPlan]) -> tuple[S
         queue_depth=settings.ssd.queue_depth,
         request_bytes=settings.ssd.request_bytes,
         sums=sums,
-        what_lies_at=_what_lies_at([(unit_plans[order].spec.name, place) for order, place in places.items()]),
+        what_lies_at=_what_lies_at([(unit_plans[order].spec.name, place) for order, place in extents.items()]),
         delay=Delay(settings.slide.debug.lane_delay_ms, settings.slide.debug.seed + 4),
         waiting=failures.waiting,
     )
@@ -50,36 +50,36 @@ def open_store(context: BuildContext, unit_plans: Sequence[UnitPlan]) -> tuple[S
     def unit_of(order: int) -> SsdUnit:
         unit_plan = unit_plans[order]
         held = settings.held_of(unit_plan.spec.precision)
-        return SsdUnit(store, places[order], settings.specs(unit_plan.dtype), unit_plan.dtype, held)
+        return SsdUnit(store, extents[order], settings.specs(unit_plan.dtype), unit_plan.dtype, held)
 
-    return store, {order: unit_of(order) for order in places}
+    return store, {order: unit_of(order) for order in extents}
 
 
-def _places(context: BuildContext, unit_plan: UnitPlan, order: int, start: int, chunk_numel: int) -> UnitPlaces:
+def _extents(context: BuildContext, unit_plan: UnitPlan, order: int, start: int, chunk_numel: int) -> UnitExtents:
     """Of the unit's entries in the plan, from byte `start` on."""
     placement, allocator, specs = context.plan.placement, context.allocator, context.settings.specs(unit_plan.dtype)
 
-    def nbytes(plane: str, on_ssd: frozenset[int]) -> int:
-        return allocator.on_ssd(plane_of(unit_plan.spec.name, plane)) if order in on_ssd else 0
+    def nbytes(state_buffer: str, on_ssd: frozenset[int]) -> int:
+        return allocator.on_ssd(state_buffer_of(unit_plan.spec.name, state_buffer)) if order in on_ssd else 0
 
-    records = [nbytes(spec.name, placement.records_on_ssd) for spec in specs]
-    places = place_unit(
+    states = [nbytes(spec.name, placement.chunks_on_ssd) for spec in specs]
+    extents = unit_extents(
         start,
         specs,
         weight_bytes=nbytes("weight", placement.weights_on_ssd),
-        records_of=unit_plan.layout.trainable_numel if any(records) else 0,
+        chunks_of=unit_plan.layout.trainable_numel if any(states) else 0,
         chunk_numel=chunk_numel,
         gradient_bytes=nbytes("gradient", placement.gradients_on_ssd),
     )
     nbytes("padding", placement.on_ssd)
-    return places
+    return extents
 
 
-def _what_lies_at(places: Sequence[tuple[str, UnitPlaces]]) -> Callable[[int], str]:
-    """`places`: with the names of their units, in the order of their offsets."""
+def _what_lies_at(extents: Sequence[tuple[str, UnitExtents]]) -> Callable[[int], str]:
+    """`extents`: with the names of their units, in the order of their offsets."""
 
     def what(offset: int) -> str:
-        name, place = next((name, place) for name, place in places if offset < place.end)
+        name, place = next((name, place) for name, place in extents if offset < place.end)
         return f"{place.what_lies_at(offset)} of {name}"
 
     return what
@@ -90,7 +90,7 @@ def make_ssd_states(context: BuildContext, units: Sequence[Unit], store: SsdStor
     return SsdStates(
         units,
         store,
-        _buffers(context, store, RECORD_BUFFERS),
+        _buffers(context, store, CHUNK_BUFFERS),
         _buffers(context, store, WEIGHT_BUFFERS),
         context.failures,
         updates_under_backward=context.settings.held_dtype is None,

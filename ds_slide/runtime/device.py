@@ -2,7 +2,7 @@
 
 On CUDA a `Marker` is an event: a point in the work of one stream. On the CPU accelerator every
 operation has finished when its call returns, so a marker is passed on the spot, its time is the host's, and the
-hand-over between threads is carried by `Ticket` alone. The rest of the runtime is written once for both.
+hand-over between threads is carried by `Future` alone. The rest of the runtime is written once for both.
 """
 
 from __future__ import annotations

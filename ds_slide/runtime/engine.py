@@ -2,8 +2,8 @@
 
     forward     root begins -> block enters (wait for its slot, bind) -> block leaves (unbind, prefetch the next)
     backward    block enters (bind) -> recompute, gradients -> block leaves (unbind, gradient on its way) -> end
-    step        held gradients: updates are queued by deadline and run under the next forward
-                not held: the updates are already under way; the step only closes the books
+    step        updates deferred: they are queued by deadline and run under the next forward
+                not deferred: they are under way already, and the step completes its statistics
 
 It knows nothing of DeepSpeed; `ds_slide.integration` drives it.
 """
@@ -28,28 +28,28 @@ from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.interruptions import Interruptions
-from ds_slide.runtime.lanes import Lanes
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.ranks.watchdog import Watchdog
 from ds_slide.runtime.totals import Totals
-from ds_slide.runtime.transfers.handoff import Failures, Ticket
-from ds_slide.runtime.transfers.lane import Lane
+from ds_slide.runtime.transfers.handoff import Failures, Future
 from ds_slide.runtime.transfers.ssd import SsdStates
+from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.transfers.uploads import Uploads
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates.apply import device_update
 from ds_slide.runtime.updates.updating import Updating
 from ds_slide.runtime.weights.gathers import Gathers
-from ds_slide.runtime.weights.hooks import BlockHooks, EdgeHooks, RootHooks, RootState
+from ds_slide.runtime.weights.hooks import BlockHooks, OuterHooks, RootHooks, RootState
 from ds_slide.runtime.weights.rows import MakeRows, StreamedRows
 from ds_slide.runtime.weights.saved_weights import SavedWeights
 from ds_slide.runtime.weights.shared_weights import SharedWeights
 from ds_slide.runtime.weights.wide_hooks import WideHooks
 from ds_slide.runtime.weights.window import Slot, Window
-from ds_slide.store.state import HostMemory
+from ds_slide.runtime.workers import Workers
+from ds_slide.store.host_memory import HostMemory
 
 HOLD_HINT = (
-    'set "ds_slide": {"hold_gradients": true}, which keeps gradients in host memory (2 bytes a parameter) until step()'
+    'set "ds_slide": {"defer_updates": true}, which keeps gradients in host memory (2 bytes a parameter) until step()'
 )
 
 
@@ -62,12 +62,12 @@ class Parts:
     ranks: Ranks
     failures: Failures
     recorder: StepRecorder
-    lanes: Lanes
+    workers: Workers
     memory: HostMemory
     units: list[Unit]
     window: Window | None
     empty: Empty
-    held: bool
+    deferred: bool
     gradients: Gradients
     uploads: Uploads
     gathers: Gathers
@@ -77,7 +77,7 @@ class Parts:
     """False: weights only, for forwards that no step follows."""
     ssd: SsdStates | None = None
     make_rows: MakeRows | None = None
-    """Of the edge whose rows pass through the GPU."""
+    """Of the outer module whose rows pass through the GPU."""
     watchdog: Watchdog | None = None
 
     @property
@@ -99,13 +99,13 @@ class SlideRuntime:
         self.device = parts.device
         self.units = parts.units
         self.blocks = [unit for unit in parts.units if unit.spec.kind == "block"]
-        self.held = parts.held
+        self.deferred = parts.deferred
         self.gradients = parts.gradients
         self.step_count = 0
         self._availability = availability
         self._window = parts.window
         self.rows: StreamedRows | None = None if parts.make_rows is None else parts.make_rows(self)
-        """The weight of the edge that is not on the GPU as a whole, for the module that computes with it."""
+        """The weight of the outer module that is not on the GPU as a whole, for the module that computes with it."""
         self._root = RootState()
         self.accumulation = Accumulation()
         self.interruptions = Interruptions(
@@ -115,16 +115,16 @@ class SlideRuntime:
             parts.ranks,
             parts.failures,
             self._release_all,
-            held=parts.held,
+            deferred=parts.deferred,
         )
         self._bound: dict[int, Slot] = {}
-        self._fetched: dict[int, Ticket] = {}
+        self._fetched: dict[int, Future] = {}
         self._unstepped = False
         self._final = True
         self._totals = Totals(parts.ranks, self.device)
         self._module = module
         self._saved = SavedWeights({} if self._window is None else self._window.by_storage, self.enter_backward)
-        self.hooks: list[BlockHooks | RootHooks | EdgeHooks | WideHooks] = []
+        self.hooks: list[BlockHooks | RootHooks | OuterHooks | WideHooks] = []
         self.attach()
         self.bind_residents()
         self._at_exit = running.close_at_exit(self)
@@ -133,10 +133,10 @@ class SlideRuntime:
         """Put the hooks into the model, in place of those that are there: without them the model computes with what
         its parameters hold (whole ones, gathered for generation)."""
         self.detach()
-        edges = [unit for unit in self.units if unit.spec.kind == "edge"]
+        outer_units = [unit for unit in self.units if unit.spec.kind == "outer"]
         self.hooks = [
             *(BlockHooks(unit, self, self._saved, self._root) for unit in self.blocks),
-            *EdgeHooks.on(self._module, edges, self.bind_if_fetched),
+            *OuterHooks.on(self._module, outer_units, self.bind_if_fetched),
             *WideHooks.on(self._module, self.units, self.device.torch.type),
             RootHooks(
                 self._module,
@@ -171,9 +171,9 @@ class SlideRuntime:
     def bind_resident(self, unit: Unit) -> None:
         """Give one such unit its weights; waits, on the compute stream, for those that are on their way."""
         assert unit.resident is not None
-        if (ticket := self._fetched.pop(unit.order, None)) is not None:
+        if (future := self._fetched.pop(unit.order, None)) is not None:
             with self._stall():
-                here = ticket.wait()
+                here = future.wait()
                 if unit.is_gathered and unit.state.tier != "gpu":
                     here = self.parts.gathers.into(unit, unit.resident, here)
                 self.device.wait(here)
@@ -227,10 +227,10 @@ class SlideRuntime:
         if self.rows is not None:
             self.rows.give_up()
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, future: Future) -> None:
         """Make the compute stream wait for a transfer, and book the time it stands still."""
         with self._stall():
-            self.device.wait(ticket.wait())
+            self.device.wait(future.wait())
 
     @contextmanager
     def _stall(self) -> Iterator[None]:
@@ -283,7 +283,7 @@ class SlideRuntime:
 
     def enter_backward(self, unit: Unit) -> Slot | None:
         """The unit's weights are bound from here to `leave_backward`."""
-        if not self.held and (self._unstepped or not self._final):
+        if not self.deferred and (self._unstepped or not self._final):
             raise SlideError(
                 "a backward() that is not the only one before its engine.step() needs held gradients, because with "
                 f"clipping off weights are updated under backward; {HOLD_HINT}"
@@ -317,7 +317,7 @@ class SlideRuntime:
         self._final = final
 
     def end_backward(self) -> None:
-        """After the last gradient: takes what no boundary has announced (edges, blocks with frozen inputs)."""
+        """After the last gradient: takes what no boundary has announced (outer modules, blocks with frozen inputs)."""
         if self.accumulation.is_over:
             return  # what follows a backward that has ended with an exception, as its end
         for unit in self.units:
@@ -329,9 +329,9 @@ class SlideRuntime:
             unit.count_uses_anew()
             unit.finalized = False
         self.accumulation.close()
-        if not self.held and self._final:
+        if not self.deferred and self._final:
             self._unstepped = True
-            self._fetch_edges()
+            self._fetch_outer_units()
             if self._window is not None:
                 self._window.prefetch(None, "forward")
 
@@ -340,7 +340,7 @@ class SlideRuntime:
         self._finalize(unit, gradient)
 
     def _finalize(self, unit: Unit, source: StreamedGradient | None = None) -> None:
-        if unit.finalized and not self.held:
+        if unit.finalized and not self.deferred:
             raise SlideError(
                 f"{unit.name} received gradients again after its update had begun (used more than once under "
                 f"re-entrant checkpointing, or a streamed head more than once in one backward); {HOLD_HINT}"
@@ -351,12 +351,12 @@ class SlideRuntime:
         try:
             self.gradients.finalize(unit, final=self._final, source=source)
         finally:
-            if self.held:
+            if self.deferred:
                 # Not where packing has failed, for which memory may have been short. On the GPU it adds at once.
                 self.accumulation.has_taken |= counts and (unit.arrived is not before[0] or unit.state.tier == "gpu")
             else:
                 self.accumulation.has_taken |= unit.updated is not before[1]
-        if self._window is not None and unit.is_streamed and not self.held:
+        if self._window is not None and unit.is_streamed and not self.deferred:
             self._window.prefetch(unit, "backward")
 
     # ---- step ------------------------------------------------------------------------------------------------
@@ -366,8 +366,8 @@ class SlideRuntime:
 
         Combined in the order of the units, so that the value does not depend on which lane finished first.
         """
-        self.parts.lanes.d2h.drain()
-        self.parts.lanes.update.drain()
+        self.parts.workers.d2h.drain()
+        self.parts.workers.update.drain()
         self.parts.ranks.join()  # GPU-tier units have been through no lane
         on_device = self.gradients.square_sums.cpu()
         total = torch.zeros(1, dtype=torch.float64)
@@ -398,10 +398,10 @@ class SlideRuntime:
             unit.gradient_ready = False
             if unit.state.tier == "gpu":
                 self._update_on_gpu(unit, hypers, grad_scale)
-            elif self.held:
+            elif self.deferred:
                 self._queue_update(unit, hypers, grad_scale)
-        if self.held:
-            self._fetch_edges()
+        if self.deferred:
+            self._fetch_outer_units()
             if self._window is not None:
                 self._window.prefetch(None, "forward")
 
@@ -434,9 +434,9 @@ class SlideRuntime:
         if not unit.is_gathered:
             return
         assert unit.resident is not None
-        self._unbind(unit)  # as in `_fetch_edges`
+        self._unbind(unit)  # as in `_fetch_outer_units`
         gathered = self.parts.gathers.into(unit, unit.resident, self.device.mark())
-        self._fetched[unit.order] = Ticket.kept(self.parts.failures, gathered)
+        self._fetched[unit.order] = Future.kept(self.parts.failures, gathered)
 
     def _queue_update(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float) -> None:
         ready, update = unit.arrived.wait(), unit.open_update(self.parts.failures)
@@ -444,21 +444,21 @@ class SlideRuntime:
             gradient = self.gradients.held(unit, span)
             self.parts.updating.start(unit, index, update, ready, gradient, hypers, grad_scale)
 
-    def _fetch_edges(self) -> None:
-        """Bring the updated weights of host-tier edges to their GPU buffers, behind what compute has submitted.
+    def _fetch_outer_units(self) -> None:
+        """Bring the updated weights of host-tier outer modules to their GPU buffers, behind what compute has submitted.
 
         Until the next forward binds them again they are partitioned: whoever looks at them in between has to gather
         them, and so cannot see the old weights.
         """
-        h2d, free = self.parts.lanes.edges, self.device.mark()
+        h2d, free = self.parts.workers.outer_h2d, self.device.mark()
         for unit in self.units:
             if unit.resident is None or unit.state.tier == "gpu" or not unit.layout.trainable_numel:
                 continue
             self._unbind(unit)
             self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free)
 
-    def _fetch(self, unit: Unit, resident: torch.Tensor, h2d: Lane, free: Marker) -> Ticket:
-        ticket = Ticket(self.parts.failures, f"the new weights of {unit.name} on the GPU")
+    def _fetch(self, unit: Unit, resident: torch.Tensor, h2d: StreamWorker, free: Marker) -> Future:
+        future = Future(self.parts.failures, f"the new weights of {unit.name} on the GPU")
         parts, version = list(zip(unit.spans, unit.span_updated, strict=True)), unit.version
         if self.parts.ranks.world_size > 1:
             parts = [(slice(0, unit.layout.trainable_numel), unit.updated)]  # as a whole
@@ -472,15 +472,15 @@ class SlideRuntime:
                 moved = self._fill_span(unit, span, resident)
                 end = self.device.mark(h2d.stream, timed=True)
                 h2d.meter.add_interval(start, end, moved, ("weights", unit.order))
-            ticket.keep(end)
+            future.keep(end)
 
         h2d.submit(job)
-        return ticket
+        return future
 
     def _fill_span(self, unit: Unit, span: slice, resident: torch.Tensor) -> int:
         if self.parts.ranks.world_size > 1:
             return self.parts.uploads.fill(unit, resident)
-        assert unit.state.weight is not None  # an edge's always are in memory
+        assert unit.state.weight is not None  # an outer module's always are in memory
         resident[span].copy_(unit.state.weight[span], non_blocking=True)
         return (span.stop - span.start) * resident.element_size()
 
@@ -492,24 +492,25 @@ class SlideRuntime:
 
     def require_held(self, what: str) -> None:
         """Raise when gradients are not kept for `what`."""
-        if not self.held:
+        if not self.deferred:
             raise SlideError(f"{what} needs the gradients between backward() and step(); {HOLD_HINT}")
 
     def settle(self, unit: Unit) -> None:
-        """Wait until the unit's planes belong to the caller: its pending update and transfers have run."""
+        """Wait until the unit's state buffers belong to the caller: its pending update and transfers have run."""
         unit.arrived.synchronize()
         if self.parts.ssd is not None and unit.state.ssd is not None:
             self.parts.ssd.settle(unit)
         unit.updated.synchronize()
         if unit.chunk_rows:
-            self.parts.lanes.edges.drain()  # a forward that has been submitted may still be reading the plane
-        if (ticket := self._fetched.get(unit.order)) is not None:
-            ticket.synchronize()
+            # A forward that has been submitted may still be reading the state buffer.
+            self.parts.workers.outer_h2d.drain()
+        if (future := self._fetched.get(unit.order)) is not None:
+            future.synchronize()
         if unit.state.tier == "gpu":
             self.device.synchronize()
 
     def reload_weights(self) -> None:
-        """The planes may have been written from outside (a checkpoint was loaded): every GPU copy is renewed."""
+        """The state buffers may have been written from outside (a checkpoint was loaded): every GPU copy is renewed."""
         for unit in self.units:
             self.weights_changed(unit)
         if self._window is not None:
@@ -519,18 +520,19 @@ class SlideRuntime:
         """Before weights are written from outside, when they have been settled: other ranks may still be reading them.
         Collective where weights are shared: every rank calls it, whichever of its own weights it then writes."""
         if self.parts.shared is not None:
-            self.parts.lanes.h2d.drain()
-            self.parts.lanes.edges.drain()
+            self.parts.workers.h2d.drain()
+            self.parts.workers.outer_h2d.drain()
             self.parts.ranks.exchange(None, "waiting until no rank reads the weights that are to be written")
 
     def weights_changed(self, unit: Unit) -> None:
-        """The caller has written the unit's planes (after `settle`): refresh what the GPU holds of them. Collective."""
+        """The caller has written the unit's state buffers (after `settle`): refresh what the GPU holds of them.
+        Collective."""
         unit.version += 1
         unit.publish(unit.version)
         if self.parts.ssd is not None and unit.state.ssd is not None:
             self.parts.ssd.forget(unit)
         if unit.resident is not None and unit.resident is not unit.state.weight:
-            self.parts.lanes.edges.drain()
+            self.parts.workers.outer_h2d.drain()
             self._fetched.pop(unit.order, None)
             self._renew(unit, unit.resident)
             self.device.synchronize()
@@ -559,11 +561,11 @@ class SlideRuntime:
             self.rows.close()
         for unit in self.units:
             if unit.resident is not None and unit.spec.precision.narrowed:
-                self._unbind(unit)  # what the parameters hold is not all of them; the planes have the rest
+                self._unbind(unit)  # what the parameters hold is not all of them; the state buffers have the rest
         why = self.parts.failures.message
         try:
             with self.parts.failures.waiting("the engine to end"):
-                self.parts.lanes.close(self.parts.ssd, self.parts.shared, self.parts.failures)
+                self.parts.workers.close(self.parts.ssd, self.parts.shared, self.parts.failures)
                 self.device.synchronize()
                 self.parts.recorder.close()
         finally:

@@ -31,7 +31,7 @@ class Interruptions:
         failures: Failures,
         release: Callable[[], None],
         *,
-        held: bool,
+        deferred: bool,
     ) -> None:
         self._accumulation = accumulation
         self._units = units
@@ -39,7 +39,7 @@ class Interruptions:
         self._ranks = ranks
         self._failures = failures
         self._release = release
-        self._held = held
+        self._deferred = deferred
         self._issued = 0
         """Collectives before the forward that began last."""
 
@@ -124,7 +124,7 @@ class Interruptions:
         for unit in self._units:
             for parameter, _ in unit.trainable:
                 parameter.grad = None
-        if not self._accumulation.interrupt(held=self._held):
+        if not self._accumulation.interrupt(deferred=self._deferred):
             for unit in self._units:
                 unit.gradient_ready = False
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ds_slide.plan.memory import NOTHING_TAKEN, Taken
-from ds_slide.store.state import HostMemory
+from ds_slide.store.host_memory import HostMemory
 
 
 class HoldsMemory(Protocol):

@@ -16,7 +16,7 @@ from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
 from ds_slide.plan.ssd_settings import SsdSettings
-from ds_slide.store.planes import PlaneSpec, optimizer_planes
+from ds_slide.store.state_buffers import StateBufferSpec, optimizer_buffers
 
 LEAST_WINDOW = 3
 """Slots of `window` "auto": one that computes, one that is filled meanwhile, one that evens out their times."""
@@ -48,9 +48,9 @@ class RuntimeSettings:
 
     @property
     def holds(self) -> bool:
-        """Whether gradients wait for the step (`SlideConfig.hold_gradients`). A loss scale may skip it."""
-        if self.slide.hold_gradients != "auto":
-            return self.slide.hold_gradients
+        """Whether gradients wait for the step (`SlideConfig.defer_updates`). A loss scale may skip it."""
+        if self.slide.defer_updates != "auto":
+            return self.slide.defer_updates
         return self.clips or self.accumulates or self.gradient_dtype == torch.float16
 
     @property
@@ -81,18 +81,18 @@ class RuntimeSettings:
         slide = self.slide
         return SsdNeeds(
             weights=ssd.weights,
-            records=ssd.records,
+            states=ssd.states,
             chunk_numel=ssd.chunk_numel,
-            record_buffers=None if slide.ssd_buffers == "auto" else slide.ssd_buffers,
+            chunk_buffers=None if slide.ssd_buffers == "auto" else slide.ssd_buffers,
             weight_buffers=None if slide.weight_buffers == "auto" else slide.weight_buffers,
             checksums=slide.checksums,
         )
 
-    def specs(self, dtype: torch.dtype) -> tuple[PlaneSpec, ...]:
-        """The optimizer planes of weights of `dtype`."""
+    def specs(self, dtype: torch.dtype) -> tuple[StateBufferSpec, ...]:
+        """The optimizer state buffers of weights of `dtype`."""
         if self.rule is None:
             return ()
-        return optimizer_planes(dtype, self.rule, STATE_FORMATS[self.slide.state_dtype])
+        return optimizer_buffers(dtype, self.rule, STATE_FORMATS[self.slide.state_dtype])
 
     def gradient_of(self, precision: Precision) -> torch.dtype:
         """In which gradients of units of `precision` are reduced and go to host memory."""
@@ -113,7 +113,8 @@ class UnitPlan:
     layout: UnitLayout
     parameters: Sequence[nn.Parameter]
     chunk_rows: int = 0
-    """Rows of a chunk of an edge, one matrix, that passes through the GPU; 0: the unit is on the GPU as a whole."""
+    """Rows of a chunk of an outer module, one matrix, that passes through the GPU; 0: the unit is on the GPU as a
+    whole."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,7 +123,7 @@ class UnitPlan:
 
     @property
     def passing_numel(self) -> int:
-        """Elements of each GPU buffer through which such an edge passes (`ds_slide.runtime.weights.rows`)."""
+        """Elements of each GPU buffer through which such an outer module passes (`ds_slide.runtime.weights.rows`)."""
         return self.chunk_rows * self.layout.entries[0].shape[1] if self.chunk_rows else 0
 
     def size(self, settings: RuntimeSettings) -> UnitSize:

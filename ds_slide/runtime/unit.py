@@ -1,4 +1,4 @@
-"""A unit at run time: one block or edge with its states, its place on the GPU and its pending update."""
+"""A unit at run time: one block or outer module with its states, its place on the GPU and its pending update."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_slide.model.layout import UnitLayout
 from ds_slide.model.structure import UnitSpec
-from ds_slide.runtime.transfers.handoff import Failures, Ticket
+from ds_slide.runtime.transfers.handoff import Failures, Future
 from ds_slide.store.state import UnitState
 
 Availability = Callable[[Sequence[nn.Parameter], bool], None]
@@ -24,7 +24,7 @@ def _nothing(_version: int) -> None:
 
 
 class Update:
-    """Tickets of one update of a unit: one for each span, and `done`, which is kept with the last of them."""
+    """Futures of one update of a unit: one for each span, and `done`, which is kept with the last of them."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class Update:
         self._bring_forward = bring_forward
         self._publish = publish
         self.spans = [
-            Ticket(failures, f"part {index + 1} of {num_spans} of the update of {name}", self.press)
+            Future(failures, f"part {index + 1} of {num_spans} of the update of {name}", self.press)
             for index in range(num_spans)
         ]
-        self.done = Ticket(failures, f"the update of {name}", self.press)
+        self.done = Future(failures, f"the update of {name}", self.press)
         self._left = num_spans
         self._lock = threading.Lock()
 
@@ -72,9 +72,9 @@ class Unit:
     * the held gradient, in `state.gradient` or on SSD, belongs to the d2h lane (and what that hands to the
       update lane) from `finalize` until `arrived` is kept, to the update lane until `updated` is kept, and
       to the compute thread otherwise;
-    * the other planes of `state` belong to the update lane from the moment `updated` is replaced by an
-      open ticket until that ticket is kept. Whoever else wants to read or write them waits for it first, and for
-      planes on SSD also until they are written (`SlideRuntime.settle`).
+    * the other state buffers of `state` belong to the update lane from the moment `updated` is replaced by an
+      open future until that future is kept. Whoever else wants to read or write them waits for it first, and for
+      state buffers on SSD also until they are written (`SlideRuntime.settle`).
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Unit:
         parameters: Sequence[nn.Parameter],
         state: UnitState,
         order: int,
-        updated: Ticket,
+        updated: Future,
         gradient_dtype: torch.dtype | None = None,
         held_dtype: torch.dtype | None = None,
     ) -> None:
@@ -97,12 +97,12 @@ class Unit:
         self.dtype = state.dtype_of("weight")
         self.gradient_dtype = gradient_dtype or self.dtype
         self.converts_gradient = held_dtype not in (None, self.gradient_dtype)
-        """The held plane has another data type, so even the first micro-batch is converted by the CPU."""
+        """The held gradient's buffer has another data type, so even the first micro-batch is converted by the CPU."""
         self.parts: list[Unit] = []
-        """Of a block: its parameters in other data types. They are on the GPU all the time, as an edge's are; their
-        gradients leave with the block's."""
+        """Of a block: its parameters in other data types. They are on the GPU all the time, as an outer module's are;
+        their gradients leave with the block's."""
         self.order = order
-        """Place in the order of the next forward: the deadline of this unit's update. Edges come first."""
+        """Place in the order of the next forward: the deadline of this unit's update. Outer modules come first."""
         self.updated = updated
         self.arrived = updated
         self.version = 0
@@ -124,16 +124,17 @@ class Unit:
         self.gradient_ready = False
         """The held gradient is the sum of this accumulation window's gradients so far."""
         self.resident: torch.Tensor | None = None
-        """GPU buffer of a unit that is always on the GPU (edges, GPU-tier blocks), in slot layout."""
+        """GPU buffer of a unit that is always on the GPU (outer modules, GPU-tier blocks), in slot layout."""
         self.chunk_rows = 0
-        """Rows of a chunk of an edge, one matrix, that passes through the GPU (`ds_slide.runtime.weights.rows`)."""
+        """Rows of a chunk of an outer module, one matrix, that passes through the GPU
+        (`ds_slide.runtime.weights.rows`)."""
         self.square_sum_on: Literal["device", "host"] | None = None
         """Where the square sum of the current gradient is; None: nobody has computed it yet."""
         self.host_square_sum = 0.0
         self.spans = _spans(layout.trainable_numel, spec.kind, layout.world_size)
-        """Parts of the trainable planes that go down, through the update and up again one behind the other."""
-        if state.ssd is not None and state.ssd.has_records:
-            self.spans = [chunk.span for chunk in state.ssd.places.chunks]
+        """Parts of the trainable state buffers that go down, through the update and up again one behind the other."""
+        if state.ssd is not None and state.ssd.has_chunks:
+            self.spans = [chunk.span for chunk in state.ssd.extents.chunks]
         self.span_updated = [updated] * len(self.spans)
         self.bring_forward: Callable[[Unit], None] = lambda _: None
         """Called when somebody begins to wait for an update of this unit (`SsdStates.press`)."""
@@ -172,7 +173,7 @@ class Unit:
         self.counting += 1
 
     def open_update(self, failures: Failures) -> Update:
-        """The weights are about to change: new tickets."""
+        """The weights are about to change: new futures."""
         self.version += 1
         publish = functools.partial(self.publish, self.version)
         update = Update(self.name, len(self.spans), failures, lambda: self.bring_forward(self), publish)
@@ -202,7 +203,7 @@ SPAN_NUMEL = 1 << 24
 
 def _spans(numel: int, kind: str, world_size: int) -> list[slice]:
     # Blocks are small and hidden; with several ranks a unit's weights go up as a whole.
-    size = SPAN_NUMEL if kind == "edge" and world_size == 1 else max(numel, 1)
+    size = SPAN_NUMEL if kind == "outer" and world_size == 1 else max(numel, 1)
     return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 

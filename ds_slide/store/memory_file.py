@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ds_slide.store.state import HostMemory
+from ds_slide.store.host_memory import HostMemory
 
 
 @dataclass(frozen=True)

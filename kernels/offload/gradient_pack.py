@@ -1,8 +1,8 @@
-"""A block's gradients into one flat plane: gathered, cast, added where asked, and their square sum in the same pass.
+"""A block's gradients into one flat buffer: gathered, cast, added where asked, and their square sum in the same pass.
 
 Bytes an element of 16-bit gradients: 2 read, 2 written, and 2 more read when accumulating. Copying first and summing
-afterwards would read the plane once more. The square sum is also the check for inf and nan: it is finite exactly when
-every element of the plane is. (Its terms are squares in fp64, at most 1.2e77 each for fp32, so it cannot overflow by
+afterwards would read the buffer once more. The square sum is also the check for inf and nan: it is finite exactly when
+every element of the buffer is. (Its terms are squares in fp64, at most 1.2e77 each for fp32, so it cannot overflow by
 itself.)
 """
 
@@ -28,7 +28,7 @@ CHUNK = 1024
 # Gradients of one launch. Blocks have 9 to 14; shorter launches are filled up, so that a unit whose number of
 # gradients changes from step to step (experts) never compiles another kernel.
 WIDTH = 16
-# Offsets that are multiples of this (ds_slide.model.layout.ALIGNMENT) keep vector loads and stores of the plane whole.
+# Offsets that are multiples of this (ds_slide.model.layout.ALIGNMENT) keep vector loads and stores of the buffer whole.
 ALIGNMENT = 64
 
 
@@ -42,21 +42,21 @@ def _widened(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def _pack_whole(source, plane, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr):
+def _pack_whole(source, buffer, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK elements that all come from the source: no masks, which would break the vector loads. -> square sum."""
     lanes = tl.arange(0, BLOCK)
     value = tl.load(source + lanes)
     if ACCUMULATE:
-        value = tl.load(plane + lanes).to(tl.float32) + _widened(value, plane.dtype.element_ty)
-    value = value.to(plane.dtype.element_ty)
-    tl.store(plane + lanes, value)
+        value = tl.load(buffer + lanes).to(tl.float32) + _widened(value, buffer.dtype.element_ty)
+    value = value.to(buffer.dtype.element_ty)
+    tl.store(buffer + lanes, value)
     # Exact: the square of a number of 24 bits or fewer fits the 53 of fp64.
     wide = value.to(tl.float32).to(tl.float64)
     return tl.sum(wide * wide, axis=0)
 
 
 @triton.jit
-def _pack_rest(source, plane, numel, extent, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _pack_rest(source, buffer, numel, extent, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """The end of a part: `numel` elements from the source, what is left of `extent` without one. -> square sum.
 
     In small steps: masks of 32 elements a thread would need so many registers that one program filled a multiprocessor.
@@ -67,13 +67,13 @@ def _pack_rest(source, plane, numel, extent, ACCUMULATE: tl.constexpr, BLOCK: tl
         given = lanes < numel
         value = tl.load(source + lanes, mask=given, other=0.0)
         if ACCUMULATE:
-            old = tl.load(plane + lanes, mask=lanes < extent, other=0.0)
-            total = old.to(tl.float32) + _widened(value, plane.dtype.element_ty)
+            old = tl.load(buffer + lanes, mask=lanes < extent, other=0.0)
+            total = old.to(tl.float32) + _widened(value, buffer.dtype.element_ty)
             # Chosen, not added as zero: -0.0 + 0.0 would be 0.0.
-            value = tl.where(given, total.to(plane.dtype.element_ty), old)
+            value = tl.where(given, total.to(buffer.dtype.element_ty), old)
         else:
-            value = value.to(plane.dtype.element_ty)
-        tl.store(plane + lanes, value, mask=lanes < extent)
+            value = value.to(buffer.dtype.element_ty)
+        tl.store(buffer + lanes, value, mask=lanes < extent)
         wide = value.to(tl.float32).to(tl.float64)
         squares += wide * wide
     return tl.sum(squares, axis=0)
@@ -82,7 +82,7 @@ def _pack_rest(source, plane, numel, extent, ACCUMULATE: tl.constexpr, BLOCK: tl
 @triton.jit
 def _pack_kernel(
     sources,
-    plane,
+    buffer,
     partial,
     table,
     WIDTH: tl.constexpr,
@@ -104,7 +104,7 @@ def _pack_kernel(
     extent = tl.load(table + 3 * WIDTH + index)
     local = (program - first) * BLOCK
     source += local
-    target = plane + start * ALIGNMENT + local
+    target = buffer + start * ALIGNMENT + local
     given = tl.minimum(tl.maximum(numel - local, 0), BLOCK).to(tl.int32)
     if given == BLOCK:
         total = _pack_whole(source, target, ACCUMULATE, BLOCK)
@@ -122,8 +122,8 @@ class _Launch(NamedTuple):
     programs: int
     partial: int
     table: tuple[int, ...]
-    """WIDTH numbers each, one for every source: first program, start in the plane (in units of the alignment), elements
-    of the source, elements of its part of the plane."""
+    """WIDTH numbers each, one for every source: first program, start in the buffer (in units of the alignment),
+    elements of the source, elements of its part of the buffer."""
 
 
 class _Layout(NamedTuple):
@@ -134,18 +134,18 @@ class _Layout(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _layout(
-    offsets: tuple[int, ...], numels: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...], plane_numel: int
+    offsets: tuple[int, ...], numels: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...], buffer_numel: int
 ) -> _Layout:
-    bounds = (*offsets, plane_numel)
+    bounds = (*offsets, buffer_numel)
     extents = [bounds[index + 1] - bounds[index] for index in range(len(offsets))]
     if bounds[0] != 0 or min(extents) < 0:
         raise SlideError(
-            f"pack_gradients: offsets {list(offsets)} must ascend from 0 and stay within the plane of {plane_numel}."
+            f"pack_gradients: offsets {list(offsets)} must ascend from 0 and stay within the buffer of {buffer_numel}."
         )
     for index, (numel, extent) in enumerate(zip(numels, extents, strict=True)):
         if numel > extent:
             raise SlideError(
-                f"pack_gradients: source {index} has {numel} elements, but its part of the plane has {extent}; pass "
+                f"pack_gradients: source {index} has {numel} elements, but its part of the buffer has {extent}; pass "
                 "the offsets of this unit's layout."
             )
     alignment = ALIGNMENT if not any(offset % ALIGNMENT for offset in offsets) else 1
@@ -184,15 +184,15 @@ def _on_device(table: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(table, dtype=torch.int64, device=device)
 
 
-def _check(sources: Sequence[torch.Tensor | None], plane: torch.Tensor, offsets: Sequence[int]) -> None:
-    if plane.dim() != 1 or not plane.is_contiguous() or plane.dtype not in KERNEL_DTYPES:
+def _check(sources: Sequence[torch.Tensor | None], buffer: torch.Tensor, offsets: Sequence[int]) -> None:
+    if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.dtype not in KERNEL_DTYPES:
         raise SlideError(
-            f"pack_gradients: the plane must be flat, contiguous and bfloat16, float16 or float32, but it is "
-            f"{plane.dtype} of shape {list(plane.shape)} and strides {list(plane.stride())}."
+            f"pack_gradients: the buffer must be flat, contiguous and bfloat16, float16 or float32, but it is "
+            f"{buffer.dtype} of shape {list(buffer.shape)} and strides {list(buffer.stride())}."
         )
-    if plane.requires_grad:
+    if buffer.requires_grad:
         raise SlideError(
-            "pack_gradients: the plane requires grad, but no graph can go through it; pass its `detach()`."
+            "pack_gradients: the buffer requires grad, but no graph can go through it; pass its `detach()`."
         )
     if len(sources) != len(offsets) or not len(sources):
         raise SlideError(
@@ -200,44 +200,44 @@ def _check(sources: Sequence[torch.Tensor | None], plane: torch.Tensor, offsets:
             "least one."
         )
     for index, source in enumerate(sources):
-        if source is not None and (source.dtype not in KERNEL_DTYPES or source.device != plane.device):
+        if source is not None and (source.dtype not in KERNEL_DTYPES or source.device != buffer.device):
             raise SlideError(
                 f"pack_gradients: source {index} is {source.dtype} on {source.device}; it must be bfloat16, float16 "
-                f"or float32 on {plane.device}."
+                f"or float32 on {buffer.device}."
             )
 
 
 def _launch(
     sources: Sequence[torch.Tensor | None],
-    plane: torch.Tensor,
+    buffer: torch.Tensor,
     offsets: Sequence[int],
     square_sum: torch.Tensor,
     accumulate: bool,
 ) -> None:
-    _check(sources, plane, offsets)
+    _check(sources, buffer, offsets)
     flats = [None if source is None else source.contiguous().view(-1) for source in sources]
     layout = _layout(
         tuple(offsets),
         tuple(0 if flat is None else flat.numel() for flat in flats),
         tuple(None if flat is None else flat.dtype for flat in flats),
-        plane.numel(),
+        buffer.numel(),
     )
     if not layout.programs:
         square_sum.zero_()
         return
-    partial = torch.empty(layout.programs, dtype=torch.float64, device=plane.device)
+    partial = torch.empty(layout.programs, dtype=torch.float64, device=buffer.device)
     for launch in layout.launches:
         if not launch.programs:
             continue
         part = flats[launch.begin : launch.end]
         # What is None has no element that is read; any pointer of the dtype will do.
-        unread = next((flat for flat in part if flat is not None), plane)
+        unread = next((flat for flat in part if flat is not None), buffer)
         part += [unread] * (WIDTH - len(part))
         _pack_kernel[(launch.programs,)](
             tuple(unread if flat is None else flat for flat in part),
-            plane,
+            buffer,
             partial[launch.partial :],
-            _on_device(launch.table, plane.device),
+            _on_device(launch.table, buffer.device),
             WIDTH=WIDTH,
             ALIGNMENT=layout.alignment,
             ACCUMULATE=accumulate,
@@ -248,59 +248,59 @@ def _launch(
     combine_kernel[(1,)](partial, square_sum, layout.programs, BLOCK=COMBINE_BLOCK, num_warps=8)
 
 
-@torch.library.custom_op("ds_slide::pack_gradients", mutates_args=("plane", "square_sum"))
+@torch.library.custom_op("ds_slide::pack_gradients", mutates_args=("buffer", "square_sum"))
 def _pack_gradients(
     sources: Sequence[torch.Tensor | None],
-    plane: torch.Tensor,
+    buffer: torch.Tensor,
     offsets: Sequence[int],
     square_sum: torch.Tensor,
     accumulate: bool,
 ) -> None:
-    _launch(sources, plane, offsets, square_sum, accumulate)
+    _launch(sources, buffer, offsets, square_sum, accumulate)
 
 
 @_pack_gradients.register_fake
 def _(
     sources: Sequence[torch.Tensor | None],
-    plane: torch.Tensor,
+    buffer: torch.Tensor,
     offsets: Sequence[int],
     square_sum: torch.Tensor,  # noqa: ARG001 - prescribed
     accumulate: bool,  # noqa: ARG001 - prescribed
 ) -> None:
-    _check(sources, plane, offsets)
+    _check(sources, buffer, offsets)
 
 
 def pack_gradients(
     sources: Sequence[torch.Tensor | None],
-    plane: torch.Tensor,
+    buffer: torch.Tensor,
     offsets: Sequence[int],
     square_sum: torch.Tensor,
     *,
     accumulate: bool,
 ) -> None:
-    """Write (or add) gradients into a plane and its square sum into `square_sum`, in place, without waiting.
+    """Write (or add) gradients into a buffer and its square sum into `square_sum`, in place, without waiting.
 
-    sources: tensors of any shape, bf16, fp16 or fp32, on the plane's device; None for a gradient that does not exist.
+    sources: tensors of any shape, bf16, fp16 or fp32, on the buffer's device; None for a gradient that does not exist.
         One that is not contiguous is copied first.
-    plane: flat [N], bf16, fp16 or fp32, contiguous. All of it is owned by the sources: number i has
+    buffer: flat [N], bf16, fp16 or fp32, contiguous. All of it is owned by the sources: number i has
         [offsets[i], offsets[i + 1]), the last one to the end. What it does not fill (alignment, None) becomes zero;
         when accumulating it stays as it is.
     offsets: ascending from 0. Multiples of 64 elements, and sources that start at multiples of 16 bytes, are fast.
-    square_sum: [] fp64: sum of the squares of all N elements that the plane then holds, added up in fp64 in an order
+    square_sum: [] fp64: sum of the squares of all N elements that the buffer then holds, added up in fp64 in an order
         that depends on the layout alone. inf and nan propagate, and nothing else makes it infinite.
-    accumulate: add in fp32 and round once to the plane's dtype, instead of writing.
+    accumulate: add in fp32 and round once to the buffer's dtype, instead of writing.
 
-    Up to 16 sources of one dtype are one launch; a second, tiny one combines the partial sums. The plane is data: no
+    Up to 16 sources of one dtype are one launch; a second, tiny one combines the partial sums. The buffer is data: no
     autograd graph goes through it, and one that requires grad is refused. Raises SlideError for that, and for sources,
-    offsets or planes that do not belong together.
+    offsets or buffers that do not belong together.
     """
-    if square_sum.dim() or square_sum.dtype != torch.float64 or square_sum.device != plane.device:
+    if square_sum.dim() or square_sum.dtype != torch.float64 or square_sum.device != buffer.device:
         raise SlideError(
-            f"pack_gradients: square_sum must be a float64 scalar on {plane.device}, but it is {square_sum.dtype} of "
+            f"pack_gradients: square_sum must be a float64 scalar on {buffer.device}, but it is {square_sum.dtype} of "
             f"shape {list(square_sum.shape)} on {square_sum.device}."
         )
     if torch.compiler.is_compiling():
-        _pack_gradients(sources, plane, offsets, square_sum, accumulate)
+        _pack_gradients(sources, buffer, offsets, square_sum, accumulate)
     else:
         # The operator's dispatch costs the host more than all the rest: 295 us with it, 98 without, for 12 gradients.
-        _launch(sources, plane, offsets, square_sum, accumulate)
+        _launch(sources, buffer, offsets, square_sum, accumulate)

@@ -8,16 +8,16 @@ import torch
 
 
 def pack_gradients_reference(
-    sources: Sequence[torch.Tensor | None], plane: torch.Tensor, offsets: Sequence[int], *, accumulate: bool
+    sources: Sequence[torch.Tensor | None], buffer: torch.Tensor, offsets: Sequence[int], *, accumulate: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(plane, square_sum)`: the plane [N] after packing, a new tensor, and the fp64 sum of its squares, [].
+    """`(buffer, square_sum)`: the buffer [N] after packing, a new tensor, and the fp64 sum of its squares, [].
 
-    Each element is the source's cast to the plane's dtype; when accumulating, the sum of the old element and the
-    source's in the wider of fp32 and the plane's dtype, rounded once. What no source fills is zero or, when
+    Each element is the source's cast to the buffer's dtype; when accumulating, the sum of the old element and the
+    source's in the wider of fp32 and the buffer's dtype, rounded once. What no source fills is zero or, when
     accumulating, unchanged.
     """
-    packed = plane.clone() if accumulate else torch.zeros_like(plane)
-    wide = torch.promote_types(plane.dtype, torch.float32)
+    packed = buffer.clone() if accumulate else torch.zeros_like(buffer)
+    wide = torch.promote_types(buffer.dtype, torch.float32)
     for source, offset in zip(sources, offsets, strict=True):
         if source is None:
             continue

@@ -16,10 +16,10 @@ from ds_slide.checkpoint import pickle_writer
 from ds_slide.checkpoint.archive import Archive
 from ds_slide.checkpoint.mapped import MappedFiles
 from ds_slide.checkpoint.pickle_writer import Planned, materialized
-from ds_slide.checkpoint.planes import joined
+from ds_slide.checkpoint.state_buffers import joined
 from ds_slide.checkpoint.sums import Sum, sum_of, sum_of_file, total
 from ds_slide.errors import SlideError
-from ds_slide.optim.reference import decode_planar, encode_planar
+from ds_slide.optim.reference import decode_split, encode_split
 
 
 @dataclasses.dataclass
@@ -106,20 +106,20 @@ def test_materialized_is_what_was_planned():
     assert all(torch.equal(tensors["a"][0][name], flat) for name, flat in flats.items())
 
 
-def test_planes_are_joined_as_the_reference_does_it():
+def test_state_buffers_are_joined_as_the_reference_does_it():
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
     for shift in (0, 1, 12_345, 1 << 15):
-        expected = decode_planar(every, every.roll(shift))
+        expected = decode_split(every, every.roll(shift))
         assert torch.equal(
             joined(every.view(torch.bfloat16), every.roll(shift)).view(torch.int32), expected.view(torch.int32)
         )
 
 
-def test_every_master_is_joined_from_its_planes():
+def test_every_master_is_joined_from_its_state_buffers():
     uppers = torch.tensor([0x0000, 0x0080, 0x3F80, 0x3F81, 0x7F7F, 0x8000, 0xBF80, 0xBF81, 0xFF7F])
     bits = ((uppers << 16)[:, None] + torch.arange(1 << 16)).flatten()
     masters = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int()
-    high, low = encode_planar(masters.view(torch.float32))
+    high, low = encode_split(masters.view(torch.float32))
     assert torch.equal(joined(high.view(torch.bfloat16), low).view(torch.int32), masters)
 
 

@@ -31,7 +31,7 @@ def test_defaults():
     assert config.host_memory is None
     assert config.gpu_states == "auto"
     assert config.share_weights == "auto"
-    assert config.hold_gradients == "auto"
+    assert config.defer_updates == "auto"
     assert config.gradient_buffers == 4
     assert config.nvme_path is None
     assert config.state_dtype == "fp32"
@@ -65,7 +65,7 @@ def test_every_setting_is_read():
             "weight_buffers": 6,
             "io_backend": "libaio",
             "share_weights": False,
-            "hold_gradients": True,
+            "defer_updates": True,
             "gradient_buffers": 2,
             "cpu_threads": 3,
             "cpu_cores": [0, 2, 4],
@@ -93,7 +93,7 @@ def test_every_setting_is_read():
         "weight_buffers": 6,
         "io_backend": "libaio",
         "share_weights": False,
-        "hold_gradients": True,
+        "defer_updates": True,
         "gradient_buffers": 2,
         "cpu_threads": 3,
         "cpu_cores": (0, 2, 4),
@@ -134,8 +134,8 @@ WRONG = [
     ({"gpu_states": -1}, "ds_slide.gpu_states is -1, which is negative; expected"),
     ({"gpu_states": None}, "ds_slide.gpu_states is null; expected"),
     ({"share_weights": "yes"}, 'ds_slide.share_weights is "yes"; expected "auto", true or false'),
-    ({"hold_gradients": "yes"}, 'ds_slide.hold_gradients is "yes"; expected "auto", true or false'),
-    ({"hold_gradients": 0}, 'ds_slide.hold_gradients is 0; expected "auto", true or false'),
+    ({"defer_updates": "yes"}, 'ds_slide.defer_updates is "yes"; expected "auto", true or false'),
+    ({"defer_updates": 0}, 'ds_slide.defer_updates is 0; expected "auto", true or false'),
     ({"gradient_buffers": 1}, "ds_slide.gradient_buffers is 1; expected an integer from 2 to 4096"),
     ({"cpu_threads": 0}, 'ds_slide.cpu_threads is 0; expected "auto" or an integer from 1 to 4096'),
     ({"cpu_threads": "all"}, 'ds_slide.cpu_threads is "all"; expected "auto" or'),
@@ -193,7 +193,7 @@ WRONG = [
     ({"w" * 10**6: 3}, "is not a setting of DS-Slide"),
     ({"windw": 3}, "ds_slide.windw is not a setting of DS-Slide; did you mean ds_slide.window?"),
     ({"gpu_mem": "1GiB"}, "did you mean ds_slide.gpu_memory?"),
-    ({"hold_grads": True}, "did you mean ds_slide.hold_gradients?"),
+    ({"defer_update": True}, "did you mean ds_slide.defer_updates?"),
     ({"pin_cores": [1]}, "did you mean ds_slide.cpu_cores?"),
     ({"zzz": 1}, "ds_slide.zzz is not a setting of DS-Slide; the settings of ds_slide are enabled, window, gpu_memory"),
     ({"debug": {"sed": 1}}, "ds_slide.debug.sed is not a setting of DS-Slide; did you mean ds_slide.debug.seed?"),

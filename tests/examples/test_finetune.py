@@ -42,7 +42,7 @@ def test_logs_and_reports_each_step(finetune: Any, config: str) -> None:
         last = finished.log[-1]["slide"]
         assert last["bound_lane"] in LANES and last["lanes"].keys() == LANES
         assert 0 < last["bound_s"] <= last["step_s"]
-        # Two slots and the edges: less than the 12 MB of bf16 weights, or nothing slides.
+        # Two slots and the outer modules: less than the 12 MB of bf16 weights, or nothing slides.
         assert last["memory"]["gpu_bytes"] < 2 * last["memory"]["parameters"]
         assert "DS-Slide, " in finished.output and "bound by" in finished.output
 

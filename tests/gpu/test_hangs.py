@@ -107,7 +107,9 @@ def test_the_end_of_an_update_is_lost(two_ranks: Runs) -> None:
     ends = two_ranks("drop", {"gpu_states": 0})
     for code, log, _ in ends:
         assert code == 1, log[-3000:]
-    assert re.search(r"waits for the update of (edge|.*layers\.\d+)", " ".join(last_line(log) for _, log, _ in ends))
+    assert re.search(
+        r"waits for the update of (outer module|.*layers\.\d+)", " ".join(last_line(log) for _, log, _ in ends)
+    )
 
 
 @pytest.mark.parametrize("slide", PLACES, ids=str)

@@ -100,9 +100,9 @@ def pack(accumulate: bool) -> Work:
     from ds_slide.kernels.offload.gradient_pack import pack_gradients
 
     sources = [tensor(64, 48, gradient=False), tensor(77, gradient=False), tensor(128, 3, gradient=False)]
-    plane = torch.zeros(64 * 48 + 128 + 384, dtype=torch.bfloat16, device="cuda")
+    buffer = torch.zeros(64 * 48 + 128 + 384, dtype=torch.bfloat16, device="cuda")
     total = torch.zeros((), dtype=torch.float64, device="cuda")
-    return lambda: pack_gradients(sources, plane, [0, 3072, 3200], total, accumulate=accumulate)
+    return lambda: pack_gradients(sources, buffer, [0, 3072, 3200], total, accumulate=accumulate)
 
 
 def square_sum() -> Work:
@@ -113,13 +113,13 @@ def square_sum() -> Work:
 
 
 def adamw() -> Work:
-    from ds_slide.kernels.offload.adamw_planar import adamw_planar_
+    from ds_slide.kernels.offload.adamw_split import adamw_split_
     from ds_slide.optim.hyper import AdamWHyper
 
     weight, gradient = tensor(5003, gradient=False), tensor(5003, gradient=False)
     remainder = torch.zeros(5003, dtype=torch.int16, device="cuda")
     moments = torch.zeros(2, 5003, device="cuda").unbind()
-    return lambda: adamw_planar_(weight, remainder, *moments, gradient, AdamWHyper(lr=1e-3), 1.0)
+    return lambda: adamw_split_(weight, remainder, *moments, gradient, AdamWHyper(lr=1e-3), 1.0)
 
 
 WORKS: dict[str, Callable[[], Work]] = {
@@ -138,7 +138,7 @@ WORKS: dict[str, Callable[[], Work]] = {
     "pack_gradients": lambda: pack(accumulate=False),
     "pack_gradients, accumulating": lambda: pack(accumulate=True),
     "square_sum": square_sum,
-    "adamw_planar": adamw,
+    "adamw_split": adamw,
 }
 
 

@@ -108,7 +108,7 @@ ONE_RANK: dict[str, Run] = {
     "host, clipping, accumulation": Run(accumulation=4),
     "host, immediate": Run(clip=0.0),
     "host, immediate, accumulation": Run(clip=0.0, accumulation=4),
-    "host, held without clipping": Run({"hold_gradients": True}, clip=0.0),
+    "host, held without clipping": Run({"defer_updates": True}, clip=0.0),
     "host, window of 9": Run({"window": 9}, accumulation=4),
     "host, 2 threads, delays": Run({"cpu_threads": 2, "window": 3, **DELAYS}),
     "host, activation checkpointing": Run(checkpointing=True, clip=0.0),

@@ -20,7 +20,7 @@ import torch
 from ds_slide import _native
 from ds_slide.plan import allocations as names
 from ds_slide.plan.allocations import Allocation
-from ds_slide.store.ssd.places import PAGE
+from ds_slide.store.ssd.extents import PAGE
 
 SMALL = 1024
 """Bytes of a tensor that does not grow with the parameters, at most: norms and counters of each unit."""
@@ -113,7 +113,7 @@ class Counted:
 
 
 SLAB, POOL = _native.Slab, _native.Pool
-LEASED = (names.RECORD_BUFFERS, names.WEIGHT_BUFFERS, names.GRADIENT_BUFFER)
+LEASED = (names.CHUNK_BUFFERS, names.WEIGHT_BUFFERS, names.GRADIENT_BUFFER)
 
 
 @contextmanager
@@ -151,12 +151,12 @@ def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
     parts, gradients = runtime.parts, runtime.gradients
     for unit in runtime.units:
         state = unit.state
-        for plane, tensor in {"weight": state.weight, "gradient": state.gradient, **state.optimizer}.items():
+        for state_buffer, tensor in {"weight": state.weight, "gradient": state.gradient, **state.optimizer}.items():
             if tensor is not None:
-                found[names.plane_of(unit.name, plane)] = [tensor]
+                found[names.state_buffer_of(unit.name, state_buffer)] = [tensor]
         if unit.resident is not None and unit.resident is not state.weight:
             found[names.whole_weights_of(unit.name)] = [unit.resident]
-        ring = names.EDGE_RING if unit.spec.kind == "edge" else names.BLOCK_RING
+        ring = names.OUTER_RING if unit.spec.kind == "outer" else names.BLOCK_RING
         found[ring] = list(gradients._ring(unit)._free)
     found[names.SLOTS] = [] if parts.window is None else [slot.buffer for slot in parts.window.slots]
     found[names.STAGED] = [staging.packed for staging in gradients._stagings]
@@ -176,18 +176,18 @@ def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
 
 
 def places_of(unit: Any) -> dict[str, int]:
-    """Bytes on SSD, by name. The planes of a chunk, each in whole pages, make up its record."""
+    """Bytes on SSD, by name. The state buffers of a chunk, each in whole pages, make up the chunk."""
     ssd = unit.state.ssd
-    starts = [ssd.places.weight_offset, ssd.places.gradient_offset, *(chunk.offset for chunk in ssd.places.chunks)]
+    starts = [ssd.extents.weight_offset, ssd.extents.gradient_offset, *(chunk.offset for chunk in ssd.extents.chunks)]
     first = min(place for place in starts if place is not None)
     found = {}
     if ssd.has_weight:
-        found[names.plane_of(unit.name, "weight")] = ssd.places.weight_bytes
-    for spec in unit.state.specs if ssd.has_records else ():
-        spans = [chunk.span for chunk in ssd.places.chunks]
-        found[names.plane_of(unit.name, spec.name)] = sum(spec.nbytes(span.stop - span.start) for span in spans)
+        found[names.state_buffer_of(unit.name, "weight")] = ssd.extents.weight_bytes
+    for spec in unit.state.specs if ssd.has_chunks else ():
+        spans = [chunk.span for chunk in ssd.extents.chunks]
+        found[names.state_buffer_of(unit.name, spec.name)] = sum(spec.nbytes(span.stop - span.start) for span in spans)
     if ssd.has_gradient:
         numel = unit.layout.trainable_numel
-        found[names.plane_of(unit.name, "gradient")] = numel * ssd.gradient_dtype.itemsize
-    found[names.plane_of(unit.name, "padding")] = ssd.places.end - first - sum(found.values())
+        found[names.state_buffer_of(unit.name, "gradient")] = numel * ssd.gradient_dtype.itemsize
+    found[names.state_buffer_of(unit.name, "padding")] = ssd.extents.end - first - sum(found.values())
     return found

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ds_slide.optim.hyper import AdamWHyper
-from ds_slide.optim.reference import decode_planar, encode_planar, reference_update_
+from ds_slide.optim.reference import decode_split, encode_split, reference_update_
 
 deepspeed_logger.setLevel(logging.ERROR)
 
@@ -163,7 +163,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def half_up(masters: torch.Tensor) -> torch.Tensor:
     """The bf16 weights of fp32 masters. Torch's cast differs from it in ties (low half 0x8000) with an even upper half:
     it rounds half to even, by which masters could not be told from their weights and remainders."""
-    return encode_planar(masters)[0].view(torch.bfloat16)
+    return encode_split(masters)[0].view(torch.bfloat16)
 
 
 def exchanged(states: dict[str, dict[str, torch.Tensor]], *, to_stock: bool) -> dict[str, dict[str, torch.Tensor]]:
@@ -202,8 +202,8 @@ def to_bf16(model: nn.Module) -> nn.Module:
 
 
 class PlainAdamW:
-    """What the engine has to do, without one: global norm in fp64, fp32 masters of bf16 weights in two planes, each
-    parameter by itself through the reference update. A parameter without gradient counts as zero.
+    """What the engine has to do, without one: global norm in fp64, fp32 masters of bf16 weights in two state buffers,
+    each parameter by itself through the reference update. A parameter without gradient counts as zero.
 
     `gradient_dtype`: in which gradients are reduced. `hypers` of `step`: by parameter name, where they are not `hyper`,
     whose rule may be another than AdamW.
@@ -249,7 +249,7 @@ class PlainAdamW:
         states = {name: {"weight": p.detach()} for name, p in self.frozen.items()}
         for name, p in self.parameters.items():
             remainder, flat = self.remainder[name], p.detach().view(-1)
-            master = flat if remainder is None else decode_planar(flat.view(torch.int16), remainder)
+            master = flat if remainder is None else decode_split(flat.view(torch.int16), remainder)
             values = zip(("master", *self.hyper.rule.state_names), (master, *self.moments[name]), strict=True)
             states[name] = {"weight": p.detach(), **{key: value.view(p.shape) for key, value in values}}
         return states

@@ -39,7 +39,7 @@ RUNS = {
     ),
     "gathered-kept": ({"window": 9, "share_weights": False}, {"clip": 1.0, "accumulation": 2}),
     "gathered-gpu-states": ({"window": 2, "gpu_states": 900_000, "share_weights": False}, {"clip": 0.0}),
-    "ssd-records": ({"window": 2, "host_memory": 500_000, "share_weights": True}, {"clip": 1.0}),
+    "ssd-states": ({"window": 2, "host_memory": 500_000, "share_weights": True}, {"clip": 1.0}),
     "ssd-less-memory": ({"window": 2}, {"clip": 1.0}),
     "stock": (None, {"clip": 1.0}),
 }
@@ -112,7 +112,7 @@ def main(rank: int, folder: Path) -> None:
                 evaluates = name in ("clipping", "immediate") and rank == 1
                 result = trained(llama(seed=rank), config, data[rank::2], loss_of=Watched(data[0], evaluates))
             assert slide is None or bool(plan().placement.gradients_on_ssd) == (name == "ssd-gradients")
-            assert name != "ssd-less-memory" or plan().placement.records_on_ssd
+            assert name != "ssd-less-memory" or plan().placement.chunks_on_ssd
             results[name] = {"losses": result.losses, "norms": result.norms, "states": result.states}
         results["callers"] = dict(callers)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from forking import ONE_THREAD
-from hangups import heeds_hangups
+from hangups import heeds_signals
 
 HERE = Path(__file__).resolve().parent
 SHIM_SOURCE = HERE.parent / "store" / "fault_shim.c"
@@ -77,7 +77,7 @@ class Launcher:
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
-            preexec_fn=heeds_hangups,
+            preexec_fn=heeds_signals,
         )
         assert self._answer() == "ready"
 

@@ -162,22 +162,22 @@ class Run:
 
         replace_call(*attribute(name), count, before)
 
-    def at_record(self, which: int | str, *action: Any) -> None:
-        """Before the record number `which` of the coming update is written, or the "last" one, which ends the file."""
+    def at_chunk(self, which: int | str, *action: Any) -> None:
+        """Before the chunk number `which` of the coming update is written, or the "last" one, which ends the file."""
         ssd = [unit.state.ssd for unit in self.engine.optimizer.runtime.units if unit.state.ssd is not None]
-        last = max(chunk.offset for unit in ssd for chunk in unit.places.chunks)
+        last = max(chunk.offset for unit in ssd for chunk in unit.extents.chunks)
         owner = ssd_unit.SsdUnit
-        original, calls, done = owner.store_record, itertools.count(1), False
+        original, calls, done = owner.store_chunk, itertools.count(1), False
 
-        def store_record(unit: Any, index: int, *arguments: Any) -> None:
+        def store_chunk(unit: Any, index: int, *arguments: Any) -> None:
             nonlocal done
-            due = unit.places.chunks[index].offset == last if which == "last" else next(calls) == which
+            due = unit.extents.chunks[index].offset == last if which == "last" else next(calls) == which
             if due and not done:
                 done = True
                 self.act([list(action)])
             original(unit, index, *arguments)
 
-        setattr(owner, "store_record", store_record)  # noqa: B010
+        setattr(owner, "store_chunk", store_chunk)  # noqa: B010
 
     def kill(self, number: int) -> None:
         """This process, by signal `number`."""
@@ -216,7 +216,7 @@ class Run:
         runtime = self.engine.optimizer.runtime
         for unit in runtime.units:
             runtime.settle(unit)
-        chunks = runtime.blocks[block].state.ssd.places.chunks
+        chunks = runtime.blocks[block].state.ssd.extents.chunks
         extent, other = (damage.Extent(each.offset, each.nbytes) for each in (chunks[chunk], chunks[chunk - 1]))
         with damage.state_file_of(runtime.parts.ssd._store) as file:
             file.damage(kind, extent, other, file.read(other))

@@ -68,7 +68,7 @@ def check(config, model=None, client_optimizer=None, mpu=None):
         ds_config(bf16=None),
         ds_config(optimizer={"type": "Adam", "params": {"lr": 1e-3}}),
         ds_config(tensor_parallel={"autotp_size": 1}),
-        ds_config(slide={"hold_gradients": False}, gradient_clipping=0.0),
+        ds_config(slide={"defer_updates": False}, gradient_clipping=0.0),
     ],
     ids=json.dumps,
 )
@@ -179,8 +179,8 @@ CONFIGS = [
     (ds_config(sequence_parallel_size=2), "sequence_parallel_size is 2, but"),
     (ds_config({"pipeline_loading_checkpoint": True}), "zero_optimization.pipeline_loading_checkpoint is true, but"),
     (
-        ds_config(slide={"hold_gradients": False}, gradient_clipping=0.0, managed_gradient_accumulation=False),
-        "ds_slide.hold_gradients is false, but managed_gradient_accumulation is false,",
+        ds_config(slide={"defer_updates": False}, gradient_clipping=0.0, managed_gradient_accumulation=False),
+        "ds_slide.defer_updates is false, but managed_gradient_accumulation is false,",
     ),
     *(
         (
@@ -190,16 +190,16 @@ CONFIGS = [
         for name in ("sgd", "lamb", "adagrad", "muon", "NAdam")
     ),
     (
-        ds_config(slide={"hold_gradients": False}, gradient_clipping=1.0),
-        "ds_slide.hold_gradients is false, but gradient_clipping is 1.0,",
+        ds_config(slide={"defer_updates": False}, gradient_clipping=1.0),
+        "ds_slide.defer_updates is false, but gradient_clipping is 1.0,",
     ),
     (
-        ds_config(slide={"hold_gradients": False}, gradient_clipping=0.0, gradient_accumulation_steps=4),
-        "ds_slide.hold_gradients is false, but gradient_accumulation_steps is 4,",
+        ds_config(slide={"defer_updates": False}, gradient_clipping=0.0, gradient_accumulation_steps=4),
+        "ds_slide.defer_updates is false, but gradient_accumulation_steps is 4,",
     ),
     (
-        ds_config(slide={"hold_gradients": False}, gradient_clipping=0.0, bf16=None, fp16={"enabled": True}),
-        "ds_slide.hold_gradients is false, but fp16 can overflow,",
+        ds_config(slide={"defer_updates": False}, gradient_clipping=0.0, bf16=None, fp16={"enabled": True}),
+        "ds_slide.defer_updates is false, but fp16 can overflow,",
     ),
 ]
 
@@ -251,7 +251,7 @@ def test_refused_where_the_json_is_read(config, message):
     [
         {},
         {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "gradient_accumulation_steps": "auto"},
-        {"slide": {"hold_gradients": False}, "gradient_clipping": "auto", "fp16": {"enabled": "auto"}},
+        {"slide": {"defer_updates": False}, "gradient_clipping": "auto", "fp16": {"enabled": "auto"}},
         {"optimizer": {"type": "Lamb", "params": {"lr": "auto"}}},  # the script may bring its own
         {"optimizer": None},
     ],
@@ -510,8 +510,8 @@ class TestConstructorArguments:
         self.check(bf16, communication_data_type=fp32, gradient_accumulation_dtype=fp32)
 
     def test_fp16_and_unheld_gradients(self):
-        message = self.refused(dtype=torch.float16, slide={"hold_gradients": False})
-        assert message.startswith("ds_slide.hold_gradients is false, but fp16 can overflow, so that")
+        message = self.refused(dtype=torch.float16, slide={"defer_updates": False})
+        assert message.startswith("ds_slide.defer_updates is false, but fp16 can overflow, so that")
 
     def test_optimizer(self):
         model = nn.Linear(2, 2).bfloat16()

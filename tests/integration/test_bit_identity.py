@@ -14,8 +14,8 @@ from torch import nn
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 STEPS = 3
-# The first unit on the GPU is the edge of 33 thousand parameters (12 bytes each there), then 45 thousand by block
-# (14 bytes): this is room for the edge and two blocks of six.
+# The first unit on the GPU is the outer module of 33 thousand parameters (12 bytes each there), then 45 thousand by
+# block (14 bytes): this is room for the outer module and two blocks of six.
 SOME_STATES = 1_800_000
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ def test_placement_changes_no_bit(schedule: Schedule, slide: dict[str, Any]) -> 
 
 def test_holding_gradients_changes_no_bit() -> None:
     immediate = SCHEDULES["immediate"]
-    assert differences(run(immediate, {"hold_gradients": True}), reference(immediate)) == []
+    assert differences(run(immediate, {"defer_updates": True}), reference(immediate)) == []
 
 
 @pytest.mark.parametrize("schedule", [SCHEDULES["clipping"], SCHEDULES["immediate"]], ids=["clipping", "immediate"])

@@ -279,9 +279,9 @@ def test_saving_between_backward_and_step(tmp_path):
     with CASES["no_clipping"].engine(0) as engine:
         engine.backward(engine(**batch).loss)
         # The updates are under way: masters of this step beside the step count of the last.
-        with pytest.raises(SlideError, match=r"a checkpoint between .*engine\.step\(\) first.*hold_gradients"):
+        with pytest.raises(SlideError, match=r"a checkpoint between .*engine\.step\(\) first.*defer_updates"):
             engine.save_checkpoint(tmp_path)
-        with pytest.raises(SlideError, match=r"a checkpoint between .*engine\.step\(\) first.*hold_gradients"):
+        with pytest.raises(SlideError, match=r"a checkpoint between .*engine\.step\(\) first.*defer_updates"):
             engine.load_checkpoint(tmp_path)
         engine.step()
         engine.save_checkpoint(tmp_path)
@@ -294,7 +294,7 @@ def test_another_sub_group_size_is_refused(runs):
 
 
 def test_loading_renews_what_is_on_the_gpu(tmp_path):
-    """An evaluation after loading sees the loaded weights, in the window as well as in the edges."""
+    """An evaluation after loading sees the loaded weights, in the window as well as in the outer modules."""
     case = CASES["clipping"]
     batch = batches(1)[0]
     with case.engine(0) as engine:

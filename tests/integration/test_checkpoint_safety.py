@@ -23,7 +23,7 @@ from torch import nn
 from ds_slide.checkpoint import archive, publish
 from ds_slide.checkpoint.manifest import NAME as MANIFEST
 from ds_slide.checkpoint.pickle_writer import Planned
-from ds_slide.checkpoint.planes import read_weights
+from ds_slide.checkpoint.state_buffers import read_weights
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.integration import checkpoint_save
 from ds_slide.integration.checkpoint import attach
@@ -78,7 +78,7 @@ def leftovers(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
-def copied_planes(engine: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+def copied_state_buffers(engine: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """The planned state and the frozen weights, read from ordinary memory: a forked child does not have the slabs."""
 
     def copied(value: Any) -> Any:
@@ -99,7 +99,7 @@ def copied_planes(engine: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 def killed_while_saving(engine: Any, folder: Path, tag: str, prepare: Callable[[Callable[[], None]], None]) -> None:
     """Save in a forked child that kills itself with SIGKILL. `prepare` is given that deed, and places it."""
-    state, weights = copied_planes(engine)
+    state, weights = copied_state_buffers(engine)
     child = os.fork()
     if child == 0:
         try:

@@ -350,7 +350,7 @@ def test_backward_without_step_accumulates(clip: float, states: int | str) -> No
         pair.finish()
         pair.step(batches(1)[0])
 
-    side_by_side(toy(), use, clip, {"hold_gradients": True, "gpu_states": states})
+    side_by_side(toy(), use, clip, {"defer_updates": True, "gpu_states": states})
 
 
 def test_forward_without_step_is_refused_when_updates_are_under_way() -> None:
@@ -358,7 +358,7 @@ def test_forward_without_step_is_refused_when_updates_are_under_way() -> None:
         first, second = batches(2)
         engine.backward(engine(**first))
         with pytest.raises(
-            SlideError, match=r'call engine\.step\(\) first, or set "ds_slide": {"hold_gradients": true}'
+            SlideError, match=r'call engine\.step\(\) first, or set "ds_slide": {"defer_updates": true}'
         ):
             engine(**second)
         engine.step()
@@ -513,11 +513,11 @@ def test_a_failed_lane_ends_the_run(clip: float, lane: str) -> None:
         data = batches(3)
         engine.backward(engine(**data[0]))
         engine.step()
-        lanes = engine.optimizer.runtime.parts.lanes
+        workers = engine.optimizer.runtime.parts.workers
         if lane == "update":
-            lanes.update.submit(0, PASSED, fail)
+            workers.update.submit(0, PASSED, fail)
         else:
-            getattr(lanes, lane).submit(fail)
+            getattr(workers, lane).submit(fail)
         with pytest.raises(SlideError, match=f"the {lane} lane stopped with OSError: the disk is gone; .* checkpoint"):
             for batch in data[1:]:
                 engine.backward(engine(**batch))

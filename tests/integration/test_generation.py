@@ -28,7 +28,7 @@ from harness import (
 )
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.transfers.handoff import Ticket
+from ds_slide.runtime.transfers.handoff import Future
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -145,7 +145,7 @@ def test_reading_a_weight_waits_for_the_update_of_its_block_alone() -> None:
         train(engine, batches(1))
         runtime = engine.optimizer.runtime
         last = runtime.blocks[-1]
-        updated, last.updated = last.updated, Ticket(runtime.parts.failures, "an update that is held back")
+        updated, last.updated = last.updated, Future(runtime.parts.failures, "an update that is held back")
         late = {id(parameter) for parameter in last.parameters}
         read = 0
         for parameter in model.parameters():

@@ -68,7 +68,7 @@ def test_a_completion_of_the_disk_is_dropped(launcher: Launcher, disk: Path) -> 
         sentence,
         "nothing has come forward for",
         "MainThread waits for",
-        r"ds_slide-h2d( of edges)? waits for",
+        r"ds_slide-h2d( of outer modules)? waits for",
         "hang_timeout",
     )
     assert run.result["broken"] == "read"
@@ -95,7 +95,7 @@ def test_a_completion_is_dropped_on_one_rank(launcher: Launcher, disk: Path) -> 
     first, second = (sentence_of(run) for run in runs)
     check(second, "waits for")
     check(first, "rank 1", "waits for|has ended")
-    check(first + second, "MainThread waits for", r"ds_slide-h2d( of edges)? waits for")
+    check(first + second, "MainThread waits for", r"ds_slide-h2d( of outer modules)? waits for")
     assert not list(disk.iterdir())
 
 

@@ -85,7 +85,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "delays": {"debug": {"lane_delay_ms": 2.0, "seed": 1}},
     "the first states on the GPU": {"gpu_states": 30_000},
     "all states on the GPU": {"gpu_states": "1GiB"},
-    "held": {"hold_gradients": True},
+    "held": {"defer_updates": True},
 }
 
 

@@ -81,9 +81,9 @@ def test_a_coalesced_reduction_follows_stock() -> None:
 
 def test_a_coalesced_reduction_needs_held_gradients() -> None:
     with engine_for(llama(), ds_config({}, clip=0.0)) as engine:
-        refusal = pytest.raises(SlideError, match=r'^engine.coalesce_grad_reduction\(\) .* {"hold_gradients": true}')
+        refusal = pytest.raises(SlideError, match=r'^engine.coalesce_grad_reduction\(\) .* {"defer_updates": true}')
         with refusal, engine.coalesce_grad_reduction():
             pass
         train(engine, batches(2))  # the engine is as it was
-    held = coalesced({"hold_gradients": True}, clip=0.0)
+    held = coalesced({"defer_updates": True}, clip=0.0)
     assert held.losses == pytest.approx(coalesced(None, clip=0.0).losses, abs=TOLERANCE)

@@ -73,7 +73,7 @@ def test_masters(clip: float, accumulation: int) -> None:
 @by_schedule
 def test_first_gradients_are_equal_to_the_bit(clip: float, accumulation: int) -> None:
     gradients = []
-    for slide in (None, {"hold_gradients": True}):
+    for slide in (None, {"defer_updates": True}):
         own = model()
         with engine_for(own, ds_config(slide, clip=clip, accumulation=accumulation)) as engine:
             for batch in batches(accumulation):

@@ -25,7 +25,7 @@ SAME_BITS = {
     "gathered-immediate": "immediate",
     "gathered-kept": "accumulation",
     "gathered-gpu-states": "immediate",
-    "ssd-records": "clipping",
+    "ssd-states": "clipping",
     "ssd-less-memory": "clipping",
 }
 SLIDE_RUNS = ["clipping", "immediate", "accumulation", *SAME_BITS]

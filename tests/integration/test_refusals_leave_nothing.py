@@ -95,7 +95,7 @@ VALUES: dict[str, Any] = {
     "io_backend": ["auto", "io_uring", "libaio", "threads"],
     "gpu_states": [0, 1, "1MiB", 2**62, "auto"],
     "share_weights": [True, False, "auto"],
-    "hold_gradients": [True, False, "auto"],
+    "defer_updates": [True, False, "auto"],
     "gradient_buffers": [2, 64],
     "cpu_threads": [1, 2, 65, 5000],
     "cpu_cores": ["auto", "none", [0], [0, 0], [1023], [10**20]],

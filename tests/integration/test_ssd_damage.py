@@ -34,8 +34,8 @@ def ssd_config(folder: Path, slide: dict[str, Any] | None = None, **others: Any)
 
 
 def extent_of(kind: str, engine: Any, block: int) -> Extent:
-    places = engine.optimizer.runtime.blocks[block].state.ssd.places
-    if kind == "record":
+    places = engine.optimizer.runtime.blocks[block].state.ssd.extents
+    if kind == "chunk":
         return Extent(places.chunks[CHUNK].offset, places.chunks[CHUNK].nbytes)
     if kind == "weights":
         return Extent(places.weight_offset, places.weight_pages)
@@ -43,7 +43,7 @@ def extent_of(kind: str, engine: Any, block: int) -> Extent:
 
 
 NAMES = {
-    "record": rf"chunk {CHUNK} of the optimizer states of model\.layers\.({BLOCK}|{OTHER})",
+    "chunk": rf"chunk {CHUNK} of the optimizer states of model\.layers\.({BLOCK}|{OTHER})",
     "weights": rf"the weights of model\.layers\.({BLOCK}|{OTHER})",
     "gradient": rf"the held gradient of model\.layers\.({BLOCK}|{OTHER})",
 }
@@ -55,7 +55,7 @@ def settle(engine: Any) -> None:
     for _ in range(2):  # what is on its way up may be read between the first round and the end of the lane
         for unit in runtime.units:
             runtime.settle(unit)
-        runtime.parts.lanes.h2d.drain()
+        runtime.parts.workers.h2d.drain()
     assert runtime.parts.ssd.statistics()["unfinished"] == 0
 
 
@@ -81,7 +81,7 @@ def check_end(engine: Any, raised: BaseException, folder: Path, what: str) -> No
 
 # Where the damage is done: (clipping, micro-batches a step, the calls of the step that come before it).
 MOMENTS = {
-    "record": [(1.0, 1, 0), (0.0, 1, 1)],
+    "chunk": [(1.0, 1, 0), (0.0, 1, 1)],
     "weights": [(1.0, 1, 0), (1.0, 1, 1)],
     "gradient": [(1.0, 1, 2), (1.0, 2, 3)],
 }
@@ -141,9 +141,9 @@ def test_a_checkpoint_of_damaged_states_is_not_saved(tmp_path: Path) -> None:
         train(engine, batches(1))
         settle(engine)
         with file_of(engine) as file:
-            extent = extent_of("record", engine, BLOCK)
+            extent = extent_of("chunk", engine, BLOCK)
             file.damage("byte flipped", extent, extent, b"")
-        with pytest.raises(SlideError, match=rf"other bytes at offset .* \({NAMES['record']}\)"):
+        with pytest.raises(SlideError, match=rf"other bytes at offset .* \({NAMES['chunk']}\)"):
             engine.save_checkpoint(saves, "tag")
         with pytest.raises(SlideError, match="the ssd lane stopped"):
             train(engine, batches(1))

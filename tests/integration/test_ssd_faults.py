@@ -241,7 +241,7 @@ def test_two_runs_in_one_missing_directory(launcher: Launcher, whole: Any, disk:
 
 # ---- the state file ------------------------------------------------------------------------------------------------
 
-WRITE = "ds_slide.store.ssd.unit:SsdUnit.store_record"
+WRITE = "ds_slide.store.ssd.unit:SsdUnit.store_chunk"
 
 
 CUTS = list(itertools.product((1.0, 0.0), (0, 3_000_000), (5, "last")))
@@ -256,7 +256,7 @@ def test_a_state_file_that_is_cut_is_an_error(
     launcher: Launcher, disk: Path, clip: float, nbytes: int, count: int | str
 ) -> None:
     """Never zeros in place of states: also not when a write gives the file its length back, with a hole before it."""
-    cut = ["at_record", count, "truncate", nbytes]
+    cut = ["at_chunk", count, "truncate", nbytes]
     slide = {"ssd_buffers": 2, "weight_buffers": 2}
     run = launcher.begin(start(disk, slide, clip=clip), ["train", 1], cut, ["train", STEPS])
     check_failure(run, disk, f"{disk}/{UNNAMED}", "the file ends at byte|because something else has cut it")

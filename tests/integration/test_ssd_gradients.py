@@ -22,7 +22,7 @@ from ds_slide.store.ssd.store import SsdStore
 CHUNK_NUMEL = 4096
 BLOCKS = 6
 STEPS = 3
-EDGE, EARLY, LATE = (
+OUTER, EARLY, LATE = (
     "model.embed_tokens.weight",
     "model.layers.0.mlp.up_proj.weight",
     "model.layers.5.self_attn.q_proj.weight",
@@ -117,13 +117,15 @@ def test_gradients_can_be_read_and_written(tmp_path: Path) -> None:
         parameters, data, result = dict(engine.module.named_parameters()), batches(2 * accumulation), Result()
 
         def read(moment: str) -> None:
-            result.states[moment] = {name: safe_get_full_grad(parameters[name]).clone() for name in (EDGE, EARLY, LATE)}
+            result.states[moment] = {
+                name: safe_get_full_grad(parameters[name]).clone() for name in (OUTER, EARLY, LATE)
+            }
 
         for number, batch in enumerate(data):
             engine.backward(engine(**batch).loss)
             read(f"after backward {number}")
             if number == 1:
-                for name in (EDGE, LATE):
+                for name in (OUTER, LATE):
                     safe_set_full_grad(parameters[name], safe_get_full_grad(parameters[name]) * 3)
                 read("after it was set")
             engine.step()

@@ -163,7 +163,7 @@ def test_the_disk_goes_on_between_two_steps(ssd_config: Callable[..., dict[str, 
     """When a step's last update has ended, what the next step's first one needs is read before anybody asks."""
     with engine_for(llama(), ssd_config(ALL | {"ssd_buffers": 2}, clip=clip)) as engine:
         runtime = engine.optimizer.runtime
-        records = runtime.parts.ssd.records
+        chunks = runtime.parts.ssd.chunks
         order = _update_order(runtime.units, under_backward=not clip)
         assert len(order) > 4 * 2, "with a buffer for each nothing would have to be read again"
         train(engine, batches(2))
@@ -171,11 +171,11 @@ def test_the_disk_goes_on_between_two_steps(ssd_config: Callable[..., dict[str, 
             unit.updated.synchronize()
 
         def is_there() -> bool:
-            entry = records._entries.get(order[0])
+            entry = chunks._entries.get(order[0])
             return entry is not None and not entry.loading
 
-        with records._changed:
-            assert records._changed.wait_for(is_there, timeout=60)
+        with chunks._changed:
+            assert chunks._changed.wait_for(is_there, timeout=60)
 
 
 def test_states_can_be_read_and_written_between_steps(ssd_config: Callable[..., dict[str, Any]]) -> None:

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 DELAYED = {"window": 2, "debug": {"lane_delay_ms": 2.0, "seed": 5}}
 GatheredParameters = deepspeed.zero.GatheredParameters
-BLOCK, EDGE = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
+BLOCK, OUTER = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
 
 
 def engine_of(seed: int = 0, *, stock: bool = False, clip: float = 1.0, accumulation: int = 1, **slide: Any) -> Any:
@@ -86,8 +86,8 @@ def test_states_after_a_step_are_the_updated_ones(clip):
         engine.optimizer.checkpoint_event_epilogue()
         late = result_of(engine)
     assert differences(early, late) == []
-    assert all(early.states[name]["exp_avg"].any() for name in (BLOCK, EDGE))
-    assert all(not same_bits(early.states[name]["master"], before[name]["master"]) for name in (BLOCK, EDGE))
+    assert all(early.states[name]["exp_avg"].any() for name in (BLOCK, OUTER))
+    assert all(not same_bits(early.states[name]["master"], before[name]["master"]) for name in (BLOCK, OUTER))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -236,7 +236,7 @@ def test_a_state_that_is_read_is_a_copy():
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 def test_gathered_parameters_that_are_written_are_kept(clip):
     """Written right after a step, while its updates are pending: some elements of several parameters of one unit."""
-    names = [BLOCK, "model.layers.1.input_layernorm.weight", EDGE, "lm_head.weight"]
+    names = [BLOCK, "model.layers.1.input_layernorm.weight", OUTER, "lm_head.weight"]
 
     def written(gather: bool) -> Result:
         with engine_of(clip=clip) as engine:
@@ -276,24 +276,24 @@ def test_gathered_parameters_are_the_updated_weights():
 
 def test_without_held_gradients_nothing_can_be_read_before_the_step():
     with engine_of(clip=0.0) as engine:
-        parameters = [dict(engine.module.named_parameters())[name] for name in (BLOCK, EDGE)]
+        parameters = [dict(engine.module.named_parameters())[name] for name in (BLOCK, OUTER)]
         backward(engine, batches(1)[0])
         for parameter in parameters:
-            with pytest.raises(SlideError, match=r"gradient needs the gradients between .*hold_gradients"):
+            with pytest.raises(SlideError, match=r"gradient needs the gradients between .*defer_updates"):
                 safe_get_full_grad(parameter)
-            with pytest.raises(SlideError, match=r"reading a state between backward\(\) and step\(\).*hold_gradients"):
+            with pytest.raises(SlideError, match=r"reading a state between backward\(\) and step\(\).*defer_updates"):
                 safe_get_full_fp32_param(parameter)
-            with pytest.raises(SlideError, match=r"writing a state between backward\(\) and step\(\).*hold_gradients"):
+            with pytest.raises(SlideError, match=r"writing a state between backward\(\) and step\(\).*defer_updates"):
                 safe_set_full_optimizer_state(parameter, torch.zeros(parameter.ds_shape), "exp_avg")
             with (
-                pytest.raises(SlideError, match=r"gathering a parameter between .*hold_gradients"),
+                pytest.raises(SlideError, match=r"gathering a parameter between .*defer_updates"),
                 GatheredParameters([parameter]),
             ):
                 pass
         engine.step()
         assert all(safe_get_full_fp32_param(parameter) is not None for parameter in parameters)
         train(engine, batches(1))  # what was refused has left nothing behind
-    with engine_of(clip=0.0, hold_gradients=True) as engine:
+    with engine_of(clip=0.0, defer_updates=True) as engine:
         backward(engine, batches(1)[0])
         assert all(gradient.any() for gradient in gradients_of(engine.module).values())
 
@@ -320,7 +320,7 @@ def test_frozen_parameters_have_no_states():
 
 def test_wrong_requests_are_named():
     with engine_of() as engine:
-        parameter = dict(engine.module.named_parameters())[EDGE]
+        parameter = dict(engine.module.named_parameters())[OUTER]
         with pytest.raises(SlideError, match=r"no optimizer state 'momentum'; AdamW has exp_avg and exp_avg_sq"):
             safe_get_full_optimizer_state(parameter, "momentum")
         with pytest.raises(SlideError, match=r"model.norm.weight has 64 elements, but the value given has 63"):

@@ -24,7 +24,7 @@ from ds_slide.runtime.weights import rows
 pytestmark = pytest.mark.usefixtures("one_rank", "many_chunks")
 
 STEPS = 3
-# Seven chunks of the head's 256 rows, the last one short, and no whole number of them in a span or in an SSD record.
+# Seven chunks of the head's 256 rows, the last one short, and no whole number of them in a span or in an SSD chunk.
 CHUNK_ROWS = 40
 STREAM = {"stream_head": True}
 SCHEDULES = {"clipping": (1.0, 1), "immediate": (0.0, 1), "accumulation": (0.0, 3), "both": (1.0, 2)}
@@ -92,7 +92,7 @@ def test_states_on_ssd_change_no_bit(schedule: Schedule, delay: float, tmp_path:
 
 def test_holding_gradients_changes_no_bit() -> None:
     immediate = SCHEDULES["immediate"]
-    assert differences(run(immediate, {**STREAM, "hold_gradients": True}), streamed(immediate)) == []
+    assert differences(run(immediate, {**STREAM, "defer_updates": True}), streamed(immediate)) == []
 
 
 def test_fp16_with_an_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_evaluation_and_generation_use_the_new_weights() -> None:
 
 
 def test_reading_and_writing_the_weight_and_its_gradient() -> None:
-    with engine_for(llama(), ds_config({**STREAM, "hold_gradients": True})) as engine:
+    with engine_for(llama(), ds_config({**STREAM, "defer_updates": True})) as engine:
         weight = engine.module.lm_head.weight
         assert weight.numel() == 0
         engine.backward(engine(**batches(1)[0]).loss)

@@ -29,7 +29,7 @@ from harness import (
 )
 from torch import nn
 
-from ds_slide.checkpoint.planes import MASTER
+from ds_slide.checkpoint.state_buffers import MASTER
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.integration.bare_optimizers import without_kernels
 from ds_slide.integration.contract import optimizer_choice_problems, optimizer_problems
@@ -127,7 +127,7 @@ def test_no_tier_changes_a_bit(name: str, clip: float, tmp_path: Path, monkeypat
     assert differences(trained(name, config), in_host_memory(name, clip)) == []
 
 
-def test_a_unit_without_any_optimizer_plane_trains_from_ssd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_without_any_optimizer_buffer_trains_from_ssd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32 weights under SGD without momentum: their chunks on SSD hold nothing."""
     monkeypatch.setattr("ds_slide.plan.ssd_settings.CHUNK_NUMEL", 4096)
     on_ssd = CASES["sgd"].config({"window": 2, "host_memory": 0}, bf16=None)

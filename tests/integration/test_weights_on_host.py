@@ -1,4 +1,4 @@
-"""A model that the script built without `deepspeed.zero.Init` reaches its planes without a whole copy elsewhere.
+"""A model that the script built without `deepspeed.zero.Init` reaches its state buffers without a whole copy elsewhere.
 
 Here the device "meta" stands for the accelerator, which is the processor itself; what the GPU holds meanwhile is judged
 on one, in tests/gpu/test_bits.py.

@@ -23,7 +23,7 @@ def room_for_gradients_of(blocks: int | None) -> Iterator[Callable[[], Plan]]:
     def tight(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan:
         if needs.ssd is not None and blocks is not None:
             least = Plan.of(units, needs, place_on_host(units, needs, frozenset(), 0, 0)).host_bytes
-            size = max(unit.layout.trainable_numel for unit in units if not unit.is_edge) * needs.held_bytes
+            size = max(unit.layout.trainable_numel for unit in units if not unit.is_outer) * needs.held_bytes
             free = int((least + blocks * size) / USABLE_SHARE) + 2
             # As on a GPU: what the accelerator computes in is not a part of it.
             budgets = replace(budgets, host_free=free, gpu_is_own=True)

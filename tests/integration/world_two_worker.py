@@ -171,8 +171,8 @@ def access(rank: int, folder: Path, data: list[torch.Tensor]) -> Seen:
                 for parameter in parameters:
                     parameter.data.view(-1)[::2] = 0.5
         seen["gathered"] = states_of(engine.module)
-        block, edge = engine.module.layers[0].down.weight, engine.module.norm.bias
-        for parameter in (block, edge):
+        block, outer_unit = engine.module.layers[0].down.weight, engine.module.norm.bias
+        for parameter in (block, outer_unit):
             safe_set_full_fp32_param(parameter, torch.full(tuple(parameter.ds_shape), 0.3))
             seen[f"set {tuple(parameter.ds_shape)}"] = safe_get_full_fp32_param(parameter).clone()
         local = safe_get_local_fp32_param(block)

@@ -1,6 +1,6 @@
 """Nothing hangs: the hand-over protocol under many schedules.
 
-The classes of `ds_slide.runtime` themselves (window, lanes, tickets, rings, caches, updates) are built by
+The classes of `ds_slide.runtime` themselves (window, lanes, futures, rings, caches, updates) are built by
 `build_runtime` with two to ten blocks of 128 parameters, and driven by the calls that hooks and facade make. From
 outside, `threading`, `queue`, `time` and `atexit` in the modules of the engine are replaced by stand-ins (`patching`),
 the SSD store by one whose transfers complete in any order (`disk`), `torch.distributed` by collectives between the

@@ -8,7 +8,7 @@ from dataclasses import replace
 from liveness.tiny import Configuration
 from liveness.weights import HAS_SHARED_WEIGHTS
 
-HANG_1 = Configuration("everything on SSD, 3 slots", slots=3, record_buffers=3, checkpointing=True, steps=3)
+HANG_1 = Configuration("everything on SSD, 3 slots", slots=3, chunk_buffers=3, checkpointing=True, steps=3)
 """As the engine once hung: held gradients, three blocks, two weight buffers, activation checkpointing."""
 
 _MEMORY = Configuration("in memory", blocks=2, steps=2).in_memory()
@@ -16,7 +16,7 @@ _MEMORY = Configuration("in memory", blocks=2, steps=2).in_memory()
 EXHAUSTIVE = [
     replace(_MEMORY, name="in memory, held"),
     replace(_MEMORY, name="in memory, under backward", held=False, steps=1),
-    replace(_MEMORY, name="in memory, an edge", edges=1, steps=1),
+    replace(_MEMORY, name="in memory, an outer module", outer_units=1, steps=1),
     replace(_MEMORY, name="in memory, accumulation", accumulation=2, steps=1),
     Configuration("one step on SSD", blocks=2, steps=1),
     Configuration("one step on SSD, under backward", blocks=2, steps=1, held=False),
@@ -28,21 +28,27 @@ ON_SSD = [
     Configuration("everything on SSD, 2 slots, inference", steps=2, inference=True),
     Configuration("everything on SSD, under backward", held=False),
     Configuration("everything on SSD, accumulation", slots=3, accumulation=2, steps=3),
-    Configuration("everything on SSD, 2 records a block", chunks=2, checkpointing=True),
+    Configuration("everything on SSD, 2 chunks a block", chunks=2, checkpointing=True),
     Configuration("4 blocks, 3 weight buffers, inference", blocks=4, weight_buffers=3, inference=True, steps=3),
-    Configuration("records only on SSD", weights_on_ssd=False, chunks=2),
-    Configuration("records only on SSD, under backward", weights_on_ssd=False, chunks=2, held=False),
-    Configuration("weights only on SSD", records_on_ssd=False),
-    Configuration("edges with records on SSD", blocks=2, edges=2, edge_records_on_ssd=True),
-    Configuration("edges with records on SSD, under backward", blocks=2, edges=2, edge_records_on_ssd=True, held=False),
+    Configuration("states only on SSD", weights_on_ssd=False, chunks=2),
+    Configuration("states only on SSD, under backward", weights_on_ssd=False, chunks=2, held=False),
+    Configuration("weights only on SSD", chunks_on_ssd=False),
+    Configuration("outer modules with states on SSD", blocks=2, outer_units=2, outer_chunks_on_ssd=True),
+    Configuration(
+        "outer modules with states on SSD, under backward",
+        blocks=2,
+        outer_units=2,
+        outer_chunks_on_ssd=True,
+        held=False,
+    ),
     Configuration("gradients on SSD", gradients_on_ssd=True, inference=True),
     Configuration("gradients on SSD, accumulation", blocks=2, gradients_on_ssd=True, accumulation=2),
     Configuration("every other block on SSD", blocks=4, only=(1, 3), inference=True),
     Configuration("a block's states read between steps", between="one", held=False),
-    Configuration("checkpoints between steps", edges=1, between="all"),
-    Configuration("checkpoints between steps, under backward", edges=1, between="all", held=False),
+    Configuration("checkpoints between steps", outer_units=1, between="all"),
+    Configuration("checkpoints between steps, under backward", outer_units=1, between="all", held=False),
     Configuration("skipped steps", between="overflow"),
-    Configuration("closed while updates are under way", edges=1, ending="close"),
+    Configuration("closed while updates are under way", outer_units=1, ending="close"),
     Configuration("closed while updates are under way, under backward", held=False, ending="close"),
 ]
 
@@ -50,11 +56,11 @@ DEFAULTS = [
     Configuration(
         f"default buffers, {blocks} blocks, {'held' if held else 'under backward'}",
         blocks=blocks,
-        edges=2,
-        edge_records_on_ssd=True,
+        outer_units=2,
+        outer_chunks_on_ssd=True,
         slots=3,
         weight_buffers=7,
-        record_buffers=16,
+        chunk_buffers=16,
         gradient_buffers=4,
         held=held,
         inference=True,
@@ -64,7 +70,7 @@ DEFAULTS = [
 ]
 """With as many buffers as there are if nobody asks for another number."""
 
-_TWO = Configuration("", ranks=2, blocks=2, edges=1)
+_TWO = Configuration("", ranks=2, blocks=2, outer_units=1)
 
 TWO_RANKS = [
     replace(_TWO.in_memory(), name="two ranks in memory"),
@@ -97,13 +103,13 @@ SHARED = [
         only_rank_0_infers=True,
     ),
     replace(_SHARED.in_memory(), name="shared weights, checkpoints between steps", shared=True, between="all"),
-    replace(_SHARED, name="shared weights, records on SSD", weights_on_ssd=False),
-    replace(_SHARED, name="shared weights, records on SSD, under backward", weights_on_ssd=False, held=False),
+    replace(_SHARED, name="shared weights, states on SSD", weights_on_ssd=False),
+    replace(_SHARED, name="shared weights, states on SSD, under backward", weights_on_ssd=False, held=False),
     replace(_SHARED, name="shared weights, one block's on SSD", blocks=3, only=(2,)),
     replace(_SHARED.in_memory(), name="shared weights, closed", shared=True, ending="close"),
     replace(_SHARED.in_memory(), name="shared weights, one rank closes", shared=True, ending="one closes"),
-    replace(_SHARED, name="shared weights, records on SSD, closed", weights_on_ssd=False, ending="close"),
-    replace(_SHARED, name="shared weights, records on SSD, one rank closes", weights_on_ssd=False, ending="one closes"),
+    replace(_SHARED, name="shared weights, states on SSD, closed", weights_on_ssd=False, ending="close"),
+    replace(_SHARED, name="shared weights, states on SSD, one rank closes", weights_on_ssd=False, ending="one closes"),
 ]
 """Two ranks that read each other's weights. Those of blocks on SSD are gathered."""
 if not HAS_SHARED_WEIGHTS:
@@ -117,7 +123,7 @@ BESIDE = [
         replace(_TWO.in_memory(), name="two GPUs, one queue of collectives each", one_at_a_time=True),
         replace(_TWO.in_memory(), name="two ranks in memory, closed", ending="close"),
         replace(_SHARED.in_memory(), name="shared weights", shared=True),
-        replace(_SHARED, name="shared weights, records on SSD, closed", weights_on_ssd=False, ending="close"),
+        replace(_SHARED, name="shared weights, states on SSD, closed", weights_on_ssd=False, ending="close"),
     )
 ]
 """Two engines, one of which trains."""

@@ -175,10 +175,10 @@ def names_of(units: Sequence[Any]) -> Callable[[int], str]:
     for unit in units:
         if unit.state.ssd is None:
             continue
-        places = unit.state.ssd.places
+        places = unit.state.ssd.extents
         if places.weight_offset is not None:
             starts.append((places.weight_offset, f"weight of {unit.name}"))
-        starts += [(chunk.offset, f"record {index} of {unit.name}") for index, chunk in enumerate(places.chunks)]
+        starts += [(chunk.offset, f"chunk {index} of {unit.name}") for index, chunk in enumerate(places.chunks)]
         if places.gradient_offset is not None:
             starts.append((places.gradient_offset, f"gradient of {unit.name}"))
     starts.sort()

@@ -15,7 +15,7 @@ from liveness.scheduler import LogicalThread, active
 
 Place = tuple[Any, ...]
 FRAMES_OF_A_PLACE = 3
-"""A ticket is made by one of a few lines of its class; who made the ticket is told by the frames around."""
+"""A future is made by one of a few lines of its class; who made the future is told by the frames around."""
 
 
 class Sharing:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from liveness.scheduler import Choice, Scheduler
 
-LANES = ("compute", "ds_slide-h2d", "ds_slide-h2d of edges", "ds_slide-d2h", "ds_slide-update", "ds_slide-ssd")
+LANES = ("compute", "ds_slide-h2d", "ds_slide-h2d of outer modules", "ds_slide-d2h", "ds_slide-update", "ds_slide-ssd")
 ORDERS: dict[str, tuple[str, ...]] = {
     # Each is the order of a machine on which one thing is slow.
-    "slow disk": ("compute", "d2h", "update", "h2d of edges", "h2d", "ssd"),
-    "slow compute": ("ssd", "update", "d2h", "h2d of edges", "h2d", "compute"),
-    "slow update": ("compute", "ssd", "d2h", "h2d of edges", "h2d", "update"),
-    "slow copies": ("compute", "ssd", "update", "h2d of edges", "d2h", "h2d"),
+    "slow disk": ("compute", "d2h", "update", "h2d of outer modules", "h2d", "ssd"),
+    "slow compute": ("ssd", "update", "d2h", "h2d of outer modules", "h2d", "compute"),
+    "slow update": ("compute", "ssd", "d2h", "h2d of outer modules", "h2d", "update"),
+    "slow copies": ("compute", "ssd", "update", "h2d of outer modules", "d2h", "h2d"),
 }
 
 

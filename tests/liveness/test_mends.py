@@ -46,7 +46,7 @@ def test_without_both_mends_the_first_hang_is_back(monkeypatch: pytest.MonkeyPat
     assert found["slow disk"].kind == "deadlock"
     waits = {wait.thread: wait for wait in found["slow disk"].waits}
     assert any("enter_forward" in line for line in waits["compute"].stack)
-    assert any("Ticket.wait" in line for line in waits["ds_slide-h2d"].stack)
+    assert any("Future.wait" in line for line in waits["ds_slide-h2d"].stack)
     assert "'asked': {True: [], False: [" in found["slow disk"].message
 
 

@@ -38,12 +38,12 @@ class Configuration:
     name: str
     blocks: int = 3
     chunks: int = 1
-    """Records of a block."""
-    edges: int = 0
+    """Chunks of a block."""
+    outer_units: int = 0
     """1: an embedding, 2: also a head."""
     slots: int = 2
     weight_buffers: int = 2
-    record_buffers: int = 2
+    chunk_buffers: int = 2
     gradient_buffers: int = 2
     held: bool = True
     accumulation: int = 1
@@ -54,8 +54,8 @@ class Configuration:
     """After a step the states of one block are read; or of all units, and the weights loaded anew, as around a
     checkpoint; or every second step is skipped instead (held gradients)."""
     weights_on_ssd: bool = True
-    records_on_ssd: bool = True
-    edge_records_on_ssd: bool = False
+    chunks_on_ssd: bool = True
+    outer_chunks_on_ssd: bool = False
     gradients_on_ssd: bool = False
     only: tuple[int, ...] | None = None
     """Blocks that have states on SSD, None for all."""
@@ -77,8 +77,8 @@ class Configuration:
         return dataclasses.replace(
             self,
             weights_on_ssd=False,
-            records_on_ssd=False,
-            edge_records_on_ssd=False,
+            chunks_on_ssd=False,
+            outer_chunks_on_ssd=False,
             gradients_on_ssd=False,
             shared=self.only_rank_0_infers,
             one_at_a_time=False,
@@ -87,13 +87,13 @@ class Configuration:
 
     @property
     def units(self) -> int:
-        return self.blocks + self.edges
+        return self.blocks + self.outer_units
 
     def block_orders(self) -> list[int]:
-        first = min(self.edges, 1)
+        first = min(self.outer_units, 1)
         return list(range(first, first + self.blocks))
 
-    def edge_orders(self) -> list[int]:
+    def outer_orders(self) -> list[int]:
         return [order for order in range(self.units) if order not in self.block_orders()]
 
 
@@ -121,8 +121,8 @@ def unit_plans(model: Tiny, configuration: Configuration, *, trains: bool) -> li
         parameter = module.weight
         block = order in blocks
         spec = UnitSpec(
-            name=f"block {order}" if block else f"edge {order}",
-            kind="block" if block else "edge",
+            name=f"block {order}" if block else f"outer {order}",
+            kind="block" if block else "outer",
             index=blocks.index(order) if block else order,
             module=module if block else None,
             parameters=((f"units.{order}.weight", parameter),),
@@ -136,12 +136,12 @@ def unit_plans(model: Tiny, configuration: Configuration, *, trains: bool) -> li
 
 def _placement(configuration: Configuration) -> Placement:
     some = frozenset(configuration.block_orders() if configuration.only is None else configuration.only)
-    records = some if configuration.records_on_ssd else frozenset()
-    if configuration.edge_records_on_ssd:
-        records |= frozenset(configuration.edge_orders())
+    on_ssd = some if configuration.chunks_on_ssd else frozenset()
+    if configuration.outer_chunks_on_ssd:
+        on_ssd |= frozenset(configuration.outer_orders())
     return Placement(
         weights_on_ssd=some if configuration.weights_on_ssd else frozenset(),
-        records_on_ssd=records,
+        chunks_on_ssd=on_ssd,
         gradients_on_ssd=some if configuration.gradients_on_ssd else frozenset(),
         window=configuration.slots,
     )
@@ -156,10 +156,10 @@ def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
     # Not validated: a user's engine has no fewer than two of any buffer.
     slide = SlideConfig.model_construct(
         window=configuration.slots,
-        ssd_buffers=configuration.record_buffers,
+        ssd_buffers=configuration.chunk_buffers,
         weight_buffers=configuration.weight_buffers,
         gradient_buffers=configuration.gradient_buffers,
-        hold_gradients=configuration.held,
+        defer_updates=configuration.held,
         cpu_threads=1,
         cpu_cores="none",
         checksums=False,
@@ -178,7 +178,7 @@ def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
 
 def _without_optimizer(configuration: Configuration) -> Configuration:
     """Weights only, which are where those of the training are."""
-    kept = {"records_on_ssd": False, "edge_records_on_ssd": False, "gradients_on_ssd": False}
+    kept = {"chunks_on_ssd": False, "outer_chunks_on_ssd": False, "gradients_on_ssd": False}
     return dataclasses.replace(configuration, held=True, accumulation=1, **kept)
 
 

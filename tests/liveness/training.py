@@ -59,7 +59,7 @@ class Training:
 
     def _step(self) -> None:
         runtime = self.runtime
-        if runtime.held:
+        if runtime.deferred:
             norm = runtime.square_sum() ** 0.5
             runtime.step(self._hypers(), 1.0 / max(1.0, norm))
         else:
@@ -85,7 +85,7 @@ class Training:
     def _units_forward(self, with_backward: bool) -> None:
         runtime = self.runtime
         for unit in runtime.units:
-            if unit.spec.kind == "edge":
+            if unit.spec.kind == "outer":
                 runtime.bind_if_fetched(unit)
                 self._look(unit)
             else:

@@ -36,7 +36,7 @@ def check_structure(model: nn.Module, structure: ModelStructure) -> None:
         order = [positions[name] for name, _ in unit.parameters]
         assert order == sorted(order)
         assert {Precision.declared(parameter) for _, parameter in unit.parameters} == {unit.precision}
-    for kind, units in (("block", structure.blocks), ("part", structure.parts), ("edge", structure.edges)):
+    for kind, units in (("block", structure.blocks), ("part", structure.parts), ("outer", structure.outer_units)):
         assert [unit.index for unit in units] == list(range(len(units)))
         assert all(unit.kind == kind for unit in units)
     for block in structure.blocks:
@@ -44,7 +44,7 @@ def check_structure(model: nn.Module, structure: ModelStructure) -> None:
         assert any(block.name.startswith(f"{path}." if path else "") for path in structure.lists)
         inside = {id(parameter) for parameter in block.module.parameters()}
         assert all(id(parameter) in inside for _, parameter in block.parameters)
-    assert all(edge.module is None for edge in structure.edges)
+    assert all(outer_unit.module is None for outer_unit in structure.outer_units)
     block_of = {block.module: block for block in structure.blocks}
     for part in structure.parts:
         assert part.precision != block_of[part.module].precision

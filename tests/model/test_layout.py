@@ -26,7 +26,7 @@ def parameter_lists(draw: st.DrawFn) -> list[ParameterInfo]:
 
 
 def ranges(layout: UnitLayout, space: str) -> list[tuple[int, int]]:
-    """Used [start, stop) of every entry in the local planes or in the slot."""
+    """Used [start, stop) of every entry in the local state buffers or in the slot."""
     if space == "local":
         return [(entry.offset, entry.offset + entry.partition_numel) for entry in layout.entries]
     return [(entry.slot_offset, entry.slot_offset + entry.numel) for entry in layout.entries]
@@ -117,7 +117,9 @@ def test_one_rank_has_one_address_space(parameters: list[ParameterInfo]) -> None
 
 @properties
 @given(parameter_lists(), world_sizes)
-def test_gathering_the_planes_of_all_ranks_gives_the_slot(parameters: list[ParameterInfo], world_size: int) -> None:
+def test_gathering_the_state_buffers_of_all_ranks_gives_the_slot(
+    parameters: list[ParameterInfo], world_size: int
+) -> None:
     """The rule of the module docstring, carried out: rank-major buffer -> slot."""
     layout = build_layout(parameters, world_size)
     gathered: list[object] = [None] * (world_size * layout.local_numel)

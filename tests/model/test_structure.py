@@ -51,11 +51,11 @@ def block_names(structure: ModelStructure) -> list[str]:
     return [block.name for block in structure.blocks]
 
 
-def edge_parameters(structure: ModelStructure) -> set[str]:
-    return {name for edge in structure.edges for name, _ in edge.parameters}
+def outer_parameters(structure: ModelStructure) -> set[str]:
+    return {name for outer_unit in structure.outer_units for name, _ in outer_unit.parameters}
 
 
-EDGES = {"embed.weight", "norm.weight", "norm.bias", "head.weight"}
+OUTER = {"embed.weight", "norm.weight", "norm.bias", "head.weight"}
 
 
 def test_plain_model(structure_of: StructureOf) -> None:
@@ -65,49 +65,49 @@ def test_plain_model(structure_of: StructureOf) -> None:
     assert [name for name, _ in structure.blocks[1].parameters] == [
         f"layers.1.{name}" for name in ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias")
     ]
-    assert [edge.name for edge in structure.edges] == ["edge"]
-    assert edge_parameters(structure) == EDGES
-    assert structure.units == structure.edges + structure.blocks
+    assert [outer_unit.name for outer_unit in structure.outer_units] == ["outer"]
+    assert outer_parameters(structure) == OUTER
+    assert structure.units == structure.outer_units + structure.blocks
 
 
 # Sharing -------------------------------------------------------------------------------------------------------------
 
 
-def test_tied_head_is_one_edge_parameter_under_its_first_name(structure_of: StructureOf) -> None:
+def test_tied_head_is_one_outer_module_parameter_under_its_first_name(structure_of: StructureOf) -> None:
     model = Model()
     model.head.weight = model.embed.weight
     structure = structure_of(model)
-    assert edge_parameters(structure) == EDGES - {"head.weight"}
+    assert outer_parameters(structure) == OUTER - {"head.weight"}
     assert len(structure.blocks) == 3
 
 
-def test_parameter_shared_between_blocks_is_an_edge(structure_of: StructureOf) -> None:
+def test_parameter_shared_between_blocks_is_an_outer_module(structure_of: StructureOf) -> None:
     model = Model()
     model.layers[2].up.weight = model.layers[0].up.weight
     structure = structure_of(model)
-    assert edge_parameters(structure) == EDGES | {"layers.0.up.weight"}
+    assert outer_parameters(structure) == OUTER | {"layers.0.up.weight"}
     assert "layers.2.up.bias" in {name for name, _ in structure.blocks[2].parameters}
 
 
-def test_parameter_shared_between_a_block_and_the_outside_is_an_edge(structure_of: StructureOf) -> None:
+def test_parameter_shared_between_a_block_and_the_outside_is_an_outer_module(structure_of: StructureOf) -> None:
     model = Model()
     model.norm.weight = model.layers[1].norm.weight
-    assert edge_parameters(structure_of(model)) == EDGES - {"norm.weight"} | {"layers.1.norm.weight"}
+    assert outer_parameters(structure_of(model)) == OUTER - {"norm.weight"} | {"layers.1.norm.weight"}
 
 
-def test_submodule_of_a_block_that_is_also_used_outside_is_an_edge(structure_of: StructureOf) -> None:
+def test_submodule_of_a_block_that_is_also_used_outside_is_an_outer_module(structure_of: StructureOf) -> None:
     model = Model()
     model.norm = model.layers[2].norm
     outside = {"layers.2.norm.weight", "layers.2.norm.bias"}
-    assert edge_parameters(structure_of(model)) == {"embed.weight", "head.weight"} | outside
+    assert outer_parameters(structure_of(model)) == {"embed.weight", "head.weight"} | outside
 
 
-def test_submodule_shared_by_all_blocks_is_an_edge(structure_of: StructureOf) -> None:
+def test_submodule_shared_by_all_blocks_is_an_outer_module(structure_of: StructureOf) -> None:
     """Zamba style: each layer calls the same attention."""
     model = Model()
     for layer in model.layers[1:]:
         layer.down = model.layers[0].down
-    assert edge_parameters(structure_of(model)) == EDGES | {"layers.0.down.weight", "layers.0.down.bias"}
+    assert outer_parameters(structure_of(model)) == OUTER | {"layers.0.down.weight", "layers.0.down.bias"}
 
 
 def test_second_name_of_a_block_does_not_make_it_shared(structure_of: StructureOf) -> None:
@@ -118,7 +118,7 @@ def test_second_name_of_a_block_does_not_make_it_shared(structure_of: StructureO
     structure = structure_of(model)
     assert structure.lists == ("layers",)
     assert block_names(structure) == ["layers.0", "layers.1", "layers.2"]
-    assert edge_parameters(structure) == EDGES
+    assert outer_parameters(structure) == OUTER
 
 
 def test_parameter_used_twice_inside_one_block_stays_in_the_block(structure_of: StructureOf) -> None:
@@ -127,7 +127,7 @@ def test_parameter_used_twice_inside_one_block_stays_in_the_block(structure_of: 
         layer.second_norm = layer.norm
         layer.up.second_name = layer.up.weight
     structure = structure_of(model)
-    assert edge_parameters(structure) == EDGES
+    assert outer_parameters(structure) == OUTER
     assert len(structure.blocks[0].parameters) == 6
 
 
@@ -137,7 +137,7 @@ def test_list_that_collects_parts_of_blocks_is_no_layer_list(structure_of: Struc
     structure = structure_of(model)
     assert structure.lists == ("layers",)
     # Usable from outside the block, so they cannot leave with the block.
-    assert edge_parameters(structure) == EDGES | {
+    assert outer_parameters(structure) == OUTER | {
         f"layers.{i}.up.{kind}" for i in range(3) for kind in ("weight", "bias")
     }
 
@@ -153,7 +153,7 @@ def test_same_layer_run_several_times_is_no_layer_list(structure_of: StructureOf
     layer = Block()
     structure = structure_of(Model(nn.ModuleList([layer] * 4)))
     assert structure.lists == ()
-    assert [edge.name for edge in structure.edges] == ["edge"]
+    assert [outer_unit.name for outer_unit in structure.outer_units] == ["outer"]
 
 
 # What counts as a layer list -----------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_lists_of_an_undivided_module_are_no_layer_lists() -> None:
     for undivided in (model["moe"], model["moe"].layers):
         structure = find_structure(model, undivided=[undivided])
         assert structure.lists == ("rest",)
-        assert "moe.layers.0.up.weight" in edge_parameters(structure)
+        assert "moe.layers.0.up.weight" in outer_parameters(structure)
 
 
 def test_layers_with_undivided_modules_inside_are_blocks() -> None:
@@ -220,7 +220,7 @@ def test_everything_in_one_sequential(structure_of: StructureOf) -> None:
     structure = structure_of(model)
     assert structure.lists == ("",)
     assert block_names(structure) == ["1", "2", "3"]
-    assert edge_parameters(structure) == {"0.weight", "4.weight", "4.bias", "5.weight", "5.bias"}
+    assert outer_parameters(structure) == {"0.weight", "4.weight", "4.bias", "5.weight", "5.bias"}
 
 
 def test_two_lists_in_registration_order(structure_of: StructureOf) -> None:
@@ -239,29 +239,29 @@ def test_lists_of_lists_are_searched(structure_of: StructureOf) -> None:
     assert len(structure.blocks) == 4
 
 
-def test_uniform_linear_layers_are_blocks_and_the_ends_are_edges(structure_of: StructureOf) -> None:
+def test_uniform_linear_layers_are_blocks_and_the_ends_are_outer_modules(structure_of: StructureOf) -> None:
     hidden = [module for _ in range(4) for module in (nn.Linear(32, 32), nn.ReLU())]
     structure = structure_of(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), *hidden, nn.Linear(32, 4)))
     assert block_names(structure) == ["2", "4", "6", "8"]
-    assert edge_parameters(structure) == {"0.weight", "0.bias", "10.weight", "10.bias"}
+    assert outer_parameters(structure) == {"0.weight", "0.bias", "10.weight", "10.bias"}
 
 
-def test_mlp_of_different_widths_is_one_edge(structure_of: StructureOf) -> None:
+def test_mlp_of_different_widths_is_one_outer_module(structure_of: StructureOf) -> None:
     structure = structure_of(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)))
-    assert (structure.lists, structure.blocks, len(structure.edges)) == ((), (), 1)
+    assert (structure.lists, structure.blocks, len(structure.outer_units)) == ((), (), 1)
 
 
-def test_convolutional_network_is_one_edge(structure_of: StructureOf) -> None:
+def test_convolutional_network_is_one_outer_module(structure_of: StructureOf) -> None:
     def stage(channels_in: int, channels_out: int) -> list[nn.Module]:
         return [nn.Conv2d(channels_in, channels_out, 3), nn.BatchNorm2d(channels_out), nn.ReLU(), nn.MaxPool2d(2)]
 
     features = nn.Sequential(*stage(3, 16), *stage(16, 32), *stage(32, 64))
     structure = structure_of(nn.Sequential(OrderedDict(features=features, head=nn.Linear(64, 10))))
     assert (structure.lists, structure.blocks) == ((), ())
-    assert [edge.name for edge in structure.edges] == ["edge"]
+    assert [outer_unit.name for outer_unit in structure.outer_units] == ["outer"]
 
 
-def test_small_leaves_beside_the_layers_are_edges(structure_of: StructureOf) -> None:
+def test_small_leaves_beside_the_layers_are_outer_modules(structure_of: StructureOf) -> None:
     """Equal norms between equal layers are repeated too, but 64 elements are not worth a transfer."""
     layers = [module for _ in range(3) for module in (nn.Linear(32, 32), nn.LayerNorm(32))]
     structure = structure_of(nn.Sequential(*layers))
@@ -273,7 +273,7 @@ def test_torch_transformer(structure_of: StructureOf) -> None:
     structure = structure_of(nn.Transformer(32, 2, 3, 2, 64))
     assert structure.lists == ("encoder.layers", "decoder.layers")
     assert len(structure.blocks) == 5
-    assert edge_parameters(structure) == {
+    assert outer_parameters(structure) == {
         f"{part}.norm.{kind}" for part in ("encoder", "decoder") for kind in ("weight", "bias")
     }
 
@@ -299,45 +299,48 @@ def test_model_without_parameters(structure_of: StructureOf) -> None:
     assert structure.units == ()
 
 
-# Edges ---------------------------------------------------------------------------------------------------------------
+# Outer modules
+# ---------------------------------------------------------------------------------------------------------------
 
 
-def test_large_edges_are_units_of_their_own(structure_of: StructureOf) -> None:
+def test_large_outer_are_units_of_their_own(structure_of: StructureOf) -> None:
     with torch.device("meta"):
         model = Model(nn.ModuleList(Block(width=512) for _ in range(2)), vocabulary=2048, width=512)
     structure = structure_of(model)
-    assert [(edge.name, edge.numel) for edge in structure.edges] == [
-        ("edge:embed", 2048 * 512),
-        ("edge", 2 * 512),
-        ("edge:head", 2048 * 512),
+    assert [(outer_unit.name, outer_unit.numel) for outer_unit in structure.outer_units] == [
+        ("outer:embed", 2048 * 512),
+        ("outer", 2 * 512),
+        ("outer:head", 2048 * 512),
     ]
 
 
-def test_edge_threshold_counts_only_edge_parameters(structure_of: StructureOf) -> None:
+def test_outer_threshold_counts_only_outer_parameters(structure_of: StructureOf) -> None:
     """Just below a million elements: no unit of its own."""
     with torch.device("meta"):
         model = Model(nn.ModuleList(Block(width=512) for _ in range(2)), vocabulary=1953, width=512)
-    assert [edge.name for edge in structure_of(model).edges] == ["edge"]
+    assert [outer_unit.name for outer_unit in structure_of(model).outer_units] == ["outer"]
 
 
-def test_model_without_list_is_one_edge_even_when_large(structure_of: StructureOf) -> None:
+def test_model_without_list_is_one_outer_module_even_when_large(structure_of: StructureOf) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1024, 2048), nn.Linear(2048, 1024))
-    assert [(edge.name, edge.numel) for edge in structure_of(model).edges] == [("edge", 2 * 1024 * 2048 + 3072)]
+    assert [(outer_unit.name, outer_unit.numel) for outer_unit in structure_of(model).outer_units] == [
+        ("outer", 2 * 1024 * 2048 + 3072)
+    ]
 
 
-def test_large_parameter_of_the_root_stays_in_the_common_edge(structure_of: StructureOf) -> None:
+def test_large_parameter_of_the_root_stays_in_the_common_outer(structure_of: StructureOf) -> None:
     model = Model()
     model.positions = nn.Parameter(torch.empty(1_000_000, device="meta"))
-    assert "positions" in edge_parameters(structure_of(model, ["layers"]))
-    assert [edge.name for edge in find_structure(model, ["layers"]).edges] == ["edge"]
+    assert "positions" in outer_parameters(structure_of(model, ["layers"]))
+    assert [outer_unit.name for outer_unit in find_structure(model, ["layers"]).outer_units] == ["outer"]
 
 
-def test_a_module_named_apart_is_an_edge_of_its_own_unless_it_is_a_block() -> None:
+def test_a_module_named_apart_is_an_outer_module_of_its_own_unless_it_is_a_block() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList(Block() for _ in range(3)), "head": nn.Linear(4, 4)})
     model["norm"] = nn.LayerNorm(4)
     found = find_structure(model, apart=["head", "layers.0"])
-    assert [edge.name for edge in found.edges] == ["edge:head", "edge"]
+    assert [outer_unit.name for outer_unit in found.outer_units] == ["outer:head", "outer"]
     assert [block.name for block in found.blocks] == ["layers.0", "layers.1", "layers.2"]
 
 
@@ -362,9 +365,9 @@ def test_named_list_may_hold_anything_that_can_be_called(structure_of: Structure
     assert block_names(structure_of(Model(layers), ["layers"])) == ["layers.0", "layers.2"]
 
 
-def test_no_named_lists_means_one_edge(structure_of: StructureOf) -> None:
+def test_no_named_lists_means_one_outer_module(structure_of: StructureOf) -> None:
     structure = structure_of(Model(), [])
-    assert (structure.blocks, len(structure.edges)) == ((), 1)
+    assert (structure.blocks, len(structure.outer_units)) == ((), 1)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ class Family:
     options: dict[str, Any]
     lists: tuple[str, ...]
     num_blocks: int = 3
-    edges: tuple[str, ...] = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    outer_units: tuple[str, ...] = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 
     def build(self, **options: Any) -> nn.Module:
         torch.manual_seed(0)
@@ -47,11 +47,11 @@ def llama_like(name: str, **options: Any) -> Family:
     return Family(f"{name}ForCausalLM", f"{name}Config", GROUPED | options, ("model.layers",))
 
 
-GPT_NEOX_EDGES = ("gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias")
-OPT_EDGES = ("embed_tokens.weight", "embed_positions.weight", "final_layer_norm.weight", "final_layer_norm.bias")
-GPT2_EDGES = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
-BERT_EDGES = ("word_embeddings", "position_embeddings", "token_type_embeddings", "LayerNorm")
-VIT_EDGES = ("embeddings.cls_token", "embeddings.position_embeddings")
+GPT_NEOX_OUTER = ("gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias")
+OPT_OUTER = ("embed_tokens.weight", "embed_positions.weight", "final_layer_norm.weight", "final_layer_norm.bias")
+GPT2_OUTER = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
+BERT_OUTER = ("word_embeddings", "position_embeddings", "token_type_embeddings", "LayerNorm")
+VIT_OUTER = ("embeddings.cls_token", "embeddings.position_embeddings")
 
 # Untied unless the library always ties; test_tied_head covers tying.
 UNTIED = {"tie_word_embeddings": False}
@@ -72,21 +72,21 @@ FAMILIES = {
         "GPT2Config",
         {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, **UNTIED},
         ("transformer.h",),
-        edges=(*(f"transformer.{name}" for name in GPT2_EDGES), "lm_head.weight"),
+        outer_units=(*(f"transformer.{name}" for name in GPT2_OUTER), "lm_head.weight"),
     ),
     "gpt-neox": Family(
         "GPTNeoXForCausalLM",
         "GPTNeoXConfig",
         SIZES | HEADS | UNTIED,
         ("gpt_neox.layers",),
-        edges=(*GPT_NEOX_EDGES, "lm_head.weight"),
+        outer_units=(*GPT_NEOX_OUTER, "lm_head.weight"),
     ),
     "opt": Family(
         "OPTForCausalLM",
         "OPTConfig",
         SIZES | HEADS | {"ffn_dim": 64, "word_embed_proj_dim": 32, **UNTIED},
         ("model.decoder.layers",),
-        edges=(*(f"model.decoder.{name}" for name in OPT_EDGES), "lm_head.weight"),
+        outer_units=(*(f"model.decoder.{name}" for name in OPT_OUTER), "lm_head.weight"),
     ),
     "t5": Family(
         "T5ForConditionalGeneration",
@@ -95,15 +95,15 @@ FAMILIES = {
         | {"decoder_start_token_id": 0},
         ("encoder.block", "decoder.block"),
         num_blocks=6,
-        edges=("shared.weight", "encoder.final_layer_norm.weight", "decoder.final_layer_norm.weight"),
+        outer_units=("shared.weight", "encoder.final_layer_norm.weight", "decoder.final_layer_norm.weight"),
     ),
     "bert": Family(
         "BertModel",
         "BertConfig",
         SIZES | HEADS,
         ("encoder.layer",),
-        edges=(
-            *(f"embeddings.{name}.weight" for name in BERT_EDGES),
+        outer_units=(
+            *(f"embeddings.{name}.weight" for name in BERT_OUTER),
             "embeddings.LayerNorm.bias",
             "pooler.dense.weight",
             "pooler.dense.bias",
@@ -130,8 +130,8 @@ def calls_of_blocks(model: nn.Module, structure: ModelStructure, inputs: dict[st
     return calls
 
 
-def edge_parameters(structure: ModelStructure) -> set[str]:
-    return {name for edge in structure.edges for name, _ in edge.parameters}
+def outer_parameters(structure: ModelStructure) -> set[str]:
+    return {name for outer_unit in structure.outer_units for name, _ in outer_unit.parameters}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -141,18 +141,18 @@ def test_family(name: str, structure_of: StructureOf) -> None:
     structure = structure_of(model)
     assert structure.lists == family.lists
     # transformers before 5 names the head of GPT-NeoX otherwise.
-    found = {name.replace("embed_out", "lm_head") for name in edge_parameters(structure)}
-    assert found == set(family.edges)
+    found = {name.replace("embed_out", "lm_head") for name in outer_parameters(structure)}
+    assert found == set(family.outer_units)
     assert len(structure.blocks) == family.num_blocks
     assert calls_of_blocks(model, structure, example_input(model)) == list(range(family.num_blocks))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gpt2", "gpt-neox", "opt"])
 def test_tied_head(name: str, structure_of: StructureOf) -> None:
-    """The tied matrix is one edge parameter under the name of the embedding."""
+    """The tied matrix is one outer module parameter under the name of the embedding."""
     family = FAMILIES[name]
     structure = structure_of(family.build(tie_word_embeddings=True))
-    assert edge_parameters(structure) == set(family.edges[:-1])
+    assert outer_parameters(structure) == set(family.outer_units[:-1])
     assert len(structure.blocks) == family.num_blocks
 
 
@@ -163,15 +163,15 @@ def test_vit(structure_of: StructureOf) -> None:
     (path,) = structure.lists
     assert isinstance(model.get_submodule(path), nn.ModuleList)
     assert len(structure.blocks) == 3
-    assert set(VIT_EDGES) < edge_parameters(structure)
+    assert set(VIT_OUTER) < outer_parameters(structure)
     assert calls_of_blocks(model, structure, {"pixel_values": torch.zeros(2, 3, 16, 16)}) == [0, 1, 2]
 
 
-def test_albert_repeats_one_layer_and_is_one_edge(structure_of: StructureOf) -> None:
+def test_albert_repeats_one_layer_and_is_one_outer_module(structure_of: StructureOf) -> None:
     model = transformers.AlbertModel(transformers.AlbertConfig(embedding_size=16, **SIZES, **HEADS))
     structure = structure_of(model)
     assert (structure.lists, structure.blocks) == ((), ())
-    assert [edge.name for edge in structure.edges] == ["edge"]
+    assert [outer_unit.name for outer_unit in structure.outer_units] == ["outer"]
 
 
 def test_moe_blocks_hold_their_experts(structure_of: StructureOf) -> None:
@@ -235,9 +235,9 @@ def test_real_sizes_keep_the_vocabulary_out_of_the_window() -> None:
     with torch.device("meta"):
         model = transformers.Qwen2ForCausalLM(config)
     structure = find_structure(model)
-    assert [(edge.name, edge.numel) for edge in structure.edges] == [
-        ("edge:model.embed_tokens", 151936 * 896),
-        ("edge", 896),
+    assert [(outer_unit.name, outer_unit.numel) for outer_unit in structure.outer_units] == [
+        ("outer:model.embed_tokens", 151936 * 896),
+        ("outer", 896),
     ]
     assert {block.numel for block in structure.blocks} == {14_912_384}
     assert len(structure.blocks) == 24

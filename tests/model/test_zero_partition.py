@@ -55,7 +55,7 @@ def compare_with_deepspeed(rank: int, rendezvous: str) -> None:
     structure = find_structure(model)
     assert structure.lists == ("layers",)
     assert [block.numel for block in structure.blocks] == [41, 41, 41]
-    assert [edge.numel for edge in structure.edges] == [77]
+    assert [outer_unit.numel for outer_unit in structure.outer_units] == [77]
     for unit in structure.units:
         assert all(parameter.numel() == 0 for _, parameter in unit.parameters)
         infos = [ParameterInfo(name, parameter_shape(p), parameter_numel(p), 0) for name, p in unit.parameters]

@@ -14,7 +14,7 @@ from ds_slide.optim.hyper import AdamWHyper
 from ds_slide.optim.reference import reference_update_
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-WEIGHT_FORMATS = {torch.bfloat16: "bf16_planar", torch.float32: "fp32", torch.float16: "fp16_master"}
+WEIGHT_FORMATS = {torch.bfloat16: "bf16_split", torch.float32: "fp32", torch.float16: "fp16_master"}
 STATE_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "8bit"}
 
 

@@ -1,4 +1,4 @@
-"""Helpers of the update-rule tests: planes with difficult values, the kernels by name, comparison bit by bit."""
+"""Helpers of the update-rule tests: state buffers with difficult values, the kernels by name, comparison bit by bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from ds_slide import _native
 from ds_slide.optim.hyper import AdamWHyper
-from ds_slide.optim.reference import encode_planar
+from ds_slide.optim.reference import encode_split
 
 from .adamw_calls import adamw_reference_, native_adamw_
 
@@ -19,7 +19,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass
-class Planes:
+class StateBuffers:
     """State of one update; every tensor [numel], at element ``offset`` of its allocation."""
 
     weight_format: str
@@ -29,14 +29,14 @@ class Planes:
     exp_avg_sq: torch.Tensor
     grad: torch.Tensor
 
-    def clone(self, offset: int = 0) -> Planes:
+    def clone(self, offset: int = 0) -> StateBuffers:
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             room = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)
             room[offset:] = tensor
             return room[offset:]
 
         remainder = None if self.remainder is None else moved(self.remainder)
-        return Planes(
+        return StateBuffers(
             self.weight_format,
             moved(self.weight),
             remainder,
@@ -57,21 +57,21 @@ def _wide(numel: int, generator: torch.Generator) -> torch.Tensor:
 
 
 @pytest.fixture(scope="session")
-def make_planes() -> Callable[..., Planes]:
-    def make(weight_format: str, grad_dtype: str, numel: int, *, wide: bool = False, seed: int = 0) -> Planes:
+def make_state_buffers() -> Callable[..., StateBuffers]:
+    def make(weight_format: str, grad_dtype: str, numel: int, *, wide: bool = False, seed: int = 0) -> StateBuffers:
         generator = torch.Generator().manual_seed(seed)
         draw = _wide if wide else lambda n, g: torch.randn(n, generator=g)
         master = draw(numel, generator)
         weight, remainder = master, None
-        if weight_format == "bf16_planar":
-            hi, remainder = encode_planar(master)
+        if weight_format == "bf16_split":
+            hi, remainder = encode_split(master)
             weight = hi.view(torch.bfloat16)
         if weight_format == "fp16_master":
             weight, remainder = master.half(), master
         exp_avg = draw(numel, generator) * 0.1
         exp_avg_sq = draw(numel, generator).abs() * 0.01
         grad = draw(numel, generator).to(DTYPES[grad_dtype])
-        return Planes(weight_format, weight, remainder, exp_avg, exp_avg_sq, grad)
+        return StateBuffers(weight_format, weight, remainder, exp_avg, exp_avg_sq, grad)
 
     return make
 
@@ -79,9 +79,13 @@ def make_planes() -> Callable[..., Planes]:
 @pytest.fixture(scope="session")
 def run_native() -> Callable[..., None]:
     def run(
-        workers: _native.Workers, planes: Planes, hyper: AdamWHyper, grad_scale: float = 1.0, isa: str = "auto"
+        workers: _native.Workers,
+        state_buffers: StateBuffers,
+        hyper: AdamWHyper,
+        grad_scale: float = 1.0,
+        isa: str = "auto",
     ) -> None:
-        p = planes
+        p = state_buffers
         native_adamw_(workers, p.weight, p.remainder, p.exp_avg, p.exp_avg_sq, p.grad, hyper, grad_scale, isa)
 
     return run
@@ -89,19 +93,25 @@ def run_native() -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def run_reference() -> Callable[..., None]:
-    def run(planes: Planes, hyper: AdamWHyper, grad_scale: float = 1.0) -> None:
+    def run(state_buffers: StateBuffers, hyper: AdamWHyper, grad_scale: float = 1.0) -> None:
         adamw_reference_(
-            planes.weight, planes.remainder, planes.exp_avg, planes.exp_avg_sq, planes.grad, hyper, grad_scale
+            state_buffers.weight,
+            state_buffers.remainder,
+            state_buffers.exp_avg,
+            state_buffers.exp_avg_sq,
+            state_buffers.grad,
+            hyper,
+            grad_scale,
         )
 
     return run
 
 
 @pytest.fixture(scope="session")
-def assert_same_bits() -> Callable[[Planes, Planes], None]:
+def assert_same_bits() -> Callable[[StateBuffers, StateBuffers], None]:
     """Equal bits, signs of zeros included; a NaN equals any NaN, since its payload is not specified."""
 
-    def check(actual: Planes, expected: Planes) -> None:
+    def check(actual: StateBuffers, expected: StateBuffers) -> None:
         for name, want in expected.outputs().items():
             got = actual.outputs()[name]
             integer = {2: torch.int16, 4: torch.int32}[want.element_size()]

@@ -7,7 +7,7 @@ import torch
 
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.hyper import AdamWHyper
-from ds_slide.optim.reference import decode_planar, encode_planar
+from ds_slide.optim.reference import decode_split, encode_split
 
 from .adamw_calls import updater_adamw_
 
@@ -29,8 +29,8 @@ def tolerance(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "adam"])
-@pytest.mark.parametrize("planar", [True, False], ids=["planar", "fp32"])
-def test_hundred_steps_beside_torch(adam_w_mode: bool, planar: bool) -> None:
+@pytest.mark.parametrize("split", [True, False], ids=["split", "fp32"])
+def test_hundred_steps_beside_torch(adam_w_mode: bool, split: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     start = torch.randn(NUMEL, generator=generator)
     expected = torch.nn.Parameter(start.clone())
@@ -38,8 +38,8 @@ def test_hundred_steps_beside_torch(adam_w_mode: bool, planar: bool) -> None:
     optimizer = optimizer_class([expected], lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
     weight, remainder = start.clone(), None
-    if planar:
-        hi, remainder = encode_planar(start)
+    if split:
+        hi, remainder = encode_split(start)
         weight = hi.view(torch.bfloat16)
     exp_avg, exp_avg_sq = torch.zeros(NUMEL), torch.zeros(NUMEL)
     updater = CpuUpdater(2)
@@ -51,7 +51,7 @@ def test_hundred_steps_beside_torch(adam_w_mode: bool, planar: bool) -> None:
         hyper = AdamWHyper.from_param_group(optimizer.param_groups[0], step=step, adam_w_mode=adam_w_mode)
         updater_adamw_(updater, weight, remainder, exp_avg, exp_avg_sq, grad, hyper)
 
-    master = decode_planar(weight, remainder) if planar else weight
+    master = decode_split(weight, remainder) if split else weight
     assert ((start - master).abs() > 10 * tolerance(master)).float().mean() > 0.9, "the weights must have moved"
     error = (master.double() - expected.double()).abs()
     assert (error <= tolerance(master)).all(), f"largest error {error.max().item():.3g}"

@@ -19,9 +19,9 @@ def updater() -> CpuUpdater:
     return CpuUpdater(2)
 
 
-@pytest.mark.parametrize("weight_format", ["bf16_planar", "fp32", "fp16_master"])
-def test_same_bits_as_the_reference(updater, make_planes, run_reference, assert_same_bits, weight_format):
-    actual = make_planes(weight_format, "bf16", 5000)
+@pytest.mark.parametrize("weight_format", ["bf16_split", "fp32", "fp16_master"])
+def test_same_bits_as_the_reference(updater, make_state_buffers, run_reference, assert_same_bits, weight_format):
+    actual = make_state_buffers(weight_format, "bf16", 5000)
     expected = actual.clone()
     updater_adamw_(
         updater, actual.weight, actual.remainder, actual.exp_avg, actual.exp_avg_sq, actual.grad, HYPER, grad_scale=0.5
@@ -30,8 +30,8 @@ def test_same_bits_as_the_reference(updater, make_planes, run_reference, assert_
     assert_same_bits(actual, expected)
 
 
-def test_reference_works_in_chunks(monkeypatch, make_planes, run_reference, assert_same_bits):
-    whole = make_planes("bf16_planar", "bf16", 5000)
+def test_reference_works_in_chunks(monkeypatch, make_state_buffers, run_reference, assert_same_bits):
+    whole = make_state_buffers("bf16_split", "bf16", 5000)
     chunked = whole.clone()
     run_reference(whole, HYPER)
     monkeypatch.setattr("ds_slide.optim.reference._CHUNK", 999)

@@ -12,7 +12,7 @@ from ds_slide.errors import SlideError
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.hyper import AdamWHyper
 from ds_slide.optim.low_precision import STATE_FORMATS, from_fp32
-from ds_slide.optim.reference import decode_planar, encode_planar
+from ds_slide.optim.reference import decode_split, encode_split
 
 from .adamw_calls import adamw_reference_, native_adamw_, updater_adamw_
 
@@ -64,8 +64,8 @@ def make(weight_format: str, grad: str, state: str, numel: int, *, spread: bool 
     generator = torch.Generator().manual_seed(seed)
     draw = wide if spread else lambda n, g: torch.randn(n, generator=g)
     weight, remainder = draw(numel, generator), None
-    if weight_format == "bf16_planar":
-        hi, remainder = encode_planar(weight)
+    if weight_format == "bf16_split":
+        hi, remainder = encode_split(weight)
         weight = hi.view(torch.bfloat16)
     if weight_format == "fp16_master":
         weight, remainder = weight.half(), weight
@@ -106,7 +106,7 @@ def assert_same_bits(actual: State, expected: State) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight_format", "grad"), list(itertools.product(("bf16_planar", "fp32", "fp16_master"), DTYPES))
+    ("weight_format", "grad"), list(itertools.product(("bf16_split", "fp32", "fp16_master"), DTYPES))
 )
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("spread", [False, True], ids=["usual", "wide"])
@@ -126,20 +126,20 @@ def test_every_low_half_of_the_masters_is_kept(isa, workers, state):
     uppers = torch.tensor([0x0080, 0x3F80, 0x3F81, 0x7F7F, 0xBF80, 0xBF81])
     bits = ((uppers << 16)[:, None] + torch.arange(1 << 16)).flatten()
     masters = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int().view(torch.float32)
-    actual = make("bf16_planar", "bf16", state, masters.numel())
-    hi, actual.remainder = encode_planar(masters)
+    actual = make("bf16_split", "bf16", state, masters.numel())
+    hi, actual.remainder = encode_split(masters)
     actual.weight = hi.view(torch.bfloat16)
     before = actual.clone()
     run_native(workers, actual, AdamWHyper(lr=0.0), isa=isa)
     assert torch.equal(actual.weight.view(torch.int16), before.weight.view(torch.int16))
     assert torch.equal(actual.remainder, before.remainder)
-    assert torch.equal(decode_planar(actual.weight, actual.remainder), masters)
+    assert torch.equal(decode_split(actual.weight, actual.remainder), masters)
 
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("numel", [0, 1, 7, 16, 63, 64, 65, 127, 16383, 16385, 3 * 16384 + 5])
 def test_any_size(isa, workers, state, numel):
-    actual = make("bf16_planar", "bf16", state, numel)
+    actual = make("bf16_split", "bf16", state, numel)
     expected = actual.clone()
     run_native(workers, actual, HYPER, isa=isa)
     run_reference(expected, HYPER)
@@ -149,7 +149,7 @@ def test_any_size(isa, workers, state, numel):
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
 def test_any_number_of_threads(state, num_threads):
-    actual = make("bf16_planar", "bf16", state, 10 * 16384 + 99)
+    actual = make("bf16_split", "bf16", state, 10 * 16384 + 99)
     expected = actual.clone()
     updater_adamw_(CpuUpdater(num_threads), **vars(actual), hyper=HYPER, seed=SEED, first=FIRST)
     run_reference(expected, HYPER)
@@ -160,7 +160,7 @@ def test_any_number_of_threads(state, num_threads):
 def test_chunks_of_a_unit_have_the_bits_of_the_whole(isa, workers, state):
     """On the CPU, in the reference, and where the chunk's numbers pass 2^32."""
     for base in (0, (1 << 32) - 64 * 20):
-        whole = make("bf16_planar", "bf16", state, 5003)
+        whole = make("bf16_split", "bf16", state, 5003)
         pieces = whole.clone()
         mixed = whole.clone()
         run_native(workers, whole, HYPER, isa=isa, first=base)
@@ -176,7 +176,7 @@ def test_chunks_of_a_unit_have_the_bits_of_the_whole(isa, workers, state):
 
 @pytest.mark.parametrize("state", STATES)
 def test_the_reference_works_in_chunks(monkeypatch, state):
-    whole = make("bf16_planar", "bf16", state, 5000)
+    whole = make("bf16_split", "bf16", state, 5000)
     chunked = whole.clone()
     run_reference(whole, HYPER)
     monkeypatch.setattr("ds_slide.optim.reference._CHUNK", 960)
@@ -199,7 +199,7 @@ def test_other_units_elements_and_steps_round_differently(state, what):
 
 @pytest.mark.parametrize("state", STATES)
 def test_elements_outside_the_range_are_not_touched(isa, workers, state):
-    state_before = make("bf16_planar", "bf16", state, 64 * 5)
+    state_before = make("bf16_split", "bf16", state, 64 * 5)
     after = state_before.clone()
     run_native(workers, after.chunk(64, 250), HYPER, isa=isa)
     assert_same_bits(after.chunk(0, 64), state_before.chunk(0, 64))
@@ -242,7 +242,7 @@ def test_special_gradients(isa, workers, state):
     ],
 )
 def test_wrong_tensors_are_named(change, words):
-    arguments = vars(make("bf16_planar", "bf16", "8bit", 100)) | {"hyper": HYPER} | change
+    arguments = vars(make("bf16_split", "bf16", "8bit", 100)) | {"hyper": HYPER} | change
     with pytest.raises(SlideError, match=words):
         updater_adamw_(CpuUpdater(1), **arguments)
 

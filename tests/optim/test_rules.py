@@ -14,7 +14,7 @@ from ds_slide import _native
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.lion import LION, LionHyper
-from ds_slide.optim.reference import decode_planar, encode_planar, reference_update_
+from ds_slide.optim.reference import decode_split, encode_split, reference_update_
 from ds_slide.optim.rule import Hyper
 from ds_slide.optim.sgd import SGD, SGD_MOMENTUM, SgdHyper
 
@@ -58,8 +58,8 @@ class Unit:
 def unit(hyper: Hyper, weight: torch.Tensor, states: torch.Tensor, grad: torch.Tensor, weight_format: str) -> Unit:
     """Of fp32 values, which each state starts at."""
     remainder = None
-    if weight_format == "bf16_planar":
-        high, remainder = encode_planar(weight)
+    if weight_format == "bf16_split":
+        high, remainder = encode_split(weight)
         weight = high.view(torch.bfloat16)
     elif weight_format == "fp16_master":
         weight, remainder = weight.half(), weight.clone()
@@ -73,7 +73,7 @@ def wide(numel: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def random_unit(
-    hyper: Hyper, numel: int, weight_format: str = "bf16_planar", grad: torch.dtype = torch.bfloat16, seed: int = 0
+    hyper: Hyper, numel: int, weight_format: str = "bf16_split", grad: torch.dtype = torch.bfloat16, seed: int = 0
 ) -> Unit:
     """Half of ordinary numbers, half of wide ones; some gradients and states are zero."""
     generator = torch.Generator().manual_seed(seed)
@@ -115,7 +115,7 @@ def assert_same_bits(actual: Unit, expected: Unit) -> None:
 
 @by_hyper
 def test_bits_of_the_reference_in_every_format(isa: str, workers: _native.Workers, hyper: Hyper) -> None:
-    formats = itertools.product(("bf16_planar", "fp32", "fp16_master"), DTYPE_NAMES)
+    formats = itertools.product(("bf16_split", "fp32", "fp16_master"), DTYPE_NAMES)
     for seed, (weight_format, grad) in enumerate(formats):
         actual = random_unit(hyper, 16384 + 77, weight_format, grad, seed)
         expected = actual.map(torch.Tensor.clone)
@@ -129,7 +129,7 @@ def test_bits_of_the_reference_in_every_format(isa: str, workers: _native.Worker
 def test_any_size_and_alignment(isa: str, workers: _native.Workers, hyper: Hyper) -> None:
     for numel in (0, 1, 7, 8, 15, 16, 17, 33):
         expected = random_unit(hyper, numel)
-        actual = expected.map(lambda plane: torch.cat([plane[:0].new_zeros(1), plane])[1:])
+        actual = expected.map(lambda state_buffer: torch.cat([state_buffer[:0].new_zeros(1), state_buffer])[1:])
         native(workers, actual, hyper, 1.0, isa)
         reference_update_(*expected.arguments(), hyper, 1.0)
         assert_same_bits(actual, expected)
@@ -140,7 +140,7 @@ def test_any_size_and_alignment(isa: str, workers: _native.Workers, hyper: Hyper
 def test_nan_infinity_zero_and_subnormals(isa: str, workers: _native.Workers, hyper: Hyper, where: str) -> None:
     values, ones = torch.tensor(SPECIAL).repeat(9), torch.ones(9 * len(SPECIAL))
     parts = [values if name == where else ones for name in ("weight", "state", "grad")]
-    for weight_format in ("bf16_planar", "fp32", "fp16_master"):
+    for weight_format in ("bf16_split", "fp32", "fp16_master"):
         actual = unit(hyper, *parts, weight_format)
         expected = actual.map(torch.Tensor.clone)
         native(workers, actual, hyper, 1.0, isa)
@@ -157,7 +157,7 @@ def test_threads_and_pieces_change_nothing(hyper: Hyper) -> None:
         CpuUpdater(threads).update_(*actual.arguments(), hyper, 0.5)
         pieces = whole.map(torch.Tensor.clone)
         for start, stop in itertools.pairwise([0, 64, 20032, 3 * 16384 + 5]):
-            part = pieces.map(lambda plane, span=slice(start, stop): plane[span])
+            part = pieces.map(lambda state_buffer, span=slice(start, stop): state_buffer[span])
             CpuUpdater(threads).update_(*part.arguments(), hyper, 0.5)
         assert_same_bits(pieces, actual)
         reference = whole.map(torch.Tensor.clone)
@@ -171,11 +171,13 @@ def test_threads_and_pieces_change_nothing(hyper: Hyper) -> None:
 def test_the_gpu_kernel_has_the_bits_of_the_reference(hyper: Hyper, grad: torch.dtype) -> None:
     for numel in (1, 16, 2 * 1024 + 3):
         generator = torch.Generator().manual_seed(numel)
-        planes = (torch.randn(numel, generator=generator) * torch.logspace(-30, 2, numel) for _ in range(3))
-        weight, states, gradient = planes
+        state_buffers = (torch.randn(numel, generator=generator) * torch.logspace(-30, 2, numel) for _ in range(3))
+        weight, states, gradient = state_buffers
         states[::5] = 0
         gradient[::5] = 0
-        expected = unit(hyper, weight, states, gradient.to(grad), "bf16_planar").map(lambda plane: plane.to(DEVICE))
+        expected = unit(hyper, weight, states, gradient.to(grad), "bf16_split").map(
+            lambda state_buffer: state_buffer.to(DEVICE)
+        )
         actual = expected.map(torch.Tensor.clone)
         for _ in range(2):
             assert actual.remainder is not None
@@ -194,7 +196,7 @@ def test_the_gpu_kernel_keeps_what_is_no_number(hyper: Hyper) -> None:
         (values, torch.ones_like(values), torch.ones_like(values)),
         (torch.ones_like(values), torch.ones_like(values), values),
     ):
-        expected = unit(hyper, *parts, "bf16_planar").map(lambda plane: plane.to(DEVICE))
+        expected = unit(hyper, *parts, "bf16_split").map(lambda state_buffer: state_buffer.to(DEVICE))
         actual = expected.map(torch.Tensor.clone)
         assert actual.remainder is not None
         hyper.rule.gpu_step(actual.weight, actual.remainder, actual.states, actual.grad, hyper, 1.0)
@@ -216,19 +218,19 @@ def published_lion(
     m.mul_(b2).add_(g, alpha=1 - b2)
 
 
-@pytest.mark.parametrize("planar", [True, False], ids=["planar", "fp32"])
-def test_two_hundred_steps_beside_the_published_lion(planar: bool) -> None:
+@pytest.mark.parametrize("split", [True, False], ids=["split", "fp32"])
+def test_two_hundred_steps_beside_the_published_lion(split: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     start = torch.randn(NUMEL, generator=generator)
     lr, betas, decay = 1e-3, (0.9, 0.99), 0.1
-    own = unit(HYPERS["lion"], start, torch.zeros(NUMEL), start, "bf16_planar" if planar else "fp32")
+    own = unit(HYPERS["lion"], start, torch.zeros(NUMEL), start, "bf16_split" if split else "fp32")
     expected, momentum = start.clone(), torch.zeros(NUMEL)
     for step in range(1, STEPS + 1):
         own.grad = torch.randn(NUMEL, generator=generator) + start
         own.grad[: NUMEL // 10] = 0  # never a gradient: these shrink and do not move
         CpuUpdater(2).update_(*own.arguments(), LionHyper(lr, betas, decay, step))
         published_lion(expected, momentum, own.grad, lr, *betas, decay)
-    weight = decode_planar(own.weight, own.remainder) if own.remainder is not None else own.weight
+    weight = decode_split(own.weight, own.remainder) if own.remainder is not None else own.weight
     # Two roundings of a weight below 5 a step each. A sign that turned out otherwise would be 2e-3 away; the sums of
     # b1 m and (1 - b1) g agree to a rounding, so it could only where they cancel to 1e-7 of each.
     assert (weight - expected).abs().max() < STEPS * 4 * 5 * 2.0**-24
@@ -236,7 +238,7 @@ def test_two_hundred_steps_beside_the_published_lion(planar: bool) -> None:
     assert not own.states[0][: NUMEL // 10].any()
 
 
-@pytest.mark.parametrize("planar", [True, False], ids=["planar", "fp32"])
+@pytest.mark.parametrize("split", [True, False], ids=["split", "fp32"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -248,19 +250,19 @@ def test_two_hundred_steps_beside_the_published_lion(planar: bool) -> None:
     ],
     ids=str,
 )
-def test_two_hundred_steps_beside_torch_sgd(planar: bool, options: dict[str, Any]) -> None:
+def test_two_hundred_steps_beside_torch_sgd(split: bool, options: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(4)
     start = torch.randn(NUMEL, generator=generator)
     expected = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.SGD([expected], lr=0.01, **options)
     hyper = SgdHyper(lr=0.01, keeps_momentum="momentum" in options, **options)
-    own = unit(hyper, start, torch.zeros(NUMEL), start, "bf16_planar" if planar else "fp32")
+    own = unit(hyper, start, torch.zeros(NUMEL), start, "bf16_split" if split else "fp32")
     for step in range(1, STEPS + 1):
         own.grad = torch.randn(NUMEL, generator=generator) + start
         expected.grad = own.grad.clone()
         CpuUpdater(2).update_(*own.arguments(), dataclasses.replace(hyper, step=step))
         optimizer.step()
-    weight = decode_planar(own.weight, own.remainder) if own.remainder is not None else own.weight
+    weight = decode_split(own.weight, own.remainder) if own.remainder is not None else own.weight
     # A rounding of the weight and three of an update below 0.5 a step in either implementation.
     assert (weight - expected.detach()).abs().max() < STEPS * 2 * (20 + 4) * 2.0**-24
     if own.states:

@@ -140,7 +140,7 @@ def test_a_forked_child_is_told_and_can_end():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"weight_format": "bf16"}, "weight_format is .bf16. but must be one of bf16_planar, fp32, fp16_master"),
+        ({"weight_format": "bf16"}, "weight_format is .bf16. but must be one of bf16_split, fp32, fp16_master"),
         ({"grad_dtype": "float"}, "grad_dtype is .float. but must be one of bf16, fp16, fp32"),
         ({"isa": "sse"}, "isa is .sse. but must be one of"),
         ({"rule": "adagrad"}, "rule is .adagrad. but must be one of adamw"),
@@ -153,14 +153,14 @@ def test_a_forked_child_is_told_and_can_end():
     ],
 )
 def test_arguments_that_cannot_be(change, words):
-    planes = torch.zeros(64)
+    state_buffers = torch.zeros(64)
     arguments = {
         "rule": "adamw",
         "weight_format": "fp32",
-        "weight_ptr": planes.data_ptr(),
+        "weight_ptr": state_buffers.data_ptr(),
         "remainder_ptr": 0,
-        "state_ptrs": [planes.data_ptr(), planes.data_ptr()],
-        "grad_ptr": planes.data_ptr(),
+        "state_ptrs": [state_buffers.data_ptr(), state_buffers.data_ptr()],
+        "grad_ptr": state_buffers.data_ptr(),
         "grad_dtype": "fp32",
         "numel": 64,
         "numbers": [1.0] * 10,

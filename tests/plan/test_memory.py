@@ -13,15 +13,15 @@ from ds_slide.optim.hyper import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.memory import NOTHING_TAKEN, Budgets, Plan, Taken, gpu_cost, make_plan
 from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
-from ds_slide.store.planes import optimizer_planes
+from ds_slide.store.state_buffers import optimizer_buffers
 
-EDGE, BLOCK = 64_000, 6_400
-SPECS = optimizer_planes(torch.bfloat16, ADAMW, STATE_FORMATS["fp32"])
+OUTER, BLOCK = 64_000, 6_400
+SPECS = optimizer_buffers(torch.bfloat16, ADAMW, STATE_FORMATS["fp32"])
 PLENTY = 1 << 40
 
 
 def size_of(name: str, layout: UnitLayout) -> UnitSize:
-    return UnitSize(name, layout, "edge" if name.startswith("edge") else "block", SPECS, 2)
+    return UnitSize(name, layout, "outer" if name.startswith("outer") else "block", SPECS, 2)
 
 
 def unit(name: str, numel: int, frozen: int = 0) -> UnitSize:
@@ -30,14 +30,14 @@ def unit(name: str, numel: int, frozen: int = 0) -> UnitSize:
     return size_of(name, build_layout(infos, 1))
 
 
-UNITS = [unit("edge", EDGE), *(unit(f"blocks.{index}", BLOCK) for index in range(4))]
+UNITS = [unit("outer", OUTER), *(unit(f"blocks.{index}", BLOCK) for index in range(4))]
 # bf16, gradients held.
 NEEDS = Needs(2, held_bytes=2, window=2, ring=0)
 BUDGETS = Budgets(PLENTY, PLENTY, PLENTY, gpu_states=0, gpu_memory=None, host_memory=None)
-EDGE_COST = EDGE * (2 + 8 + 2)
+OUTER_COST = OUTER * (2 + 8 + 2)
 BLOCK_COST = BLOCK * (2 + 2 + 8 + 2)
-WINDOW_BYTES = 2 * BLOCK * 2 + 2 * BLOCK * 2 + EDGE * 2
-HOST_BYTES = (EDGE + 4 * BLOCK) * (2 + 2 + 8 + 2)
+WINDOW_BYTES = 2 * BLOCK * 2 + 2 * BLOCK * 2 + OUTER * 2
+HOST_BYTES = (OUTER + 4 * BLOCK) * (2 + 2 + 8 + 2)
 
 
 def plan(**budgets: object) -> Plan:
@@ -45,7 +45,7 @@ def plan(**budgets: object) -> Plan:
 
 
 def test_cost_of_a_unit_on_the_gpu() -> None:
-    assert gpu_cost(UNITS[0], NEEDS) == EDGE_COST
+    assert gpu_cost(UNITS[0], NEEDS) == OUTER_COST
     assert gpu_cost(UNITS[1], NEEDS) == BLOCK_COST
 
 
@@ -54,14 +54,14 @@ def test_cost_of_a_unit_on_the_gpu() -> None:
     [
         (0, ()),
         (BLOCK_COST - 1, ()),
-        (EDGE_COST - 1, (1, 2, 3, 4)),  # an edge that does not fit leaves its share to the blocks
-        (EDGE_COST, (0,)),
-        (EDGE_COST + BLOCK_COST, (0, 1)),
-        (EDGE_COST + 3 * BLOCK_COST - 1, (0, 1, 2)),
+        (OUTER_COST - 1, (1, 2, 3, 4)),  # an outer module that does not fit leaves its share to the blocks
+        (OUTER_COST, (0,)),
+        (OUTER_COST + BLOCK_COST, (0, 1)),
+        (OUTER_COST + 3 * BLOCK_COST - 1, (0, 1, 2)),
         (PLENTY, (0, 1, 2, 3, 4)),
     ],
 )
-def test_edges_come_first_then_the_first_blocks(allowance: int, on_gpu: tuple[int, ...]) -> None:
+def test_outer_modules_come_first_then_the_first_blocks(allowance: int, on_gpu: tuple[int, ...]) -> None:
     made = plan(gpu_states=allowance)
     assert made.placement.on_gpu == frozenset(on_gpu)
     assert made.gpu_states_used == sum(gpu_cost(UNITS[index], NEEDS) for index in on_gpu)
@@ -74,13 +74,13 @@ def test_bytes_of_a_plan_without_gpu_states() -> None:
 
 
 def test_frozen_parameters_have_weights_only() -> None:
-    frozen = [unit("edge", EDGE), unit("blocks.0", 0, frozen=BLOCK), unit("blocks.1", BLOCK, frozen=BLOCK)]
-    assert make_plan(frozen, NEEDS, BUDGETS).host_bytes == (EDGE + BLOCK) * 14 + 2 * BLOCK * 2
+    frozen = [unit("outer", OUTER), unit("blocks.0", 0, frozen=BLOCK), unit("blocks.1", BLOCK, frozen=BLOCK)]
+    assert make_plan(frozen, NEEDS, BUDGETS).host_bytes == (OUTER + BLOCK) * 14 + 2 * BLOCK * 2
 
 
 def test_gradient_buffers_count() -> None:
     ring = replace(NEEDS, held_bytes=0, ring=4)
-    assert make_plan(UNITS, ring, BUDGETS).host_bytes == (EDGE + 4 * BLOCK) * 12 + (4 * BLOCK + EDGE) * 2
+    assert make_plan(UNITS, ring, BUDGETS).host_bytes == (OUTER + 4 * BLOCK) * 12 + (4 * BLOCK + OUTER) * 2
 
 
 @pytest.mark.parametrize("source", ["gpu_memory", "gpu_free"])
@@ -93,10 +93,10 @@ def test_gpu_budget_is_hard(source: str) -> None:
 
 
 def test_refusals_name_what_takes_most() -> None:
-    moments = f"exp_avg of edge \\({4 * EDGE:,} bytes\\), exp_avg_sq of edge \\({4 * EDGE:,} bytes\\)"
-    weights = f"weight of edge \\({2 * EDGE:,} bytes\\)"
+    moments = f"exp_avg of outer \\({4 * OUTER:,} bytes\\), exp_avg_sq of outer \\({4 * OUTER:,} bytes\\)"
+    weights = f"weight of outer \\({2 * OUTER:,} bytes\\)"
     with pytest.raises(
-        SlideError, match=rf"GPU tier: .*; the largest entries are whole weights of edge \({2 * EDGE:,}"
+        SlideError, match=rf"GPU tier: .*; the largest entries are whole weights of outer \({2 * OUTER:,}"
     ):
         plan(gpu_memory=1)
     with pytest.raises(SlideError, match=rf"host tier: .*; the largest entries are {moments}, {weights}$"):
@@ -107,19 +107,19 @@ def test_refusals_name_what_takes_most() -> None:
 
 def test_gpu_states_that_do_not_fit_are_refused() -> None:
     with pytest.raises(SlideError, match=r"GPU tier: .* or ds_slide.gpu_states \(now"):
-        plan(gpu_states=EDGE_COST, gpu_memory=WINDOW_BYTES + EDGE_COST - 1)
-    assert plan(gpu_states=EDGE_COST, gpu_memory=WINDOW_BYTES + EDGE_COST).placement.on_gpu == {0}
+        plan(gpu_states=OUTER_COST, gpu_memory=WINDOW_BYTES + OUTER_COST - 1)
+    assert plan(gpu_states=OUTER_COST, gpu_memory=WINDOW_BYTES + OUTER_COST).placement.on_gpu == {0}
 
 
 def test_free_host_memory_is_a_hard_limit() -> None:
     assert plan(host_free=HOST_BYTES).host_bytes == HOST_BYTES
-    sentence = rf"host tier: .* need {HOST_BYTES:,} bytes, but {HOST_BYTES - 1:,} are free; .*\"nvme\".*hold_gradients"
+    sentence = rf"host tier: .* need {HOST_BYTES:,} bytes, but {HOST_BYTES - 1:,} are free; .*\"nvme\".*defer_updates"
     with pytest.raises(SlideError, match=sentence):
         plan(host_free=HOST_BYTES - 1)
 
 
 def test_without_an_ssd_tier_the_budget_of_the_states_is_hard() -> None:
-    states = (EDGE + 4 * BLOCK) * 12  # held gradients and buffers come on top of ds_slide.host_memory
+    states = (OUTER + 4 * BLOCK) * 12  # held gradients and buffers come on top of ds_slide.host_memory
     assert plan(host_memory=states).host_bytes == HOST_BYTES
     sentence = rf"host tier: the states need {states:,} bytes, but ds_slide.host_memory is {states - 1:,}; .*SSD"
     with pytest.raises(SlideError, match=sentence):
@@ -139,7 +139,7 @@ SLOT = BLOCK * 2
         ({"gpu_memory": WINDOW_BYTES + SLOT}, 3),
         ({"gpu_memory": WINDOW_BYTES}, 2),
         # Of four blocks three are left to stream: their states stay away from the slots' room.
-        ({"gpu_states": EDGE_COST + BLOCK_COST}, 3),
+        ({"gpu_states": OUTER_COST + BLOCK_COST}, 3),
     ],
 )
 def test_spare_gpu_memory_becomes_slots(budgets: dict[str, int], window: int) -> None:
@@ -153,9 +153,9 @@ def of_two_ranks(name: str, numel: int) -> UnitSize:
     return size_of(name, build_layout([ParameterInfo("weight", (numel,), numel, 0)], 2))
 
 
-TWO_RANKS = [of_two_ranks("edge", EDGE), *(of_two_ranks(f"blocks.{index}", BLOCK) for index in range(4))]
-STAGING_BYTES = 2 * (EDGE // 2 * 3) * 2  # two, each with the parts of both ranks and the average of its own
-ON_GPU = 2 * BLOCK * 2 + EDGE * 2
+TWO_RANKS = [of_two_ranks("outer", OUTER), *(of_two_ranks(f"blocks.{index}", BLOCK) for index in range(4))]
+STAGING_BYTES = 2 * (OUTER // 2 * 3) * 2  # two, each with the parts of both ranks and the average of its own
+ON_GPU = 2 * BLOCK * 2 + OUTER * 2
 
 
 OWN = BLOCK // 2
@@ -165,13 +165,18 @@ OWN = BLOCK // 2
     ("shares", "host_memory", "passing", "slot"),
     [
         (True, None, BLOCK, BLOCK),  # the parts of a block meet
-        (False, None, EDGE + EDGE // 2 + 2 * OWN, BLOCK + OWN),  # of any unit; a part beside the edge and each slot
-        (True, EDGE + 2 * BLOCK, BLOCK + BLOCK + 2 * OWN, BLOCK + OWN),  # two blocks are shared, two on SSD
+        (
+            False,
+            None,
+            OUTER + OUTER // 2 + 2 * OWN,
+            BLOCK + OWN,
+        ),  # of any unit; a part beside the outer module and each slot
+        (True, OUTER + 2 * BLOCK, BLOCK + BLOCK + 2 * OWN, BLOCK + OWN),  # two blocks are shared, two on SSD
         (True, 0, BLOCK + 2 * OWN, BLOCK + OWN),  # all blocks are on SSD
     ],
 )
 def test_what_several_ranks_take_on_the_gpu(shares: bool, host_memory: int | None, passing: int, slot: int) -> None:
-    ssd = SsdNeeds(weights=True, records=True, chunk_numel=2048)
+    ssd = SsdNeeds(weights=True, states=True, chunk_numel=2048)
     needs = replace(NEEDS, world_size=2, shares_weights=shares, ssd=ssd)
     budgets = replace(BUDGETS, host_memory=host_memory)
     assert make_plan(TWO_RANKS, needs, budgets).gpu_bytes == ON_GPU + STAGING_BYTES + passing * 2
@@ -184,8 +189,8 @@ def test_what_several_ranks_take_on_the_gpu(shares: bool, host_memory: int | Non
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_updated_on_the_gpu_several_ranks_keep_their_parts_beside_the_whole(shares: bool) -> None:
-    """A block: its whole weights, and for this rank weight, moments, remainder and gradient. The parts of the edge,
-    which is the largest, meet in a buffer anyway where nothing is shared."""
+    """A block: its whole weights, and for this rank weight, moments, remainder and gradient. The parts of the outer
+    module, which is the largest, meet in a buffer anyway where nothing is shared."""
     needs = replace(NEEDS, world_size=2, shares_weights=shares)
     cost = gpu_cost(TWO_RANKS[1], needs)
     assert cost == BLOCK * 2 + OWN * (2 + 2 + 8 + 2)
@@ -196,7 +201,7 @@ def test_updated_on_the_gpu_several_ranks_keep_their_parts_beside_the_whole(shar
 
 
 def test_automatic_states_never_break_a_budget_that_fits_without_them() -> None:
-    for limit in range(WINDOW_BYTES, WINDOW_BYTES + 2 * EDGE_COST, EDGE_COST // 7):
+    for limit in range(WINDOW_BYTES, WINDOW_BYTES + 2 * OUTER_COST, OUTER_COST // 7):
         made = plan(gpu_states=None, gpu_memory=limit)
         assert made.gpu_bytes <= limit
 
@@ -210,12 +215,12 @@ def test_nor_do_they_for_ranks_that_gather_what_is_updated_there() -> None:
         assert len(made.placement.on_gpu) == on_gpu and made.gpu_bytes <= least + more
 
 
-def test_an_edge_that_passes_takes_its_buffers_and_is_never_placed_on_the_gpu() -> None:
+def test_an_outer_module_that_passes_takes_its_buffers_and_is_never_placed_on_the_gpu() -> None:
     head = replace(UNITS[0], passing_numel=250)
     made = make_plan([head, *UNITS[1:]], NEEDS, replace(BUDGETS, gpu_states=PLENTY))
     assert made.placement.on_gpu == frozenset((1, 2, 3, 4))
     made = make_plan([head, *UNITS[1:]], NEEDS, BUDGETS)
-    assert made.gpu_bytes == WINDOW_BYTES - 2 * EDGE + 2 * 1_000
+    assert made.gpu_bytes == WINDOW_BYTES - 2 * OUTER + 2 * 1_000
 
 
 # ---- several engines in a process ------------------------------------------------------------------------------------
@@ -246,8 +251,8 @@ def test_the_automatic_shares_are_for_all_engines_together() -> None:
 
 
 def test_configured_limits_are_for_all_engines_together() -> None:
-    assert plan(gpu_states=EDGE_COST + 10, taken=Taken(gpu_states=10)).placement.on_gpu == frozenset((0,))
-    assert 0 not in plan(gpu_states=EDGE_COST + 10, taken=Taken(gpu_states=11)).placement.on_gpu
+    assert plan(gpu_states=OUTER_COST + 10, taken=Taken(gpu_states=10)).placement.on_gpu == frozenset((0,))
+    assert 0 not in plan(gpu_states=OUTER_COST + 10, taken=Taken(gpu_states=11)).placement.on_gpu
     plan(gpu_memory=WINDOW_BYTES + 7, taken=Taken(gpu=7))
     with pytest.raises(SlideError, match=r"gpu_memory is [\d,]+ beside the 8 of other engines in this process"):
         plan(gpu_memory=WINDOW_BYTES + 7, taken=Taken(gpu=8))
@@ -267,7 +272,7 @@ def test_taken_adds_up() -> None:
 
 FROZEN = [
     replace(frozen, specs=())
-    for frozen in (unit("edge", 0, frozen=EDGE), *(unit(f"blocks.{index}", 0, frozen=BLOCK) for index in range(4)))
+    for frozen in (unit("outer", 0, frozen=OUTER), *(unit(f"blocks.{index}", 0, frozen=BLOCK) for index in range(4)))
 ]
 FORWARDS = replace(NEEDS, trains=False, window_grows=True)
 
@@ -275,8 +280,8 @@ FORWARDS = replace(NEEDS, trains=False, window_grows=True)
 def test_without_an_optimizer_there_are_weights_in_host_memory_and_a_window() -> None:
     made = make_plan(FROZEN, FORWARDS, replace(SMALL_GPU, gpu_states=PLENTY, gpu_total=0))
     assert made.placement.on_gpu == frozenset()
-    assert made.host_bytes == made.host_state_bytes == (EDGE + 4 * BLOCK) * 2
-    assert made.gpu_bytes == 2 * SLOT + EDGE * 2
+    assert made.host_bytes == made.host_state_bytes == (OUTER + 4 * BLOCK) * 2
+    assert made.gpu_bytes == 2 * SLOT + OUTER * 2
     assert made.gpu_states_used == 0
 
 

@@ -15,29 +15,29 @@ from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.optim.hyper import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
-from ds_slide.plan.allocations import RECORD_BUFFERS, WEIGHT_BUFFERS
+from ds_slide.plan.allocations import CHUNK_BUFFERS, WEIGHT_BUFFERS
 from ds_slide.plan.memory import Budgets, Plan, make_plan
 from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
 from ds_slide.plan.placement import USABLE_SHARE, place_on_host
-from ds_slide.store.planes import optimizer_bytes, optimizer_planes
-from ds_slide.store.ssd.places import place_unit, record_bytes, sum_table_bytes, whole_pages
+from ds_slide.store.ssd.extents import chunk_bytes, sum_table_bytes, unit_extents, whole_pages
+from ds_slide.store.state_buffers import optimizer_buffers, optimizer_bytes
 
-SPECS = optimizer_planes(torch.bfloat16, ADAMW, STATE_FORMATS["fp32"])
+SPECS = optimizer_buffers(torch.bfloat16, ADAMW, STATE_FORMATS["fp32"])
 CHUNK = 2048
-BOTH = SsdNeeds(weights=True, records=True, chunk_numel=CHUNK)
+BOTH = SsdNeeds(weights=True, states=True, chunk_numel=CHUNK)
 NEEDS = Needs(2, held_bytes=2, window=2, ring=0, ssd=BOTH)
-EDGE, BLOCK, BLOCKS = 64_000, 6_400, 12
+OUTER, BLOCK, BLOCKS = 64_000, 6_400, 12
 PLENTY = 1 << 40
 
 
 def unit(name: str, numel: int, frozen: int = 0) -> UnitSize:
     infos = [ParameterInfo("weight", (numel,), numel, 0)] if numel else []
     infos += [ParameterInfo("frozen", (frozen,), frozen, None)] if frozen else []
-    return UnitSize(name, build_layout(infos, 1), "edge" if name.startswith("edge") else "block", SPECS, 2)
+    return UnitSize(name, build_layout(infos, 1), "outer" if name.startswith("outer") else "block", SPECS, 2)
 
 
-UNITS = [unit("edge", EDGE), *(unit(f"blocks.{index}", BLOCK) for index in range(BLOCKS))]
-STATES = (EDGE + BLOCKS * BLOCK) * 12
+UNITS = [unit("outer", OUTER), *(unit(f"blocks.{index}", BLOCK) for index in range(BLOCKS))]
+STATES = (OUTER + BLOCKS * BLOCK) * 12
 BLOCK_WEIGHTS = BLOCKS * BLOCK * 2
 
 
@@ -46,9 +46,9 @@ class Placed:
     """A placement and what it takes."""
 
     weights_on_ssd: frozenset[int]
-    records_on_ssd: frozenset[int]
+    chunks_on_ssd: frozenset[int]
     gradients_on_ssd: frozenset[int]
-    record_buffers: int
+    chunk_buffers: int
     weight_buffers: int
     state_bytes: int
     ssd_bytes: int
@@ -62,9 +62,9 @@ def placed_of(
     counts = {each.what: each.count for each in plan.allocations}
     return Placed(
         plan.placement.weights_on_ssd,
-        plan.placement.records_on_ssd,
+        plan.placement.chunks_on_ssd,
         plan.placement.gradients_on_ssd,
-        counts.get(RECORD_BUFFERS, 0),
+        counts.get(CHUNK_BUFFERS, 0),
         counts.get(WEIGHT_BUFFERS, 0),
         plan.host_state_bytes,
         plan.ssd_bytes,
@@ -79,46 +79,46 @@ def place(host_memory: int | None, needs: Needs = NEEDS, free: int = PLENTY) -> 
 @pytest.mark.parametrize("budget", [None, STATES, STATES + 1])
 def test_what_fits_stays(budget: int | None) -> None:
     placed = place(budget)
-    assert not placed.weights_on_ssd and not placed.records_on_ssd
-    assert placed.ssd_bytes == placed.record_buffers == placed.weight_buffers == 0
-    assert placed.host_bytes == STATES + (EDGE + BLOCKS * BLOCK) * 2
+    assert not placed.weights_on_ssd and not placed.chunks_on_ssd
+    assert placed.ssd_bytes == placed.chunk_buffers == placed.weight_buffers == 0
+    assert placed.host_bytes == STATES + (OUTER + BLOCKS * BLOCK) * 2
 
 
 def test_nothing_allowed_moves_all_that_may() -> None:
     placed = place(0)
     blocks = frozenset(range(1, BLOCKS + 1))
-    assert placed.weights_on_ssd == blocks and placed.records_on_ssd == blocks | {0}
-    assert placed.state_bytes == EDGE * 2  # an edge's weights are read by nobody but its own update
+    assert placed.weights_on_ssd == blocks and placed.chunks_on_ssd == blocks | {0}
+    assert placed.state_bytes == OUTER * 2  # an outer module's weights are read by nobody but its own update
     assert placed.state_bytes + placed.ssd_bytes == STATES
 
 
-def test_weights_stay_first_then_the_edges_records_then_the_blocks() -> None:
-    edge_weight = EDGE * 2
-    assert not place(edge_weight + BLOCK_WEIGHTS).weights_on_ssd
-    assert place(edge_weight + BLOCK_WEIGHTS - 1).weights_on_ssd
-    assert 0 not in place(edge_weight + BLOCK_WEIGHTS + EDGE * 10).records_on_ssd
-    assert 0 in place(edge_weight + BLOCK_WEIGHTS + EDGE * 10 - 1).records_on_ssd
+def test_weights_stay_first_then_the_outer_records_then_the_blocks() -> None:
+    outer_weight = OUTER * 2
+    assert not place(outer_weight + BLOCK_WEIGHTS).weights_on_ssd
+    assert place(outer_weight + BLOCK_WEIGHTS - 1).weights_on_ssd
+    assert 0 not in place(outer_weight + BLOCK_WEIGHTS + OUTER * 10).chunks_on_ssd
+    assert 0 in place(outer_weight + BLOCK_WEIGHTS + OUTER * 10 - 1).chunks_on_ssd
 
 
 def test_half_of_the_blocks_are_spread_over_the_model() -> None:
-    budget = EDGE * 12 + BLOCK_WEIGHTS + BLOCKS * BLOCK * 10 // 2
-    on_ssd = sorted(place(budget).records_on_ssd)
+    budget = OUTER * 12 + BLOCK_WEIGHTS + BLOCKS * BLOCK * 10 // 2
+    on_ssd = sorted(place(budget).chunks_on_ssd)
     assert len(on_ssd) == BLOCKS // 2
     assert {later - earlier for earlier, later in itertools.pairwise(on_ssd)} == {2}
 
 
-@pytest.mark.parametrize(("weights", "records"), [(True, False), (False, True)])
-def test_only_what_the_devices_name_moves(weights: bool, records: bool) -> None:
-    placed = place(0, replace(NEEDS, ssd=replace(BOTH, weights=weights, records=records)))
+@pytest.mark.parametrize(("weights", "states"), [(True, False), (False, True)])
+def test_only_what_the_devices_name_moves(weights: bool, states: bool) -> None:
+    placed = place(0, replace(NEEDS, ssd=replace(BOTH, weights=weights, states=states)))
     assert bool(placed.weights_on_ssd) == weights
-    assert bool(placed.records_on_ssd) == records
+    assert bool(placed.chunks_on_ssd) == states
 
 
 def test_frozen_parameters_have_weights_only_on_ssd() -> None:
-    frozen = [unit("edge", EDGE), unit("blocks.0", 0, frozen=BLOCK), unit("blocks.1", BLOCK, frozen=BLOCK)]
+    frozen = [unit("outer", OUTER), unit("blocks.0", 0, frozen=BLOCK), unit("blocks.1", BLOCK, frozen=BLOCK)]
     placed = placed_of(frozen, NEEDS, frozenset(), PLENTY, 0)
-    assert placed.weights_on_ssd == {1, 2} and placed.records_on_ssd == {0, 2}
-    assert placed.ssd_bytes == 3 * BLOCK * 2 + BLOCK * 10 + EDGE * 10
+    assert placed.weights_on_ssd == {1, 2} and placed.chunks_on_ssd == {0, 2}
+    assert placed.ssd_bytes == 3 * BLOCK * 2 + BLOCK * 10 + OUTER * 10
 
 
 @given(
@@ -131,22 +131,22 @@ def test_frozen_parameters_have_weights_only_on_ssd() -> None:
 def test_the_budget_is_kept_and_every_byte_is_counted(
     budget: int, held: int, movable_weights: bool, on_gpu: frozenset[int], moments: str
 ) -> None:
-    specs = optimizer_planes(torch.bfloat16, ADAMW, STATE_FORMATS[moments])
+    specs = optimizer_buffers(torch.bfloat16, ADAMW, STATE_FORMATS[moments])
     needs = replace(NEEDS, held_bytes=held, ssd=replace(BOTH, weights=movable_weights))
     placed = placed_of([replace(unit, specs=specs) for unit in UNITS], needs, on_gpu, PLENTY, budget)
     on_host = [index for index in range(len(UNITS)) if index not in on_gpu]
     numel = {index: UNITS[index].layout.trainable_numel for index in on_host}
     everything = sum(2 * n + optimizer_bytes(specs, n) for n in numel.values())
-    immovable = sum(2 * n for i, n in numel.items() if UNITS[i].is_edge or not movable_weights)
+    immovable = sum(2 * n for i, n in numel.items() if UNITS[i].is_outer or not movable_weights)
     assert placed.state_bytes <= max(budget, immovable)
     assert placed.state_bytes + placed.ssd_bytes == everything
-    assert not on_gpu & (placed.weights_on_ssd | placed.records_on_ssd)
-    pools = placed.record_buffers * (record_bytes(specs, CHUNK) if placed.records_on_ssd else 0)
+    assert not on_gpu & (placed.weights_on_ssd | placed.chunks_on_ssd)
+    pools = placed.chunk_buffers * (chunk_bytes(specs, CHUNK) if placed.chunks_on_ssd else 0)
     pools += placed.weight_buffers * whole_pages(BLOCK * 2)
     assert placed.host_bytes == placed.state_bytes + sum(numel.values()) * held + pools
 
 
-# With all of weights and records on SSD that may.
+# With all of weights and states on SSD that may.
 LEAST = place(0)
 
 
@@ -159,7 +159,7 @@ def test_held_gradients_leave_last() -> None:
     assert gradients(LEAST.host_bytes).ssd_bytes == LEAST.ssd_bytes
     placed = gradients(LEAST.host_bytes - BLOCK)
     assert placed.gradients_on_ssd
-    assert (placed.weights_on_ssd, placed.records_on_ssd) == (LEAST.weights_on_ssd, LEAST.records_on_ssd)
+    assert (placed.weights_on_ssd, placed.chunks_on_ssd) == (LEAST.weights_on_ssd, LEAST.chunks_on_ssd)
 
 
 @pytest.mark.parametrize(("ring", "ring_to_ssd", "gradient_bytes", "held"), [(0, 3, 2, 2), (3, 3, 2, 2), (3, 3, 2, 4)])
@@ -169,7 +169,7 @@ def test_as_few_gradients_leave_as_needed_and_their_way_is_counted(
     needs = replace(NEEDS, ring=ring, ring_to_ssd=ring_to_ssd, gradient_bytes=gradient_bytes, held_bytes=held)
     in_memory = place(0, needs)
     gone = place(None, needs, free=0)
-    assert gone.gradients_on_ssd == frozenset(range(1, BLOCKS + 1))  # an edge's never leave
+    assert gone.gradients_on_ssd == frozenset(range(1, BLOCKS + 1))  # an outer module's never leave
     assert gone.ssd_bytes == in_memory.ssd_bytes + BLOCKS * BLOCK * held
     way = whole_pages(BLOCK * held) + ring_to_ssd * whole_pages(BLOCK * gradient_bytes)
     way -= ring * BLOCK * gradient_bytes
@@ -189,7 +189,7 @@ def test_as_few_gradients_leave_as_needed_and_their_way_is_counted(
 
 
 def test_gradients_stay_where_optimizer_states_must() -> None:
-    needs = replace(NEEDS, ssd=replace(BOTH, records=False))
+    needs = replace(NEEDS, ssd=replace(BOTH, states=False))
     assert not place(None, needs, free=0).gradients_on_ssd
     budgets = Budgets(PLENTY, PLENTY, 1, gpu_states=0, gpu_memory=None, host_memory=None)
     with pytest.raises(SlideError, match=r"change zero_optimization.offload_optimizer.device \(to \"nvme\".*gradients"):
@@ -210,23 +210,23 @@ def test_checksums_are_counted_and_fit(share: float) -> None:
     needs = replace(NEEDS, ssd=replace(BOTH, checksums=True))
 
     def sums(placed: Placed) -> int:
-        places = [
-            place_unit(
+        extents = [
+            unit_extents(
                 0,
                 SPECS,
                 weight_bytes=BLOCK * 2 if index in placed.weights_on_ssd else 0,
-                records_of=each.layout.trainable_numel if index in placed.records_on_ssd else 0,
+                chunks_of=each.layout.trainable_numel if index in placed.chunks_on_ssd else 0,
                 chunk_numel=CHUNK,
                 gradient_bytes=BLOCK * 2 if index in placed.gradients_on_ssd else 0,
             )
             for index, each in enumerate(UNITS)
         ]
-        return sum_table_bytes(sum(place.end for place in places))
+        return sum_table_bytes(sum(place.end for place in extents))
 
     least = place(0, needs).host_bytes
     placed = gradients(int(least + share * STATES), needs)
-    pools = placed.record_buffers * record_bytes(SPECS, CHUNK) + placed.weight_buffers * whole_pages(BLOCK * 2)
-    held = (EDGE + BLOCKS * BLOCK) * 2
+    pools = placed.chunk_buffers * chunk_bytes(SPECS, CHUNK) + placed.weight_buffers * whole_pages(BLOCK * 2)
+    held = (OUTER + BLOCKS * BLOCK) * 2
     assert placed.host_bytes == placed.state_bytes + held + pools + sums(placed) <= least + share * STATES
     assert placed.ssd_bytes > 0 and not placed.gradients_on_ssd
     gone, without = place(None, needs, free=0), place(None, free=0)

@@ -17,19 +17,19 @@ from ds_slide.optim.hyper import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import Device
-from ds_slide.runtime.transfers.handoff import Failures, Ticket
-from ds_slide.runtime.transfers.lane import Delay, Lane
+from ds_slide.runtime.transfers.handoff import Failures, Future
+from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
 from ds_slide.runtime.unit import Unit
-from ds_slide.runtime.updates.update_lane import UpdateLane
-from ds_slide.store.planes import optimizer_planes
+from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.store.state import UnitState
+from ds_slide.store.state_buffers import optimizer_buffers
 
 # The test files of this folder import `markers` by this name.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 NUMEL = 64
 
-MakeLane = Callable[[str], Lane]
+MakeWorker = Callable[[str], StreamWorker]
 MakeUnits = Callable[[int], list[Unit]]
 
 
@@ -44,11 +44,11 @@ def failures() -> Failures:
 
 
 @pytest.fixture
-def make_lane(device: Device, failures: Failures) -> Iterator[MakeLane]:
-    lanes: list[Lane] = []
+def make_worker(device: Device, failures: Failures) -> Iterator[MakeWorker]:
+    lanes: list[StreamWorker] = []
 
-    def make(name: str) -> Lane:
-        lanes.append(Lane(name, device, failures, LaneMeter(), Delay(0.0, 0)))
+    def make(name: str) -> StreamWorker:
+        lanes.append(StreamWorker(name, device, failures, LaneMeter(), Delay(0.0, 0)))
         return lanes[-1]
 
     yield make
@@ -57,8 +57,8 @@ def make_lane(device: Device, failures: Failures) -> Iterator[MakeLane]:
 
 
 @pytest.fixture
-def updates(device: Device, failures: Failures) -> Iterator[UpdateLane]:
-    lane = UpdateLane(device, failures, LaneMeter(), Delay(0.0, 0))
+def updates(device: Device, failures: Failures) -> Iterator[UpdateWorker]:
+    lane = UpdateWorker(device, failures, LaneMeter(), Delay(0.0, 0))
     yield lane
     lane.close()
 
@@ -71,9 +71,9 @@ def make_unit(order: int, failures: Failures) -> Unit:
         f"blocks.{order}", "block", order, None, (("weight", parameter),), NUMEL, Precision.declared(parameter)
     )
     weight = torch.full((NUMEL,), 100.0 * order)
-    specs = optimizer_planes(torch.float32, ADAMW, STATE_FORMATS["fp32"])
+    specs = optimizer_buffers(torch.float32, ADAMW, STATE_FORMATS["fp32"])
     state = UnitState("host", specs, weight, {spec.name: torch.zeros(NUMEL) for spec in specs}, None)
-    return Unit(spec, layout, [parameter], state, order, Ticket.kept(failures))
+    return Unit(spec, layout, [parameter], state, order, Future.kept(failures))
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import torch
 from ds_slide.plan.allocations import Allocation
 from ds_slide.runtime.allocator import Allocator
 from ds_slide.runtime.device import Device
-from ds_slide.store.state import HostMemory
+from ds_slide.store.host_memory import HostMemory
 
 ENTRIES = [
     Allocation("weight", "host", 4096, "states", page_locked=True),
     Allocation("slots", "gpu", 3 * 512, "the window", 3),
-    Allocation("records", "host", 2 * 8192, "states on their way", 2),
+    Allocation("chunks", "host", 2 * 8192, "states on their way", 2),
     Allocation("moments", "ssd", 12_288, "states"),
     Allocation("frozen", "host", 0, "states"),
 ]
@@ -36,8 +36,8 @@ def test_each_entry_has_its_bytes(allocator: Allocator, memory: HostMemory) -> N
     assert memory.total_bytes == 4096
     slots = allocator.buffers("slots")
     assert [slot.numel() for slot in slots] == [512] * 3 and memory.total_bytes == 4096
-    records = allocator.leased("records")
-    assert [record.numel() for record in records] == [8192] * 2 and memory.total_bytes == 4096 + 2 * 8192
+    chunks = allocator.leased("chunks")
+    assert [chunk.numel() for chunk in chunks] == [8192] * 2 and memory.total_bytes == 4096 + 2 * 8192
     assert allocator.on_ssd("moments") == 12_288
     allocator.require_all_given()
 
@@ -56,5 +56,5 @@ def test_an_entry_is_given_out_once_and_only_in_its_tier(allocator: Allocator) -
 
 def test_what_nobody_has_taken_is_named(allocator: Allocator) -> None:
     allocator.tensor("weight", torch.bfloat16)
-    with pytest.raises(KeyError, match="not allocated: slots, records, moments, frozen"):
+    with pytest.raises(KeyError, match="not allocated: slots, chunks, moments, frozen"):
         allocator.require_all_given()

@@ -26,9 +26,9 @@ PLAIN = RuntimeSettings(SlideConfig(), None, BF16, FP32, accumulates=False, clip
         ({"clips": True}, {}, BF16),
         ({"accumulates": True}, {}, FP32),
         ({"gradient_dtype": FP16}, {}, FP16),  # a loss scale may skip the step
-        ({}, {"hold_gradients": True}, BF16),
-        ({"clips": True}, {"hold_gradients": False}, None),
-        ({"rule": None}, {"hold_gradients": False}, BF16),
+        ({}, {"defer_updates": True}, BF16),
+        ({"clips": True}, {"defer_updates": False}, None),
+        ({"rule": None}, {"defer_updates": False}, BF16),
     ],
 )
 def test_gradients_are_held_where_the_step_has_to_know_all_of_them(
@@ -54,7 +54,7 @@ def test_the_plan_needs_what_the_block_says() -> None:
 
 def test_and_what_may_go_to_ssd() -> None:
     ssd = SsdSettings(
-        [("", Path())], weights=False, records=True, chunk_numel=2048, queue_depth=None, request_bytes=None
+        [("", Path())], weights=False, states=True, chunk_numel=2048, queue_depth=None, request_bytes=None
     )
     tiered = replace(PLAIN, ssd=ssd)
     assert needs_of(tiered).ssd == SsdNeeds(False, True, 2048, None, None, checksums=True)

@@ -13,11 +13,12 @@ import torch
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.optim.hyper import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
-from ds_slide.store.planes import optimizer_planes
-from ds_slide.store.ssd.places import place_unit
+from ds_slide.store.host_memory import HostMemory
+from ds_slide.store.ssd.extents import unit_extents
 from ds_slide.store.ssd.store import SsdStore
 from ds_slide.store.ssd.unit import SsdUnit
-from ds_slide.store.state import HostMemory, UnitState
+from ds_slide.store.state import UnitState
+from ds_slide.store.state_buffers import optimizer_buffers
 
 NUMEL, CHUNK_NUMEL = 10_048, 4096
 LAYOUT = build_layout([ParameterInfo("weight", (NUMEL,), NUMEL, 0)], 1)
@@ -28,16 +29,16 @@ Pair = tuple[UnitState, UnitState]
 @pytest.fixture(params=sorted(STATE_FORMATS))
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     """The same zeroed states in memory and on SSD."""
-    specs = optimizer_planes(torch.bfloat16, ADAMW, STATE_FORMATS[request.param])
-    places = place_unit(
-        0, specs, weight_bytes=NUMEL * 2, records_of=NUMEL, chunk_numel=CHUNK_NUMEL, gradient_bytes=NUMEL * 4
+    specs = optimizer_buffers(torch.bfloat16, ADAMW, STATE_FORMATS[request.param])
+    extents = unit_extents(
+        0, specs, weight_bytes=NUMEL * 2, chunks_of=NUMEL, chunk_numel=CHUNK_NUMEL, gradient_bytes=NUMEL * 4
     )
     failed: list[BaseException] = []
-    store = SsdStore([("ds_slide.nvme_path", tmp_path)], places.end, rank=0, fail=failed.append)
-    ssd = SsdUnit(store, places, specs, torch.bfloat16, torch.float32)
-    planes = {spec.name: torch.zeros(spec.items(NUMEL), dtype=spec.dtype) for spec in specs}
+    store = SsdStore([("ds_slide.nvme_path", tmp_path)], extents.end, rank=0, fail=failed.append)
+    ssd = SsdUnit(store, extents, specs, torch.bfloat16, torch.float32)
+    state_buffers = {spec.name: torch.zeros(spec.items(NUMEL), dtype=spec.dtype) for spec in specs}
     weight, gradient = torch.zeros(NUMEL, dtype=torch.bfloat16), torch.zeros(NUMEL)
-    yield UnitState("host", specs, weight, planes, gradient), UnitState("ssd", specs, None, {}, None, ssd)
+    yield UnitState("host", specs, weight, state_buffers, gradient), UnitState("ssd", specs, None, {}, None, ssd)
     store.close()
     assert not failed
 

@@ -39,5 +39,5 @@ class NormWatch:
             raise SlideError(
                 f"the gradients of step {self._step} were not finite and have been applied, because with clipping off "
                 'updates run under backward; resume from the last checkpoint with "ds_slide": '
-                '{"hold_gradients": true}, which skips such steps'
+                '{"defer_updates": true}, which skips such steps'
             )

@@ -1,12 +1,13 @@
-"""The way of a gradient: from the parameters of a finished unit into its held plane or straight into its update.
+"""The way of a gradient: from the parameters of a finished unit into its held gradient's buffer or straight into its
+update.
 
     compute stream   pack into a flat GPU staging buffer with its square sum
     collectives      several ranks: average over the ranks, then the square sum, behind what backward goes on with
     d2h lane         one contiguous copy into page-locked host memory
     update lane      accumulate (later micro-batches), or the update at once (gradients not held)
 
-GPU-tier units skip the way down: their gradient stays in a flat device plane until the step, which waits for `arrived`.
-Held gradients that have no room in host memory go on to SSD (`ds_slide.runtime.gradients.ssd_gradients`).
+GPU-tier units skip the way down: their gradient stays in a flat device state buffer until the step, which waits for
+`arrived`. Held gradients that have no room in host memory go on to SSD (`ds_slide.runtime.gradients.ssd_gradients`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from ds_slide.runtime.device import PASSED, Device, Marker
 from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Staging, collect
 from ds_slide.runtime.gradients.ssd_gradients import SsdGradients
 from ds_slide.runtime.ranks.collectives import Ranks
-from ds_slide.runtime.transfers.handoff import Failures, Ticket
-from ds_slide.runtime.transfers.lane import Lane
+from ds_slide.runtime.transfers.handoff import Failures, Future
 from ds_slide.runtime.transfers.ring import HostRing
+from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.unit import Unit, Update
-from ds_slide.runtime.updates.update_lane import UpdateLane
+from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.runtime.updates.updating import Updating
 
 
@@ -36,7 +37,7 @@ from ds_slide.runtime.updates.updating import Updating
 class GradientRoute:
     """What happens to a gradient that has arrived, fixed for the run."""
 
-    held: bool
+    deferred: bool
     """Gradients wait in `UnitState.gradient`, or on SSD, for the step; otherwise a unit is updated as soon as its own
     has arrived."""
 
@@ -48,8 +49,8 @@ class Gradients:
         self,
         device: Device,
         ranks: Ranks,
-        d2h: Lane,
-        updates: UpdateLane,
+        d2h: StreamWorker,
+        updates: UpdateWorker,
         updater: CpuUpdater,
         failures: Failures,
         route: GradientRoute,
@@ -118,19 +119,19 @@ class Gradients:
 
     def _keep_on_gpu(self, unit: Unit) -> None:
         assert unit.state.gradient is not None
-        accumulate, plane = unit.gradient_ready, unit.state.gradient
+        accumulate, state_buffer = unit.gradient_ready, unit.state.gradient
         if self._ranks.world_size == 1:
-            summed = collect(unit, plane, accumulate=accumulate)
-            self.square_sums[unit.order] = self._square_sum(plane) if summed is None else summed
+            summed = collect(unit, state_buffer, accumulate=accumulate)
+            self.square_sums[unit.order] = self._square_sum(state_buffer) if summed is None else summed
         else:
             reduced = self._reduced(unit)
             with self._ranks.on_stream():
                 try:
-                    plane.add_(reduced.own) if accumulate else plane.copy_(reduced.own)
+                    state_buffer.add_(reduced.own) if accumulate else state_buffer.copy_(reduced.own)
                 finally:
                     reduced.release(self._device.mark())
-                self.square_sums[unit.order] = self._square_sum(plane)
-            unit.arrived = Ticket.kept(self._failures, self._ranks.mark())
+                self.square_sums[unit.order] = self._square_sum(state_buffer)
+            unit.arrived = Future.kept(self._failures, self._ranks.mark())
         unit.square_sum_on = "device"
 
     def add_square_sum(self, unit: Unit, part: torch.Tensor) -> None:
@@ -157,9 +158,9 @@ class Gradients:
 
     def _hand_over(self, unit: Unit, final: bool, source: Source, packed: Marker, accumulate: bool) -> None:
         before = unit.arrived, unit.updated
-        unit.arrived = Ticket(self._failures, f"the gradient of {unit.name} in host memory")
+        unit.arrived = Future(self._failures, f"the gradient of {unit.name} in host memory")
         arrived, first = unit.arrived, not unit.gradient_ready
-        if not self._route.held:
+        if not self._route.deferred:
             self._updating.reserve(unit)
             update, hypers = unit.open_update(self._failures), self.hypers
             self._d2h.submit(lambda: self._update_on_arrival(unit, source, packed, update, hypers, arrived))
@@ -172,9 +173,9 @@ class Gradients:
 
     # The four ways of a gradient down. Each runs on the d2h lane.
 
-    def _hold(self, unit: Unit, source: Source, packed: Marker, before: tuple[Ticket, Ticket], arrived: Ticket) -> None:
-        for ticket in before:  # the plane may still be read by the last step's update
-            ticket.wait()
+    def _hold(self, unit: Unit, source: Source, packed: Marker, before: tuple[Future, Future], arrived: Future) -> None:
+        for future in before:  # the state buffer may still be read by the last step's update
+            future.wait()
         assert unit.state.gradient is not None
         marker = PASSED
         for span in unit.spans:
@@ -183,10 +184,10 @@ class Gradients:
         arrived.keep(marker)
 
     def _hold_on_ssd(
-        self, unit: Unit, source: Source, packed: Marker, before: tuple[Ticket, Ticket], arrived: Ticket
+        self, unit: Unit, source: Source, packed: Marker, before: tuple[Future, Future], arrived: Future
     ) -> None:
-        for ticket in before:  # the last step's update reads the same place
-            ticket.wait()
+        for future in before:  # the last step's update reads the same place
+            future.wait()
         on_ssd = self._on_ssd
         assert on_ssd is not None
 
@@ -201,14 +202,14 @@ class Gradients:
         unit: Unit,
         source: Source,
         packed: Marker,
-        before: tuple[Ticket, Ticket],
-        arrived: Ticket,
+        before: tuple[Future, Future],
+        arrived: Future,
         first: bool,
         final: bool,
     ) -> None:
         # Here, not on the update lane: the last step's update may not have come to that lane yet, from the SSD.
-        for ticket in before if first else ():
-            ticket.wait()
+        for future in before if first else ():
+            future.wait()
         numel = unit.layout.trainable_numel
 
         def add(buffer: torch.Tensor) -> int:
@@ -217,7 +218,7 @@ class Gradients:
         self._through_ring(unit, source, packed, arrived, add)
 
     def _through_ring(
-        self, unit: Unit, source: Source, packed: Marker, arrived: Ticket, use: Callable[[torch.Tensor], int]
+        self, unit: Unit, source: Source, packed: Marker, arrived: Future, use: Callable[[torch.Tensor], int]
     ) -> None:
         """Copy the gradient to a ring buffer; `use` it on the update lane; then it has arrived."""
         ring = self._ring(unit)
@@ -243,7 +244,7 @@ class Gradients:
         packed: Marker,
         update: Update,
         hypers: Sequence[Hyper],
-        arrived: Ticket,
+        arrived: Future,
     ) -> None:
         ring = self._ring(unit)
         buffer = ring.lease()
@@ -276,9 +277,9 @@ class Gradients:
         return end
 
     def _prepare(self, unit: Unit) -> Source:
-        """Blocks are packed, which frees the parameters' gradients at once. An edge's few large gradients go down from
-        where autograd left them: packing a vocabulary matrix would take a staging buffer of its size."""
-        if unit.spec.kind == "edge" and self._ranks.world_size == 1:
+        """Blocks are packed, which frees the parameters' gradients at once. An outer module's few large gradients go
+        down from where autograd left them: packing a vocabulary matrix would take a staging buffer of its size."""
+        if unit.spec.kind == "outer" and self._ranks.world_size == 1:
             return Scattered.of(unit, self._d2h)
         return self._reduced(unit)
 
@@ -292,31 +293,31 @@ class Gradients:
             raise
 
     def _accumulate(
-        self, unit: Unit, gradient: torch.Tensor, *, before: tuple[Ticket, Ticket], first: bool, final: bool
+        self, unit: Unit, gradient: torch.Tensor, *, before: tuple[Future, Future], first: bool, final: bool
     ) -> int:
         if first:
-            for ticket in before:
-                ticket.synchronize()
+            for future in before:
+                future.synchronize()
         on_ssd = self._on_ssd if unit.state.gradient_on_ssd else None
         if on_ssd is not None:
-            plane = on_ssd.zeros(unit) if first else on_ssd.load(unit, slice(0, unit.layout.trainable_numel))
+            state_buffer = on_ssd.zeros(unit) if first else on_ssd.load(unit, slice(0, unit.layout.trainable_numel))
         else:
-            plane = unit.state.read("gradient", slice(0, unit.layout.trainable_numel))
+            state_buffer = unit.state.read("gradient", slice(0, unit.layout.trainable_numel))
             if first:
-                plane.zero_()
-        self._updater.accumulate_(plane, gradient)
+                state_buffer.zero_()
+        self._updater.accumulate_(state_buffer, gradient)
         if on_ssd is not None:
             on_ssd.store(unit)
         if final:
-            unit.host_square_sum = self._updater.sum_of_squares(plane)
+            unit.host_square_sum = self._updater.sum_of_squares(state_buffer)
             unit.square_sum_on = "host"
-        return 2 * plane.numel() * plane.element_size() + gradient.numel() * gradient.element_size()
+        return 2 * state_buffer.numel() * state_buffer.element_size() + gradient.numel() * gradient.element_size()
 
     def _take_staging(self) -> Staging:
         staging = self._stagings[self._turn]
         self._turn = (self._turn + 1) % len(self._stagings)
         self._device.wait(staging.free.wait())
-        staging.free = Ticket(self._failures, "a GPU buffer for a gradient")
+        staging.free = Future(self._failures, "a GPU buffer for a gradient")
         return staging
 
     def _reduce(self, unit: Unit, staging: Staging) -> Packed:

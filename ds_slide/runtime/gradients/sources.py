@@ -9,42 +9,42 @@ from typing import Protocol
 import torch
 
 from ds_slide.runtime.device import Marker
-from ds_slide.runtime.transfers.handoff import Failures, Ticket
-from ds_slide.runtime.transfers.lane import Lane
+from ds_slide.runtime.transfers.handoff import Failures, Future
+from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.unit import Unit
 
 SquareSum = Callable[[torch.Tensor], torch.Tensor]
 
 
-def collect(unit: Unit, plane: torch.Tensor, *, accumulate: bool) -> torch.Tensor | None:
-    """Copy or add the parameters' gradients into a flat plane of one rank ([>= trainable_numel]).
+def collect(unit: Unit, state_buffer: torch.Tensor, *, accumulate: bool) -> torch.Tensor | None:
+    """Copy or add the parameters' gradients into a flat state buffer of one rank ([>= trainable_numel]).
 
-    The square sum of what the plane then holds, [] fp64, where the same pass gives it (on a GPU); else None.
+    The square sum of what the state buffer then holds, [] fp64, where the same pass gives it (on a GPU); else None.
     """
-    plane = plane[: unit.layout.trainable_numel]
-    if plane.is_cuda:
-        return collect_in_one_pass(unit, plane, accumulate=accumulate)
-    collect_by_torch(unit, plane, accumulate=accumulate)
+    state_buffer = state_buffer[: unit.layout.trainable_numel]
+    if state_buffer.is_cuda:
+        return collect_in_one_pass(unit, state_buffer, accumulate=accumulate)
+    collect_by_torch(unit, state_buffer, accumulate=accumulate)
     return None
 
 
-def collect_in_one_pass(unit: Unit, plane: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
+def collect_in_one_pass(unit: Unit, state_buffer: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
     """`collect` by the GPU kernel, which also writes the alignment gaps and the parts of unused parameters."""
     from ds_slide.kernels.offload.gradient_pack import pack_gradients
 
-    square_sum = torch.empty((), dtype=torch.float64, device=plane.device)
+    square_sum = torch.empty((), dtype=torch.float64, device=state_buffer.device)
     offsets = [entry.offset for _, entry in unit.trainable]
-    pack_gradients(unit.gradients(), plane, offsets, square_sum, accumulate=accumulate)
+    pack_gradients(unit.gradients(), state_buffer, offsets, square_sum, accumulate=accumulate)
     return square_sum
 
 
-def collect_by_torch(unit: Unit, plane: torch.Tensor, *, accumulate: bool) -> None:
+def collect_by_torch(unit: Unit, state_buffer: torch.Tensor, *, accumulate: bool) -> None:
     """`collect` without a GPU; the bits are the same."""
     given = [(entry, flat) for (_, entry), flat in zip(unit.trainable, unit.gradients(), strict=True)]
     sources = [flat for _, flat in given if flat is not None]
-    if not accumulate and sum(flat.numel() for flat in sources) != plane.numel():
-        plane.zero_()  # alignment gaps and unused parameters
-    targets = [plane[entry.offset : entry.offset + entry.numel] for entry, flat in given if flat is not None]
+    if not accumulate and sum(flat.numel() for flat in sources) != state_buffer.numel():
+        state_buffer.zero_()  # alignment gaps and unused parameters
+    targets = [state_buffer[entry.offset : entry.offset + entry.numel] for entry, flat in given if flat is not None]
     if targets:
         (torch._foreach_add_ if accumulate else torch._foreach_copy_)(targets, sources)
 
@@ -72,14 +72,14 @@ class Staging:
         """[world_size * trainable_numel] elements of the largest unit, rank-major."""
         self.own = own
         """[trainable_numel] elements of the largest unit; the same memory as `packed` for one rank."""
-        self.free = Ticket.kept(failures)
+        self.free = Future.kept(failures)
 
 
 @dataclass(frozen=True)
 class Packed:
     """A block's gradient in a staging buffer."""
 
-    free: Ticket
+    free: Future
     """Kept when the staging buffer is given back: `Staging.free` is the next user's by then."""
     own: torch.Tensor
     """[trainable_numel], a view of the staging buffer."""
@@ -101,13 +101,13 @@ class Packed:
 
 @dataclass
 class Scattered:
-    """An edge's gradients as autograd left them; held here until the d2h lane has copied them."""
+    """An outer module's gradients as autograd left them; held here until the d2h lane has copied them."""
 
     places: list[tuple[int, int, torch.Tensor | None]]
-    """(start, numel, flat gradient or None for zero) in the order of the plane."""
+    """(start, numel, flat gradient or None for zero) in the order of the state buffer."""
 
     @classmethod
-    def of(cls, unit: Unit, d2h: Lane) -> Scattered:
+    def of(cls, unit: Unit, d2h: StreamWorker) -> Scattered:
         places: list[tuple[int, int, torch.Tensor | None]] = []
         for (_, entry), flat in zip(unit.trainable, unit.gradients(), strict=True):
             if flat is not None and flat.is_cuda:

@@ -11,7 +11,7 @@ import torch
 
 from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.gradients.sources import SquareSum
-from ds_slide.runtime.transfers.handoff import Failures, Ticket
+from ds_slide.runtime.transfers.handoff import Failures, Future
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,15 @@ class _Piece:
     start: int
     flat: torch.Tensor
     made: Marker
-    copied: Ticket
+    copied: Future
 
 
 class StreamedGradient:
-    """A `Source`. The compute thread puts pieces in the order of the plane, without gaps, and closes it; the d2h lane
-    takes them. A piece belongs to the d2h lane from `put` until its ticket is kept.
+    """A `Source`. The compute thread puts pieces in the order of the state buffer, without gaps, and closes it; the d2h
+    lane takes them. A piece belongs to the d2h lane from `put` until its future is kept.
 
-    What was not put counts as zero: the end of a plane that is longer than the gradient, or the rest of a backward that
-    ended with an exception.
+    What was not put counts as zero: the end of a state buffer that is longer than the gradient, or the rest of a
+    backward that ended with an exception.
     """
 
     def __init__(self, device: Device, stream: Any, failures: Failures) -> None:
@@ -39,9 +39,10 @@ class StreamedGradient:
 
     # The compute thread.
 
-    def put(self, start: int, flat: torch.Tensor) -> Ticket:
-        """Elements [start, start + numel) of the plane, made by what was submitted so far. -> kept when copied."""
-        copied = Ticket(self._failures, "the rows of a streamed gradient on their way down")
+    def put(self, start: int, flat: torch.Tensor) -> Future:
+        """Elements [start, start + numel) of the state buffer, made by what was submitted so far. -> kept when
+        copied."""
+        copied = Future(self._failures, "the rows of a streamed gradient on their way down")
         self._pieces.put(_Piece(start, flat, self._device.mark(), copied))
         return copied
 

@@ -1,7 +1,7 @@
 """Host buffers in front of the SSD: what was asked for is loaded, what comes next is read ahead, what is clean can go.
 
-The same rules serve the records of chunks (loaded, updated, written back) and the weights of blocks (loaded, copied to
-the GPU, updated, written back). An entry is one key in one buffer; who may touch the buffer:
+The same rules serve chunks of optimizer states (loaded, updated, written back) and the weights of blocks (loaded,
+copied to the GPU, updated, written back). An entry is one key in one buffer; who may touch the buffer:
 
     loading     the store, until the read has completed
     users > 0   whoever has taken it and not yet released it
@@ -15,7 +15,7 @@ Waiting in a circle is excluded by what may displace what. An urgent demand take
 also one that is kept or reserved; a plain demand only what is needed later than itself. What is needed sooner goes when
 the GPU has used it, but the GPU may be the one that waits: so whoever waits for an update presses it first, which makes
 its demands urgent (`press`). A demand stays plain only while nobody waits for it. Who holds a buffer of one cache may
-wait for one of another in one order only (weights before records).
+wait for one of another in one order only (weights before chunks).
 """
 
 from __future__ import annotations

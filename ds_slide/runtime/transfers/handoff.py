@@ -1,4 +1,4 @@
-"""How buffers change owners between threads: tickets, failures that nobody waits for in vain, and who waits for what.
+"""How buffers change owners between threads: futures, failures that nobody waits for in vain, and who waits for what.
 
 No wait of the engine has a time-out. It ends by what it waits for, or by the first failure of any lane, which wakes
 whoever waits. Each wait is known here with a sentence while it lasts, so that the watchdog
@@ -50,7 +50,7 @@ class _Outstanding:
 
 class Failures:
     """The first exception of any lane, and everyone who has to hear of it. A lane that has failed can no longer serve
-    the tickets that it owes, so every wait ends with its exception."""
+    the futures that it owes, so every wait ends with its exception."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards what follows, and is held while nothing else is taken
@@ -63,7 +63,7 @@ class Failures:
         self.who_has_ended: Callable[[], str] = str
         """Which other ranks; empty where nothing is known of them."""
         self.progress = 0
-        """Counts hand-overs: tickets kept, transfers and tasks completed. Two threads may count one together: it only
+        """Counts hand-overs: futures kept, transfers and tasks completed. Two threads may count one together: it only
         has to change."""
 
     # ---- failing -----------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def _notify(changed: threading.Condition) -> None:
         changed.notify_all()
 
 
-class Ticket:
+class Future:
     """A promise that is kept once. The keeper calls `keep(marker)` when the work has been *issued*;
     whoever calls `wait()` gets the marker, and owns the buffer from there, after the marker."""
 
@@ -199,7 +199,7 @@ class Ticket:
         self, failures: Failures, what: str = "a hand-over", pressed: Callable[[], None] | None = None
     ) -> None:
         """`what`: what it stands for. `pressed`: called when somebody begins to wait, before: it brings forward what
-        the ticket needs."""
+        the future needs."""
         self._ended = threading.Event()
         self._is_kept = False
         self._marker = PASSED
@@ -208,11 +208,11 @@ class Ticket:
         self.what = what
 
     @classmethod
-    def kept(cls, failures: Failures, marker: Marker = PASSED) -> Ticket:
+    def kept(cls, failures: Failures, marker: Marker = PASSED) -> Future:
         """One for work that has been issued already, and ends at `marker`."""
-        ticket = cls(failures)
-        ticket._is_kept, ticket._marker = True, marker
-        return ticket
+        future = cls(failures)
+        future._is_kept, future._marker = True, marker
+        return future
 
     def keep(self, marker: Marker = PASSED) -> None:
         self._marker = marker

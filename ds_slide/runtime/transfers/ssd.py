@@ -1,6 +1,6 @@
 """The way of states between SSD and their update: what an update needs is brought together, and written back after it.
 
-    store      reads a chunk's record and the block's weights into pooled host buffers
+    store      reads a chunk of optimizer states and the block's weights into pooled host buffers
     update     one step in place, on the update lane
     store      writes both back; h2d copies the new weights from the same buffer
 
@@ -20,12 +20,12 @@ from ds_slide.report.trace import Requests
 from ds_slide.runtime.transfers.buffers import BufferCache
 from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.runtime.unit import Unit, Update
-from ds_slide.store.planes import Planes
 from ds_slide.store.ssd.store import SsdStore
+from ds_slide.store.state_buffers import StateBuffers
 
 ChunkKey = tuple[int, int]
 """(order of the unit, number of the chunk)"""
-UsePlanes = Callable[[Planes], None]
+UseStateBuffers = Callable[[StateBuffers], None]
 
 
 class SsdStates:
@@ -35,7 +35,7 @@ class SsdStates:
         self,
         units: Sequence[Unit],
         store: SsdStore,
-        record_buffers: Sequence[torch.Tensor],
+        chunk_buffers: Sequence[torch.Tensor],
         weight_buffers: Sequence[torch.Tensor],
         failures: Failures,
         *,
@@ -46,8 +46,8 @@ class SsdStates:
         self._store = store
         self._requests = requests
         order = _update_order(units, under_backward=updates_under_backward)
-        self.records: BufferCache[ChunkKey] = BufferCache(
-            record_buffers, self._load_record, failures, order, "the optimizer states (unit, chunk)"
+        self.chunks: BufferCache[ChunkKey] = BufferCache(
+            chunk_buffers, self._load_chunk, failures, order, "the optimizer states (unit, chunk)"
         )
         self.weights: BufferCache[int] = BufferCache(
             weight_buffers, self._load_weight, failures, what="the weights of unit"
@@ -60,29 +60,30 @@ class SsdStates:
     # ---- updates -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """From here on records are read ahead, in the order of the updates, whenever a buffer is free: the disk does
+        """From here on chunks are read ahead, in the order of the updates, whenever a buffer is free: the disk does
         not stop between two steps."""
-        self.records.read_ahead()
+        self.chunks.read_ahead()
 
     def reserve(self, unit: Unit) -> None:
         """All chunks of the unit will be updated as soon as its gradient is in host memory."""
         if _weight_on_ssd(unit):
             self.weights.reserve(unit.order, len(unit.spans))
 
-    def bring(self, unit: Unit, index: int, update: Update, use: UsePlanes, *, reserved: bool) -> None:
-        """Call `use` with the planes of span `index` once they are in host memory, on any thread. `put_back` follows.
-        `update`: the one that they are for, which the one before must have left. `reserved`: after `reserve`."""
+    def bring(self, unit: Unit, index: int, update: Update, use: UseStateBuffers, *, reserved: bool) -> None:
+        """Call `use` with the state buffers of span `index` once they are in host memory, on any thread. `put_back`
+        follows. `update`: the one that they are for, which the one before must have left. `reserved`: after
+        `reserve`."""
         ssd, state = unit.state.ssd, unit.state
         assert ssd is not None
         span = unit.spans[index]
 
         def with_weight(weight: torch.Tensor) -> None:
-            if not ssd.has_records:
-                use(state.planes(span, weight))
+            if not ssd.has_chunks:
+                use(state.state_buffers(span, weight))
                 return
             key = (unit.order, index)
-            self.records.take(
-                key, lambda record: use(ssd.planes(index, record, weight[span])), urgent=True, generation=update
+            self.chunks.take(
+                key, lambda chunk: use(ssd.state_buffers(index, chunk, weight[span])), urgent=True, generation=update
             )
 
         # The weights first, always: two updates that hold one and wait for the other would wait for ever.
@@ -105,21 +106,21 @@ class SsdStates:
             self.weights.press(unit.order)
 
     def put_back(self, unit: Unit, index: int) -> None:
-        """The planes of span `index` have been updated: write them. Called by the update lane."""
+        """The state buffers of span `index` have been updated: write them. Called by the update lane."""
         ssd, order = unit.state.ssd, unit.order
         assert ssd is not None
-        if ssd.has_records:
+        if ssd.has_chunks:
             key = (order, index)
-            record = self.records.begin_write(key)
-            self.records.release(key)
-            written = self._requests.around("states written", order, record.nbytes, lambda: self.records.end_write(key))
-            ssd.store_record(index, record, written)
+            chunk = self.chunks.begin_write(key)
+            self.chunks.release(key)
+            written = self._requests.around("states written", order, chunk.nbytes, lambda: self.chunks.end_write(key))
+            ssd.store_chunk(index, chunk, written)
         if ssd.has_weight:
-            plane = self.weights.begin_write(order)
+            state_buffer = self.weights.begin_write(order)
             self.weights.release(order)
             span, end = unit.spans[index], lambda: self.weights.end_write(order)
             nbytes = (span.stop - span.start) * unit.dtype.itemsize
-            ssd.store_weight(span, plane, self._requests.around("weights written", order, nbytes, end))
+            ssd.store_weight(span, state_buffer, self._requests.around("weights written", order, nbytes, end))
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class SsdStates:
 
     @contextmanager
     def weight(self, unit: Unit) -> Iterator[torch.Tensor]:
-        """The weight plane in a host buffer, for the h2d lane; it stays there until the block ends."""
+        """The weights' state buffer in a host buffer, for the h2d lane; it stays there until the block ends."""
         assert unit.state.ssd is not None
         with self.weights.held(unit.order) as buffer:
             yield unit.state.ssd.weight_view(buffer)
@@ -142,13 +143,13 @@ class SsdStates:
 
     def settle(self, unit: Unit) -> None:
         """Wait for the unit's pending update and its writes, and keep nothing of it in buffers: whoever reads or writes
-        its planes does so in the file."""
+        its state buffers does so in the file."""
         with self.weights.hurry():
             unit.updated.synchronize()
         self.forget(unit)
 
     def forget(self, unit: Unit) -> None:
-        self.records.forget(lambda key: key[0] == unit.order)
+        self.chunks.forget(lambda key: key[0] == unit.order)
         self.weights.forget(lambda order: order == unit.order)
 
     def statistics(self) -> dict[str, Any]:
@@ -157,17 +158,17 @@ class SsdStates:
 
     def abandon(self) -> None:
         """Before the lanes end: nothing more is brought to them."""
-        self.records.abandon()
+        self.chunks.abandon()
         self.weights.abandon()
 
     def close(self) -> None:
         """After the lanes have ended. The files are removed."""
         self._store.close()
 
-    def _load_record(self, key: ChunkKey, buffer: torch.Tensor, then: Callable[[], None]) -> None:
+    def _load_chunk(self, key: ChunkKey, buffer: torch.Tensor, then: Callable[[], None]) -> None:
         ssd = self._units[key[0]].state.ssd
         assert ssd is not None
-        ssd.load_record(key[1], buffer, self._requests.around("states read", key[0], buffer.nbytes, then))
+        ssd.load_chunk(key[1], buffer, self._requests.around("states read", key[0], buffer.nbytes, then))
 
     def _load_weight(self, order: int, buffer: torch.Tensor, then: Callable[[], None]) -> None:
         ssd = self._units[order].state.ssd
@@ -189,14 +190,14 @@ def _update_order(units: Sequence[Unit], *, under_backward: bool) -> list[ChunkK
     """Chunks in the order in which their updates become ready: by deadline, or as backward finishes the units."""
     ordered = sorted(units, key=lambda unit: unit.order)
     if under_backward:
-        blocks = [unit for unit in reversed(ordered) if unit.spec.kind != "edge"]
-        # A streamed head is finished before backward has come to the blocks, the other edges after them.
-        edges = [unit for unit in ordered if unit.spec.kind == "edge"]
-        first = [unit for unit in edges if unit.chunk_rows]
-        ordered = [*first, *blocks, *(unit for unit in edges if not unit.chunk_rows)]
+        blocks = [unit for unit in reversed(ordered) if unit.spec.kind != "outer"]
+        # A streamed head is finished before backward has come to the blocks, the other outer modules after them.
+        outer_units = [unit for unit in ordered if unit.spec.kind == "outer"]
+        first = [unit for unit in outer_units if unit.chunk_rows]
+        ordered = [*first, *blocks, *(unit for unit in outer_units if not unit.chunk_rows)]
     return [
         (unit.order, index)
         for unit in ordered
         if unit.state.ssd is not None
-        for index in range(len(unit.state.ssd.places.chunks))
+        for index in range(len(unit.state.ssd.extents.chunks))
     ]

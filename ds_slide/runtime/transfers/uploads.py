@@ -1,8 +1,8 @@
 """Weights on their way from host memory or SSD into a GPU buffer, by a lane; no collective is called here.
 
 Of shared weights the parts of all ranks go up. Those of a block go to a scratch buffer, a copy each, from where one
-kernel lays them out: its many small parameters would cost a copy each. Those of an edge, few and large, go straight to
-their places: a scratch buffer would be as large as the edge.
+kernel lays them out: its many small parameters would cost a copy each. Those of an outer module, few and large, go
+straight to their places: a scratch buffer would be as large as the outer module.
 
 A GPU buffer of a unit whose weights are gathered ends with room for this rank's part, behind the unit in slot layout:
 the lane fills that, and the compute thread gathers from it when it binds the unit (`ds_slide.runtime.weights.gathers`).

@@ -1,4 +1,5 @@
-"""One step on the planes of one unit, where they live: host planes by the CPU kernel, device planes on the device.
+"""One step on the state buffers of one unit, where they live: host state buffers by the CPU kernel, device state
+buffers on the device.
 
 Both give the same bits (see `ds_slide.optim.fp32` for the arithmetic they share).
 """
@@ -13,22 +14,23 @@ from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.reference import reference_update_
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.unit import Unit
-from ds_slide.store.planes import Planes
+from ds_slide.store.state_buffers import StateBuffers
 
-HostUpdate = Callable[[Unit, slice, Planes, torch.Tensor, Sequence[Hyper], float], int]
-"""(unit, span, planes of the span, gradient of the span, hyper-parameters by group, factor on the gradient) -> bytes
-moved."""
+HostUpdate = Callable[[Unit, slice, StateBuffers, torch.Tensor, Sequence[Hyper], float], int]
+"""(unit, span, state buffers of the span, gradient of the span, hyper-parameters by group, factor on the gradient) ->
+bytes moved."""
 
 
 def _segments(
-    unit: Unit, within: slice, planes: Planes, gradient: torch.Tensor
-) -> Iterator[tuple[Planes, torch.Tensor, int, int]]:
-    """(planes, gradient, parameter group, first element in the unit's planes) of every group's part of `within`."""
+    unit: Unit, within: slice, state_buffers: StateBuffers, gradient: torch.Tensor
+) -> Iterator[tuple[StateBuffers, torch.Tensor, int, int]]:
+    """(state buffers, gradient, parameter group, first element in the unit's state buffers) of every group's part of
+    `within`."""
     for segment in unit.layout.segments:
         start, stop = max(segment.start, within.start), min(segment.stop, within.stop)
         if start < stop:
             part = slice(start - within.start, stop - within.start)
-            yield planes.part(part, unit.state.specs), gradient[part], segment.group, start
+            yield state_buffers.part(part, unit.state.specs), gradient[part], segment.group, start
 
 
 def host_update(updater: CpuUpdater) -> HostUpdate:
@@ -37,12 +39,12 @@ def host_update(updater: CpuUpdater) -> HostUpdate:
     def update(
         unit: Unit,
         within: slice,
-        planes: Planes,
+        state_buffers: StateBuffers,
         gradient: torch.Tensor,
         hypers: Sequence[Hyper],
         grad_scale: float,
     ) -> int:
-        for part, span, group, first in _segments(unit, within, planes, gradient):
+        for part, span, group, first in _segments(unit, within, state_buffers, gradient):
             hyper = hypers[group]
             updater.update_(
                 part.weight,
@@ -55,7 +57,7 @@ def host_update(updater: CpuUpdater) -> HostUpdate:
                 seed=unit.order,
                 first=first,
             )
-        return 2 * planes.nbytes() + gradient.numel() * gradient.element_size()
+        return 2 * state_buffers.nbytes() + gradient.numel() * gradient.element_size()
 
     return update
 
@@ -63,12 +65,12 @@ def host_update(updater: CpuUpdater) -> HostUpdate:
 def device_update(unit: Unit, gradient: torch.Tensor, hypers: Sequence[Hyper], grad_scale: float) -> None:
     """Update of a GPU-tier unit on the compute stream."""
     whole = slice(0, unit.layout.trainable_numel)
-    for planes, span, group, _ in _segments(unit, whole, unit.state.planes(whole), gradient):
-        _update_on_device(planes, span, hypers[group], grad_scale)
+    for state_buffers, span, group, _ in _segments(unit, whole, unit.state.state_buffers(whole), gradient):
+        _update_on_device(state_buffers, span, hypers[group], grad_scale)
 
 
-def _update_on_device(planes: Planes, gradient: torch.Tensor, hyper: Hyper, grad_scale: float) -> None:
-    weight, remainder, states = planes.weight, planes.remainder, planes.states(hyper.rule)
+def _update_on_device(state_buffers: StateBuffers, gradient: torch.Tensor, hyper: Hyper, grad_scale: float) -> None:
+    weight, remainder, states = state_buffers.weight, state_buffers.remainder, state_buffers.states(hyper.rule)
     if weight.is_cuda and weight.dtype == torch.bfloat16 and remainder is not None:
         hyper.rule.gpu_step(weight, remainder, states, gradient, hyper, grad_scale)
     else:

@@ -11,14 +11,14 @@ from ds_slide.runtime.device import Marker
 from ds_slide.runtime.transfers.ssd import SsdStates
 from ds_slide.runtime.unit import Unit, Update
 from ds_slide.runtime.updates.apply import HostUpdate
-from ds_slide.runtime.updates.update_lane import UpdateLane
-from ds_slide.store.planes import Planes
+from ds_slide.runtime.updates.update_worker import UpdateWorker
+from ds_slide.store.state_buffers import StateBuffers
 
 
 class Updating:
     """Called by the compute thread (held gradients) or the d2h lane (gradients on arrival)."""
 
-    def __init__(self, lane: UpdateLane, apply: HostUpdate, ssd: SsdStates | None) -> None:
+    def __init__(self, lane: UpdateWorker, apply: HostUpdate, ssd: SsdStates | None) -> None:
         self._lane = lane
         self._apply = apply
         self._ssd = ssd
@@ -45,21 +45,21 @@ class Updating:
         `after()`; all on the update lane."""
         span = unit.spans[index]
 
-        def run(planes: Planes) -> int:
-            moved = self._apply(unit, span, planes, gradient(), hypers, grad_scale)
+        def run(state_buffers: StateBuffers) -> int:
+            moved = self._apply(unit, span, state_buffers, gradient(), hypers, grad_scale)
             update.finish(index)
             if after is not None:
                 after()
             return moved
 
         if unit.state.ssd is None:
-            self._lane.submit(unit.order, ready, lambda: run(unit.state.planes(span)))
+            self._lane.submit(unit.order, ready, lambda: run(unit.state.state_buffers(span)))
             return
         ssd = self._ssd
         assert ssd is not None
 
-        def run_and_put_back(planes: Planes) -> int:
-            moved = run(planes)
+        def run_and_put_back(state_buffers: StateBuffers) -> int:
+            moved = run(state_buffers)
             ssd.put_back(unit, index)
             return moved
 
@@ -67,6 +67,6 @@ class Updating:
             unit,
             index,
             update,
-            lambda planes: self._lane.submit(unit.order, ready, lambda: run_and_put_back(planes)),
+            lambda state_buffers: self._lane.submit(unit.order, ready, lambda: run_and_put_back(state_buffers)),
             reserved=reserved,
         )

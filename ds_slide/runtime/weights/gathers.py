@@ -12,7 +12,7 @@ import torch
 
 from ds_slide.runtime.device import PASSED, Marker
 from ds_slide.runtime.ranks.collectives import Ranks
-from ds_slide.runtime.transfers.handoff import Ticket
+from ds_slide.runtime.transfers.handoff import Future
 from ds_slide.runtime.transfers.uploads import own_part
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.weights.window import Slot
@@ -27,7 +27,7 @@ class Gathers:
         self._ranks = ranks
         self._scratch = scratch
         self._all_fit = all_fit
-        self._gathered: dict[int, Ticket] = {}
+        self._gathered: dict[int, Future] = {}
         """The upload that was gathered last, by slot."""
 
     def into_slot(self, unit: Unit, slot: Slot) -> Marker:

@@ -148,8 +148,9 @@ class BlockHooks:
         self._events.enter_backward(self._unit)
 
 
-class EdgeHooks:
-    """Hooks of a module that owns parameters of an edge: its weights are waited for when it runs, not before."""
+class OuterHooks:
+    """Hooks of a module that owns parameters of an outer module: its weights are waited for when it runs, not
+    before."""
 
     def __init__(self, module: nn.Module, units: Sequence[Unit], bind: Callable[[Unit], None]) -> None:
         self._units = units
@@ -157,9 +158,9 @@ class EdgeHooks:
         self._handle = module.register_forward_pre_hook(self._before)
 
     @classmethod
-    def on(cls, root: nn.Module, edges: Sequence[Unit], bind: Callable[[Unit], None]) -> list[EdgeHooks]:
-        """One for every module below `root` that owns edge parameters directly."""
-        owner = {id(parameter): unit for unit in edges for parameter in unit.parameters}
+    def on(cls, root: nn.Module, outer_units: Sequence[Unit], bind: Callable[[Unit], None]) -> list[OuterHooks]:
+        """One for every module below `root` that owns outer module parameters directly."""
+        owner = {id(parameter): unit for unit in outer_units for parameter in unit.parameters}
         hooks = []
         for module in root.modules():
             own = {owner[id(p)].order: owner[id(p)] for p in module.parameters(recurse=False) if id(p) in owner}

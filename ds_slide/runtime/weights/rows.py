@@ -1,4 +1,5 @@
-"""An edge that stays in host memory: chunks of its rows pass through two GPU buffers, their gradients through two more.
+"""An outer module that stays in host memory: chunks of its rows pass through two GPU buffers, their gradients through
+two more.
 
     h2d lane        fills a row buffer when its last reader has been submitted and the rows have had their update
     compute stream  reads the rows, and in backward writes the gradient of the same rows
@@ -22,8 +23,8 @@ from ds_slide.plan.allocations import ROW_BUFFERS
 from ds_slide.runtime.device import PASSED, Device, Marker
 from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
-from ds_slide.runtime.transfers.handoff import Failures, Ticket
-from ds_slide.runtime.transfers.lane import Lane
+from ds_slide.runtime.transfers.handoff import Failures, Future
+from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.unit import Unit
 
 CHUNK_NUMEL = 1 << 24
@@ -40,7 +41,7 @@ def chunk_rows(rows: int, width: int) -> int:
 class RowEvents(Protocol):
     """What the runtime does for rows that pass."""
 
-    def wait(self, ticket: Ticket) -> None: ...
+    def wait(self, future: Future) -> None: ...
     def enter_backward(self, unit: Unit) -> object: ...
     def begin_streamed_gradient(self, unit: Unit, gradient: StreamedGradient) -> None: ...
 
@@ -67,16 +68,16 @@ class StreamedRows:
     """The weight [v, h] of one unit, chunk by chunk; a WeightRows of `ds_slide.kernels`.
 
     All methods are called by the thread that computes. A row buffer belongs to the h2d lane from its request until its
-    ticket is kept, then to the compute stream until the next chunk is asked for. A gradient buffer belongs to the
-    compute stream until the next chunk is asked for, then to the d2h lane until its ticket is kept.
+    future is kept, then to the compute stream until the next chunk is asked for. A gradient buffer belongs to the
+    compute stream until the next chunk is asked for, then to the d2h lane until its future is kept.
     """
 
     def __init__(
         self,
         buffers: RowBuffers,
         device: Device,
-        h2d: Lane,
-        d2h: Lane,
+        h2d: StreamWorker,
+        d2h: StreamWorker,
         failures: Failures,
         gradients: Gradients,
         events: RowEvents,
@@ -89,7 +90,7 @@ class StreamedRows:
         self._device, self._h2d, self._d2h, self._failures = device, h2d, d2h, failures
         self._gradients, self._events = gradients, events
         self._read: list[Marker] = [PASSED] * len(buffers.weights)
-        self._copied = [Ticket.kept(failures) for _ in buffers.gradients]
+        self._copied = [Future.kept(failures) for _ in buffers.gradients]
         self._open: StreamedGradient | None = None
         self._closed = False
 
@@ -143,13 +144,13 @@ class StreamedRows:
             if self._open is gradient:
                 self._open = None
 
-    def _updates(self) -> list[tuple[slice, Ticket]]:
+    def _updates(self) -> list[tuple[slice, Future]]:
         """What the rows wait for."""
         if self._closed:
             raise SlideError("the weight of the streamed head is gone: its engine was destroyed")
         return list(zip(self.unit.spans, self.unit.span_updated, strict=True))
 
-    def _pass(self, updates: Sequence[tuple[slice, Ticket]]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _pass(self, updates: Sequence[tuple[slice, Future]]) -> Iterator[tuple[int, torch.Tensor]]:
         height, width = self.shape
         firsts = range(0, height, self._buffers.rows)
         ready = [self._request(number, first, updates) for number, first in enumerate(firsts[:ROW_BUFFERS])]
@@ -163,21 +164,21 @@ class StreamedRows:
             if number + ROW_BUFFERS < len(firsts):
                 ready[turn] = self._request(number, firsts[number + ROW_BUFFERS], updates)
 
-    def _request(self, number: int, first: int, updates: Sequence[tuple[slice, Ticket]]) -> Ticket:
+    def _request(self, number: int, first: int, updates: Sequence[tuple[slice, Future]]) -> Future:
         turn, width = number % ROW_BUFFERS, self.shape[1]
         part = slice(first * width, min(first + self._buffers.rows, self.shape[0]) * width)
-        updated = [ticket for span, ticket in updates if span.start < part.stop and part.start < span.stop]
-        ready = Ticket(self._failures, f"rows of {self.unit.name} on the GPU")
+        updated = [future for span, future in updates if span.start < part.stop and part.start < span.stop]
+        ready = Future(self._failures, f"rows of {self.unit.name} on the GPU")
         read, buffer = self._read[turn], self._buffers.weights[turn]
-        plane, lane = self.unit.state.weight, self._h2d
-        assert plane is not None  # an edge's always are in memory
+        state_buffer, lane = self.unit.state.weight, self._h2d
+        assert state_buffer is not None  # an outer module's always are in memory
 
         def job() -> None:
-            for ticket in updated:
-                ticket.wait()
+            for future in updated:
+                future.wait()
             self._device.wait(read, lane.stream)
             start = self._device.mark(lane.stream, timed=True)
-            buffer[: part.stop - part.start].copy_(plane[part], non_blocking=True)
+            buffer[: part.stop - part.start].copy_(state_buffer[part], non_blocking=True)
             end = self._device.mark(lane.stream, timed=True)
             ready.keep(end)
             moved = (part.stop - part.start) * buffer.element_size()

@@ -24,8 +24,8 @@ from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.weights.sharing import Sharing
+from ds_slide.store.host_memory import HostMemory
 from ds_slide.store.memory_file import Range, SharedHostMemory, map_bytes
-from ds_slide.store.state import HostMemory
 
 
 class SharedWeights:

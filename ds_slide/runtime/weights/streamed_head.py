@@ -69,7 +69,7 @@ def find_streamed_head(
     return StreamedHead(path, head)
 
 
-def check_is_edge(head: StreamedHead, structure: ModelStructure) -> None:
+def check_is_outer(head: StreamedHead, structure: ModelStructure) -> None:
     """Raise SlideConfigError for a head that is, or is in, a block: that passes through the window as a whole."""
     for block in structure.blocks:
         if any(parameter is head.module.weight for _, parameter in block.parameters):

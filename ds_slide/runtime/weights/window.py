@@ -18,8 +18,8 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.runtime.device import PASSED, Device, Marker
-from ds_slide.runtime.transfers.handoff import Failures, Ticket
-from ds_slide.runtime.transfers.lane import Lane
+from ds_slide.runtime.transfers.handoff import Failures, Future
+from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.unit import Unit
 
 Direction = Literal["forward", "backward", "inference"]
@@ -36,7 +36,7 @@ class Slot:
         self.unit: Unit | None = None
         self.version = -1
         self.bound = 0
-        self.ready: Ticket | None = None
+        self.ready: Future | None = None
         self.free: Marker = PASSED
         self._views: dict[int, list[torch.Tensor]] = {}
 
@@ -67,7 +67,7 @@ class Window:
     def __init__(
         self,
         device: Device,
-        h2d: Lane,
+        h2d: StreamWorker,
         failures: Failures,
         order: Sequence[Unit],
         buffers: Sequence[torch.Tensor],
@@ -190,7 +190,7 @@ class Window:
             return None
         slot.unit, slot.version = unit, unit.version
         self._slots_of[unit.order] = slot
-        slot.ready = ready = Ticket(self._failures, f"the weights of {unit.name} in a slot of the window")
+        slot.ready = ready = Future(self._failures, f"the weights of {unit.name} in a slot of the window")
         updated, free, version = unit.updated, slot.free, unit.version
 
         def job() -> None:

@@ -23,7 +23,7 @@ import torch
 
 from ds_slide import _native
 from ds_slide.errors import SlideError
-from ds_slide.store.ssd.places import PAGE
+from ds_slide.store.ssd.extents import PAGE
 
 # Of one thread: 23 GB/s from its cache, 8 from memory, measured on a server processor of 2.5 GHz. Four keep up with any
 # disks that a machine has, and leave the cores to the update otherwise.

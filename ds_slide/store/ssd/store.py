@@ -20,8 +20,8 @@ from ds_slide.errors import SlideError
 from ds_slide.store.directories.new_directories import missing_directories, remove_if_empty
 from ds_slide.store.directories.run_files import RunFile, RunFiles
 from ds_slide.store.ssd.bandwidth import mixed_bandwidth
+from ds_slide.store.ssd.extents import MOST_DEPTH, PAGE
 from ds_slide.store.ssd.page_sums import CheckThread, PageSums
-from ds_slide.store.ssd.places import MOST_DEPTH, PAGE
 from ds_slide.store.ssd.striping import Striping
 
 STATE_FILE = "states"

@@ -14,7 +14,7 @@ from ds_slide.errors import SlideError
 
 # As large as one request of the I/O engine, so that striping cuts no more often than the engine does.
 UNIT_BYTES = 2 << 20
-# 64 MiB with the unit above: smaller than the record of a chunk of states (80 MiB), and fine enough for any ratio of
+# 64 MiB with the unit above: smaller than a chunk of optimizer states (80 MiB), and fine enough for any ratio of
 # bandwidths to be met within a few per cent.
 LONGEST_PERIOD = 32
 # A shorter pattern is taken when it is at most this much slower than the best one: measured bandwidths are not better.

@@ -1,4 +1,4 @@
-"""One unit's states on SSD: transfers of its records and weights, and piecewise access to a single plane."""
+"""One unit's states on SSD: transfers of its chunks and weights, and piecewise access to a single state buffer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_slide.store.planes import Planes, PlaneSpec
-from ds_slide.store.ssd.places import PAGE, UnitPlaces, whole_pages
+from ds_slide.store.ssd.extents import PAGE, UnitExtents, whole_pages
 from ds_slide.store.ssd.store import Part, SsdStore
+from ds_slide.store.state_buffers import StateBuffers, StateBufferSpec
 
 Then = Callable[[], None]
-# Of one plane at a time, for readers and checkpoints: 64 MiB keep the disk busy and are small beside one block.
+# Of one state buffer at a time, for readers and checkpoints: 64 MiB keep the disk busy and are small beside one block.
 BOUNCE_BYTES = 64 << 20
 
 
@@ -33,68 +33,70 @@ def _bounce(offset: int, nbytes: int) -> tuple[Part, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class SsdUnit:
-    """`specs`: the optimizer planes. `weight_dtype`, `gradient_dtype`: of the weight plane and the held gradient.
-    Buffers are flat, in whole pages, and owned by the transfer from the call until `then`."""
+    """`specs`: the optimizer state buffers. `weight_dtype`, `gradient_dtype`: of the weights' state buffer and the held
+    gradient. Buffers are flat, in whole pages, and owned by the transfer from the call until `then`."""
 
     store: SsdStore
-    places: UnitPlaces
-    specs: Sequence[PlaneSpec]
+    extents: UnitExtents
+    specs: Sequence[StateBufferSpec]
     weight_dtype: torch.dtype
     gradient_dtype: torch.dtype | None = None
 
     @property
     def has_weight(self) -> bool:
-        return self.places.weight_offset is not None
+        return self.extents.weight_offset is not None
 
     @property
-    def has_records(self) -> bool:
-        return bool(self.places.chunks)
+    def has_chunks(self) -> bool:
+        return bool(self.extents.chunks)
 
     @property
     def has_gradient(self) -> bool:
-        return self.places.gradient_offset is not None
+        return self.extents.gradient_offset is not None
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Of a plane ("weight", "gradient" or the name of a spec)."""
+        """Of a state buffer ("weight", "gradient" or the name of a spec)."""
         return self._geometry(name)[0]
 
-    # ---- whole records and weight planes, asynchronously -----------------------------------------------------------
+    # ---- whole chunks and weights, asynchronously
+    # -----------------------------------------------------------------------
 
-    def load_record(self, index: int, buffer: torch.Tensor, then: Then) -> None:
-        chunk = self.places.chunks[index]
+    def load_chunk(self, index: int, buffer: torch.Tensor, then: Then) -> None:
+        chunk = self.extents.chunks[index]
         self.store.read([Part(chunk.offset, buffer.data_ptr(), chunk.nbytes)], then)
 
-    def store_record(self, index: int, buffer: torch.Tensor, then: Then) -> None:
-        chunk = self.places.chunks[index]
+    def store_chunk(self, index: int, buffer: torch.Tensor, then: Then) -> None:
+        chunk = self.extents.chunks[index]
         self.store.write([Part(chunk.offset, buffer.data_ptr(), chunk.nbytes)], then)
 
     def load_weight(self, buffer: torch.Tensor, then: Then) -> None:
         """Urgent: the GPU waits for it."""
-        self.store.read([self._weight_part(slice(0, self.places.weight_bytes), buffer)], then, urgent=True)
+        self.store.read([self._weight_part(slice(0, self.extents.weight_bytes), buffer)], then, urgent=True)
 
     def store_weight(self, span: slice, buffer: torch.Tensor, then: Then) -> None:
-        """The parameters `span`, which starts at a whole page, of the weight plane in `buffer`."""
+        """The parameters `span`, which starts at a whole page, of the weights' state buffer in `buffer`."""
         size = self.weight_dtype.itemsize
         self.store.write([self._weight_part(slice(span.start * size, span.stop * size), buffer)], then)
 
-    def planes(self, index: int, record: torch.Tensor, weight: torch.Tensor) -> Planes:
-        """Views of the record of chunk `index` in its buffer, with `weight`: the chunk's part of the weight plane."""
-        chunk = self.places.chunks[index]
+    def state_buffers(self, index: int, buffer: torch.Tensor, weight: torch.Tensor) -> StateBuffers:
+        """Views of chunk `index` in its buffer, with `weight`: the chunk's part of the weights' state
+        buffer."""
+        chunk = self.extents.chunks[index]
         numel = chunk.span.stop - chunk.span.start
         views = {
-            spec.name: record[chunk.starts[spec.name] : chunk.starts[spec.name] + spec.nbytes(numel)].view(spec.dtype)
+            spec.name: buffer[chunk.starts[spec.name] : chunk.starts[spec.name] + spec.nbytes(numel)].view(spec.dtype)
             for spec in self.specs
         }
-        return Planes(weight, views)
+        return StateBuffers(weight, views)
 
     def weight_view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The weight plane in a buffer that it was loaded into."""
-        return buffer[: self.places.weight_bytes].view(self.weight_dtype)
+        """The weights' state buffer in a buffer that it was loaded into."""
+        return buffer[: self.extents.weight_bytes].view(self.weight_dtype)
 
     def _weight_part(self, span: slice, buffer: torch.Tensor) -> Part:
-        assert self.places.weight_offset is not None
+        assert self.extents.weight_offset is not None
         nbytes = whole_pages(span.stop - span.start)
-        return Part(self.places.weight_offset + span.start, buffer.data_ptr() + span.start, nbytes)
+        return Part(self.extents.weight_offset + span.start, buffer.data_ptr() + span.start, nbytes)
 
     # ---- parts of a held gradient, blocking --------------------------------------------------------------------------
 
@@ -107,16 +109,17 @@ class SsdUnit:
         self.store.write_now([self._gradient_part(span, buffer)])
 
     def _gradient_part(self, span: slice, buffer: torch.Tensor) -> Part:
-        assert self.places.gradient_offset is not None and self.gradient_dtype is not None
+        assert self.extents.gradient_offset is not None and self.gradient_dtype is not None
         size = self.gradient_dtype.itemsize
         nbytes = whole_pages((span.stop - span.start) * size)
         assert nbytes <= buffer.numel() * buffer.element_size()
-        return Part(self.places.gradient_offset + span.start * size, buffer.data_ptr(), nbytes)
+        return Part(self.extents.gradient_offset + span.start * size, buffer.data_ptr(), nbytes)
 
-    # ---- one plane, blocking, for readers and checkpoints -----------------------------------------------------------
+    # ---- one state buffer, blocking, for readers and checkpoints
+    # ---------------------------------------------------------
 
     def read(self, name: str, items: slice) -> torch.Tensor:
-        """A new tensor with the items `items` of a plane ("weight", "gradient" or the name of a spec)."""
+        """A new tensor with the items `items` of a state buffer ("weight", "gradient" or the name of a spec)."""
         dtype, per_chunk = self._geometry(name)
         out = torch.empty(items.stop - items.start, dtype=dtype)
         flat = out.view(torch.uint8)
@@ -127,7 +130,7 @@ class SsdUnit:
         return out
 
     def write(self, name: str, items: slice, values: torch.Tensor) -> None:
-        """Set the items `items` of a plane; what lies around them in their pages is read first and kept."""
+        """Set the items `items` of a state buffer; what lies around them in their pages is read first and kept."""
         dtype, per_chunk = self._geometry(name)
         flat = values.detach().to(device="cpu", dtype=dtype).contiguous().view(-1).view(torch.uint8)
         for at, offset, nbytes in self._runs(name, dtype, per_chunk, items):
@@ -145,17 +148,17 @@ class SsdUnit:
             assert self.gradient_dtype is not None
             return self.gradient_dtype, 0
         spec = next(spec for spec in self.specs if spec.name == name)
-        span = self.places.chunks[0].span
+        span = self.extents.chunks[0].span
         return spec.dtype, spec.items(span.stop - span.start)
 
     def _runs(self, name: str, dtype: torch.dtype, per_chunk: int, items: slice) -> Iterator[tuple[int, int, int]]:
         """(byte in `items`, logical byte offset, bytes) of runs that lie in one piece, of BOUNCE_BYTES at most."""
         size, item = dtype.itemsize, items.start
-        piece = self.places.gradient_offset if name == "gradient" else self.places.weight_offset
+        piece = self.extents.gradient_offset if name == "gradient" else self.extents.weight_offset
         while item < items.stop:
             last = min(items.stop, item + BOUNCE_BYTES // size)
             if per_chunk:
-                chunk = self.places.chunks[item // per_chunk]
+                chunk = self.extents.chunks[item // per_chunk]
                 offset = chunk.offset + chunk.starts[name] + (item % per_chunk) * size
                 last = min(last, (item // per_chunk + 1) * per_chunk)
             else:

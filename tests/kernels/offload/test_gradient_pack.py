@@ -1,4 +1,4 @@
-"""The packed plane bit by bit and its square sum in fp64, against plain torch, over layouts with every kind of gap."""
+"""The packed buffer bit by bit and its square sum in fp64, against plain torch, over layouts with every kind of gap."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ def values(numel: int, dtype: torch.dtype, generator: torch.Generator) -> torch.
 
 
 def places(numels: list[int], aligned: bool = True) -> tuple[list[int], int]:
-    """Offsets of a layout and the length of its plane."""
+    """Offsets of a layout and the length of its buffer."""
     sums = list(itertools.accumulate((align_up(n) if aligned else n + 3 for n in numels), initial=0))
     return sums[:-1], sums[-1]
 
 
 def pack(
-    sources: list[torch.Tensor | None], plane: torch.Tensor, offsets: list[int], *, accumulate: bool
+    sources: list[torch.Tensor | None], buffer: torch.Tensor, offsets: list[int], *, accumulate: bool
 ) -> torch.Tensor:
     square_sum = torch.full((), torch.nan, dtype=torch.float64, device=DEVICE)
-    pack_gradients(sources, plane, offsets, square_sum, accumulate=accumulate)
+    pack_gradients(sources, buffer, offsets, square_sum, accumulate=accumulate)
     return square_sum
 
 
-def check(sources: list[torch.Tensor | None], plane: torch.Tensor, offsets: list[int], accumulate: bool) -> None:
-    expected, expected_sum = pack_gradients_reference(sources, plane, offsets, accumulate=accumulate)
-    square_sum = pack(sources, plane, offsets, accumulate=accumulate)
-    assert torch.equal(plane.view(BITS[plane.dtype]), expected.view(BITS[plane.dtype]))
+def check(sources: list[torch.Tensor | None], buffer: torch.Tensor, offsets: list[int], accumulate: bool) -> None:
+    expected, expected_sum = pack_gradients_reference(sources, buffer, offsets, accumulate=accumulate)
+    square_sum = pack(sources, buffer, offsets, accumulate=accumulate)
+    assert torch.equal(buffer.view(BITS[buffer.dtype]), expected.view(BITS[buffer.dtype]))
     # Two fp64 sums of the same non-negative terms differ by at most numel * 2^-53, here 1e-11 at worst, far less seen.
     torch.testing.assert_close(square_sum, expected_sum, rtol=1e-13, atol=0.0)
 
@@ -65,20 +65,20 @@ def test_layouts(name: str, accumulate: bool) -> None:
     generator = torch.Generator().manual_seed(len(name))
     offsets, total = places(LAYOUTS[name])
     sources = [values(numel, torch.bfloat16, generator) for numel in LAYOUTS[name]]
-    # Without accumulation nothing of the old plane may be left: it is nan.
-    plane = values(total, torch.bfloat16, generator) if accumulate else torch.full((total,), torch.nan)
-    check(sources, plane.to(DEVICE, torch.bfloat16), offsets, accumulate)
+    # Without accumulation nothing of the old buffer may be left: it is nan.
+    buffer = values(total, torch.bfloat16, generator) if accumulate else torch.full((total,), torch.nan)
+    check(sources, buffer.to(DEVICE, torch.bfloat16), offsets, accumulate)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("plane_dtype", DTYPES)
+@pytest.mark.parametrize("buffer_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes(dtype: torch.dtype, plane_dtype: torch.dtype, accumulate: bool) -> None:
+def test_dtypes(dtype: torch.dtype, buffer_dtype: torch.dtype, accumulate: bool) -> None:
     generator = torch.Generator().manual_seed(7 + accumulate)
     numels = [BLOCK + 65, 70]
     offsets, total = places(numels)
     sources = [values(numel, dtype, generator) for numel in numels]
-    check(sources, values(total, plane_dtype, generator), offsets, accumulate)
+    check(sources, values(total, buffer_dtype, generator), offsets, accumulate)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -111,10 +111,10 @@ def test_unaligned_places_and_strided_sources(accumulate: bool) -> None:
 def test_what_is_not_finite_shows(bad: float, place: int) -> None:
     source = torch.ones(BLOCK + 71, dtype=torch.bfloat16, device=DEVICE)
     source[place] = bad
-    plane = torch.zeros(align_up(source.numel()), dtype=torch.bfloat16, device=DEVICE)
-    square_sum = pack([source], plane, [0], accumulate=False)
+    buffer = torch.zeros(align_up(source.numel()), dtype=torch.bfloat16, device=DEVICE)
+    square_sum = pack([source], buffer, [0], accumulate=False)
     assert not torch.isfinite(square_sum)
-    assert torch.equal(plane[: source.numel()].view(torch.int16), source.view(torch.int16))
+    assert torch.equal(buffer[: source.numel()].view(torch.int16), source.view(torch.int16))
 
 
 def test_large_finite_gradients_stay_finite() -> None:
@@ -125,16 +125,16 @@ def test_large_finite_gradients_stay_finite() -> None:
 
 def test_a_cast_that_overflows_shows() -> None:
     source = torch.full((8,), 7e4, device=DEVICE)
-    plane = torch.empty(8, dtype=torch.float16, device=DEVICE)
-    assert pack([source], plane, [0], accumulate=False).isinf() and plane.isinf().all()
+    buffer = torch.empty(8, dtype=torch.float16, device=DEVICE)
+    assert pack([source], buffer, [0], accumulate=False).isinf() and buffer.isinf().all()
 
 
 def test_a_gradient_without_a_number() -> None:
     """nan with a payload, as fp16 overflow leaves it, is moved and not rewritten."""
     source = torch.tensor([0x7FC1, -0x3F, 0x7F81, 0x0001], dtype=torch.int16, device=DEVICE).view(torch.bfloat16)
-    plane = torch.empty(4, dtype=torch.bfloat16, device=DEVICE)
-    pack([source], plane, [0], accumulate=False)
-    assert torch.equal(plane.view(torch.int16), source.view(torch.int16))
+    buffer = torch.empty(4, dtype=torch.bfloat16, device=DEVICE)
+    pack([source], buffer, [0], accumulate=False)
+    assert torch.equal(buffer.view(torch.int16), source.view(torch.int16))
 
 
 def test_the_sum_has_one_order() -> None:
@@ -143,7 +143,7 @@ def test_the_sum_has_one_order() -> None:
     offsets, total = places(numels)
     sources = [values(numel, torch.bfloat16, generator) for numel in numels]
     sums = [pack(sources, torch.empty(total, dtype=torch.bfloat16, device=DEVICE), offsets, accumulate=False)]
-    # The same plane from other pieces of memory, and by adding to nothing.
+    # The same buffer from other pieces of memory, and by adding to nothing.
     copies = [source.clone() for source in sources]
     sums.append(pack(copies, torch.zeros(total, dtype=torch.bfloat16, device=DEVICE), offsets, accumulate=True))
     assert torch.equal(sums[0].view(torch.int64), sums[1].view(torch.int64))
@@ -158,51 +158,53 @@ def test_more_partial_sums_than_are_combined_at_once(monkeypatch: pytest.MonkeyP
     check(sources, torch.empty(total, device=DEVICE), offsets, False)
 
 
-def test_an_empty_plane() -> None:
-    plane = torch.empty(0, dtype=torch.bfloat16, device=DEVICE)
-    assert pack([None, plane], plane, [0, 0], accumulate=False) == 0.0
+def test_an_empty_buffer() -> None:
+    buffer = torch.empty(0, dtype=torch.bfloat16, device=DEVICE)
+    assert pack([None, buffer], buffer, [0, 0], accumulate=False) == 0.0
 
 
 def test_refusals() -> None:
-    plane = torch.zeros(128, dtype=torch.bfloat16, device=DEVICE)
+    buffer = torch.zeros(128, dtype=torch.bfloat16, device=DEVICE)
     source = torch.ones(65, dtype=torch.bfloat16, device=DEVICE)
-    with pytest.raises(SlideError, match="source 0 has 65 elements, but its part of the plane has 64"):
-        pack([source, source[:3]], plane, [0, 64], accumulate=False)
+    with pytest.raises(SlideError, match="source 0 has 65 elements, but its part of the buffer has 64"):
+        pack([source, source[:3]], buffer, [0, 64], accumulate=False)
     with pytest.raises(SlideError, match="must ascend from 0"):
-        pack([source[:3], source[:3]], plane, [64, 0], accumulate=False)
+        pack([source[:3], source[:3]], buffer, [64, 0], accumulate=False)
     with pytest.raises(SlideError, match="must ascend from 0"):
-        pack([source[:3]], plane, [64], accumulate=False)
+        pack([source[:3]], buffer, [64], accumulate=False)
     with pytest.raises(SlideError, match="2 sources but 1 offsets"):
-        pack([source, source], plane, [0], accumulate=False)
+        pack([source, source], buffer, [0], accumulate=False)
     with pytest.raises(SlideError, match=r"source 0 is torch\.float64"):
-        pack([source.double()], plane, [0], accumulate=False)
-    with pytest.raises(SlideError, match="the plane must be flat, contiguous"):
+        pack([source.double()], buffer, [0], accumulate=False)
+    with pytest.raises(SlideError, match="the buffer must be flat, contiguous"):
         pack([source], torch.zeros(256, dtype=torch.bfloat16, device=DEVICE)[::2], [0], accumulate=False)
     with pytest.raises(SlideError, match="square_sum must be a float64 scalar"):
-        pack_gradients([source], plane, [0], plane[0], accumulate=False)
-    assert not plane.any()
+        pack_gradients([source], buffer, [0], buffer[0], accumulate=False)
+    assert not buffer.any()
 
 
 def test_no_graph_goes_through() -> None:
     source = torch.ones(64, device=DEVICE, requires_grad=True)
-    plane = torch.zeros(64, device=DEVICE)
-    pack([source * 2], plane, [0], accumulate=False)
-    assert plane.grad_fn is None and (plane == 2).all()
-    with pytest.raises(SlideError, match="the plane requires grad"):
-        pack([source], plane.requires_grad_(), [0], accumulate=False)
+    buffer = torch.zeros(64, device=DEVICE)
+    pack([source * 2], buffer, [0], accumulate=False)
+    assert buffer.grad_fn is None and (buffer == 2).all()
+    with pytest.raises(SlideError, match="the buffer requires grad"):
+        pack([source], buffer.requires_grad_(), [0], accumulate=False)
 
 
 def test_the_operator_is_registered_well() -> None:
     generator = torch.Generator().manual_seed(19)
     sources = [values(65, torch.bfloat16, generator), None, values(30, torch.bfloat16, generator)]
-    plane, square_sum = values(256, torch.bfloat16, generator), torch.zeros((), dtype=torch.float64, device=DEVICE)
-    torch.library.opcheck(torch.ops.ds_slide.pack_gradients, (sources, plane, [0, 128, 192], square_sum, True))
+    buffer, square_sum = values(256, torch.bfloat16, generator), torch.zeros((), dtype=torch.float64, device=DEVICE)
+    torch.library.opcheck(torch.ops.ds_slide.pack_gradients, (sources, buffer, [0, 128, 192], square_sum, True))
 
 
 def test_torch_compile_goes_through() -> None:
-    def normalised(first: torch.Tensor, second: torch.Tensor, plane: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        pack_gradients([first, second], plane, [0, 128], total, accumulate=False)
-        return plane / total.sqrt()
+    def normalised(
+        first: torch.Tensor, second: torch.Tensor, buffer: torch.Tensor, total: torch.Tensor
+    ) -> torch.Tensor:
+        pack_gradients([first, second], buffer, [0, 128], total, accumulate=False)
+        return buffer / total.sqrt()
 
     generator = torch.Generator().manual_seed(23)
     first, second = values(65, torch.float32, generator), values(64, torch.float32, generator)

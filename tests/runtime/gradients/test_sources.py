@@ -1,4 +1,4 @@
-"""The two ways to collect a unit's gradients into its plane give the same bits and square sums."""
+"""The two ways to collect a unit's gradients into its state buffer give the same bits and square sums."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ def unit(unused: set[int], seed: int, dtype: torch.dtype = torch.bfloat16) -> An
 
 @pytest.mark.parametrize("unused", [set(), {1}, {0, 3}, {0, 1, 2, 3}])
 def test_bits_and_square_sum(unused: set[int]) -> None:
-    plane = torch.full((build_numel(),), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-    expected = plane.clone()
+    state_buffer = torch.full((build_numel(),), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    expected = state_buffer.clone()
     for accumulate, seed in ((False, 1), (True, 2), (True, 3)):
         # Another parameter goes without in the second micro-batch.
         of_micro_batch = unit(unused if seed != 2 else {2}, seed)
-        summed = collect_in_one_pass(of_micro_batch, plane, accumulate=accumulate)
+        summed = collect_in_one_pass(of_micro_batch, state_buffer, accumulate=accumulate)
         collect_by_torch(of_micro_batch, expected, accumulate=accumulate)
-        assert torch.equal(plane.view(torch.int16), expected.view(torch.int16))
+        assert torch.equal(state_buffer.view(torch.int16), expected.view(torch.int16))
         torch.testing.assert_close(summed, square_sum(expected), rtol=1e-13, atol=0.0)
 
 
 @pytest.mark.parametrize("by", [collect_in_one_pass, collect_by_torch])
 def test_gradients_in_fp32_are_rounded_before_they_are_added(by: Callable[..., object]) -> None:
     """2^-8 beside 1 is half a bf16 ulp, a tie that goes to the even 1: added in fp32, two of them would be seen."""
-    plane = torch.zeros(build_numel(), dtype=torch.float32, device=DEVICE)
+    state_buffer = torch.zeros(build_numel(), dtype=torch.float32, device=DEVICE)
     for accumulate in (False, True):
         micro_batch = unit(set(), 1, torch.float32)
         for parameter, _ in micro_batch.trainable:
             parameter.grad = torch.full_like(parameter, 1.0 + 2**-8)
-        by(micro_batch, plane, accumulate=accumulate)
+        by(micro_batch, state_buffer, accumulate=accumulate)
     for _, entry in micro_batch.trainable:
-        assert (plane[entry.offset : entry.offset + entry.numel] == 2.0).all()
+        assert (state_buffer[entry.offset : entry.offset + entry.numel] == 2.0).all()
 
 
 def build_numel() -> int:
@@ -74,9 +74,9 @@ def build_numel() -> int:
 
 def test_collect_leaves_the_rest_of_a_staging_buffer_alone() -> None:
     numel = build_numel()
-    plane = torch.full((numel + 128,), 7.0, dtype=torch.bfloat16, device=DEVICE)
-    summed = collect(unit({1}, 4), plane, accumulate=False)
-    assert (plane[numel:] == 7).all()
+    state_buffer = torch.full((numel + 128,), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    summed = collect(unit({1}, 4), state_buffer, accumulate=False)
+    assert (state_buffer[numel:] == 7).all()
     assert (summed is None) == (DEVICE == "cpu")
-    found = Packed(None, plane[:numel], summed).square_sum(square_sum)  # type: ignore[arg-type]
-    torch.testing.assert_close(found, square_sum(plane[:numel]), rtol=1e-13, atol=0.0)
+    found = Packed(None, state_buffer[:numel], summed).square_sum(square_sum)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, square_sum(state_buffer[:numel]), rtol=1e-13, atol=0.0)

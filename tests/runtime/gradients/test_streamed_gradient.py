@@ -11,8 +11,8 @@ from ds_slide.errors import SlideError
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
-from ds_slide.runtime.transfers.handoff import Failures, Ticket
-from ds_slide.runtime.transfers.lane import Delay, Lane
+from ds_slide.runtime.transfers.handoff import Failures, Future
+from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
 
 cuts = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 
@@ -29,11 +29,11 @@ def test_errors_reach_the_lane_that_waits_for_a_piece() -> None:
 @given(pieces=cuts, spans=cuts, seed=st.integers(0, 3))
 def test_every_element_arrives_and_what_was_not_put_is_zero(pieces: list[int], spans: list[int], seed: int) -> None:
     device, failures = Device(torch.device("cpu")), Failures()
-    lane = Lane("d2h", device, failures, LaneMeter(), Delay(0.0, seed))
+    lane = StreamWorker("d2h", device, failures, LaneMeter(), Delay(0.0, seed))
     made, taken = sum(pieces), sum(spans)
     expected = torch.arange(1.0, made + 1)
     target = torch.full((taken,), torch.nan)
-    done = Ticket(failures)
+    done = Future(failures)
     gradient = StreamedGradient(device, None, failures)
 
     def job() -> None:
@@ -46,13 +46,13 @@ def test_every_element_arrives_and_what_was_not_put_is_zero(pieces: list[int], s
 
     lane.submit(job)
     buffers = [torch.full((max(pieces),), torch.nan) for _ in range(2)]
-    copied = [Ticket.kept(failures) for _ in buffers]
+    copied = [Future.kept(failures) for _ in buffers]
     start = 0
     for number, size in enumerate(pieces):
         if start >= taken:
-            break  # nobody takes what lies beyond the plane
+            break  # nobody takes what lies beyond the state buffer
         copied[number % 2].wait()
-        # As on the GPU: a buffer is written again as soon as its ticket is kept.
+        # As on the GPU: a buffer is written again as soon as its future is kept.
         buffers[number % 2][:size] = expected[start : start + size]
         copied[number % 2] = gradient.put(start, buffers[number % 2][:size])
         start += size

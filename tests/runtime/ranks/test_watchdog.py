@@ -16,7 +16,7 @@ from ds_slide.errors import SlideError
 from ds_slide.runtime.ranks import watchdog as module
 from ds_slide.runtime.ranks.peers import Peer, Process, State
 from ds_slide.runtime.ranks.watchdog import GRACE_S, LOST_S, Watchdog
-from ds_slide.runtime.transfers.handoff import Failures, Ticket
+from ds_slide.runtime.transfers.handoff import Failures, Future
 
 LIMIT_S = 100.0
 LOOK_S = LIMIT_S / 20
@@ -144,7 +144,7 @@ def test_a_script_that_waits_for_nothing_is_no_hang(scene: Scene) -> None:
 
 
 def hand_over(scene: Scene) -> None:
-    Ticket(scene.failures).keep()
+    Future(scene.failures).keep()
 
 
 def disk(scene: Scene) -> None:
@@ -408,7 +408,7 @@ def test_a_collective_that_fails_says_which_rank_has_ended(ranks: Scene) -> None
 def test_waits_end_by_the_verdict(scene: Scene) -> None:
     scene.failures.end("everyone waits")
     with pytest.raises(SlideError, match=r"^everyone waits$"):
-        Ticket(scene.failures).wait()
+        Future(scene.failures).wait()
 
 
 # ---- closing ---------------------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import PASSED, Device, Marker
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.transfers.buffers import BufferCache
-from ds_slide.runtime.transfers.handoff import Failures, Ticket
-from ds_slide.runtime.transfers.lane import Delay, Lane
+from ds_slide.runtime.transfers.handoff import Failures, Future
 from ds_slide.runtime.transfers.ring import HostRing
-from ds_slide.runtime.updates.update_lane import UpdateLane
+from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
+from ds_slide.runtime.updates.update_worker import UpdateWorker
 
 SECONDS = 30.0
 
@@ -65,7 +65,7 @@ def forgotten(failures: Failures) -> None:
 
 
 def drained(failures: Failures) -> None:
-    lane = UpdateLane(Device(torch.device("cpu")), failures, None, lambda: None)  # type: ignore[arg-type]
+    lane = UpdateWorker(Device(torch.device("cpu")), failures, None, lambda: None)  # type: ignore[arg-type]
     blocked = threading.Event()
     lane.submit(0, PASSED, lambda: int(not blocked.wait(2 * SECONDS)))
     try:
@@ -79,7 +79,7 @@ def piece(failures: Failures) -> None:
 
 
 WAITS: dict[str, tuple[Callable[[Failures], Any], str]] = {
-    "ticket": (lambda failures: Ticket(failures, "the sunrise").wait(), "the sunrise"),
+    "future": (lambda failures: Future(failures, "the sunrise").wait(), "the sunrise"),
     "ring": (lambda failures: HostRing([], failures).lease(), "a host buffer for a gradient"),
     "buffer": (held, "the weights of unit 3 to be read from SSD"),
     "forget": (forgotten, "states to be written to SSD"),
@@ -114,7 +114,7 @@ def test_a_failure_ends_lanes_that_wait_for_work(kind: str, before: bool) -> Non
     failures, device = Failures(), Device(torch.device("cpu"))
     if before:
         failures.end("the engine has ended")
-    make = functools.partial(Lane, "h2d") if kind == "lane" else UpdateLane
+    make = functools.partial(StreamWorker, "h2d") if kind == "lane" else UpdateWorker
     lane = make(device, failures, LaneMeter(), Delay(0.0, 0))
     if not before:
         failures.end("the engine has ended")
@@ -126,7 +126,7 @@ def test_a_failure_ends_lanes_that_wait_for_work(kind: str, before: bool) -> Non
 def test_a_lane_that_is_closed_runs_all_that_it_was_given() -> None:
     """However long that takes: what a job uses goes after `close`."""
     failures = Failures()
-    lane = Lane("h2d", Device(torch.device("cpu")), failures, LaneMeter(), Delay(0.0, 0))
+    lane = StreamWorker("h2d", Device(torch.device("cpu")), failures, LaneMeter(), Delay(0.0, 0))
     released, ran = threading.Event(), []
     lane.submit(lambda: ran.append(released.wait(2 * SECONDS)))
     lane.submit(lambda: ran.append("the last"))
@@ -137,8 +137,8 @@ def test_a_lane_that_is_closed_runs_all_that_it_was_given() -> None:
 
 def test_a_failure_ends_a_lane_that_waits_in_a_job_while_it_is_closed() -> None:
     failures = Failures()
-    lane = Lane("h2d", Device(torch.device("cpu")), failures, LaneMeter(), Delay(0.0, 0))
-    lane.submit(lambda: Ticket(failures, "the sunrise").wait() and None)
+    lane = StreamWorker("h2d", Device(torch.device("cpu")), failures, LaneMeter(), Delay(0.0, 0))
+    lane.submit(lambda: Future(failures, "the sunrise").wait() and None)
     closing = Waiter(lane.close)
     assert begun(failures) == "the sunrise"
     failures.end("the sun is gone")
@@ -158,37 +158,37 @@ def test_the_first_failure_is_everyones_with_its_cause() -> None:
         assert raised.value.__cause__ is cause
 
 
-def test_a_ticket_that_was_kept_serves_also_after_a_failure() -> None:
+def test_a_future_that_was_kept_serves_also_after_a_failure() -> None:
     failures = Failures()
-    ticket, marker = Ticket(failures), Marker()
-    ticket.keep(marker)
+    future, marker = Future(failures), Marker()
+    future.keep(marker)
     failures.record("h2d", RuntimeError("later"))
-    assert ticket.wait() is marker and ticket.is_kept
+    assert future.wait() is marker and future.is_kept
 
 
-def test_whoever_waits_for_a_ticket_presses_it_first_and_only_if_it_has_to_wait() -> None:
+def test_whoever_waits_for_a_future_presses_it_first_and_only_if_it_has_to_wait() -> None:
     failures = Failures()
     pressed: list[int] = []
-    ticket = Ticket(failures, "it", lambda: pressed.append(len(failures.waits())))
-    waiter = Waiter(ticket.wait)
+    future = Future(failures, "it", lambda: pressed.append(len(failures.waits())))
+    waiter = Waiter(future.wait)
     begun(failures)
     assert pressed == [0]
-    ticket.keep()
+    future.keep()
     waiter.result()
-    ticket.wait()
+    future.wait()
     assert pressed == [0]
 
 
 def test_waits_are_told_apart_by_who_waits() -> None:
     failures = Failures()
-    ticket = Ticket(failures, "the same")
-    waiters = [Waiter(ticket.wait, name) for name in ("MainThread", "ds_slide-h2d")]
+    future = Future(failures, "the same")
+    waiters = [Waiter(future.wait, name) for name in ("MainThread", "ds_slide-h2d")]
     deadline = threading.Event()
     while len(failures.waits()) < 2:
         deadline.wait(0.001)
     assert {wait.thread: wait.of_client for wait in failures.waits()} == {"MainThread": True, "ds_slide-h2d": False}
     before = failures.progress
-    ticket.keep()
+    future.keep()
     for waiter in waiters:
         waiter.result()
     assert failures.progress > before

@@ -1,4 +1,4 @@
-"""Lanes, tickets and rings: order, back pressure, and what becomes of those who wait for a lane that has failed."""
+"""Lanes, futures and rings: order, back pressure, and what becomes of those who wait for a lane that has failed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.runtime.device import PASSED, Marker
-from ds_slide.runtime.transfers.handoff import Failures, Ticket
-from ds_slide.runtime.transfers.lane import Delay
+from ds_slide.runtime.transfers.handoff import Failures, Future
 from ds_slide.runtime.transfers.ring import HostRing
-from ds_slide.runtime.updates.update_lane import UpdateLane
+from ds_slide.runtime.transfers.stream_worker import Delay
+from ds_slide.runtime.updates.update_worker import UpdateWorker
 
 FAILED = r"the (\w+) lane stopped with ZeroDivisionError: .*; the weights in memory are no longer consistent"
 SECONDS = 30.0
@@ -61,7 +61,7 @@ def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
 class Log:
     """Tasks for an update lane that note their names; the first one holds the lane until `start`."""
 
-    def __init__(self, lane: UpdateLane) -> None:
+    def __init__(self, lane: UpdateWorker) -> None:
         self.names: list[str] = []
         self._lane = lane
         self._begun, self._started = threading.Event(), threading.Event()
@@ -85,7 +85,7 @@ class Log:
         self._started.set()
 
 
-def test_updates_run_by_deadline(updates: UpdateLane) -> None:
+def test_updates_run_by_deadline(updates: UpdateWorker) -> None:
     log = Log(updates)
     for deadline in (5, 2, 4, 0, 3, 1):  # backward finishes the last block first
         log.submit(deadline, str(deadline))
@@ -94,7 +94,7 @@ def test_updates_run_by_deadline(updates: UpdateLane) -> None:
     assert log.names == ["0", "1", "2", "3", "4", "5"]
 
 
-def test_updates_of_one_unit_keep_their_order(updates: UpdateLane) -> None:
+def test_updates_of_one_unit_keep_their_order(updates: UpdateWorker) -> None:
     log = Log(updates)
     for name in ("other", "first", "second", "third"):
         log.submit(1 if name == "other" else 0, name)
@@ -103,7 +103,7 @@ def test_updates_of_one_unit_keep_their_order(updates: UpdateLane) -> None:
     assert log.names == ["first", "second", "third", "other"]
 
 
-def test_updates_that_have_arrived_go_first(updates: UpdateLane) -> None:
+def test_updates_that_have_arrived_go_first(updates: UpdateWorker) -> None:
     log = Log(updates)
     late = Arrival()
     log.submit(7, "there", then=late.arrive)
@@ -114,16 +114,16 @@ def test_updates_that_have_arrived_go_first(updates: UpdateLane) -> None:
     assert log.names == ["there, needed sooner", "there", "urgent, not there yet"]
 
 
-def test_lane_runs_in_order_and_drains(make_lane: Any) -> None:
-    lane, seen = make_lane("h2d"), []
+def test_lane_runs_in_order_and_drains(make_worker: Any) -> None:
+    lane, seen = make_worker("h2d"), []
     for number in range(100):
         lane.submit(lambda number=number: seen.append(number))
     lane.drain()
     assert seen == list(range(100))
 
 
-def test_close_runs_what_is_queued_and_can_be_repeated(make_lane: Any, updates: UpdateLane) -> None:
-    lane, seen = make_lane("d2h"), []
+def test_close_runs_what_is_queued_and_can_be_repeated(make_worker: Any, updates: UpdateWorker) -> None:
+    lane, seen = make_worker("d2h"), []
     for number in range(20):
         lane.submit(lambda number=number: seen.append(number))
         updates.submit(number, PASSED, lambda number=number: seen.append(number) or 0)
@@ -167,33 +167,33 @@ def test_ring_without_buffers_makes_one(failures: Failures) -> None:
     assert len(made) == 1
 
 
-def test_kept_ticket_gives_its_marker(failures: Failures) -> None:
-    ticket, marker = Ticket(failures), Marker()
-    assert not ticket.is_kept
-    result = in_thread(ticket.wait)
-    ticket.keep(marker)
+def test_kept_future_gives_its_marker(failures: Failures) -> None:
+    future, marker = Future(failures), Marker()
+    assert not future.is_kept
+    result = in_thread(future.wait)
+    future.keep(marker)
     assert result() is marker
-    assert ticket.is_kept
-    assert Ticket.kept(failures).wait() is PASSED
+    assert future.is_kept
+    assert Future.kept(failures).wait() is PASSED
 
 
 def fail() -> int:
     return 1 // 0
 
 
-@pytest.mark.parametrize("waiting", ["ticket", "ring", "drain", "other-drain", "updates-drain"])
+@pytest.mark.parametrize("waiting", ["future", "ring", "drain", "other-drain", "updates-drain"])
 @pytest.mark.parametrize("failing", ["d2h", "update"])
 def test_a_failed_lane_wakes_everyone(
-    make_lane: Any, updates: UpdateLane, failures: Failures, waiting: str, failing: str
+    make_worker: Any, updates: UpdateWorker, failures: Failures, waiting: str, failing: str
 ) -> None:
-    d2h, h2d = make_lane("d2h"), make_lane("h2d")
-    owed = Ticket(failures)
+    d2h, h2d = make_worker("d2h"), make_worker("h2d")
+    owed = Future(failures)
     if waiting == "other-drain":
         h2d.submit(owed.wait)  # a lane that waits for another one fails with it
     if waiting == "updates-drain" and failing == "d2h":
         updates.submit(0, PASSED, lambda: owed.wait() and 0)
     waits = {
-        "ticket": owed.wait,
+        "future": owed.wait,
         "ring": HostRing([], failures).lease,
         "drain": d2h.drain if failing == "d2h" else updates.drain,
         "other-drain": h2d.drain,

@@ -1,4 +1,4 @@
-"""Rows of an edge come when they have had their update, and not before."""
+"""Rows of an outer module come when they have had their update, and not before."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.runtime.device import Device, Marker
-from ds_slide.runtime.transfers.handoff import Failures, Ticket
-from ds_slide.runtime.transfers.lane import Lane
+from ds_slide.runtime.transfers.handoff import Failures, Future
+from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.weights.rows import RowBuffers, StreamedRows
 
 ROWS, WIDTH = 10, 64
@@ -23,8 +23,8 @@ SPANS = [slice(0, 3 * WIDTH), slice(3 * WIDTH, 9 * WIDTH), slice(9 * WIDTH, ROWS
 NEEDS = [{0, 1}, {1}, {1, 2}]
 
 
-class Asked(Ticket):
-    """A ticket that tells when somebody waits for it."""
+class Asked(Future):
+    """A future that tells when somebody waits for it."""
 
     __slots__ = ("asked",)
 
@@ -38,12 +38,12 @@ class Asked(Ticket):
 
 
 class Events:
-    def wait(self, ticket: Ticket) -> None:
-        ticket.wait()
+    def wait(self, future: Future) -> None:
+        future.wait()
 
 
 @pytest.fixture
-def rows(device: Device, failures: Failures, make_lane: Callable[[str], Lane]) -> Any:
+def rows(device: Device, failures: Failures, make_worker: Callable[[str], StreamWorker]) -> Any:
     layout = build_layout([ParameterInfo("weight", (ROWS, WIDTH), ROWS * WIDTH, 0)], 1)
     unit: Any = SimpleNamespace(
         name="head",
@@ -54,11 +54,11 @@ def rows(device: Device, failures: Failures, make_lane: Callable[[str], Lane]) -
         parameters=[torch.nn.Parameter(torch.empty(0))],
         state=SimpleNamespace(weight=torch.zeros(ROWS * WIDTH)),
         spans=SPANS,
-        span_updated=[Ticket(failures) for _ in SPANS],
+        span_updated=[Future(failures) for _ in SPANS],
     )
     weights, gradients = ([torch.zeros(CHUNK * WIDTH * 4, dtype=torch.uint8) for _ in range(2)] for _ in range(2))
     buffers = RowBuffers.of(unit, weights, gradients)
-    streamed = StreamedRows(buffers, device, make_lane("h2d"), make_lane("d2h"), failures, None, Events())  # type: ignore[arg-type]
+    streamed = StreamedRows(buffers, device, make_worker("h2d"), make_worker("d2h"), failures, None, Events())  # type: ignore[arg-type]
     return SimpleNamespace(unit=unit, streamed=streamed)
 
 
@@ -74,7 +74,7 @@ def test_a_chunk_waits_for_each_span_that_it_overlaps_and_for_no_other(chunk: in
         unit.state.weight[SPANS[missing]] = 7.0
         unit.span_updated[missing].keep()
         ready.wait()
-        assert {span for span, ticket in enumerate(unit.span_updated) if ticket.asked.is_set()} == NEEDS[chunk]
+        assert {span for span, future in enumerate(unit.span_updated) if future.asked.is_set()} == NEEDS[chunk]
         first = chunk * CHUNK * WIDTH
         count = min(CHUNK * WIDTH, ROWS * WIDTH - first)
         found = rows.streamed._buffers.weights[chunk % 2][:count]
@@ -83,8 +83,8 @@ def test_a_chunk_waits_for_each_span_that_it_overlaps_and_for_no_other(chunk: in
 
 
 def test_a_pass_brings_all_rows_in_order(rows: Any) -> None:
-    for ticket in rows.unit.span_updated:
-        ticket.keep()
+    for future in rows.unit.span_updated:
+        future.keep()
     rows.unit.state.weight.copy_(torch.arange(float(ROWS * WIDTH)))
     seen = [(first, chunk.clone()) for first, chunk in rows.streamed.rows()]
     assert [first for first, _ in seen] == [0, 4, 8]

@@ -15,9 +15,9 @@ from ds_slide.errors import SlideError
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import PASSED, Device
 from ds_slide.runtime.transfers.handoff import Failures
-from ds_slide.runtime.transfers.lane import Delay, Lane
+from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
 from ds_slide.runtime.unit import Unit
-from ds_slide.runtime.updates.update_lane import UpdateLane
+from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.runtime.weights.window import Direction, Slot, Window
 
 NUMEL = 64
@@ -31,8 +31,8 @@ class Rig:
         self.units = units
         self.failures = failures
         self.fills: list[int] = []
-        self.h2d = Lane("h2d", device, failures, LaneMeter(), Delay(delay_ms, 1))
-        self.updates = UpdateLane(device, failures, LaneMeter(), Delay(delay_ms, 2))
+        self.h2d = StreamWorker("h2d", device, failures, LaneMeter(), Delay(delay_ms, 1))
+        self.updates = UpdateWorker(device, failures, LaneMeter(), Delay(delay_ms, 2))
         buffers = [torch.full((NUMEL,), -1.0) for _ in range(slots)]
         self.window = Window(device, self.h2d, failures, units, buffers, self._fill)
 

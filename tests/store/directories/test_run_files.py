@@ -14,7 +14,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from hangups import heeds_hangups
+from hangups import heeds_signals
 from silly_names import Calls, keep_names
 
 from ds_slide.store.directories import owned_directory, run_directory, run_files, writable_by_others
@@ -138,7 +138,7 @@ def test_no_death_leaves_anything(tmp_path, number):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=heeds_hangups,
+        preexec_fn=heeds_signals,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"made\n"

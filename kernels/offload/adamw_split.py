@@ -1,7 +1,7 @@
-"""AdamW on the planar states of a GPU-tier unit, in one pass, with the bits of the CPU kernel.
+"""AdamW on the split states of a GPU-tier unit, in one pass, with the bits of the CPU kernel.
 
 Bytes a parameter (bf16): read 2 + 2 + 4 + 4 + 2, write 2 + 2 + 4 + 4 = 26. The arithmetic is that of
-`ds_slide.kernels.offload.planar`.
+`ds_slide.kernels.offload.split_master`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,22 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_slide.kernels.offload.planar import BLOCK, check_planes, flush, grid, load_master, store_master, vector_parts
+from ds_slide.kernels.offload.split_master import (
+    BLOCK,
+    check_buffers,
+    flush,
+    grid,
+    load_master,
+    store_master,
+    vector_parts,
+)
 from ds_slide.optim.hyper import AdamWConstants, AdamWHyper
 
 
 @triton.jit
-def _adamw_planar_kernel(
-    high_plane,
-    low_plane,
+def _adamw_split_kernel(
+    high_buffer,
+    low_buffer,
     exp_avg,
     exp_avg_sq,
     gradient,
@@ -40,7 +48,7 @@ def _adamw_planar_kernel(
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
     g = tl.load(gradient + offsets, mask=mask, other=0.0).to(tl.float32)
-    w = load_master(high_plane, low_plane, offsets, mask)
+    w = load_master(high_buffer, low_buffer, offsets, mask)
     m = flush(tl.load(exp_avg + offsets, mask=mask, other=0.0))
     v = flush(tl.load(exp_avg_sq + offsets, mask=mask, other=0.0))
 
@@ -54,7 +62,7 @@ def _adamw_planar_kernel(
     denominator = flush(flush(tl.sqrt_rn(v) * inv_bc2_sqrt) + eps)
     w = flush(w - flush(flush(tl.div_rn(m, denominator)) * step_size))
 
-    store_master(high_plane, low_plane, offsets, mask, w)
+    store_master(high_buffer, low_buffer, offsets, mask, w)
     tl.store(exp_avg + offsets, m, mask=mask)
     tl.store(exp_avg_sq + offsets, v, mask=mask)
 
@@ -67,7 +75,7 @@ def _check(
     gradient: torch.Tensor,
 ) -> None:
     states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    check_planes("adamw_planar_", weight, remainder, states, gradient)
+    check_buffers("adamw_split_", weight, remainder, states, gradient)
 
 
 def _launch(
@@ -85,11 +93,11 @@ def _launch(
         _launch_part(part, hyper, constants)
 
 
-def _launch_part(planes: Sequence[torch.Tensor], hyper: AdamWHyper, constants: AdamWConstants) -> None:
-    """`planes`: weight, remainder, both moments and gradient."""
-    weight, remainder, exp_avg, exp_avg_sq, gradient = planes
+def _launch_part(buffers: Sequence[torch.Tensor], hyper: AdamWHyper, constants: AdamWConstants) -> None:
+    """`buffers`: weight, remainder, both moments and gradient."""
+    weight, remainder, exp_avg, exp_avg_sq, gradient = buffers
     numel = weight.numel()
-    _adamw_planar_kernel[grid(numel)](
+    _adamw_split_kernel[grid(numel)](
         weight.view(torch.int16),
         remainder,
         exp_avg,
@@ -113,8 +121,8 @@ def _launch_part(planes: Sequence[torch.Tensor], hyper: AdamWHyper, constants: A
     )
 
 
-@torch.library.custom_op("ds_slide::adamw_planar_", mutates_args=("weight", "remainder", "exp_avg", "exp_avg_sq"))
-def _adamw_planar_(
+@torch.library.custom_op("ds_slide::adamw_split_", mutates_args=("weight", "remainder", "exp_avg", "exp_avg_sq"))
+def _adamw_split_(
     weight: torch.Tensor,
     remainder: torch.Tensor,
     exp_avg: torch.Tensor,
@@ -134,7 +142,7 @@ def _adamw_planar_(
     _launch(weight, remainder, exp_avg, exp_avg_sq, gradient, hyper, grad_scale)
 
 
-@_adamw_planar_.register_fake
+@_adamw_split_.register_fake
 def _(
     weight: torch.Tensor,
     remainder: torch.Tensor,
@@ -154,7 +162,7 @@ def _(
     _check(weight, remainder, exp_avg, exp_avg_sq, gradient)
 
 
-def adamw_planar_(
+def adamw_split_(
     weight: torch.Tensor,
     remainder: torch.Tensor,
     exp_avg: torch.Tensor,
@@ -166,7 +174,7 @@ def adamw_planar_(
     """One AdamW (or Adam with L2) step in place, without waiting, with the bits of `ds_slide.optim.reference`.
 
     All tensors are flat [n], contiguous and on one device; n may be 0.
-    weight: bf16, the upper plane of the fp32 master, rounded half up. remainder: int16, its low 16 bits.
+    weight: bf16, the upper buffer of the fp32 master, rounded half up. remainder: int16, its low 16 bits.
     exp_avg, exp_avg_sq: fp32.
     gradient: bf16, fp16 or fp32; only read.
     hyper: numbers of this step. grad_scale: factor on the gradient (clip factor / loss scale), a Python number, for
@@ -179,7 +187,7 @@ def adamw_planar_(
         # The operator's dispatch costs the host more than the launch: see `pack_gradients`.
         _launch(weight, remainder, exp_avg, exp_avg_sq, gradient, hyper, grad_scale)
         return
-    _adamw_planar_(
+    _adamw_split_(
         weight,
         remainder,
         exp_avg,

@@ -1,9 +1,9 @@
-"""Where a unit's states lie in the logical address space of the SSD store. Pure integers.
+"""Extents: where the states of a unit lie in the logical address space of the SSD store. Pure integers.
 
-The optimizer planes are cut into chunks of CHUNK_NUMEL parameters; the record of a chunk holds its part of every plane
-one behind the other, so that a chunk is one large transfer each way. The weight plane lies in one piece before the
-records, because it is also read alone; a held gradient, which is written as a whole, in one piece behind them.
-Everything starts and ends at a multiple of the 4 KiB that O_DIRECT wants.
+The optimizer state buffers are cut into chunks of CHUNK_NUMEL parameters; a chunk holds its part of every
+state buffer one behind the other, so that a chunk is one large transfer each way. The weights' state buffer lies in one
+piece before the chunks, because it is also read alone; a held gradient, which is written as a whole, in one piece
+behind them. Everything starts and ends at a multiple of the 4 KiB that O_DIRECT wants.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_slide.store.planes import PlaneSpec
+from ds_slide.store.state_buffers import StateBufferSpec
 
 PAGE = 4096
 SUM_BYTES = 4
@@ -35,7 +35,8 @@ def sum_table_bytes(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The record of the parameters `span` of a unit. `starts`: first byte of each plane within it, by name."""
+    """The optimizer states of the parameters `span` of a unit. `starts`: first byte of each state buffer within it, by
+    name."""
 
     span: slice
     offset: int
@@ -44,9 +45,9 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class UnitPlaces:
-    """`weight_offset`: of the weight plane, None while weights are in memory; `gradient_offset`: of the held gradient,
-    likewise. `chunks`: empty while records are."""
+class UnitExtents:
+    """`weight_offset`: of the weights' state buffer, None while weights are in memory; `gradient_offset`: of the held
+    gradient, likewise. `chunks`: empty while optimizer states are."""
 
     weight_offset: int | None
     weight_bytes: int
@@ -56,19 +57,19 @@ class UnitPlaces:
 
     @property
     def weight_pages(self) -> int:
-        """Bytes of a buffer for the weight plane."""
+        """Bytes of a buffer for the weights' state buffer."""
         return whole_pages(self.weight_bytes)
 
     def what_lies_at(self, offset: int) -> str:
-        """Of a byte within these places, for messages."""
+        """Of a byte within these extents, for messages."""
         if self.gradient_offset is not None and offset >= self.gradient_offset:
             return "the held gradient"
         found = [index for index, chunk in enumerate(self.chunks) if chunk.offset <= offset]
         return f"chunk {found[-1]} of the optimizer states" if found else "the weights"
 
 
-def record_bytes(specs: Sequence[PlaneSpec], numel: int) -> int:
-    """Bytes of the record of a chunk of `numel` parameters."""
+def chunk_bytes(specs: Sequence[StateBufferSpec], numel: int) -> int:
+    """Bytes of a chunk of `numel` parameters."""
     return sum(whole_pages(spec.nbytes(numel)) for spec in specs)
 
 
@@ -77,26 +78,27 @@ def chunk_spans(numel: int, chunk_numel: int) -> list[slice]:
     return [slice(start, min(start + chunk_numel, numel)) for start in range(0, numel, chunk_numel)]
 
 
-def place_unit(
+def unit_extents(
     start: int,
-    specs: Sequence[PlaneSpec],
+    specs: Sequence[StateBufferSpec],
     *,
     weight_bytes: int,
-    records_of: int,
+    chunks_of: int,
     chunk_numel: int,
     gradient_bytes: int = 0,
-) -> UnitPlaces:
-    """Places from byte `start` on, a multiple of a page.
+) -> UnitExtents:
+    """Extents from byte `start` on, a multiple of a page.
 
-    `weight_bytes`: of the whole weight plane, 0 to leave weights in memory. `records_of`: trainable parameters whose
-    records go to SSD, 0 to leave them in memory. `gradient_bytes`: of the held gradient, 0 where it is not on SSD.
+    `weight_bytes`: of the whole weights' state buffer, 0 to leave weights in memory. `chunks_of`: trainable parameters
+    whose optimizer states go to SSD, 0 to leave them in memory. `gradient_bytes`: of the held gradient, 0 where it is
+    not on SSD.
     """
-    # A chunk's part of the weight plane is written, and that of a held gradient read, by itself: 2 bytes a parameter at
-    # least.
+    # A chunk's part of the weights' state buffer is written, and that of a held gradient read, by itself: 2 bytes a
+    # parameter at least.
     assert chunk_numel * 2 % PAGE == 0, f"chunks of {chunk_numel} parameters do not begin at whole pages"
     offset = start + whole_pages(weight_bytes)
     chunks = []
-    for span in chunk_spans(records_of, chunk_numel):
+    for span in chunk_spans(chunks_of, chunk_numel):
         starts, nbytes = {}, 0
         for spec in specs:
             starts[spec.name] = nbytes
@@ -105,4 +107,4 @@ def place_unit(
         offset += nbytes
     gradient = offset if gradient_bytes else None
     end = offset + whole_pages(gradient_bytes)
-    return UnitPlaces(start if weight_bytes else None, weight_bytes, tuple(chunks), gradient, end)
+    return UnitExtents(start if weight_bytes else None, weight_bytes, tuple(chunks), gradient, end)

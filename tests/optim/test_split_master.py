@@ -1,4 +1,5 @@
-"""The planar master: fp32 as a bf16 plane and a 16-bit remainder plane, by the reference and by the kernels."""
+"""The split master: fp32 as a bf16 state buffer and a 16-bit remainder state buffer, by the reference and by the
+kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_slide.optim.hyper import AdamWHyper
-from ds_slide.optim.reference import decode_planar, encode_planar
+from ds_slide.optim.reference import decode_split, encode_split
 
-# Keeps every weight as it is: what comes out is encode(decode(planes)).
+# Keeps every weight as it is: what comes out is encode(decode(state buffers)).
 FROZEN = AdamWHyper(lr=0.0, weight_decay=0.0)
 # The bits of fp32 numbers, many of them ties.
 PATTERNS = st.lists(
@@ -41,7 +42,7 @@ def every_low_half(uppers: list[int]) -> torch.Tensor:
     return from_bits(((torch.tensor(uppers) << 16)[:, None] + torch.arange(1 << 16)).flatten())
 
 
-def as_planes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def as_state_buffers(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition in Python's terms: the upper half of bits + 0x8000, and what the bits exceed it by."""
     bits = as_bits(weight)
     upper = (bits + 0x8000) >> 16
@@ -49,14 +50,14 @@ def as_planes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def assert_split(weight: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> None:
-    """``hi`` and ``lo`` are the planes of ``weight``: by definition for numbers, a NaN and 0 for a NaN."""
+    """``hi`` and ``lo`` are the state buffers of ``weight``: by definition for numbers, a NaN and 0 for a NaN."""
     nan = weight.isnan()
-    upper, rest = as_planes(weight)
+    upper, rest = as_state_buffers(weight)
     assert torch.equal(hi.long()[~nan] & 0xFFFF, upper[~nan])
     assert torch.equal(lo.long()[~nan], rest[~nan])
     assert hi.view(torch.bfloat16)[nan].isnan().all() and not lo[nan].any()
-    back = decode_planar(hi, lo)
-    # Every number comes back, so no two of them share their planes.
+    back = decode_split(hi, lo)
+    # Every number comes back, so no two of them share their state buffers.
     assert torch.equal(as_bits(back)[~nan], as_bits(weight)[~nan])
     assert back[nan].isnan().all()
 
@@ -88,28 +89,28 @@ UPPERS = POSITIVE + [0x8000 + upper for upper in POSITIVE]
 @settings(max_examples=500, deadline=None)
 def test_any_bits_are_split_by_the_definition(patterns: list[int]) -> None:
     weight = from_bits(torch.tensor(patterns))
-    hi, lo = encode_planar(weight)
+    hi, lo = encode_split(weight)
     assert_split(weight, hi, lo)
     assert_nearest(weight, hi)
 
 
 @pytest.mark.parametrize("upper", UPPERS, ids=hex)
-def test_every_low_half_has_planes_of_its_own(upper: int) -> None:
+def test_every_low_half_has_state_buffers_of_its_own(upper: int) -> None:
     weight = every_low_half([upper])
-    hi, lo = encode_planar(weight)
+    hi, lo = encode_split(weight)
     assert_split(weight, hi, lo)
     assert_nearest(weight, hi)
 
 
-def test_every_upper_half_has_planes_of_its_own() -> None:
+def test_every_upper_half_has_state_buffers_of_its_own() -> None:
     weight = every_upper_half([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-    hi, lo = encode_planar(weight)
+    hi, lo = encode_split(weight)
     assert_split(weight, hi, lo)
     assert_nearest(weight, hi)
 
 
 def test_ties_go_away_from_zero() -> None:
-    hi, lo = encode_planar(from_bits(torch.tensor([0x3F808000, 0x3F818000, 0xBF808000])))
+    hi, lo = encode_split(from_bits(torch.tensor([0x3F808000, 0x3F818000, 0xBF808000])))
     assert [value & 0xFFFF for value in hi.tolist()] == [0x3F81, 0x3F82, 0xBF81]
     assert lo.tolist() == [-0x8000] * 3
 
@@ -118,20 +119,21 @@ def test_the_largest_numbers_stay_apart_from_infinity() -> None:
     """From 0x7F7F8000 on the bf16 weight is infinity, as it is in torch's cast; the remainder tells the number."""
     largest = from_bits(torch.tensor([0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000]))
     for weight in (largest, -largest):
-        hi, lo = encode_planar(weight)
+        hi, lo = encode_split(weight)
         assert hi.view(torch.bfloat16).isinf().tolist() == weight.bfloat16().isinf().tolist() == [False] + [True] * 3
         assert lo.tolist() == [0x7FFF, -0x8000, -1, 0]
-        assert torch.equal(decode_planar(hi, lo), weight)
+        assert torch.equal(decode_split(hi, lo), weight)
 
 
-def planes_of(weight: torch.Tensor, make_planes) -> Any:
-    """The planes of ``weight`` with a gradient of zero; no first moment, whose sign an update would give to a zero."""
-    planes = make_planes("bf16_planar", "bf16", weight.numel())
-    planes.exp_avg.zero_()
-    hi, planes.remainder = encode_planar(weight)
-    planes.weight = hi.view(torch.bfloat16)
-    planes.grad.zero_()
-    return planes
+def state_buffers_of(weight: torch.Tensor, make_state_buffers) -> Any:
+    """The state buffers of ``weight`` with a gradient of zero; no first moment, whose sign an update would give to a
+    zero."""
+    state_buffers = make_state_buffers("bf16_split", "bf16", weight.numel())
+    state_buffers.exp_avg.zero_()
+    hi, state_buffers.remainder = encode_split(weight)
+    state_buffers.weight = hi.view(torch.bfloat16)
+    state_buffers.grad.zero_()
+    return state_buffers
 
 
 def flushed(weight: torch.Tensor) -> torch.Tensor:
@@ -139,54 +141,54 @@ def flushed(weight: torch.Tensor) -> torch.Tensor:
     return torch.where(weight.abs() < 2.0**-126, torch.zeros(()).copysign(weight), weight)
 
 
-def test_kernels_keep_every_low_half(isa, workers, make_planes, run_native):
+def test_kernels_keep_every_low_half(isa, workers, make_state_buffers, run_native):
     weight = every_low_half(UPPERS)
-    planes = planes_of(weight, make_planes)
-    run_native(workers, planes, FROZEN, isa=isa)
-    assert_split(flushed(weight), planes.weight.view(torch.int16), planes.remainder)
+    state_buffers = state_buffers_of(weight, make_state_buffers)
+    run_native(workers, state_buffers, FROZEN, isa=isa)
+    assert_split(flushed(weight), state_buffers.weight.view(torch.int16), state_buffers.remainder)
 
 
-def test_kernels_store_planes_like_the_reference(
-    isa, workers, make_planes, run_native, run_reference, assert_same_bits
+def test_kernels_store_state_buffers_like_the_reference(
+    isa, workers, make_state_buffers, run_native, run_reference, assert_same_bits
 ):
-    """Every upper half as stored planes, NaN of all kinds included, with remainders beside the tie and in it."""
-    planes = make_planes("bf16_planar", "bf16", 1 << 18)
+    """Every upper half as stored state buffers, NaN of all kinds included, with remainders beside the tie and in it."""
+    state_buffers = make_state_buffers("bf16_split", "bf16", 1 << 18)
     upper = torch.arange(1 << 16).repeat(4)
     lower = torch.tensor([0x0000, 0x7FFF, 0x8000, 0x8001]).repeat_interleave(1 << 16)
-    planes.weight = torch.where(upper >= 1 << 15, upper - (1 << 16), upper).short().view(torch.bfloat16)
-    planes.remainder = torch.where(lower >= 1 << 15, lower - (1 << 16), lower).short()
-    planes.grad.zero_()
-    expected = planes.clone()
+    state_buffers.weight = torch.where(upper >= 1 << 15, upper - (1 << 16), upper).short().view(torch.bfloat16)
+    state_buffers.remainder = torch.where(lower >= 1 << 15, lower - (1 << 16), lower).short()
+    state_buffers.grad.zero_()
+    expected = state_buffers.clone()
     run_reference(expected, FROZEN)
-    run_native(workers, planes, FROZEN, isa=isa)
-    assert_same_bits(planes, expected)
+    run_native(workers, state_buffers, FROZEN, isa=isa)
+    assert_same_bits(state_buffers, expected)
 
 
 @given(patterns=PATTERNS, lr=st.sampled_from([0.0, 2.0**-9, 1e-3]))
 @settings(max_examples=200, deadline=None)
 def test_kernels_update_any_bits_like_the_reference(
-    isa, workers, make_planes, run_native, run_reference, assert_same_bits, patterns, lr
+    isa, workers, make_state_buffers, run_native, run_reference, assert_same_bits, patterns, lr
 ):
-    planes = planes_of(from_bits(torch.tensor(patterns)), make_planes)
-    planes.grad.fill_(1.0)
-    expected = planes.clone()
+    state_buffers = state_buffers_of(from_bits(torch.tensor(patterns)), make_state_buffers)
+    state_buffers.grad.fill_(1.0)
+    expected = state_buffers.clone()
     hyper = AdamWHyper(lr=lr, weight_decay=0.1)
     run_reference(expected, hyper)
-    run_native(workers, planes, hyper, isa=isa)
-    assert_same_bits(planes, expected)
+    run_native(workers, state_buffers, hyper, isa=isa)
+    assert_same_bits(state_buffers, expected)
 
 
 @pytest.mark.parametrize("upper_half", [0x3F80, 0x3F81])
-def test_an_update_that_lands_on_a_tie_is_kept(isa, workers, make_planes, run_native, upper_half):
+def test_an_update_that_lands_on_a_tie_is_kept(isa, workers, make_state_buffers, run_native, upper_half):
     """A step of 2^-9 onto a number whose low half is 0x8000: 1.0 (or its odd neighbour) and half a unit of bf16."""
     numel = 40
     target = from_bits(torch.full((numel,), (upper_half << 16) + 0x8000, dtype=torch.int64))
     step_size = 2.0**-9  # a power of two, so the product below is exact
-    planes = planes_of(target + step_size, make_planes)
+    state_buffers = state_buffers_of(target + step_size, make_state_buffers)
     # With beta1 = beta2 = 0, eps = 0 and no bias correction the update is step_size * sign(grad).
-    planes.grad.fill_(1.0)
+    state_buffers.grad.fill_(1.0)
     hyper = AdamWHyper(lr=step_size, betas=(0.0, 0.0), eps=0.0, bias_correction=False)
-    run_native(workers, planes, hyper, isa=isa)
-    assert (planes.weight.view(torch.int16) == upper_half + 1).all()
-    assert (planes.remainder == -0x8000).all()
-    assert torch.equal(decode_planar(planes.weight, planes.remainder), target)
+    run_native(workers, state_buffers, hyper, isa=isa)
+    assert (state_buffers.weight.view(torch.int16) == upper_half + 1).all()
+    assert (state_buffers.remainder == -0x8000).all()
+    assert torch.equal(decode_split(state_buffers.weight, state_buffers.remainder), target)

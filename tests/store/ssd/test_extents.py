@@ -1,4 +1,4 @@
-"""Places of a unit on SSD: whole pages, nothing twice, and every plane of a chunk where its record says."""
+"""Extents of a unit on SSD: whole pages, nothing twice, and every state buffer of a chunk where the chunk says."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from ds_slide.optim.hyper import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
-from ds_slide.store.planes import optimizer_planes
-from ds_slide.store.ssd.places import PAGE, place_unit, record_bytes, whole_pages
+from ds_slide.store.ssd.extents import PAGE, chunk_bytes, unit_extents, whole_pages
+from ds_slide.store.state_buffers import optimizer_buffers
 
 CHUNK_NUMEL = 2048
 
@@ -26,27 +26,27 @@ CHUNK_NUMEL = 2048
 def test_places_are_whole_pages_side_by_side(
     start: int, trainable: int, frozen: int, weight: bool, dtype: torch.dtype, moments: str, held_bytes: int
 ) -> None:
-    specs = optimizer_planes(dtype, ADAMW, STATE_FORMATS[moments])
+    specs = optimizer_buffers(dtype, ADAMW, STATE_FORMATS[moments])
     weight_bytes = (trainable + frozen) * dtype.itemsize if weight else 0
-    places = place_unit(
+    extents = unit_extents(
         start,
         specs,
         weight_bytes=weight_bytes,
-        records_of=trainable,
+        chunks_of=trainable,
         chunk_numel=CHUNK_NUMEL,
         gradient_bytes=trainable * held_bytes,
     )
     at = start
     if weight_bytes:
-        assert places.weight_offset == start and places.weight_pages >= weight_bytes
-        at += places.weight_pages
+        assert extents.weight_offset == start and extents.weight_pages >= weight_bytes
+        at += extents.weight_pages
     else:
-        assert places.weight_offset is None
+        assert extents.weight_offset is None
     covered = 0
-    for chunk in places.chunks:
+    for chunk in extents.chunks:
         assert chunk.offset == at and at % PAGE == 0
         numel = chunk.span.stop - chunk.span.start
-        assert chunk.span.start == covered and chunk.nbytes == record_bytes(specs, numel)
+        assert chunk.span.start == covered and chunk.nbytes == chunk_bytes(specs, numel)
         inside = 0
         for spec in specs:
             assert chunk.starts[spec.name] >= inside and chunk.starts[spec.name] % PAGE == 0
@@ -55,8 +55,8 @@ def test_places_are_whole_pages_side_by_side(
         at, covered = at + chunk.nbytes, chunk.span.stop
     assert covered == trainable
     if trainable * held_bytes:
-        assert places.gradient_offset == at and at % PAGE == 0
+        assert extents.gradient_offset == at and at % PAGE == 0
         at += whole_pages(trainable * held_bytes)
     else:
-        assert places.gradient_offset is None
-    assert places.end == at
+        assert extents.gradient_offset is None
+    assert extents.end == at

@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 from ds_slide.errors import SlideError
 from ds_slide.runtime.transfers.handoff import Failures
-from ds_slide.runtime.transfers.lane import Lane
 from ds_slide.runtime.transfers.ssd import SsdStates
-from ds_slide.runtime.updates.update_lane import UpdateLane
+from ds_slide.runtime.transfers.stream_worker import StreamWorker
+from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.runtime.weights.shared_weights import SharedWeights
 
 
 @dataclass
-class Lanes:
+class Workers:
     """The threads. Closed in the order in which work flows, so that nothing queued is lost."""
 
-    h2d: Lane
-    edges: Lane
-    """Brings updated edges up: in a lane of their own they do not hold up the blocks, nor the blocks them."""
-    d2h: Lane
-    update: UpdateLane
+    h2d: StreamWorker
+    outer_h2d: StreamWorker
+    """Brings updated outer modules up: in a lane of their own they do not hold up the blocks, nor the blocks them."""
+    d2h: StreamWorker
+    update: UpdateWorker
 
     def close(self, ssd: SsdStates | None, shared: SharedWeights | None, failures: Failures) -> None:
         if ssd is None:
@@ -39,6 +39,6 @@ class Lanes:
             failures.record("runtime", SlideError("the engine was destroyed"))
             shared.close()
         self.h2d.close()
-        self.edges.close()
+        self.outer_h2d.close()
         if ssd is not None:
             ssd.close()

@@ -1,4 +1,4 @@
-"""Reads and writes runs of one state in the planes of a unit. The caller has settled the unit."""
+"""Reads and writes runs of one state in the state buffers of a unit. The caller has settled the unit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry
-from ds_slide.optim.reference import encode_planar
+from ds_slide.optim.reference import encode_split
 from ds_slide.runtime.engine import HOLD_HINT, SlideRuntime
 from ds_slide.runtime.unit import Unit
 from ds_slide.store.state import UnitState
 
 MASTER = "master"
-# encode_planar works in 32-bit integers: 1 MiB a temporary, which stays in a core's cache.
+# encode_split works in 32-bit integers: 1 MiB a temporary, which stays in a core's cache.
 _CHUNK = 1 << 18
 
 
@@ -35,7 +35,7 @@ def require_stepped(runtime: SlideRuntime, unit: Unit, what: str) -> None:
 
 def require_no_update(runtime: SlideRuntime, unit: Unit, what: str) -> None:
     """The first half of `require_stepped`: what is about to write all weights may find any."""
-    if unit.gradient_ready and not runtime.held and unit.state.tier != "gpu":
+    if unit.gradient_ready and not runtime.deferred and unit.state.tier != "gpu":
         raise SlideError(
             f"{what} between backward() and step() would meet {unit.name} after its update, which is under way "
             f"because clipping is off; call engine.step() first, or {HOLD_HINT}"
@@ -53,8 +53,8 @@ def local_span(entry: Entry) -> slice:
 
 
 def read_values(unit: HasState, key: str, span: slice) -> torch.Tensor:
-    """fp32 values of `key` (MASTER or the name of a state) of the trainable elements `span`, where the planes are:
-    a new tensor or a view."""
+    """fp32 values of `key` (MASTER or the name of a state) of the trainable elements `span`, where the state buffers
+    are: a new tensor or a view."""
     state = unit.state
     if key != MASTER:
         return state.read(key, span)
@@ -66,7 +66,7 @@ def read_values(unit: HasState, key: str, span: slice) -> torch.Tensor:
 
 
 def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """`decode_planar` of bf16 and int16 in 32-bit arithmetic, which is 6 times faster and wraps where it has to."""
+    """`decode_split` of bf16 and int16 in 32-bit arithmetic, which is 6 times faster and wraps where it has to."""
     bits = torch.empty_like(weight, dtype=torch.int32)
     for part in pieces(weight.numel()):
         bits[part].copy_(weight[part].view(torch.int16)).bitwise_left_shift_(16).add_(remainder[part])
@@ -82,7 +82,7 @@ def write_values(unit: Unit, key: str, span: slice, values: torch.Tensor) -> Non
         high = torch.empty(values.numel(), dtype=torch.int16, device=values.device)
         low = torch.empty_like(high)
         for part in pieces(values.numel()):
-            high[part], low[part] = encode_planar(values[part])
+            high[part], low[part] = encode_split(values[part])
         state.write("remainder", span, low)
         state.write("weight", span, high.view(dtype))
     else:
@@ -95,7 +95,7 @@ def as_weights(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Flat fp32 masters, rounded to the weights that an engine with these masters has."""
     if dtype != torch.bfloat16:
         return values.to(dtype).float()
-    return torch.cat([encode_planar(values[part])[0].view(dtype).float() for part in pieces(values.numel())])
+    return torch.cat([encode_split(values[part])[0].view(dtype).float() for part in pieces(values.numel())])
 
 
 def read_weights(unit: HasState, entry: Entry, start: int, stop: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import Device
-from ds_slide.runtime.transfers.handoff import THREAD_PREFIX, Failures, Ticket
+from ds_slide.runtime.transfers.handoff import THREAD_PREFIX, Failures, Future
 
 Job = Callable[[], None]
 
@@ -28,7 +28,7 @@ class Delay:
             time.sleep(self._random.uniform(0.0, self._seconds))
 
 
-class Lane:
+class StreamWorker:
     """Runs jobs first in, first out. A job may block its lane (for a buffer, for an update), never another."""
 
     def __init__(
@@ -56,9 +56,9 @@ class Lane:
         """Block until every job submitted so far has been issued and has run."""
         if self._thread is None:
             return
-        ticket = Ticket(self._failures, f"what the {self.name} lane was given")
-        self.submit(lambda: ticket.keep(self.device.mark(self.stream, host_waits=True)))
-        ticket.synchronize()
+        future = Future(self._failures, f"what the {self.name} lane was given")
+        self.submit(lambda: future.keep(self.device.mark(self.stream, host_waits=True)))
+        future.synchronize()
 
     def close(self) -> None:
         """End the thread after the jobs submitted so far, of which each ends by itself or by a failure; harmless when

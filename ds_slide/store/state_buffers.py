@@ -1,4 +1,5 @@
-"""The planes of a unit: flat arrays that hold one state of all its parameters, and what an update needs of them."""
+"""The state buffers of a unit: flat arrays that hold one state of all its parameters, and what an update needs of
+them."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from ds_slide.optim.low_precision import StateFormat
 from ds_slide.optim.rule import StateSpec, UpdateRule
 
 REMAINDER_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
-"""Of the plane that completes a weight to its fp32 master, by the weight's dtype."""
+"""Of the state buffer that completes a weight to its fp32 master, by the weight's dtype."""
 
 
 @dataclass(frozen=True)
-class PlaneSpec:
-    """One plane beside the weights. `elements_per_item`: parameters that one item stands for (scales: a group).
+class StateBufferSpec:
+    """One state buffer beside the weights. `elements_per_item`: parameters that one item stands for (scales: a group).
     `state`: the state of the update rule whose values it holds; None for a remainder and for scales."""
 
     name: str
@@ -36,31 +37,31 @@ class PlaneSpec:
         return self.items(numel) * self.dtype.itemsize
 
 
-def optimizer_planes(weight: torch.dtype, rule: UpdateRule, stored: StateFormat) -> tuple[PlaneSpec, ...]:
-    """The planes beside weight and gradient for weights of dtype `weight` that are updated by `rule`. `stored`: how its
-    states are."""
+def optimizer_buffers(weight: torch.dtype, rule: UpdateRule, stored: StateFormat) -> tuple[StateBufferSpec, ...]:
+    """The state buffers beside weight and gradient for weights of dtype `weight` that are updated by `rule`. `stored`:
+    how its states are."""
     remainder = REMAINDER_DTYPE[weight]
-    planes = [] if remainder is None else [PlaneSpec("remainder", remainder)]
-    planes += [PlaneSpec(state.name, stored.dtype, state=state) for state in rule.states]
+    state_buffers = [] if remainder is None else [StateBufferSpec("remainder", remainder)]
+    state_buffers += [StateBufferSpec(state.name, stored.dtype, state=state) for state in rule.states]
     if stored.has_scales:
-        planes += [PlaneSpec(scales_of(state.name), torch.float32, stored.group) for state in rule.states]
-    return tuple(planes)
+        state_buffers += [StateBufferSpec(scales_of(state.name), torch.float32, stored.group) for state in rule.states]
+    return tuple(state_buffers)
 
 
 def scales_of(state: str) -> str:
-    """The name of the plane of a state's scales."""
+    """The name of the state buffer of a state's scales."""
     return f"{state}_scale"
 
 
-def optimizer_bytes(planes: Sequence[PlaneSpec], numel: int) -> int:
-    """Bytes of all optimizer planes for `numel` parameters."""
-    return sum(plane.nbytes(numel) for plane in planes)
+def optimizer_bytes(state_buffers: Sequence[StateBufferSpec], numel: int) -> int:
+    """Bytes of all optimizer state buffers for `numel` parameters."""
+    return sum(state_buffer.nbytes(numel) for state_buffer in state_buffers)
 
 
 @dataclass(frozen=True)
-class Planes:
-    """Views of the same run of parameters in every plane; its start is a multiple of a scale's group. `optimizer`: the
-    planes beside weight and gradient, by name."""
+class StateBuffers:
+    """Views of the same run of parameters in every state buffer; its start is a multiple of a scale's group.
+    `optimizer`: the state buffers beside weight and gradient, by name."""
 
     weight: torch.Tensor
     optimizer: Mapping[str, torch.Tensor]
@@ -78,9 +79,12 @@ class Planes:
         """Of the states, None where they hold their values as they are."""
         return [self.optimizer.get(scales_of(state.name)) for state in rule.states]
 
-    def part(self, span: slice, specs: Sequence[PlaneSpec]) -> Planes:
+    def part(self, span: slice, specs: Sequence[StateBufferSpec]) -> StateBuffers:
         """The parameters `span` of this run."""
-        return Planes(self.weight[span], {spec.name: self.optimizer[spec.name][spec.cut(span)] for spec in specs})
+        return StateBuffers(self.weight[span], {spec.name: self.optimizer[spec.name][spec.cut(span)] for spec in specs})
 
     def nbytes(self) -> int:
-        return sum(plane.numel() * plane.element_size() for plane in (self.weight, *self.optimizer.values()))
+        return sum(
+            state_buffer.numel() * state_buffer.element_size()
+            for state_buffer in (self.weight, *self.optimizer.values())
+        )

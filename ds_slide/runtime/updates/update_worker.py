@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.transfers.handoff import THREAD_PREFIX, Failures, synchronize
-from ds_slide.runtime.transfers.lane import Delay
+from ds_slide.runtime.transfers.stream_worker import Delay
 
 
 @dataclass(frozen=True)
 class UpdateTask:
-    """`run` returns the bytes it moved through host memory. It starts after `ready` and owns the unit's planes."""
+    """`run` returns the bytes it moved through host memory. It starts after `ready` and owns the unit's state
+    buffers."""
 
     deadline: int
     sequence: int
@@ -31,7 +32,7 @@ class UpdateTask:
     """For the trace."""
 
 
-class UpdateLane:
+class UpdateWorker:
     """One thread that orders the tasks; the work inside a task is spread over the updater's own threads."""
 
     name = "update"
@@ -87,7 +88,7 @@ class UpdateLane:
                 synchronize(self._failures, task.ready, "a gradient on its way to its update")
                 started = time.perf_counter()
                 moved, label = task.run(), (task.what, task.deadline)
-                task = None  # as in `Lane`
+                task = None  # as in `StreamWorker`
                 self._meter.add_span(started, time.perf_counter(), moved, label)
                 with self._changed:
                     self._unfinished -= 1

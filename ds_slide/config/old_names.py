@@ -1,0 +1,29 @@
+"""Keys of the "ds_slide" block under the names that they had once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ds_slide.errors import SlideConfigError
+from ds_slide.report.log import log
+
+NEW_NAMES = {"hold_gradients": "defer_updates"}
+
+_said: set[str] = set()
+
+
+def under_new_names(block: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """`block` with its old keys under their new names, each of which is said once in a process. Raises SlideConfigError
+    where a setting stands there under both."""
+    old = [key for key in NEW_NAMES if key in block]
+    for key in old:
+        new = NEW_NAMES[key]
+        if new in block:
+            raise SlideConfigError(
+                f"ds_slide.{key} is the old name of ds_slide.{new}, which is set as well; leave it out"
+            )
+        if key not in _said:
+            _said.add(key)
+            log.warning("ds_slide.%s is called ds_slide.%s now; the old name will go", key, new)
+    return {NEW_NAMES.get(key, key): value for key, value in block.items()} if old else block
