@@ -103,6 +103,10 @@ class AdamWHyper:
     def kernel(self) -> str:
         return "adamw" if self.adam_w_mode else "adam"
 
+    @property
+    def two_passes(self) -> bool:
+        return self.adam_w_mode
+
     def constants(self, grad_scale: float = 1.0) -> AdamWConstants:
         """The fp32 numbers of this step; ``grad_scale`` multiplies the gradient (clip factor / loss scale)."""
         beta1, beta2 = self.betas

@@ -76,6 +76,10 @@ class LionHyper:
     def kernel(self) -> str:
         return "lion"
 
+    @property
+    def two_passes(self) -> bool:
+        return True
+
     def constants(self, grad_scale: float = 1.0) -> LionConstants:
         beta1, beta2 = self.betas
         return LionConstants(

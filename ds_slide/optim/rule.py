@@ -11,13 +11,17 @@ import ctypes
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from ds_slide.errors import SlideConfigError
 
 _FP32_MIN_NORMAL = 2.0**-126
+
+Part = Literal["whole", "weights", "states"]
+"""What a call does of a step on the CPU: all of it, or the new weights and in a later call, from the same gradient and
+the states that are still the old ones, the new states."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,11 @@ class Hyper(Protocol):
     @property
     def kernel(self) -> str:
         """The name of the CPU kernels in csrc/update/types.hpp."""
+        ...
+
+    @property
+    def two_passes(self) -> bool:
+        """Whether its kernels do the weights and the states apart: the new states do not depend on the old weight."""
         ...
 
     def constants(self, grad_scale: float = 1.0) -> tuple[float, ...]:

@@ -89,6 +89,10 @@ class SgdHyper:
             return "sgd"
         return "sgd_nesterov" if self.nesterov and self.momentum else "sgd_momentum"
 
+    @property
+    def two_passes(self) -> bool:
+        return False  # weight decay makes the new momentum depend on the old weight
+
     def constants(self, grad_scale: float = 1.0) -> SgdConstants:
         # As in torch, the first gradient enters the buffer whole, and a group without momentum knows no dampening.
         dampening = 0.0 if self.step == 1 or not self.momentum else self.dampening
