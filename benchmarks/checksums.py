@@ -59,7 +59,7 @@ def measure(setting: Setting, folder: str, seconds: float) -> dict[str, Any]:
     model = step.prepare_model(setting, device)
     batches = step.token_batches(setting, model.config.vocab_size, device)
     trainer: Any = make_trainer(model, setting, folder)
-    sums: PageSums | None = trainer.engine.optimizer.runtime.parts.ssd._store._sums
+    sums: PageSums | None = trainer.engine.optimizer.runtime.parts.ssd.store._sums
     if sums is None:
         raise SystemExit("checksums are off; take them out of --slide")
     clock, log = PhaseClock(device.type == "cuda"), step.StepLog()

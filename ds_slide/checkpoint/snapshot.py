@@ -22,6 +22,7 @@ from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.runtime import running
 from ds_slide.runtime.unit import Unit
 from ds_slide.store.host_memory import HostMemory
+from ds_slide.store.in_memory import InMemory, NotHeld, StatesInMemory, WeightsInMemory
 from ds_slide.store.state import UnitState
 
 _THREADS = 16
@@ -68,15 +69,17 @@ class Snapshot:
             for unit in self.units:
                 state_buffers = {}
                 for name, dtype, items in self._state_buffers(unit):
-                    state_buffers[name] = memory.tensor(items, dtype, transfers=False)
+                    copy, source = memory.tensor(items, dtype, transfers=False), unit.state.buffers[name]
+                    state_buffers[name] = InMemory(copy)
                     for span in pieces(items, _PIECE):
-                        if unit.state.tier == "host":
-                            pending.append(pool.submit(state_buffers[name][span].copy_, unit.state.raw(name, span)))
+                        if source.tier == "host":
+                            pending.append(pool.submit(copy[span].copy_, source.read(span)))
                         else:  # the disk has threads of its own, and a copy from the GPU belongs to this one's stream
-                            state_buffers[name][span].copy_(unit.state.raw(name, span))
-                weight = state_buffers.pop("weight")
+                            copy[span].copy_(source.read(span))
+                weights = WeightsInMemory(state_buffers.pop("weight"))
+                specs = unit.state.specs
                 self._copies[unit.order] = _Copy(
-                    UnitState("host", unit.state.specs, weight, state_buffers, gradient=None)
+                    UnitState(specs, weights, StatesInMemory(specs, state_buffers), NotHeld())
                 )
             for future in pending:
                 future.result()

@@ -327,7 +327,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.protocol.release()
         self.runtime.interruptions.notice()
         for unit in self.runtime.units:
-            require_no_update(self.runtime, unit, "saving or loading a checkpoint")
+            require_no_update(unit, "saving or loading a checkpoint")
         for unit in self.runtime.units:
             self.runtime.settle(unit)
         self.runtime.unbind_residents()

@@ -60,7 +60,7 @@ def end_earlier_engine(module: nn.Module) -> None:
         owner = _owner_of(parameter)
         if owner is None:
             continue
-        if any(unit.state.weight is None for unit in owner.runtime.units):
+        if any(unit.state.weights.buffer.tensor is None for unit in owner.runtime.units):
             raise SlideError(
                 "the model belongs to an engine that has weights on SSD, from where another engine cannot take them; "
                 "build the model again, or load it, for the second deepspeed.initialize"

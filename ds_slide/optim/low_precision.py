@@ -122,6 +122,11 @@ def from_fp32(values: torch.Tensor, dtype: torch.dtype, *, signed: bool) -> tupl
         raise SlideError(f"moments cannot be stored as {dtype}; use float32, bfloat16 or uint8.")
     if not _BY_DTYPE[dtype].has_scales:
         return values.to(dtype, copy=True), None
+    return with_scales(values, signed=signed)
+
+
+def with_scales(values: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """``from_fp32`` to uint8."""
     stored = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
     scale = torch.empty(-(-values.numel() // GROUP), dtype=torch.float32, device=values.device)
     for codes, part, anchors in _chunks(stored, values, scale):

@@ -16,7 +16,7 @@ from typing import Literal
 
 from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize, gradient_bytes, held_bytes, is_held
 from ds_slide.store.ssd.extents import chunk_bytes, sum_table_bytes, unit_extents, whole_pages
-from ds_slide.store.state import Tier
+from ds_slide.store.tiers import Tier
 
 Why = Literal[
     "states",

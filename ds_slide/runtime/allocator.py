@@ -10,7 +10,7 @@ from ds_slide.plan.allocations import Allocation
 from ds_slide.runtime.device import Device
 from ds_slide.store.host_memory import HostMemory
 from ds_slide.store.memory_file import SharedHostMemory
-from ds_slide.store.state import Tier
+from ds_slide.store.tiers import Tier
 
 
 class Allocator:

@@ -11,6 +11,7 @@ It knows nothing of DeepSpeed; `ds_slide.integration` drives it.
 from __future__ import annotations
 
 import atexit
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ from ds_slide.runtime.weights.wide_hooks import WideHooks
 from ds_slide.runtime.weights.window import Slot, Window
 from ds_slide.runtime.workers import Workers
 from ds_slide.store.host_memory import HostMemory
+from ds_slide.store.tiers import Held, Ways
 
 HOLD_HINT = (
     'set "ds_slide": {"defer_updates": true}, which keeps gradients in host memory (2 bytes a parameter) until step()'
@@ -174,7 +176,7 @@ class SlideRuntime:
         if (future := self._fetched.pop(unit.order, None)) is not None:
             with self._stall():
                 here = future.wait()
-                if unit.is_gathered and unit.state.tier != "gpu":
+                if unit.is_gathered and unit.is_uploaded:
                     here = self.parts.gathers.into(unit, unit.resident, here)
                 self.device.wait(here)
         self._bind(unit, unit.slot_views(unit.resident))
@@ -352,8 +354,8 @@ class SlideRuntime:
             self.gradients.finalize(unit, final=self._final, source=source)
         finally:
             if self.deferred:
-                # Not where packing has failed, for which memory may have been short. On the GPU it adds at once.
-                self.accumulation.has_taken |= counts and (unit.arrived is not before[0] or unit.state.tier == "gpu")
+                # Not where packing has failed, for which memory may have been short.
+                self.accumulation.has_taken |= counts and unit.arrived is not before[0]
             else:
                 self.accumulation.has_taken |= unit.updated is not before[1]
         if self._window is not None and unit.is_streamed and not self.deferred:
@@ -396,10 +398,13 @@ class SlideRuntime:
             if not unit.gradient_ready:
                 continue
             unit.gradient_ready = False
-            if unit.state.tier == "gpu":
-                self._update_on_gpu(unit, hypers, grad_scale)
-            elif self.deferred:
-                self._queue_update(unit, hypers, grad_scale)
+            unit.state.gradient.choose(
+                Ways(
+                    on_gpu=functools.partial(self._update_on_gpu, unit, hypers, grad_scale),
+                    held=functools.partial(self._queue_update, unit, hypers, grad_scale),
+                    at_once=lambda: None,  # it is under way
+                )
+            )
         if self.deferred:
             self._fetch_outer_units()
             if self._window is not None:
@@ -427,10 +432,9 @@ class SlideRuntime:
         self.discard_gradients()
         self.accumulation.reload()
 
-    def _update_on_gpu(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float) -> None:
-        assert unit.state.gradient is not None
+    def _update_on_gpu(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, gradient: torch.Tensor) -> None:
         self.device.wait(unit.arrived.wait())
-        device_update(unit, unit.state.gradient, hypers, grad_scale)
+        device_update(unit, gradient, hypers, grad_scale)
         if not unit.is_gathered:
             return
         assert unit.resident is not None
@@ -438,10 +442,10 @@ class SlideRuntime:
         gathered = self.parts.gathers.into(unit, unit.resident, self.device.mark())
         self._fetched[unit.order] = Future.kept(self.parts.failures, gathered)
 
-    def _queue_update(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float) -> None:
+    def _queue_update(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, held: Held) -> None:
         ready, update = unit.arrived.wait(), unit.open_update(self.parts.failures)
         for index, span in enumerate(unit.spans):
-            gradient = self.gradients.held(unit, span)
+            gradient = functools.partial(held.load, span)
             self.parts.updating.start(unit, index, update, ready, gradient, hypers, grad_scale)
 
     def _fetch_outer_units(self) -> None:
@@ -452,7 +456,7 @@ class SlideRuntime:
         """
         h2d, free = self.parts.workers.outer_h2d, self.device.mark()
         for unit in self.units:
-            if unit.resident is None or unit.state.tier == "gpu" or not unit.layout.trainable_numel:
+            if unit.resident is None or not unit.is_uploaded or not unit.layout.trainable_numel:
                 continue
             self._unbind(unit)
             self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free)
@@ -480,8 +484,8 @@ class SlideRuntime:
     def _fill_span(self, unit: Unit, span: slice, resident: torch.Tensor) -> int:
         if self.parts.ranks.world_size > 1:
             return self.parts.uploads.fill(unit, resident)
-        assert unit.state.weight is not None  # an outer module's always are in memory
-        resident[span].copy_(unit.state.weight[span], non_blocking=True)
+        # A view: an outer module's weights are in memory.
+        resident[span].copy_(unit.state.weights.buffer.read(span), non_blocking=True)
         return (span.stop - span.start) * resident.element_size()
 
     # ---- reading and writing states --------------------------------------------------------------------------
@@ -498,16 +502,12 @@ class SlideRuntime:
     def settle(self, unit: Unit) -> None:
         """Wait until the unit's state buffers belong to the caller: its pending update and transfers have run."""
         unit.arrived.synchronize()
-        if self.parts.ssd is not None and unit.state.ssd is not None:
-            self.parts.ssd.settle(unit)
-        unit.updated.synchronize()
+        unit.state.settle(unit.updated.synchronize)
         if unit.chunk_rows:
             # A forward that has been submitted may still be reading the state buffer.
             self.parts.workers.outer_h2d.drain()
         if (future := self._fetched.get(unit.order)) is not None:
             future.synchronize()
-        if unit.state.tier == "gpu":
-            self.device.synchronize()
 
     def reload_weights(self) -> None:
         """The state buffers may have been written from outside (a checkpoint was loaded): every GPU copy is renewed."""
@@ -529,9 +529,8 @@ class SlideRuntime:
         Collective."""
         unit.version += 1
         unit.publish(unit.version)
-        if self.parts.ssd is not None and unit.state.ssd is not None:
-            self.parts.ssd.forget(unit)
-        if unit.resident is not None and unit.resident is not unit.state.weight:
+        unit.state.drain()
+        if unit.resident is not None and unit.resident is not unit.state.weights.buffer.tensor:
             self.parts.workers.outer_h2d.drain()
             self._fetched.pop(unit.order, None)
             self._renew(unit, unit.resident)
@@ -546,7 +545,7 @@ class SlideRuntime:
 
     def _renew(self, unit: Unit, resident: torch.Tensor) -> None:
         """By the compute thread itself, while no lane has to do with the unit."""
-        if unit.state.tier != "gpu":
+        if unit.is_uploaded:
             unit.await_others(unit.version)
             self.parts.uploads.fill(unit, resident)
         if unit.is_gathered:

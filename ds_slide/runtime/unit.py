@@ -69,12 +69,13 @@ class Unit:
 
     * the compute thread (forward: the caller's; backward: autograd's) owns the counters and the binding
       of the parameters to GPU memory;
-    * the held gradient, in `state.gradient` or on SSD, belongs to the d2h lane (and what that hands to the
+    * the held gradient (`state.gradient`), wherever it is, belongs to the d2h lane (and what that hands to the
       update lane) from `finalize` until `arrived` is kept, to the update lane until `updated` is kept, and
       to the compute thread otherwise;
     * the other state buffers of `state` belong to the update lane from the moment `updated` is replaced by an
-      open future until that future is kept. Whoever else wants to read or write them waits for it first, and for
-      state buffers on SSD also until they are written (`SlideRuntime.settle`).
+      open future until that future is kept: its update leases them (`UnitState.lease`), span by span, and puts
+      them back. Whoever else wants to read or write them waits for it first, and for state buffers on SSD also
+      until they are written (`SlideRuntime.settle`). States on the GPU belong to the compute stream.
     """
 
     def __init__(
@@ -112,6 +113,8 @@ class Unit:
         """Of shared weights: tells the other ranks that this rank's part of that version is there."""
         self.await_others: Callable[[int], None] = _nothing
         """Of shared weights: waits, on a lane, for the other ranks' parts of that version."""
+        self.is_uploaded = state.weights.buffer.tier != "gpu"
+        """Its new weights come to the GPU from host memory or SSD. Otherwise they are updated there."""
         self.is_gathered = False
         """Its weights are gathered from the ranks by the compute thread each time that they are bound."""
         self.uses = 0
@@ -131,13 +134,9 @@ class Unit:
         self.square_sum_on: Literal["device", "host"] | None = None
         """Where the square sum of the current gradient is; None: nobody has computed it yet."""
         self.host_square_sum = 0.0
-        self.spans = _spans(layout.trainable_numel, spec.kind, layout.world_size)
+        self.spans = state.optimizer.spans(_spans(layout.trainable_numel, spec.kind, layout.world_size))
         """Parts of the trainable state buffers that go down, through the update and up again one behind the other."""
-        if state.ssd is not None and state.ssd.has_chunks:
-            self.spans = [chunk.span for chunk in state.ssd.extents.chunks]
         self.span_updated = [updated] * len(self.spans)
-        self.bring_forward: Callable[[Unit], None] = lambda _: None
-        """Called when somebody begins to wait for an update of this unit (`SsdStates.press`)."""
         self.trainable = [
             (parameter, entry)
             for parameter, entry in zip(self.parameters, layout.entries, strict=True)
@@ -176,7 +175,7 @@ class Unit:
         """The weights are about to change: new futures."""
         self.version += 1
         publish = functools.partial(self.publish, self.version)
-        update = Update(self.name, len(self.spans), failures, lambda: self.bring_forward(self), publish)
+        update = Update(self.name, len(self.spans), failures, self.state.weights.press, publish)
         self.span_updated, self.updated = update.spans, update.done
         return update
 

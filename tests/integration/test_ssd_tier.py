@@ -112,8 +112,8 @@ def test_only_the_device_that_says_nvme_moves(
         result = train(engine, batches(STEPS))
         result.states = states_of(engine.module)
         units = engine.optimizer.runtime.units
-        assert any(unit.state.weight is None for unit in units) == (param == "nvme")
-        assert any(unit.state.tier == "ssd" for unit in units) == (optimizer == "nvme")
+        assert any(unit.state.buffers["weight"].tier == "ssd" for unit in units) == (param == "nvme")
+        assert any(unit.state.buffers["exp_avg"].tier == "ssd" for unit in units) == (optimizer == "nvme")
     assert differences(result, in_memory(clip, 1)) == []
 
 
@@ -142,8 +142,7 @@ def test_bytes_of_a_step(
         def bytes_so_far() -> int:
             """With the updates and writes of all steps so far, which may run on under the next one."""
             for unit in runtime.units:
-                if unit.state.ssd is not None:
-                    runtime.parts.ssd.settle(unit)
+                unit.state.settle(unit.updated.synchronize)
             totals = runtime.parts.ssd.statistics()
             return int(totals["read_bytes"] + totals["written_bytes"])
 

@@ -21,6 +21,7 @@ from ds_slide.runtime.transfers.handoff import Failures, Future
 from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.updates.update_worker import UpdateWorker
+from ds_slide.store.in_memory import InMemory, NotHeld, StatesInMemory, WeightsInMemory
 from ds_slide.store.state import UnitState
 from ds_slide.store.state_buffers import optimizer_buffers
 
@@ -72,7 +73,8 @@ def make_unit(order: int, failures: Failures) -> Unit:
     )
     weight = torch.full((NUMEL,), 100.0 * order)
     specs = optimizer_buffers(torch.float32, ADAMW, STATE_FORMATS["fp32"])
-    state = UnitState("host", specs, weight, {spec.name: torch.zeros(NUMEL) for spec in specs}, None)
+    states = {spec.name: InMemory(torch.zeros(NUMEL)) for spec in specs}
+    state = UnitState(specs, WeightsInMemory(InMemory(weight)), StatesInMemory(specs, states), NotHeld())
     return Unit(spec, layout, [parameter], state, order, Future.kept(failures))
 
 

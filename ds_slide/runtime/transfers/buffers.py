@@ -124,6 +124,11 @@ class BufferCache(Generic[Key]):
         with self._changed:
             self._reserved[key] += count
 
+    def add(self, buffers: Sequence[torch.Tensor]) -> None:
+        """More of them, before the first use."""
+        with self._changed:
+            self._free += buffers
+
     # ---- use ---------------------------------------------------------------------------------------------------------
 
     def take(

@@ -44,6 +44,5 @@ class Gathers:
         """Gather the unit into a buffer in slot layout, from its weights on the GPU or from what was uploaded."""
         assert self._scratch is not None
         buffer = buffer.view(unit.dtype)
-        own = unit.state.weight if unit.state.tier == "gpu" else own_part(unit, buffer)
-        assert own is not None
+        own = unit.state.weights.own_part(own_part(unit, buffer))
         return self._ranks.gather_weights(unit, own, self._scratch.view(unit.dtype), buffer, *after)

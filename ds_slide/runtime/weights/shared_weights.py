@@ -79,8 +79,8 @@ class SharedWeights:
         descriptors[self._ranks.rank] = self._sharing.file.descriptor
         self._generations = [self._counters(descriptor) for descriptor in descriptors]
         for unit, part in zip(units, self.memory.ranges, strict=True):
-            weight = unit.state.weight
-            assert weight is not None
+            buffer = unit.state.weights.buffer
+            weight = buffer.read(slice(0, buffer.numel))
             self.parts[unit.order] = [
                 weight
                 if rank == self._ranks.rank
