@@ -111,6 +111,11 @@ class DebugConfig(_Block):
     seed: StrictInt = Field(default=0, ge=0, le=_LARGEST_SEED, description="an integer from 0 to 2^63 - 1")
     """Seed of those delays."""
 
+    update_passes: Literal["auto", 1, 2] = Field(default="auto", description='"auto", 1 or 2')
+    """Passes in which the CPU does a deferred update of states in host memory: 1 under the next forward, or 2, the
+    weights under the forward and the states under its backward; "auto": 2 where the updates take longer than the
+    forward."""
+
 
 class CheckpointConfig(_Block):
     """How checkpoints are loaded."""

@@ -285,7 +285,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def slide_stats(self) -> dict[str, Any]:
         """Statistics of the newest finished step (see `ds_slide.report.statistics`); empty before the first."""
         statistics = self.runtime.parts.recorder.as_dict(self.runtime.parts.memory_report)
-        return statistics and {**statistics, "kernels": self.kernels.as_dict()}
+        own = {"kernels": self.kernels.as_dict(), "update_passes": 2 if self.runtime.passes.two else 1}
+        return statistics and {**statistics, **own}
 
     # ---- states, for deepspeed.utils.safe_* ------------------------------------------------------------------
 

@@ -50,6 +50,7 @@ from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
 from ds_slide.runtime.transfers.uploads import Uploads
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates.apply import host_update
+from ds_slide.runtime.updates.passes import Passes
 from ds_slide.runtime.updates.threads import update_cores
 from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.runtime.updates.updating import Updating
@@ -177,7 +178,7 @@ def _wire(context: BuildContext, units: list[Unit], ssd: SsdStates | None, empty
         started.callback(worker.close)
     uploads = Uploads({} if shared is None else shared.parts, _scratch(context, UPLOADED), device, failures)
     streamed = [unit for unit in units if unit.is_streamed]
-    updating = Updating(workers.update, host_update(updater))
+    updating = Updating(workers.update, host_update(updater), Passes(settings.slide.debug.update_passes))
     window, slots = None, allocator.buffers(SLOTS)
     if streamed:
         announce = announcer(ssd, settings)

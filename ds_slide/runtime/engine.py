@@ -102,6 +102,7 @@ class SlideRuntime:
         self.units = parts.units
         self.blocks = [unit for unit in parts.units if unit.spec.kind == "block"]
         self.deferred = parts.deferred
+        self.passes = parts.updating.passes
         self.gradients = parts.gradients
         self.step_count = 0
         self._availability = availability
@@ -312,6 +313,7 @@ class SlideRuntime:
     def begin_backward(self, hypers: Sequence[Hyper]) -> None:
         """Before the first gradient. `hypers`: of the coming step, for updates that do not wait for it."""
         self.interruptions.begin_backward()
+        self.passes.begin_backward()
         self.gradients.hypers = tuple(hypers)
 
     def set_final(self, final: bool) -> None:
@@ -383,11 +385,13 @@ class SlideRuntime:
 
     def step(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
         """Apply the update. Held gradients: queue all units by deadline. Otherwise the host units are under way."""
+        self.passes.begin_step()
         try:
             self._apply(hypers, grad_scale)
         except BaseException:
             self.accumulation.interrupt_step()
             raise
+        self.passes.end_step()
         self._unstepped = False
         self.accumulation.clear()
         self.step_count += 1
@@ -443,7 +447,8 @@ class SlideRuntime:
         self._fetched[unit.order] = Future.kept(self.parts.failures, gathered)
 
     def _queue_update(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, held: Held) -> None:
-        ready, update = unit.arrived.wait(), unit.open_update(self.parts.failures)
+        two_passes = self.passes.two and unit.state.in_memory and all(hyper.two_passes for hyper in hypers)
+        ready, update = unit.arrived.wait(), unit.open_update(self.parts.failures, two_passes=two_passes)
         for index, span in enumerate(unit.spans):
             gradient = functools.partial(held.load, span)
             self.parts.updating.start(unit, index, update, ready, gradient, hypers, grad_scale)
@@ -502,7 +507,7 @@ class SlideRuntime:
     def settle(self, unit: Unit) -> None:
         """Wait until the unit's state buffers belong to the caller: its pending update and transfers have run."""
         unit.arrived.synchronize()
-        unit.state.settle(unit.updated.synchronize)
+        unit.state.settle(unit.completed.synchronize)
         if unit.chunk_rows:
             # A forward that has been submitted may still be reading the state buffer.
             self.parts.workers.outer_h2d.drain()

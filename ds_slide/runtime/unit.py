@@ -24,7 +24,9 @@ def _nothing(_version: int) -> None:
 
 
 class Update:
-    """Futures of one update of a unit: one for each span, and `done`, which is kept with the last of them."""
+    """Futures of one update of a unit: one for each span, kept when it has its new weights, and `done`, which is kept
+    with the last of them. `completed`: every span has its new states, too; an update in two passes leaves them, and the
+    held gradient that it needs for them, for later."""
 
     def __init__(
         self,
@@ -33,6 +35,8 @@ class Update:
         failures: Failures,
         bring_forward: Callable[[], None],
         publish: Callable[[], None] = lambda: None,
+        *,
+        two_passes: bool = False,
     ) -> None:
         """`name`: of the unit. `bring_forward`: called when somebody begins to wait for it. `publish` tells the other
         ranks that this rank's part of the new weights is there."""
@@ -45,7 +49,9 @@ class Update:
             for index in range(num_spans)
         ]
         self.done = Future(failures, f"the update of {name}", self.press)
-        self._left = num_spans
+        self.two_passes = two_passes
+        self.completed = Future(failures, f"the states of {name}") if two_passes else self.done
+        self._left = self._left_states = num_spans
         self._lock = threading.Lock()
 
     def press(self) -> None:
@@ -63,6 +69,12 @@ class Update:
             self._publish()
             self.done.keep()
 
+    def finish_states(self) -> None:
+        """One more span has its new states, by the second of two passes. Called by the update lane alone."""
+        self._left_states -= 1
+        if not self._left_states:
+            self.completed.keep()
+
 
 class Unit:
     """Ownership, in the order of a step:
@@ -70,12 +82,14 @@ class Unit:
     * the compute thread (forward: the caller's; backward: autograd's) owns the counters and the binding
       of the parameters to GPU memory;
     * the held gradient (`state.gradient`), wherever it is, belongs to the d2h lane (and what that hands to the
-      update lane) from `finalize` until `arrived` is kept, to the update lane until `updated` is kept, and
+      update lane) from `finalize` until `arrived` is kept, to the update lane until `completed` is kept, and
       to the compute thread otherwise;
-    * the other state buffers of `state` belong to the update lane from the moment `updated` is replaced by an
-      open future until that future is kept: its update leases them (`UnitState.lease`), span by span, and puts
-      them back. Whoever else wants to read or write them waits for it first, and for state buffers on SSD also
-      until they are written (`SlideRuntime.settle`). States on the GPU belong to the compute stream.
+    * the other state buffers of `state` belong to the update lane from the moment `updated` and `completed` are
+      replaced by open futures until these are kept: the weights and what completes them to the masters until
+      `updated`, the states of the update rule until `completed` (the same future, but for updates in two passes).
+      The update leases them (`UnitState.lease`), span by span, and puts them back. Whoever else wants to read or
+      write them waits for it first, and for state buffers on SSD also until they are written
+      (`SlideRuntime.settle`). States on the GPU belong to the compute stream.
     """
 
     def __init__(
@@ -104,7 +118,7 @@ class Unit:
         their gradients leave with the block's."""
         self.order = order
         """Place in the order of the next forward: the deadline of this unit's update. Outer modules come first."""
-        self.updated = updated
+        self.updated = self.completed = updated
         self.arrived = updated
         self.version = 0
         """Counts the weights' generations; a slot that holds an older one has to be filled again. The same on all
@@ -171,12 +185,12 @@ class Unit:
         self.uses = self.uses_done = 0
         self.counting += 1
 
-    def open_update(self, failures: Failures) -> Update:
+    def open_update(self, failures: Failures, *, two_passes: bool = False) -> Update:
         """The weights are about to change: new futures."""
         self.version += 1
-        publish = functools.partial(self.publish, self.version)
-        update = Update(self.name, len(self.spans), failures, self.state.weights.press, publish)
-        self.span_updated, self.updated = update.spans, update.done
+        publish, press = functools.partial(self.publish, self.version), self.state.weights.press
+        update = Update(self.name, len(self.spans), failures, press, publish, two_passes=two_passes)
+        self.span_updated, self.updated, self.completed = update.spans, update.done, update.completed
         return update
 
     def gradients(self) -> list[torch.Tensor | None]:

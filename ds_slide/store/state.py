@@ -39,6 +39,11 @@ class UnitState:
     def has(self, name: str) -> bool:
         return name in self.buffers
 
+    @cached_property
+    def in_memory(self) -> bool:
+        """Whether all of it is: a lease then is had at once, and costs nothing."""
+        return all(each.tensor is not None for each in self.buffers.values())
+
     def dtype_of(self, name: str) -> torch.dtype:
         """Of a state buffer as it is stored."""
         return self.buffers[name].dtype

@@ -83,6 +83,10 @@ class StateBuffers:
         """The parameters `span` of this run."""
         return StateBuffers(self.weight[span], {spec.name: self.optimizer[spec.name][spec.cut(span)] for spec in specs})
 
+    def weight_bytes(self) -> int:
+        """Bytes of the weights and of what completes them to the masters."""
+        return self.weight.nbytes + (0 if self.remainder is None else self.remainder.nbytes)
+
     def nbytes(self) -> int:
         return sum(
             state_buffer.numel() * state_buffer.element_size()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ds_slide.config import SlideConfig
+from ds_slide.config.schema import DebugConfig
 from ds_slide.model.layout import ParameterInfo, build_layout, piece
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
@@ -46,6 +47,8 @@ class Configuration:
     chunk_buffers: int = 2
     gradient_buffers: int = 2
     held: bool = True
+    passes: Literal[1, 2] = 1
+    """In which held gradients are applied."""
     accumulation: int = 1
     checkpointing: bool = False
     inference: bool = False
@@ -164,6 +167,7 @@ def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
         cpu_cores="none",
         checksums=False,
         hang_timeout=0.0,  # a watchdog is no part of what is explored
+        debug=DebugConfig(update_passes=configuration.passes),
     )
     return RuntimeSettings(
         slide=slide,

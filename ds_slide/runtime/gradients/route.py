@@ -155,7 +155,7 @@ class Gradients:
             source.release(self._device.mark())
             raise
         try:
-            before = unit.arrived, unit.updated
+            before = unit.arrived, unit.completed
             unit.arrived = Future(self._failures, f"the gradient of {unit.name} in host memory")
             submit(_Arrival(unit, source, packed, unit.arrived, before, not unit.gradient_ready, final, adds))
         except BaseException as error:  # an interrupt: whether the lane has the gradient is not known

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ds_slide.optim.rule import Hyper
+from ds_slide.optim.rule import Hyper, Part
 from ds_slide.runtime.device import Marker
 from ds_slide.runtime.unit import Unit, Update
 from ds_slide.runtime.updates.apply import HostUpdate
+from ds_slide.runtime.updates.passes import Passes
 from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.store.state import Leased
 
@@ -17,9 +18,10 @@ from ds_slide.store.state import Leased
 class Updating:
     """Called by the compute thread (held gradients) or the d2h lane (gradients on arrival)."""
 
-    def __init__(self, lane: UpdateWorker, apply: HostUpdate) -> None:
+    def __init__(self, lane: UpdateWorker, apply: HostUpdate, passes: Passes) -> None:
         self._lane = lane
         self._apply = apply
+        self.passes = passes
 
     def start(
         self,
@@ -38,15 +40,28 @@ class Updating:
         `after()`; all on the update lane. `reserved`: after `UnitState.reserve`."""
         span = unit.spans[index]
 
+        def apply(leased: Leased, part: Part) -> int:
+            with self.passes.timed():
+                return self._apply(unit, span, leased(), gradient(), hypers, grad_scale, part)
+
         def run(leased: Leased) -> int:
-            moved = self._apply(unit, span, leased(), gradient(), hypers, grad_scale)
+            moved = apply(leased, "weights" if update.two_passes else "whole")
             update.finish(index)
             if after is not None:
                 after()
+            if not update.two_passes:
+                unit.state.put_back(index, span)
+            return moved
+
+        def run_states(leased: Leased) -> int:
+            moved = apply(leased, "states")
             unit.state.put_back(index, span)
+            update.finish_states()
             return moved
 
         def submit(leased: Leased) -> None:
             self._lane.submit(unit.order, ready, lambda: run(leased))
+            if update.two_passes:
+                self._lane.submit(unit.order, ready, lambda: run_states(leased), "update of states", later=True)
 
         unit.state.lease(index, span, update, submit, reserved=reserved)
