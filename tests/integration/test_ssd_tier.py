@@ -13,7 +13,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from harness import batches, differences, ds_config, engine_for, llama, states_of, train, trained
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.transfers.ssd import _update_order
+from ds_slide.runtime.build_ssd import _update_order
 from ds_slide.store.ssd import store
 
 # Of 4096 parameters each, so that a block of the small model has 11, as a real one has.
@@ -163,7 +163,7 @@ def test_the_disk_goes_on_between_two_steps(ssd_config: Callable[..., dict[str, 
     with engine_for(llama(), ssd_config(ALL | {"ssd_buffers": 2}, clip=clip)) as engine:
         runtime = engine.optimizer.runtime
         chunks = runtime.parts.ssd.chunks
-        order = _update_order(runtime.units, under_backward=not clip)
+        order = _update_order(runtime.units, runtime.parts.ssd.parts.optimizer, under_backward=not clip)
         assert len(order) > 4 * 2, "with a buffer for each nothing would have to be read again"
         train(engine, batches(2))
         for unit in runtime.units:

@@ -7,7 +7,7 @@ update.
     update lane      accumulate (later micro-batches), or the update at once (gradients not held)
 
 GPU-tier units skip the way down: their gradient stays in a flat device state buffer until the step, which waits for
-`arrived`. Which way one takes is for its sink to say (`ds_slide.store.tiers.GradientSink`); held gradients that have
+`arrived`. Which way one takes is what its sink says (`ds_slide.store.tiers.GradientSink`); held gradients that have
 no room in host memory go on to SSD.
 """
 

@@ -162,7 +162,8 @@ class SsdWeights:
         buffer = self.buffers.begin_write(self.order)
         self.buffers.release(self.order)
         nbytes = (span.stop - span.start) * self.buffer.dtype.itemsize
-        then = self.requests.around("weights written", self.order, nbytes, lambda: self.buffers.end_write(self.order))
+        end = functools.partial(self.buffers.end_write, self.order)
+        then = self.requests.around("weights written", self.order, nbytes, end)
         self.buffer.store.write([self._part(span, buffer)], then)
 
     def press(self) -> None:
@@ -236,8 +237,8 @@ class SsdOptimizerStates:
         key = (self.order, index)
         buffer = self.chunk_buffers.begin_write(key)
         self.chunk_buffers.release(key)
-        written = lambda: self.chunk_buffers.end_write(key)  # noqa: E731
-        self.store_chunk(index, buffer, self.requests.around("states written", self.order, buffer.nbytes, written))
+        end = functools.partial(self.chunk_buffers.end_write, key)
+        self.store_chunk(index, buffer, self.requests.around("states written", self.order, buffer.nbytes, end))
 
     def store_chunk(self, index: int, buffer: torch.Tensor, then: Then) -> None:
         self.store.write([self._part(index, buffer)], then)
