@@ -67,7 +67,7 @@ def _extents(context: BuildContext, unit_plan: UnitPlan, order: int, start: int,
         start,
         specs,
         weight_bytes=nbytes("weight", placement.weights_on_ssd),
-        chunks_of=unit_plan.layout.trainable_numel if any(states) else 0,
+        chunks_of=unit_plan.codec.numel if any(states) else 0,
         chunk_numel=chunk_numel,
         gradient_bytes=nbytes("gradient", placement.gradients_on_ssd),
     )

@@ -29,10 +29,10 @@ def make_unit(context: BuildContext, unit_plan: UnitPlan, order: int, ssd: SsdUn
     """Unit number `order`, with zeroed states. `ssd`: its places on SSD, None where it has none."""
     settings, precision, name = context.settings, unit_plan.spec.precision, unit_plan.spec.name
     several, on_gpu = context.ranks.world_size > 1, order in context.plan.placement.on_gpu
-    reduced, held = settings.gradient_of(precision), settings.held_of(precision)
-    state = _make_state(context, unit_plan, ssd, (held or reduced) if on_gpu else held)
+    codec, held = unit_plan.codec, settings.held_of(precision)
+    state = _make_state(context, unit_plan, ssd, (held or codec.dtype) if on_gpu else held)
     first = Future.kept(context.failures)
-    unit = Unit(unit_plan.spec, unit_plan.layout, unit_plan.parameters, state, order, first, reduced, held)
+    unit = Unit(unit_plan.spec, unit_plan.layout, unit_plan.parameters, state, order, first, codec, held)
     unit.chunk_rows = unit_plan.chunk_rows
     unit.is_gathered = several and (context.shared is None or on_gpu or state.weight is None)
     if on_gpu and not several:

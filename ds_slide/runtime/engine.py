@@ -481,8 +481,7 @@ class SlideRuntime:
         if self.parts.ranks.world_size > 1:
             return self.parts.uploads.fill(unit, resident)
         assert unit.state.weight is not None  # an outer module's always are in memory
-        resident[span].copy_(unit.state.weight[span], non_blocking=True)
-        return (span.stop - span.start) * resident.element_size()
+        return unit.codec.apply(unit.state.weight, span, resident)
 
     # ---- reading and writing states --------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ds_slide.compression.identity import Identity
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, UnitLayout, build_layout
 from ds_slide.optim.hyper import ADAMW
@@ -21,7 +22,8 @@ PLENTY = 1 << 40
 
 
 def size_of(name: str, layout: UnitLayout) -> UnitSize:
-    return UnitSize(name, layout, "outer" if name.startswith("outer") else "block", SPECS, 2)
+    codec = Identity(layout, torch.bfloat16)
+    return UnitSize(name, layout, codec, "outer" if name.startswith("outer") else "block", SPECS, 2)
 
 
 def unit(name: str, numel: int, frozen: int = 0) -> UnitSize:
@@ -32,7 +34,7 @@ def unit(name: str, numel: int, frozen: int = 0) -> UnitSize:
 
 UNITS = [unit("outer", OUTER), *(unit(f"blocks.{index}", BLOCK) for index in range(4))]
 # bf16, gradients held.
-NEEDS = Needs(2, held_bytes=2, window=2, ring=0)
+NEEDS = Needs(held_bytes=2, window=2, ring=0)
 BUDGETS = Budgets(PLENTY, PLENTY, PLENTY, gpu_states=0, gpu_memory=None, host_memory=None)
 OUTER_COST = OUTER * (2 + 8 + 2)
 BLOCK_COST = BLOCK * (2 + 2 + 8 + 2)

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_slide.model.layout import piece
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.device import PASSED, Device, Marker
-from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Staging, collect
+from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Staging
 from ds_slide.runtime.gradients.ssd_gradients import SsdGradients
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.transfers.handoff import Failures, Future
@@ -88,7 +87,7 @@ class Gradients:
         buffer still holds. `source`: where the gradient comes from if not from the parameters.
         """
         unit.finalized = True
-        if not unit.layout.trainable_numel:
+        if not unit.codec.numel:
             return
         if unit.state.tier == "gpu":
             self._keep_on_gpu(unit)
@@ -103,7 +102,7 @@ class Gradients:
         if not unit.gradient_ready:
             return 0.0
         if unit.square_sum_on is None:
-            gradient = unit.state.read("gradient", slice(0, unit.layout.trainable_numel))
+            gradient = unit.state.read("gradient", slice(0, unit.codec.numel))
             if unit.state.tier == "gpu":
                 return float(self._square_sum(gradient))
             return self._updater.sum_of_squares(gradient)
@@ -121,7 +120,7 @@ class Gradients:
         assert unit.state.gradient is not None
         accumulate, state_buffer = unit.gradient_ready, unit.state.gradient
         if self._ranks.world_size == 1:
-            summed = collect(unit, state_buffer, accumulate=accumulate)
+            summed = unit.codec.encode(unit.gradients(), state_buffer, accumulate=accumulate)
             self.square_sums[unit.order] = self._square_sum(state_buffer) if summed is None else summed
         else:
             reduced = self._reduced(unit)
@@ -210,7 +209,7 @@ class Gradients:
         # Here, not on the update lane: the last step's update may not have come to that lane yet, from the SSD.
         for future in before if first else ():
             future.wait()
-        numel = unit.layout.trainable_numel
+        numel = unit.codec.numel
 
         def add(buffer: torch.Tensor) -> int:
             return self._accumulate(unit, buffer[:numel], before=before, first=first, final=final)
@@ -223,7 +222,7 @@ class Gradients:
         """Copy the gradient to a ring buffer; `use` it on the update lane; then it has arrived."""
         ring = self._ring(unit)
         buffer = ring.lease()
-        gradient = _of_dtype(buffer, unit.gradient_dtype)
+        gradient = _of_dtype(buffer, unit.codec.dtype)
         marker = PASSED
         for span in unit.spans:
             marker = self._copy(unit, source, span, gradient, packed)
@@ -248,7 +247,7 @@ class Gradients:
     ) -> None:
         ring = self._ring(unit)
         buffer = ring.lease()
-        whole = _of_dtype(buffer, unit.gradient_dtype)
+        whole = _of_dtype(buffer, unit.codec.dtype)
         left = len(unit.spans)
 
         def span_is_done() -> None:  # on the update lane, one thread
@@ -300,9 +299,9 @@ class Gradients:
                 future.synchronize()
         on_ssd = self._on_ssd if unit.state.gradient_on_ssd else None
         if on_ssd is not None:
-            state_buffer = on_ssd.zeros(unit) if first else on_ssd.load(unit, slice(0, unit.layout.trainable_numel))
+            state_buffer = on_ssd.zeros(unit) if first else on_ssd.load(unit, slice(0, unit.codec.numel))
         else:
-            state_buffer = unit.state.read("gradient", slice(0, unit.layout.trainable_numel))
+            state_buffer = unit.state.read("gradient", slice(0, unit.codec.numel))
             if first:
                 state_buffer.zero_()
         self._updater.accumulate_(state_buffer, gradient)
@@ -323,25 +322,12 @@ class Gradients:
     def _reduce(self, unit: Unit, staging: Staging) -> Packed:
         """This rank's share of the unit's gradient in the staging buffer, averaged over the ranks. With several ranks
         the collectives stream makes it, and the compute stream does not wait for it."""
-        numel = unit.layout.trainable_numel
-        if self._ranks.world_size == 1:
-            own = _of_dtype(staging.own, unit.gradient_dtype)[:numel]
-            return Packed(staging.free, own, collect(unit, own, accumulate=False))
-        packed = _of_dtype(staging.packed, unit.gradient_dtype)[: self._ranks.world_size * numel]
-        own = _of_dtype(staging.own, unit.gradient_dtype)[:numel]
-        packed.zero_()
-        targets, sources = [], []
-        for (_, entry), flat in zip(unit.trainable, unit.gradients(), strict=True):
-            if flat is None:
-                continue
-            for rank in range(self._ranks.world_size):
-                start, stop = piece(entry, rank)
-                if stop > start:
-                    place = rank * numel + entry.offset
-                    targets.append(packed[place : place + stop - start])
-                    sources.append(flat[start:stop])
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        codec, ranks = unit.codec, self._ranks.world_size
+        own = _of_dtype(staging.own, codec.dtype)[: codec.numel]
+        if ranks == 1:
+            return Packed(staging.free, own, codec.encode(unit.gradients(), own, accumulate=False))
+        packed = _of_dtype(staging.packed, codec.dtype)[: ranks * codec.numel]
+        codec.encode_for_ranks(unit.gradients(), packed)
         self._ranks.reduce_gradients(unit, packed, own, self._device.mark())
         return Packed(staging.free, own, None)
 

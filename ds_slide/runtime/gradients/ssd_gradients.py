@@ -38,13 +38,13 @@ class SsdGradients:
 
     def zeros(self, unit: Unit) -> torch.Tensor:
         """A gradient of zeros that `store` may follow."""
-        return self._view(unit, unit.layout.trainable_numel).zero_()
+        return self._view(unit, unit.codec.numel).zero_()
 
     def store(self, unit: Unit, buffer: torch.Tensor | None = None) -> None:
         """Write the unit's gradient from the beginning of `buffer` (page aligned, whole pages), None for what `load` or
         `zeros` has returned. SlideError when the disk fails."""
         assert unit.state.ssd is not None
-        whole = slice(0, unit.layout.trainable_numel)
+        whole = slice(0, unit.codec.numel)
         with self._disk_works():
             unit.state.ssd.write_gradient_now(whole, self._buffer if buffer is None else buffer)
 
