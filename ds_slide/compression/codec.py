@@ -72,8 +72,7 @@ class GradientCodec(Protocol):
         ...
 
     def encode_in_place(self, gradients: Gradients) -> list[Place]:
-        """Of one rank: the encoded gradient without a buffer of its size, ascending. What lies between the places is
-        padding, which is zero already."""
+        """Of one rank: the encoded gradient without a buffer of its size, [0, numel) ascending and without gaps."""
         ...
 
     def apply(self, written: torch.Tensor, span: slice, weights: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_slide.compression.codec import Gradients, Place
-from ds_slide.model.layout import Entry, Segment, UnitLayout, piece
+from ds_slide.model.layout import Entry, Segment, UnitLayout, align_up, piece
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,13 @@ class Identity:
             torch._foreach_copy_(targets, sources)
 
     def encode_in_place(self, gradients: Gradients) -> list[Place]:
-        return [Place(entry.offset, entry.numel, flat) for entry, flat in self._flat(gradients)]
+        places = []
+        for entry, flat in self._flat(gradients):
+            places.append(Place(entry.offset, entry.numel, flat))
+            if gap := align_up(entry.numel) - entry.numel:
+                # Not left as it is: a ring buffer has the last unit's gradient there, which would count in the norm.
+                places.append(Place(entry.offset + entry.numel, gap, None))
+        return places
 
     def apply(self, written: torch.Tensor, span: slice, weights: torch.Tensor) -> int:
         weights[span].copy_(written[span], non_blocking=True)

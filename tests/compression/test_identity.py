@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -81,13 +82,10 @@ def test_what_lies_in_place_is_what_a_buffer_would_hold() -> None:
     given = gradients({1}, 5)
     expected = filled(torch.nan, codec().numel)
     codec().encode(given, expected, accumulate=False)
-    found, end = filled(0.0, codec().numel), 0
-    for place in codec().encode_in_place(given):
-        assert place.start >= end
-        end = place.start + place.numel
-        if place.flat is not None:
-            found[place.start : end].copy_(place.flat)
-    assert torch.equal(found, expected)
+    places = codec().encode_in_place(given)
+    parts = [filled(0.0, place.numel) if place.flat is None else place.flat for place in places]
+    assert torch.equal(torch.cat(parts), expected)
+    assert [place.start for place in places] == [0, *itertools.accumulate(place.numel for place in places[:-1])]
 
 
 def test_every_rank_gets_its_pieces() -> None:
