@@ -80,6 +80,24 @@ def test_frozen_parameters_have_weights_only() -> None:
     assert make_plan(frozen, NEEDS, BUDGETS).host_bytes == (OUTER + BLOCK) * 14 + 2 * BLOCK * 2
 
 
+class Half(Identity):
+    """Sends, and has states for, every other element."""
+
+    @property
+    def numel(self) -> int:
+        return super().numel // 2
+
+
+def test_gradients_and_states_have_the_elements_of_the_codec() -> None:
+    halved = [replace(unit, codec=Half(unit.layout, torch.bfloat16)) for unit in UNITS]
+    for needs in (NEEDS, replace(NEEDS, held_bytes=0, ring=4)):
+        whole, half = make_plan(UNITS, needs, BUDGETS), make_plan(halved, needs, BUDGETS)
+        weights = {each.what for each in whole.allocations if "weight" in each.what or "window" in each.what}
+        for one, other in zip(whole.allocations, half.allocations, strict=True):
+            assert one.what == other.what and other.nbytes * 2 == one.nbytes * (2 if one.what in weights else 1)
+        assert half.spare_rings == tuple(nbytes // 2 for nbytes in whole.spare_rings)
+
+
 def test_gradient_buffers_count() -> None:
     ring = replace(NEEDS, held_bytes=0, ring=4)
     assert make_plan(UNITS, ring, BUDGETS).host_bytes == (OUTER + 4 * BLOCK) * 12 + (4 * BLOCK + OUTER) * 2
