@@ -88,6 +88,4 @@ class Snapshot:
         layout = unit.layout
         numel = layout.local_numel if self.frozen else layout.trainable_numel
         state_buffers = [("weight", unit.state.dtype_of("weight"), numel)]
-        return state_buffers + [
-            (spec.name, spec.dtype, spec.items(layout.trainable_numel)) for spec in unit.state.specs
-        ]
+        return state_buffers + [(spec.name, spec.dtype, spec.items(unit.codec.numel)) for spec in unit.state.specs]

@@ -59,7 +59,7 @@ def assemble(
     if head is not None:
         check_is_outer(head, structure)
     specs = _in_forward_order(module, structure.units)
-    unit_plans = [_unit_plan(spec, group_of, ranks.world_size, head) for spec in specs]
+    unit_plans = [_unit_plan(spec, group_of, settings, ranks.world_size, head) for spec in specs]
     share_with(ranks.exchange(groups(), "counting the ranks in each memory control group"))
     budgets = _agreed(_budgets(module, config, device), ranks)
     sharing = open_sharing(ranks, config.share_weights)
@@ -126,7 +126,11 @@ def _in_forward_order(module: nn.Module, units: Sequence[UnitSpec]) -> list[Unit
 
 
 def _unit_plan(
-    spec: UnitSpec, group_of: dict[nn.Parameter, int], world_size: int, head: StreamedHead | None
+    spec: UnitSpec,
+    group_of: dict[nn.Parameter, int],
+    settings: RuntimeSettings,
+    world_size: int,
+    head: StreamedHead | None,
 ) -> UnitPlan:
     by_name = dict(spec.parameters)
     infos = [
@@ -136,7 +140,8 @@ def _unit_plan(
     layout = build_layout(infos, world_size)
     passes = head is not None and any(parameter is head.module.weight for parameter in by_name.values())
     rows = chunk_rows(*layout.entries[0].shape) if passes else 0
-    return UnitPlan(spec, layout, [by_name[entry.name] for entry in layout.entries], rows)
+    codec = settings.codec_of(spec.precision, layout)
+    return UnitPlan(spec, layout, [by_name[entry.name] for entry in layout.entries], codec, rows)
 
 
 def _plan(unit_plans: Sequence[UnitPlan], settings: RuntimeSettings, budgets: Budgets, *, shares_weights: bool) -> Plan:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize, gradient_bytes, held_bytes, is_held
+from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize, held_bytes, is_held
 from ds_slide.store.ssd.extents import chunk_bytes, sum_table_bytes, unit_extents, whole_pages
 from ds_slide.store.tiers import Tier
 
@@ -125,13 +125,13 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
 
     made = [state_buffer("weight", tier(placement.weights_on_ssd), unit.share, copied=True)]
     for spec in unit.specs:
-        nbytes = spec.nbytes(unit.layout.trainable_numel)
+        nbytes = spec.nbytes(unit.codec.numel)
         made.append(state_buffer(spec.name, tier(placement.chunks_on_ssd), nbytes))
     where = tier(placement.gradients_on_ssd)
     if is_held(unit, needs):
         made.append(state_buffer("gradient", where, held_bytes(unit, needs), "held gradients", copied=True))
     elif where == "gpu":
-        made.append(state_buffer("gradient", where, gradient_bytes(unit, needs), "held gradients"))
+        made.append(state_buffer("gradient", where, unit.codec.nbytes, "held gradients"))
     yield from made
     if index in placement.on_ssd:
         yield Allocation(
@@ -149,7 +149,7 @@ def _extent_bytes(unit: UnitSize, index: int, needs: Needs, placement: Placement
         0,
         unit.specs,
         weight_bytes=unit.share if index in placement.weights_on_ssd else 0,
-        chunks_of=unit.layout.trainable_numel if index in placement.chunks_on_ssd else 0,
+        chunks_of=unit.codec.numel if index in placement.chunks_on_ssd else 0,
         chunk_numel=needs.ssd.chunk_numel,
         gradient_bytes=held_bytes(unit, needs) if index in placement.gradients_on_ssd else 0,
     ).end
@@ -203,7 +203,7 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
     slots = min(placement.window, len(blocks))
     yield Allocation(SLOTS, "gpu", slots * slot_bytes(units, needs, placement), "the window", slots)
     packed = [unit for index, unit in enumerate(units) if ranks > 1 or not (unit.is_outer or index in placement.on_gpu)]
-    staged = max((gradient_bytes(unit, needs) for unit in packed), default=0)
+    staged = max((unit.codec.nbytes for unit in packed), default=0)
     yield Allocation(STAGED, "gpu", STAGINGS * ranks * staged, "gradients on their way", STAGINGS)
     if ranks == 1:
         return
@@ -214,12 +214,12 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
     yield Allocation(UPLOADED, "gpu", ranks * max(shared, default=0), "weights on their way")
 
 
-def spare_ring_bytes(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> tuple[int, int]:
+def spare_ring_bytes(units: Sequence[UnitSize], placement: Placement) -> tuple[int, int]:
     """Of a host buffer for a gradient of a block, and of one of an outer module: what a ring without buffers makes when
     a script runs a second backward before the step, which nothing has announced and so no budget counts."""
     held = [unit for index, unit in enumerate(units) if index not in placement.on_gpu]
-    blocks = max((gradient_bytes(unit, needs) for unit in held if not unit.is_outer), default=0)
-    outer_units = max((gradient_bytes(unit, needs) for unit in held if unit.is_outer), default=0)
+    blocks = max((unit.codec.nbytes for unit in held if not unit.is_outer), default=0)
+    outer_units = max((unit.codec.nbytes for unit in held if unit.is_outer), default=0)
     # Gradients that go on to SSD are written from where they have arrived.
     return whole_pages(blocks) if placement.gradients_on_ssd else blocks, outer_units
 
@@ -227,7 +227,7 @@ def spare_ring_bytes(units: Sequence[UnitSize], needs: Needs, placement: Placeme
 def _gradient_rings(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Iterator[Allocation]:
     """Host buffers through which gradients pass on their way into an update, a sum or a file. Blocks and their parts
     share a ring. Outer modules, a few and each larger than many blocks, have one buffer between them."""
-    block, outer_unit = spare_ring_bytes(units, needs, placement)
+    block, outer_unit = spare_ring_bytes(units, placement)
     buffers = needs.ring or (needs.ring_to_ssd if placement.gradients_on_ssd else 0)
     buffers = buffers if block else 0
     yield Allocation(BLOCK_RING, "host", buffers * block, "gradients on their way", buffers, needs.page_locks)
@@ -242,8 +242,8 @@ def _before_ssd(
     of what is there. The GPU copies from those of weights."""
     on_ssd = [units[index] for index in sorted(placement.chunks_on_ssd)]
     numel = ssd.chunk_numel
-    chunk = max((chunk_bytes(unit.specs, min(numel, unit.layout.trainable_numel)) for unit in on_ssd), default=0)
-    chunks = sum(-(-unit.layout.trainable_numel // numel) for unit in on_ssd)
+    chunk = max((chunk_bytes(unit.specs, min(numel, unit.codec.numel)) for unit in on_ssd), default=0)
+    chunks = sum(-(-unit.codec.numel // numel) for unit in on_ssd)
     buffers = min(MOST_CHUNK_BUFFERS if ssd.chunk_buffers is None else ssd.chunk_buffers, chunks)
     yield Allocation(CHUNK_BUFFERS, "host", buffers * chunk, "states on their way", buffers)
     weights = [units[index] for index in placement.weights_on_ssd]

@@ -96,7 +96,7 @@ class Plan:
     @classmethod
     def of(cls, units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Plan:
         used = sum(gpu_cost(units[index], needs) for index in placement.on_gpu)
-        spares = spare_ring_bytes(units, needs, placement)
+        spares = spare_ring_bytes(units, placement)
         return cls(tuple(units), placement, make_allocations(units, needs, placement), used, spares)
 
     @property

@@ -67,7 +67,7 @@ def _add_unit(context: BuildContext, ssd: SsdStates, unit_plan: UnitPlan, order:
         )
     held = settings.held_of(unit_plan.spec.precision)
     if (offset := places.gradient_offset) is not None and held is not None:
-        buffer = in_one_piece(store, held, unit_plan.layout.trainable_numel, offset)
+        buffer = in_one_piece(store, held, unit_plan.codec.numel, offset)
         ssd.parts.gradients[order] = HeldOnSsd(buffer, ssd.gradient)
 
 
@@ -97,7 +97,7 @@ def _extents(context: BuildContext, unit_plan: UnitPlan, order: int, start: int,
         start,
         specs,
         weight_bytes=nbytes("weight", placement.weights_on_ssd),
-        chunks_of=unit_plan.layout.trainable_numel if any(states) else 0,
+        chunks_of=unit_plan.codec.numel if any(states) else 0,
         chunk_numel=chunk_numel,
         gradient_bytes=nbytes("gradient", placement.gradients_on_ssd),
     )

@@ -40,10 +40,10 @@ def make_unit(context: BuildContext, unit_plan: UnitPlan, order: int, ssd: SsdPa
     """Unit number `order`, with zeroed states. `ssd`: those that are on SSD."""
     settings, precision, name = context.settings, unit_plan.spec.precision, unit_plan.spec.name
     several, on_gpu = context.ranks.world_size > 1, order in context.plan.placement.on_gpu
-    reduced, held = settings.gradient_of(precision), settings.held_of(precision)
-    state = _state_on_gpu(context, unit_plan, held or reduced) if on_gpu else _state(context, unit_plan, order, ssd)
+    codec, held = unit_plan.codec, settings.held_of(precision)
+    state = _state_on_gpu(context, unit_plan, held or codec.dtype) if on_gpu else _state(context, unit_plan, order, ssd)
     first = Future.kept(context.failures)
-    unit = Unit(unit_plan.spec, unit_plan.layout, unit_plan.parameters, state, order, first, reduced, held)
+    unit = Unit(unit_plan.spec, unit_plan.layout, unit_plan.parameters, state, order, first, codec, held)
     unit.chunk_rows = unit_plan.chunk_rows
     unit.is_gathered = several and (context.shared is None or on_gpu or order in ssd.weights)
     if on_gpu and not several:

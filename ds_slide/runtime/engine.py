@@ -490,8 +490,7 @@ class SlideRuntime:
         if self.parts.ranks.world_size > 1:
             return self.parts.uploads.fill(unit, resident)
         # A view: an outer module's weights are in memory.
-        resident[span].copy_(unit.state.weights.buffer.read(span), non_blocking=True)
-        return (span.stop - span.start) * resident.element_size()
+        return unit.codec.apply(unit.state.weights.buffer.read(slice(0, unit.codec.numel)), span, resident)
 
     # ---- reading and writing states --------------------------------------------------------------------------
 

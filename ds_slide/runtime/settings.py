@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ds_slide.compression.codec import GradientCodec
+from ds_slide.compression.identity import Identity
 from ds_slide.config import SlideConfig
 from ds_slide.model.layout import UnitLayout
 from ds_slide.model.precision import Precision
@@ -64,7 +66,6 @@ class RuntimeSettings:
         """What sets the bytes of the plan. `gpu_is_own`: the accelerator has memory of its own."""
         slide, held = self.slide, self.held_dtype
         return Needs(
-            gradient_bytes=self.gradient_dtype.itemsize,
             held_bytes=0 if held is None else held.itemsize,
             window=LEAST_WINDOW if slide.window == "auto" else slide.window,
             window_grows=slide.window == "auto" and gpu_is_own,
@@ -94,6 +95,10 @@ class RuntimeSettings:
             return ()
         return optimizer_buffers(dtype, self.rule, STATE_FORMATS[self.slide.state_dtype])
 
+    def codec_of(self, precision: Precision, layout: UnitLayout) -> GradientCodec:
+        """A codec for the gradients of a unit."""
+        return Identity(layout, self.gradient_of(precision))
+
     def gradient_of(self, precision: Precision) -> torch.dtype:
         """In which gradients of units of `precision` are reduced and go to host memory."""
         return precision.gradient or self.gradient_dtype
@@ -112,6 +117,7 @@ class UnitPlan:
     spec: UnitSpec
     layout: UnitLayout
     parameters: Sequence[nn.Parameter]
+    codec: GradientCodec
     chunk_rows: int = 0
     """Rows of a chunk of an outer module, one matrix, that passes through the GPU; 0: the unit is on the GPU as a
     whole."""
@@ -128,15 +134,14 @@ class UnitPlan:
 
     def size(self, settings: RuntimeSettings) -> UnitSize:
         """What the plan knows of it."""
-        precision = self.spec.precision
-        held = settings.held_of(precision)
+        held = settings.held_of(self.spec.precision)
         return UnitSize(
             self.spec.name,
             self.layout,
+            self.codec,
             self.spec.kind,
             settings.specs(self.dtype),
             self.dtype.itemsize,
             self.passing_numel,
-            settings.gradient_of(precision).itemsize,
             0 if held is None else held.itemsize,
         )

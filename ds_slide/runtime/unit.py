@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from ds_slide.compression.codec import GradientCodec
 from ds_slide.model.layout import UnitLayout
 from ds_slide.model.structure import UnitSpec
 from ds_slide.runtime.transfers.handoff import Failures, Future
@@ -100,18 +101,18 @@ class Unit:
         state: UnitState,
         order: int,
         updated: Future,
-        gradient_dtype: torch.dtype | None = None,
+        codec: GradientCodec,
         held_dtype: torch.dtype | None = None,
     ) -> None:
-        """`gradient_dtype`: in which its gradient leaves the parameters, the weights' if None. `held_dtype`: in which
-        that is held in host memory or on SSD, None where it is not."""
+        """`codec`: of its gradient. `held_dtype`: in which that is held in host memory or on SSD, None where it is
+        not."""
         self.spec = spec
         self.layout = layout
         self.parameters = list(parameters)
         self.state = state
         self.dtype = state.dtype_of("weight")
-        self.gradient_dtype = gradient_dtype or self.dtype
-        self.converts_gradient = held_dtype not in (None, self.gradient_dtype)
+        self.codec = codec
+        self.converts_gradient = held_dtype not in (None, codec.dtype)
         """The held gradient's buffer has another data type, so even the first micro-batch is converted by the CPU."""
         self.parts: list[Unit] = []
         """Of a block: its parameters in other data types. They are on the GPU all the time, as an outer module's are;
@@ -148,7 +149,7 @@ class Unit:
         self.square_sum_on: Literal["device", "host"] | None = None
         """Where the square sum of the current gradient is; None: nobody has computed it yet."""
         self.host_square_sum = 0.0
-        self.spans = state.optimizer.spans(_spans(layout.trainable_numel, spec.kind, layout.world_size))
+        self.spans = state.optimizer.spans(_spans(codec.numel, spec.kind, layout.world_size))
         """Parts of the trainable state buffers that go down, through the update and up again one behind the other."""
         self.span_updated = [updated] * len(self.spans)
         self.trainable = [
@@ -194,11 +195,8 @@ class Unit:
         return update
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """What the trainable parameters have, flat, in `gradient_dtype`; None where one has none."""
-        return [
-            None if parameter.grad is None else parameter.grad.reshape(-1).to(self.gradient_dtype)
-            for parameter, _ in self.trainable
-        ]
+        """What the trainable parameters have; None where one has none."""
+        return [parameter.grad for parameter, _ in self.trainable]
 
     def slot_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """One view per parameter, in its own shape, of a buffer in slot layout (of `slot_numel` elements, or more)."""

@@ -118,7 +118,7 @@ class Tiny(nn.Module):
         work()
 
 
-def unit_plans(model: Tiny, configuration: Configuration, *, trains: bool) -> list[UnitPlan]:
+def unit_plans(model: Tiny, configuration: Configuration, settings: RuntimeSettings) -> list[UnitPlan]:
     blocks, plans = configuration.block_orders(), []
     for order, module in enumerate(model.units):
         parameter = module.weight
@@ -132,8 +132,9 @@ def unit_plans(model: Tiny, configuration: Configuration, *, trains: bool) -> li
             numel=parameter.numel(),
             precision=Precision.declared(parameter),
         )
-        info = ParameterInfo("weight", tuple(parameter.shape), parameter.numel(), 0 if trains else None)
-        plans.append(UnitPlan(spec, build_layout([info], configuration.ranks), [parameter]))
+        info = ParameterInfo("weight", tuple(parameter.shape), parameter.numel(), 0 if settings.trains else None)
+        layout = build_layout([info], configuration.ranks)
+        plans.append(UnitPlan(spec, layout, [parameter], settings.codec_of(spec.precision, layout)))
     return plans
 
 
@@ -200,7 +201,8 @@ def build(configuration: Configuration, model: Tiny, *, trains: bool = True) -> 
     sharing = {}
     if _takes(build_runtime, "sharing"):
         sharing = {"sharing": sharing_of(ranks) if configuration.shared else None}
-    settings, units = _settings(configuration, trains=trains), unit_plans(model, configuration, trains=trains)
+    settings = _settings(configuration, trains=trains)
+    units = unit_plans(model, configuration, settings)
     return build_runtime(
         model,
         units,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from ds_slide.compression.identity import Identity
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
@@ -75,7 +76,7 @@ def make_unit(order: int, failures: Failures) -> Unit:
     specs = optimizer_buffers(torch.float32, ADAMW, STATE_FORMATS["fp32"])
     states = {spec.name: InMemory(torch.zeros(NUMEL)) for spec in specs}
     state = UnitState(specs, WeightsInMemory(InMemory(weight)), StatesInMemory(specs, states), NotHeld())
-    return Unit(spec, layout, [parameter], state, order, Future.kept(failures))
+    return Unit(spec, layout, [parameter], state, order, Future.kept(failures), Identity(layout, torch.float32))
 
 
 @pytest.fixture

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_slide.model.layout import piece
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.device import PASSED, Device, Marker
-from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Staging, collect
+from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Staging
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.transfers.handoff import Failures, Future
 from ds_slide.runtime.transfers.ring import HostRing
@@ -94,7 +93,7 @@ class Gradients:
         buffer still holds. `source`: where the gradient comes from if not from the parameters.
         """
         unit.finalized = True
-        if not unit.layout.trainable_numel:
+        if not unit.codec.numel:
             return
 
         def send(submit: Callable[[_Arrival], None]) -> None:
@@ -116,7 +115,7 @@ class Gradients:
         if not unit.gradient_ready:
             return 0.0
         if unit.square_sum_on is None:
-            gradient = unit.state.read("gradient", slice(0, unit.layout.trainable_numel))
+            gradient = unit.state.read("gradient", slice(0, unit.codec.numel))
             return self._updater.sum_of_squares(gradient) if unit.is_uploaded else float(self._square_sum(gradient))
         return float(on_device[unit.order]) if unit.square_sum_on == "device" else unit.host_square_sum
 
@@ -125,7 +124,7 @@ class Gradients:
         unit.arrived = Future.kept(self._failures)
         accumulate = unit.gradient_ready
         if self._ranks.world_size == 1:
-            summed = collect(unit, state_buffer, accumulate=accumulate)
+            summed = unit.codec.encode(unit.gradients(), state_buffer, accumulate=accumulate)
             self.square_sums[unit.order] = self._square_sum(state_buffer) if summed is None else summed
         else:
             reduced = self._reduced(unit)
@@ -194,7 +193,7 @@ class Gradients:
         # Here, not on the update lane: the last step's update may not have come to that lane yet, from the SSD.
         for future in arrival.before if arrival.first else ():
             future.wait()
-        numel = arrival.unit.layout.trainable_numel
+        numel = arrival.unit.codec.numel
         self._through_ring(arrival, lambda buffer: self._accumulate(arrival, held, buffer[:numel]))
 
     def _through_ring(self, arrival: _Arrival, use: Callable[[torch.Tensor], int]) -> None:
@@ -202,7 +201,7 @@ class Gradients:
         unit = arrival.unit
         ring = self._ring(unit)
         buffer = ring.lease()
-        gradient = _of_dtype(buffer, unit.gradient_dtype)
+        gradient = _of_dtype(buffer, unit.codec.dtype)
         marker = self._copy_all(arrival, gradient)
 
         def run() -> int:
@@ -217,7 +216,7 @@ class Gradients:
         unit = arrival.unit
         ring = self._ring(unit)
         buffer = ring.lease()
-        whole = _of_dtype(buffer, unit.gradient_dtype)
+        whole = _of_dtype(buffer, unit.codec.dtype)
         left = len(unit.spans)
 
         def span_is_done() -> None:  # on the update lane, one thread
@@ -290,25 +289,12 @@ class Gradients:
     def _reduce(self, unit: Unit, staging: Staging) -> Packed:
         """This rank's share of the unit's gradient in the staging buffer, averaged over the ranks. With several ranks
         the collectives stream makes it, and the compute stream does not wait for it."""
-        numel = unit.layout.trainable_numel
-        if self._ranks.world_size == 1:
-            own = _of_dtype(staging.own, unit.gradient_dtype)[:numel]
-            return Packed(staging.free, own, collect(unit, own, accumulate=False))
-        packed = _of_dtype(staging.packed, unit.gradient_dtype)[: self._ranks.world_size * numel]
-        own = _of_dtype(staging.own, unit.gradient_dtype)[:numel]
-        packed.zero_()
-        targets, sources = [], []
-        for (_, entry), flat in zip(unit.trainable, unit.gradients(), strict=True):
-            if flat is None:
-                continue
-            for rank in range(self._ranks.world_size):
-                start, stop = piece(entry, rank)
-                if stop > start:
-                    place = rank * numel + entry.offset
-                    targets.append(packed[place : place + stop - start])
-                    sources.append(flat[start:stop])
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        codec, ranks = unit.codec, self._ranks.world_size
+        own = _of_dtype(staging.own, codec.dtype)[: codec.numel]
+        if ranks == 1:
+            return Packed(staging.free, own, codec.encode(unit.gradients(), own, accumulate=False))
+        packed = _of_dtype(staging.packed, codec.dtype)[: ranks * codec.numel]
+        codec.encode_for_ranks(unit.gradients(), packed)
         self._ranks.reduce_gradients(unit, packed, own, self._device.mark())
         return Packed(staging.free, own, None)
 

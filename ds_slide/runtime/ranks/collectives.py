@@ -158,7 +158,7 @@ class Ranks:
         return self.mark()
 
     def reduce_gradients(self, unit: Unit, packed: torch.Tensor, own: torch.Tensor, *after: Marker) -> None:
-        """Average `packed` ([world_size * trainable_numel], rank-major) over the ranks into `own` ([trainable_numel]).
+        """Average `packed` ([world_size * numel], rank-major) over the ranks into `own` ([numel]).
 
         Divided before the sum, as DeepSpeed does, so that bf16 sums do not overflow earlier than stock's.
         """

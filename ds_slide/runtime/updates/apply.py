@@ -26,7 +26,7 @@ def _segments(
 ) -> Iterator[tuple[StateBuffers, torch.Tensor, int, int]]:
     """(state buffers, gradient, parameter group, first element in the unit's state buffers) of every group's part of
     `within`."""
-    for segment in unit.layout.segments:
+    for segment in unit.codec.segments:
         start, stop = max(segment.start, within.start), min(segment.stop, within.stop)
         if start < stop:
             part = slice(start - within.start, stop - within.start)
@@ -68,7 +68,7 @@ def host_update(updater: CpuUpdater) -> HostUpdate:
 
 def device_update(unit: Unit, gradient: torch.Tensor, hypers: Sequence[Hyper], grad_scale: float) -> None:
     """Update of a GPU-tier unit on the compute stream."""
-    whole = slice(0, unit.layout.trainable_numel)
+    whole = slice(0, unit.codec.numel)
     for state_buffers, span, group, _ in _segments(unit, whole, unit.state.state_buffers(whole), gradient):
         _update_on_device(state_buffers, span, hypers[group], grad_scale)
 
