@@ -43,18 +43,24 @@ from ds_slide.runtime.gradients.norm_watch import NormWatch
 
 
 class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
-    """ZeRO stage 3 with the states streamed by `ds_slide.runtime`. Constructor arguments: stock's."""
+    """ZeRO stage 3 with the states streamed by `ds_slide.runtime`. Constructor arguments: `slide`, and stock's."""
 
     def __init__(
-        self, module: nn.Module, init_optimizer: Any, param_names: Any, timers: Any, ds_config: Any, **kwargs: Any
+        self,
+        module: nn.Module,
+        init_optimizer: Any,
+        param_names: Any,
+        timers: Any,
+        ds_config: Any,
+        *,
+        slide: SlideConfig,
+        **kwargs: Any,
     ) -> None:
         ZeROOptimizer.__init__(self)
-        config = SlideConfig.from_deepspeed(ds_config)
-        assert config is not None
-        check_supported(kwargs, init_optimizer, module, config)
+        check_supported(kwargs, init_optimizer, module, slide)
         ownership.end_earlier_engine(module)
-        self.async_save = config.async_save
-        self.require_manifest = config.checkpoint.require_manifest
+        self.async_save = slide.async_save
+        self.require_manifest = slide.checkpoint.require_manifest
         self.names_said_to_be_refused: set[str] = set()
         self._set_stock_attributes(module, init_optimizer, param_names, timers, kwargs)
         protocol.convert(module, self.dp_process_group, self.dtype)
@@ -63,7 +69,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             _init_external_params(child)
         self.rule = rule_of(init_optimizer)
         settings = runtime_settings(
-            config,
+            slide,
             self.rule,
             ds_config,
             gradient_dtype(kwargs, module),
