@@ -19,11 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-
-try:
-    from benchmarks.machine import cpu
-except ImportError:  # run as a script: the folder of this file is on the path, not the repository
-    from machine import cpu
+from machine import cpu
 
 from ds_slide import _native
 from ds_slide.optim.adamw import AdamWHyper

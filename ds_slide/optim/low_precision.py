@@ -25,7 +25,6 @@ GROUP = 64
 STEP_BITS = 20
 _ONE = 0x3F800000
 _OVERFLOW = 127 + 126 << 23
-_NAN = 0x7FC00000
 _CHUNK = 1 << 22  # elements converted at a time, a multiple of GROUP: the temporaries are 4 bytes each
 
 

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from ds_slide.report.trace import UNLABELLED, Clock, ComputeTrace, Label, LaneTrace, Marker, Requests, Trace
 
-LANES = ("compute", "h2d", "d2h", "update")
 OUTER_H2D = "h2d of outer modules"
 """Copies up beside those of the blocks, on a stream of their own; statistics count them under "h2d"."""
 STREAM_LANES = ("h2d", OUTER_H2D, "d2h", "update")
