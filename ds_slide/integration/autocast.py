@@ -36,8 +36,8 @@ def is_enabled(ds_config: Mapping[str, Any]) -> bool:
 def precision_under_autocast(
     module: nn.Module, ds_config: Mapping[str, Any], trainable: Collection[nn.Parameter]
 ) -> PrecisionOf:
-    """Of the parameters of `module`, which DeepSpeed has marked with the data type of their collectives. `trainable`:
-    those that an optimizer updates."""
+    """The precision of the parameters of `module`, which DeepSpeed has marked with the data type of their collectives.
+    `trainable`: those that an optimizer updates."""
     names = ds_config["torch_autocast"].get("lower_precision_safe_modules")
     safe = {_class_of(name) for name in names or get_default_autocast_lower_precision_modules()}
     owners: dict[nn.Parameter, set[type[nn.Module]]] = defaultdict(set)

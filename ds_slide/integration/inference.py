@@ -99,7 +99,7 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
 
 
 def attach(engine: Any) -> None:
-    """For `engine`, whose optimizer is a `SlideZeroOffload`: the line at its start, `save_16bit_model`, which needs a
+    """Give `engine`, whose optimizer is a `SlideZeroOffload`, the line at its start, `save_16bit_model`, which needs a
     checkpoint engine, and a sentence for what only an engine that trains can do. Attributes of the object, not of the
     class."""
     monitor.log_start(engine)

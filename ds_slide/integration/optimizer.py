@@ -227,14 +227,16 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self.runtime.interruptions.notice()
 
     def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
-        """Of a parameter that still has a gradient when such a block ends: the epilogue, which follows, takes it."""
+        """Nothing: a gradient that a parameter still has when such a block ends is taken by the epilogue, which
+        follows."""
 
     def backward_epilogue(self) -> None:
         if self._coalescing:  # the engine leaves out the other epilogue, which runs when the block ends
             self.independent_gradient_partition_epilogue()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """Under `managed_gradient_accumulation: false`, at the step: there will be no further backward."""
+        """End the accumulation, under `managed_gradient_accumulation: false`, at the step: there will be no further
+        backward."""
         self.runtime.interruptions.require_gradients()
         self.set_gradient_accumulation_boundary(True)
         self.runtime.end_backward()
@@ -343,7 +345,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.runtime.bind_residents()
 
     mapped_files: MappedFiles | None = None
-    """Of the load that runs (see checkpoint_load)."""
+    """The files of the load that runs (see checkpoint_load)."""
     saving: BackgroundSave | None = None
     """The asynchronous save that was begun last, until its end has been noticed (see checkpoint_save)."""
     has_said_that_saves_wait = False

@@ -74,7 +74,7 @@ def zero_code(signed: bool) -> int:
 
 
 def least_scale(signed: bool) -> float:
-    """With a smaller scale the least level would be subnormal, which counts as zero."""
+    """The least scale: with a smaller one the least level would be subnormal, which counts as zero."""
     return 2.0**-110 if signed else 2.0**-94
 
 

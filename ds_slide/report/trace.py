@@ -117,7 +117,7 @@ class ComputeTrace:
             self._open.append((point, label))
 
     def leave(self, label: Label, point: Marker) -> None:
-        """What was entered before goes on, such as the backward around a recomputed forward."""
+        """What was entered before goes on, such as the backward that a recomputed forward is a part of."""
         if label in self._inside:
             self._inside.remove(label)
             self._open.append((point, self._inside[-1] if self._inside else UNLABELLED))

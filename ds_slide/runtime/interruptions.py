@@ -64,7 +64,8 @@ class Interruptions:
         self._accumulation.open(task)
 
     def begin_backward_of_block(self) -> None:
-        """As `begin_backward`, of a graph whose backward DeepSpeed has not announced, and which may end unannounced."""
+        """Do what `begin_backward` does for a graph whose backward DeepSpeed has not announced, and which may end
+        unannounced."""
         task = graph_task()
         if task == NO_TASK or self._accumulation.is_open:
             return

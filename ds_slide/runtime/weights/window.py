@@ -93,7 +93,7 @@ class Window:
         """Blocks that nobody had requested before they were needed."""
 
     def nbytes(self) -> int:
-        """Of the slots."""
+        """Bytes of the slots."""
         return sum(slot.buffer.numel() * slot.buffer.element_size() for slot in self.slots)
 
     def acquire(self, unit: Unit, direction: Direction) -> Slot:

@@ -85,7 +85,7 @@ def below(parts: Sequence[str], top: int, *, make: bool = False) -> Iterator[int
 
 
 def status_of(name: str, parent: int) -> os.stat_result | None:
-    """Of the entry itself, never of what a symbolic link leads to; None where there is none."""
+    """The status of the entry itself, never of what a symbolic link leads to; None where there is none."""
     try:
         return os.stat(name, dir_fd=parent, follow_symlinks=False)
     except FileNotFoundError:

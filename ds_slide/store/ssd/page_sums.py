@@ -52,7 +52,7 @@ class PageSums:
         self._seconds = 0.0
 
     def end_threads(self) -> None:
-        """At once, where whoever is left with this object may keep it. Nothing can be done with it afterwards."""
+        """End the threads at once, whoever may keep this object. Nothing can be done with it afterwards."""
         del self._workers
 
     def keep(self, offset: int, address: int, nbytes: int) -> None:
@@ -126,4 +126,4 @@ class CheckThread:
 
 
 def _nothing() -> None:
-    """Of the job that ends the thread."""
+    """What the job that ends the thread does."""
