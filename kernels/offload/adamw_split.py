@@ -101,16 +101,12 @@ def _launch(
 
 
 _adamw_split_ = torch.library.custom_op(
-    "ds_slide::adamw_split_",
-    _launch,
-    mutates_args=("weight", "remainder", "exp_avg", "exp_avg_sq"),
-    schema="(Tensor(a!) weight, Tensor(b!) remainder, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, Tensor gradient,"
-    " float[] constants, bool adam_w_mode) -> ()",
+    "ds_slide::adamw_split_", _launch, mutates_args=("weight", "remainder", "exp_avg", "exp_avg_sq")
 )
 
 
 @_adamw_split_.register_fake
-def _(weight, remainder, exp_avg, exp_avg_sq, gradient, constants, adam_w_mode):  # noqa: ARG001 - these are prescribed
+def _(weight, remainder, exp_avg, exp_avg_sq, gradient, *_others):
     _check(weight, remainder, exp_avg, exp_avg_sq, gradient)
 
 
