@@ -49,7 +49,8 @@ class _Content(BaseModel):
 
 @dataclass(frozen=True)
 class Manifest:
-    """`files`: by name in the tag's directory. `saved_at`: seconds since the epoch."""
+    """The files of a tag and their sums. `files`: by name in the tag's directory. `saved_at`: seconds since the
+    epoch."""
 
     files: Mapping[str, Sum]
     saved_at: float

@@ -103,7 +103,7 @@ def runtime_settings(
     accumulation_steps: int,
     clips: bool,
 ) -> RuntimeSettings:
-    """`ds_config`: raw."""
+    """What a run is to do, by the JSON block and DeepSpeed's arguments. `ds_config`: raw."""
     # Unmanaged, DeepSpeed does not say which backward is the last one: the script calls step() when it likes.
     accumulates = accumulation_steps > 1 or not ds_config.get("managed_gradient_accumulation", True)
     ssd = ssd_settings(config, ds_config)

@@ -29,7 +29,7 @@ from ds_slide.model.structure import PrecisionOf
 
 
 def is_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """`ds_config`: raw."""
+    """Whether `torch_autocast` is on. `ds_config`: raw."""
     return bool((ds_config.get("torch_autocast") or {}).get("enabled", False))
 
 

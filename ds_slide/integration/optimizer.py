@@ -147,7 +147,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._coalescing = False
 
     def __getattr__(self, name: str) -> Any:
-        """Called for what is neither here nor in the classes: most of it is stock's private state."""
+        """An attribute of stock that is neither here nor in the classes: most of it is stock's private state."""
         raise missing(name)
 
     @property
@@ -184,8 +184,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.runtime.begin_backward(self._hypers())
 
     def scale_if_loss(self, value: Any) -> Any:
-        """Called before each backward of a loss, also of one whose first backward has ended with an exception, and that
-        has no prologue any more."""
+        """The loss with its scale, before each backward, also of one whose first backward has ended with an exception,
+        and that has no prologue any more."""
         self.runtime.interruptions.notice()
         return super().scale_if_loss(value)
 
@@ -216,7 +216,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     @property
     def _coalesce_grad_reduction(self) -> bool:
-        """Set by `engine.coalesce_grad_reduction()` for the length of its block, and read when that begins."""
+        """Whether reduction is coalesced: set by `engine.coalesce_grad_reduction()` for the length of its block, and
+        read when that begins."""
         self.runtime.require_held("engine.coalesce_grad_reduction()")
         return self._coalescing
 

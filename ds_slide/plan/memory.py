@@ -91,7 +91,7 @@ class Plan:
     gpu_states_used: int
     """What is used of `ds_slide.gpu_states`: bytes more on the GPU than if no unit was updated there."""
     spare_rings: tuple[int, int]
-    """See `spare_ring_bytes`."""
+    """What `spare_ring_bytes` has given."""
 
     @classmethod
     def of(cls, units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Plan:

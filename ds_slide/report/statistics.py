@@ -110,7 +110,7 @@ class StepRecorder:
     """
 
     def __init__(self, device: Streams, trace: Trace | None = None, *, rank: int = 0) -> None:
-        """`trace`: of chosen steps, and `rank`, which its file names."""
+        """A recorder that has counted nothing. `trace`: of chosen steps, and `rank`, which its file names."""
         self._device = device
         self.meters = {lane: LaneMeter() for lane in STREAM_LANES}
         self.stall = LaneMeter()
@@ -125,7 +125,8 @@ class StepRecorder:
         self.latest: StepStatistics | None = None
 
     def watch_ssd(self, statistics: Callable[[], dict[str, Any]]) -> None:
-        """`statistics`: totals of the store since its start (read_bytes, written_bytes, busy_s, and settings)."""
+        """Count the disk, too. `statistics`: totals of the store since its start (read_bytes, written_bytes, busy_s,
+        and settings)."""
         self._ssd = statistics
         self._ssd_before = statistics()
 

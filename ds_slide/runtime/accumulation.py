@@ -32,7 +32,7 @@ MIXED_WEIGHTS = (
 
 
 class Accumulation:
-    """Called by the thread that computes."""
+    """The state of the accumulation; called by the thread that computes."""
 
     def __init__(self) -> None:
         self.micro_batches = 0

@@ -20,7 +20,8 @@ from ds_slide.runtime.weights.hooks import NO_TASK, RootState, graph_task
 
 
 class Interruptions:
-    """Called by the thread that computes. `release`: unbinds all blocks."""
+    """What ends backwards that an exception has interrupted; called by the thread that computes. `release`: unbinds all
+    blocks."""
 
     def __init__(
         self,

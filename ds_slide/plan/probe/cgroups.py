@@ -25,8 +25,9 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """`file`: where the limit stands. `room`: bytes that the group's processes may use beyond what they do: page cache
-    that the kernel would drop for them counts as free. `group`: the same for all processes in it."""
+    """The limit of one group. `file`: where the limit stands. `room`: bytes that the group's processes may use beyond
+    what they do: page cache that the kernel would drop for them counts as free. `group`: the same for all processes in
+    it."""
 
     file: Path
     limit: int

@@ -20,7 +20,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class HostRoom:
-    """`nbytes`: for this process. `source`: what limits it, as part of a sentence."""
+    """Host memory that is left. `nbytes`: for this process. `source`: what limits it, as part of a sentence."""
 
     nbytes: int
     source: str

@@ -76,8 +76,8 @@ def _is_open(group: Any) -> bool:
 
 
 class Ranks:
-    """`channel`: of the engine's collectives, None for one rank. All methods that communicate are called by the thread
-    that computes."""
+    """The ranks of an engine. `channel`: of its collectives, None for one rank. All methods that communicate are called
+    by the thread that computes."""
 
     def __init__(
         self, rank: int = 0, world_size: int = 1, channel: Channel | None = None, device: Device = _NOWHERE

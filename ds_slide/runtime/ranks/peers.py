@@ -142,7 +142,8 @@ class Peers:
 
     @classmethod
     def of(cls, rank: int, exchange: Exchange) -> Peers | None:
-        """Called by all ranks together. None, on all of them, where datagrams do not pass between them."""
+        """The peers of this rank, which all ranks ask for together. None, on all of them, where datagrams do not pass
+        between them."""
         channel, address = _open_channel()
         told = exchange((asdict(Process.own()), address, secrets.token_hex(16)), "telling where a watchdog is reached")
         peers = cls(rank, [Process(**one[0]) for one in told], [one[1] for one in told], told[0][2], channel)

@@ -162,7 +162,7 @@ class Watchdog:
         return None
 
     def _who_has_ended(self) -> str:
-        """Called when a collective has failed: what broke the connection may be heard of a moment later."""
+        """Who has ended, when a collective has failed: what broke the connection may be heard of a moment later."""
         assert self._peers is not None
         deadline = time.monotonic() + BLAME_S
         while not (ended := [peer for peer in self._peers.others() if peer.has_ended]):

@@ -51,7 +51,8 @@ class SharedWeights:
         """Weights of each unit that is shared, by its order, then by rank ([local_numel] each)."""
 
     def map_others(self, units: Sequence[Unit]) -> None:
-        """`units`: those whose weights `memory` has made, in that order; all ranks have loaded them. Collective.
+        """Map the memory of the other ranks. `units`: those whose weights `memory` has made, in that order; all ranks
+        have loaded them. Collective.
 
         SlideError on all ranks when one of them cannot map, or page-lock, the memory of the others.
         """

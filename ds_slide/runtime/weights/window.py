@@ -184,7 +184,7 @@ class Window:
         return slot if slot is not None and slot.holds(unit) else None
 
     def _request(self, unit: Unit, keep: Container[int]) -> Slot | None:
-        """`keep`: orders of the blocks that must not make room."""
+        """Request a block. `keep`: orders of the blocks that must not make room."""
         slot = self._victim(keep)
         if slot is None:
             return None

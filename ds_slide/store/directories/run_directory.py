@@ -36,8 +36,8 @@ _log = logging.getLogger("ds_slide")
 
 
 class RunDirectory:
-    """`path`: the directory as it was made, of mode 0700, in the one open as `parent`. Removed by `close`, else at
-    interpreter exit, else by the next run's start. Raises OSError.
+    """The directory of this run. `path`: as it was made, of mode 0700, in the one open as `parent`. It is removed by
+    `close`, else at interpreter exit, else by the next run's start. Raises OSError.
 
     `descriptor`: of the directory, for its files; it is removed only while it holds nothing but FILES.
     """

@@ -46,8 +46,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class UnitExtents:
-    """`weight_offset`: of the weights' state buffer, None while weights are in memory; `gradient_offset`: of the held
-    gradient, likewise. `chunks`: empty while optimizer states are."""
+    """Where a unit lies on SSD. `weight_offset`: of the weights' state buffer, None while weights are in memory;
+    `gradient_offset`: of the held gradient, likewise. `chunks`: empty while optimizer states are."""
 
     weight_offset: int | None
     weight_bytes: int

@@ -33,8 +33,9 @@ _Then = Callable[[], None]
 
 
 class PageSums:
-    """`table`: int32 [pages of the store], whose content does not matter: the store's pages are zeros. `threads`: that
-    may share the work of one call; calls run one after the other. SlideError where they cannot be started."""
+    """The checksums of a store. `table`: int32 [pages of the store], whose content does not matter: the store's pages
+    are zeros. `threads`: that may share the work of one call; calls run one after the other. SlideError where they
+    cannot be started."""
 
     def __init__(self, table: torch.Tensor, threads: int) -> None:
         try:
