@@ -26,7 +26,7 @@ from ds_slide.store.in_memory import InMemory, NotHeld, StatesInMemory, WeightsI
 from ds_slide.store.state import UnitState
 
 _THREADS = 16
-"""At most: 8 to 16 cores move as many bytes as the memory of a socket can."""
+"""The most threads: 8 to 16 cores move as many bytes as the memory of a socket can."""
 _PIECE = 1 << 24
 """Items that a thread copies at a time."""
 
@@ -49,7 +49,7 @@ class Snapshot:
         return self._copies[unit.order]
 
     def nbytes(self) -> int:
-        """Of the copy."""
+        """Bytes of the copy."""
         return sum(items * dtype.itemsize for unit in self.units for _, dtype, items in self._state_buffers(unit))
 
     def fits(self) -> bool:
@@ -61,7 +61,7 @@ class Snapshot:
         return host_room(local_ranks(), running.untouched_host_bytes())
 
     def take(self) -> None:
-        """Copy. The units have settled, and stay as they are meanwhile. Raises SlideError where memory ends."""
+        """Copy the units, which have settled and do not change meanwhile. Raises SlideError where memory ends."""
         memory = HostMemory(page_lock=False, huge_pages=True)
         threads = max(1, min(_THREADS, len(os.sched_getaffinity(0)) // local_ranks()))
         with ThreadPoolExecutor(threads, initializer=take_one_thread) as pool:

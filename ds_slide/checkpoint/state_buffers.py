@@ -1,4 +1,4 @@
-"""Reads and writes runs of one state in the state buffers of a unit. The caller has settled the unit."""
+"""Reading and writing of runs of one state in the state buffers of a unit. The caller has settled the unit."""
 
 from __future__ import annotations
 

@@ -354,7 +354,7 @@ def _sentence(error: ErrorDetails, block: Mapping[str, Any]) -> str:
 
 
 def _refuse_unknown_keys(block: Mapping[Any, Any], path: str, model: type[BaseModel]) -> None:
-    """Before pydantic looks, which cannot name a key that is no text."""
+    """Raise SlideConfigError for an unknown key, before pydantic looks, which cannot name a key that is no text."""
     for key, value in block.items():
         if key not in model.model_fields:
             raise SlideConfigError(_unknown_key(path, key, model))

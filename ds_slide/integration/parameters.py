@@ -90,7 +90,7 @@ def take_weights(rank: int, group: Any) -> Any:
 
 
 def _of_partition(partition: Any, entry: Entry) -> torch.Tensor:
-    """Its elements, flat; of an earlier engine's narrowed weights their masters."""
+    """The elements of the partition, flat; of an earlier engine's narrowed weights their masters."""
     low: torch.Tensor | None = getattr(partition, _LOW_HALVES, partition)
     if low is None:
         raise SlideError(

@@ -51,7 +51,7 @@ class CpuUpdater:
             ) from error
 
     def end_threads(self) -> None:
-        """At once, where whoever is left with this object may keep it. Nothing can be done with it afterwards."""
+        """End the threads at once, whoever may keep this object. Nothing can be done with it afterwards."""
         if hasattr(self, "_workers"):
             del self._workers
 
@@ -144,7 +144,7 @@ def _dtype_name(function: str, argument: str, tensor: torch.Tensor) -> _DtypeNam
 
 
 def _state_format(names: Sequence[str], states: Sequence[torch.Tensor]) -> StateFormat:
-    """That of the last state; the others are checked against it. A rule without states counts as fp32."""
+    """The format of the last state; the others are checked against it. A rule without states counts as fp32."""
     if not states:
         return STATE_FORMATS["fp32"]
     found = next((known for known in STATE_FORMATS.values() if known.dtype == states[-1].dtype), None)

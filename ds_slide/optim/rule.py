@@ -99,6 +99,13 @@ def fp32(value: float) -> float:
     return math.copysign(0.0, rounded) if abs(rounded) < _FP32_MIN_NORMAL else rounded
 
 
+def require_ranges(expected: str, *numbers: tuple[str, Any, bool]) -> None:
+    """Raise SlideConfigError for the first of `numbers` (name, value, whether it is valid) outside its range."""
+    for name, value, is_valid in numbers:
+        if not is_valid:
+            raise SlideConfigError(f"optimizer parameter {name!r} is {value}, which is outside its range; {expected}.")
+
+
 def options_on(names: Sequence[str], group: Mapping[str, Any], index: int) -> Iterator[str]:
     """A sentence for each option of `names` that parameter group `index` has on."""
     for name in names:

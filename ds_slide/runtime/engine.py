@@ -79,7 +79,7 @@ class Parts:
     """False: weights only, for forwards that no step follows."""
     ssd: SsdStates | None = None
     make_rows: MakeRows | None = None
-    """Of the outer module whose rows pass through the GPU."""
+    """Makes the rows of the outer module that pass through the GPU."""
     watchdog: Watchdog | None = None
 
     @property
@@ -89,7 +89,7 @@ class Parts:
 
     @property
     def taken(self) -> Taken:
-        """Of the limits that all engines of a process share."""
+        """Bytes that are taken of the limits that all engines of a process share."""
         return self.plan.taken
 
 
@@ -183,12 +183,12 @@ class SlideRuntime:
         self._bind(unit, unit.slot_views(unit.resident))
 
     def bind_if_fetched(self, unit: Unit) -> None:
-        """Before a module that owns parameters of a resident unit runs: its new weights may be on their way."""
+        """Bind a resident unit before a module that owns parameters of it runs: its new weights may be on their way."""
         if unit.order in self._fetched:
             self.bind_resident(unit)
 
     def unbind_residents(self) -> None:
-        """Empty them as ZeRO-3 expects around checkpoints."""
+        """Empty the parameters of outer modules, as ZeRO-3 expects while checkpoints are saved and loaded."""
         for unit in self.units:
             if unit.resident is not None:
                 self._unbind(unit)
@@ -222,7 +222,7 @@ class SlideRuntime:
             self._window.release(slot)
 
     def _release_all(self) -> None:
-        """After an exception: nobody computes any more with what is bound."""
+        """Release all slots after an exception: nobody computes any more with what is bound."""
         for unit in self.units:
             self._unbind_slot(unit)
         if self._window is not None:
@@ -237,7 +237,7 @@ class SlideRuntime:
 
     @contextmanager
     def _stall(self) -> Iterator[None]:
-        """Books the time for which the compute stream stands still inside."""
+        """Count the time for which the compute stream waits inside as a stall."""
         before = self.device.mark(timed=True)
         yield
         self.parts.recorder.stall.add_interval(before, self.device.mark(timed=True))
@@ -311,7 +311,7 @@ class SlideRuntime:
                 self._finalize(finished)
 
     def begin_backward(self, hypers: Sequence[Hyper]) -> None:
-        """Before the first gradient. `hypers`: of the coming step, for updates that do not wait for it."""
+        """Prepare for the first gradient. `hypers`: of the coming step, for updates that do not wait for it."""
         self.interruptions.begin_backward()
         self.passes.begin_backward()
         self.gradients.hypers = tuple(hypers)
@@ -321,7 +321,7 @@ class SlideRuntime:
         self._final = final
 
     def end_backward(self) -> None:
-        """After the last gradient: takes what no boundary has announced (outer modules, blocks with frozen inputs)."""
+        """Take, after the last gradient, what no boundary has announced (outer modules, blocks with frozen inputs)."""
         if self.accumulation.is_over:
             return  # what follows a backward that has ended with an exception, as its end
         for unit in self.units:
@@ -340,7 +340,7 @@ class SlideRuntime:
                 self._window.prefetch(None, "forward")
 
     def begin_streamed_gradient(self, unit: Unit, gradient: StreamedGradient) -> None:
-        """From here on the gradient of `unit` comes from there, while its backward is still making it."""
+        """Take the gradient of `unit` from there from now on, while its backward is still making it."""
         self._finalize(unit, gradient)
 
     def _finalize(self, unit: Unit, source: StreamedGradient | None = None) -> None:
@@ -521,7 +521,7 @@ class SlideRuntime:
             self._window.prefetch(None, "forward")
 
     def begin_writing(self) -> None:
-        """Before weights are written from outside, when they have been settled: other ranks may still be reading them.
+        """Wait until no other rank reads the weights, which have settled and are about to be written from outside.
         Collective where weights are shared: every rank calls it, whichever of its own weights it then writes."""
         if self.parts.shared is not None:
             self.parts.workers.h2d.drain()
@@ -541,14 +541,14 @@ class SlideRuntime:
             self.device.synchronize()
 
     def fill_residents(self) -> None:
-        """Once, when the units of all ranks have their weights: those that stay on the GPU need the others' parts."""
+        """Fill the outer modules, once, when the units of all ranks have their weights: they need the others' parts."""
         for unit in self.units:
             if self.parts.ranks.world_size > 1 and unit.resident is not None:
                 self._renew(unit, unit.resident)
         self.device.synchronize()
 
     def _renew(self, unit: Unit, resident: torch.Tensor) -> None:
-        """By the compute thread itself, while no lane has to do with the unit."""
+        """Upload new weights by the compute thread itself, while no lane has to do with the unit."""
         if unit.is_uploaded:
             unit.await_others(unit.version)
             self.parts.uploads.fill(unit, resident)

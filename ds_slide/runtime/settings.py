@@ -31,18 +31,18 @@ class RuntimeSettings:
 
     slide: SlideConfig
     ssd: SsdSettings | None
-    """None without an SSD tier."""
+    """The SSD tier; None without one."""
     gradient_dtype: torch.dtype
-    """In which gradients are reduced and go to host memory where a unit's precision says no other."""
+    """The data type in which gradients are reduced and go to host memory where a unit's precision says no other."""
     accumulation_dtype: torch.dtype
-    """Of sums of several micro-batches' gradients."""
+    """The data type of sums of several micro-batches' gradients."""
     accumulates: bool
     """More than one micro-batch a step."""
     clips: bool
     """Gradients are clipped by their norm, which is known when all of them are."""
     rule: UpdateRule | None
-    """By which weights are updated. None: no parameter has an optimizer; there are weights only, and nothing comes down
-    from the GPU."""
+    """The rule by which weights are updated. None: no parameter has an optimizer; there are weights only, and nothing
+    comes down from the GPU."""
 
     @property
     def trains(self) -> bool:
@@ -57,7 +57,7 @@ class RuntimeSettings:
 
     @property
     def held_dtype(self) -> torch.dtype | None:
-        """Of held gradients where a unit's precision says no other; None where they are not held."""
+        """The data type of held gradients where a unit's precision says no other; None where they are not held."""
         if self.trains and not self.holds:
             return None
         return self.accumulation_dtype if self.accumulates else self.gradient_dtype
@@ -100,11 +100,11 @@ class RuntimeSettings:
         return Identity(layout, self.gradient_of(precision))
 
     def gradient_of(self, precision: Precision) -> torch.dtype:
-        """In which gradients of units of `precision` are reduced and go to host memory."""
+        """The data type in which gradients of units of `precision` are reduced and go to host memory."""
         return precision.gradient or self.gradient_dtype
 
     def held_of(self, precision: Precision) -> torch.dtype | None:
-        """In which they are held: sums of several in one data type, single ones as they come."""
+        """The data type in which they are held: sums of several in one data type, single ones as they come."""
         if self.held_dtype is None or self.accumulates or precision.gradient is None:
             return self.held_dtype
         return precision.gradient
@@ -124,7 +124,7 @@ class UnitPlan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The data type of the weights."""
         return self.spec.precision.weight
 
     @property

@@ -18,7 +18,7 @@ from ds_slide.config.schema import DebugConfig
 from ds_slide.model.layout import ParameterInfo, build_layout, piece
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
-from ds_slide.optim.hyper import ADAMW
+from ds_slide.optim.adamw import ADAMW
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Placement
 from ds_slide.plan.ssd_settings import SsdSettings

@@ -10,7 +10,7 @@ import torch
 from ds_slide.compression.identity import Identity
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, UnitLayout, build_layout
-from ds_slide.optim.hyper import ADAMW
+from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.memory import NOTHING_TAKEN, Budgets, Plan, Taken, gpu_cost, make_plan
 from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize

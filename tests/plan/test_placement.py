@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ds_slide.compression.identity import Identity
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, build_layout
-from ds_slide.optim.hyper import ADAMW
+from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.allocations import CHUNK_BUFFERS, WEIGHT_BUFFERS
 from ds_slide.plan.memory import Budgets, Plan, make_plan

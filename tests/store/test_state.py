@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_slide.model.layout import ParameterInfo, build_layout
-from ds_slide.optim.hyper import ADAMW
+from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.report.trace import Requests
