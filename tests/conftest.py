@@ -5,6 +5,7 @@ DeepSpeed may import it long before.
 """
 
 import functools
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -99,7 +100,13 @@ def _process_group(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="module")
 def one_rank(_process_group: None, _known_cpu: None) -> Iterator[None]:
-    """A process group of one rank, and one torch thread: the models are too small for two, and bits must repeat."""
+    """A process group of one rank, and one torch thread: the models are too small for two, and bits must repeat.
+
+    A garbage collection passes over all that was made before: over the modules' million objects it takes a third of a
+    second, and some tests ask for many.
+    """
+    gc.collect()
+    gc.freeze()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:

@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import textwrap
 
 import deepspeed
 import pytest
 import torch
+import warm
 from accelerate import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from deepspeed.moe.layer import MoE
@@ -541,7 +540,7 @@ INITIALIZE = textwrap.dedent(
     import json, sys
     import torch, deepspeed
     deepspeed.init_distributed("gloo")
-    for config, optimizer in json.load(sys.stdin):
+    for config, optimizer in json.load(open(sys.argv[1])):
         model = torch.nn.Linear(4, 4)
         client = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1) if optimizer else None
         try:
@@ -584,26 +583,16 @@ STOCK = (ds_config(ds_slide=None), None)
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    script = tmp_path_factory.mktemp("bad_input") / "initialize.py"
-    script.write_text("import ds_slide\n" + INITIALIZE)
+    folder = tmp_path_factory.mktemp("bad_input")
+    (folder / "initialize.py").write_text(INITIALIZE)
     cases = [(config, optimizer) for config, optimizer, _ in (END_TO_END | WHILE_BUILT).values()]
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        input=json.dumps([*cases, STOCK]),
-        env=os.environ | environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    lines = [line.split(" ", 1)[1] for line in result.stdout.splitlines() if line.startswith("OUTCOME ")]
-    assert len(lines) == len(cases) + 1, result.stderr
-    return dict(zip([*END_TO_END, *WHILE_BUILT, "stock"], map(json.loads, lines), strict=True))
-
-
-def environment():
+    (folder / "cases.json").write_text(json.dumps([*cases, STOCK]))
     one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    return {"DS_ACCELERATOR": "cpu", **one_rank, "MASTER_PORT": str(free_port())}
+    one_rank["MASTER_PORT"] = str(free_port())
+    run = warm.start(folder / "initialize.py", folder / "cases.json", folder=folder, **one_rank)
+    assert run.end() == 0, run.log
+    lines = [line.split(" ", 1)[1] for line in run.log.splitlines() if line.startswith("OUTCOME ")]
+    return dict(zip([*END_TO_END, *WHILE_BUILT, "stock"], map(json.loads, lines), strict=True))
 
 
 @pytest.mark.parametrize("case", END_TO_END)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ssd_fault_runs import Launcher, Run, launched
+from ssd_fault_runs import Launcher, Run, launched, needs_shim
 from traps import mounts, plant, plant_replaced, precious, tree
 
 from ds_slide.checkpoint.leftovers import REPLACED, SAVING
@@ -82,16 +82,11 @@ def check_failure(run: Run, disk: Path, *parts: str) -> None:
 # ---- the disk fails ------------------------------------------------------------------------------------------------
 
 
-def needs_shim(launcher: Launcher) -> None:
-    if launcher.shim is None:
-        pytest.skip("needs a C compiler for the shim")
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_short_and_interrupted_transfers_are_invisible(
     launcher: Launcher, whole: Any, disk: Path, backend: str
 ) -> None:
-    needs_shim(launcher)
+    needs_shim()
     faults = [(5, 3 * PAGE, 0), (5, -1, errno.EINTR), (7, -1, errno.EAGAIN), (0, -1, 0)]
     actions = [action for fault in faults for action in (["faults", *fault], ["train", 1])]
     result = launcher.run(start(disk, {"io_backend": backend}), *actions, ["repeated"], ["digest", "end"])
@@ -113,7 +108,7 @@ FAST = {("io_uring", "EIO", 1.0), ("libaio", "ENOSPC", 0.0), ("threads", "EIO", 
 def test_a_failing_disk_ends_training_with_one_sentence(
     launcher: Launcher, disk: Path, backend: str, error: str, clip: float
 ) -> None:
-    needs_shim(launcher)
+    needs_shim()
     code = getattr(errno, error)
     slide = {"io_backend": backend}
     run = launcher.begin(start(disk, slide, clip=clip), ["train", 2], ["faults", 23, -1, code], ["train", 3])
@@ -128,7 +123,7 @@ def test_a_failing_disk_ends_training_with_one_sentence(
 @pytest.mark.slow
 def test_a_disk_that_fails_outside_of_training(launcher: Launcher, whole: Any, disk: Path, backend: str) -> None:
     """While a checkpoint is loaded or saved and while states are read: a sentence, and nothing else is lost."""
-    needs_shim(launcher)
+    needs_shim()
     saves = shutil.copytree(whole()[0], disk.parent / "saves")
     fault, mended = ["faults", 5, -1, errno.EIO], ["faults", 0, -1, 0]
     for action in (["load", str(saves)], ["digest", "end"], ["save", str(saves), "base"]):
@@ -143,7 +138,7 @@ def test_a_disk_that_fails_outside_of_training(launcher: Launcher, whole: Any, d
 
 
 def test_a_script_may_catch_the_error_and_begin_anew(launcher: Launcher, whole: Any, disk: Path) -> None:
-    needs_shim(launcher)
+    needs_shim()
     saves, expected = whole()
     fault, mended = ["faults", 23, -1, errno.EIO], ["faults", 0, -1, 0]
     result = launcher.run(
@@ -157,7 +152,7 @@ def test_a_script_may_catch_the_error_and_begin_anew(launcher: Launcher, whole: 
 
 
 def test_a_disk_that_fails_at_start(launcher: Launcher, disk: Path) -> None:
-    needs_shim(launcher)
+    needs_shim()
     run = launcher.begin(["faults", 5, -1, errno.EIO], start(disk, {"io_backend": "threads"}))
     check_failure(run, disk, UNNAMED, "Input/output error", "kernel's log")
 

@@ -109,7 +109,6 @@ def load(rank: int, folder: Path, world: int) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    two_ranks.prepare()
     for phase in (save, load):
         for world in WORLDS:
             (folder / f"{phase.__name__}{world}").mkdir()
