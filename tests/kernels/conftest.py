@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-# The test files of these folders import `norm_checks` and `test_linear_cross_entropy` by these names.
+# The test files of these folders import `norm_checks` and `losses` by these names.
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE / "norm"), str(HERE / "loss")]
 
