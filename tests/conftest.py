@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-# Test files import `ports` by this name.
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+# Test files import `ports` by this name, and `harness` and `warm`.
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE / "integration")]
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

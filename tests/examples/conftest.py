@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from ports import free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SMALL = ("--batch", "2", "--seq", "32")
 
-# The example's modules import each other as scripts do, from their own directory; `warm` is the integration tests'.
-sys.path[:0] = [str(EXAMPLES), str(ROOT / "tests" / "integration")]
-
-import warm  # noqa: E402
+# The example's modules import each other as scripts do, from their own directory.
+sys.path.insert(0, str(EXAMPLES))
 
 
 @dataclass(frozen=True)
