@@ -50,6 +50,7 @@ FILES = ("bandwidth", "states")
 NAME = re.compile(r"ds_slide-.+-\d+-\d+-[0-9a-f]{12}")
 # A maker loses its directory only to a remover that looked within the microseconds between mkdir and flock.
 ATTEMPTS = 1000
+_NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 
 _log = logging.getLogger("ds_slide")
 
@@ -185,11 +186,11 @@ def _remove_dead(name: str, parent: int, directory: int) -> None:
     lock = os.open(LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     try:
         try:
-            if not (_locked(lock) and is_at(LOCK_NAME, directory, lock)):
-                return
-            _remove_files(directory)
+            if _locked(lock) and is_at(LOCK_NAME, directory, lock):
+                _remove_files(directory)
         finally:
-            os.close(lock)  # before the directory: NFS keeps the open file in it
+            os.close(lock)  # before the directory: NFS and FUSE keep the open file in it
+        # Also one whose run has ended meanwhile, and could not remove it for the lock that was open here.
         _remove_if_empty(name, parent, directory)
     except OSError as error:
         _log.warning("the directory %s of a dead run could not be removed (%s); remove it", name, error.strerror)
@@ -212,7 +213,7 @@ def _remove_if_empty(name: str, parent: int, directory: int) -> None:
     try:
         remove_empty(name, parent, directory)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EBUSY):
+        if error.errno not in (*_NOT_EMPTY, errno.EACCES, errno.EPERM, errno.EBUSY):
             raise
 
 
@@ -225,13 +226,23 @@ def _remove_own(made: _Made) -> None:
         made.removed = True
         try:
             _remove_files(made.directory)
-            made.unlock()  # before the directory: NFS keeps the open file in it
+            made.unlock()  # before the directory: NFS and FUSE keep the open file in it
             if not remove_empty(made.path.name, made.parent, made.directory):
                 _log.warning("somebody has renamed the run directory %s; an empty directory is left", made.path)
         except OSError as error:
-            _log.warning("the run directory %s could not be removed (%s); remove it", made.path, error.strerror)
+            if error.errno not in _NOT_EMPTY or not _holds_open_files_only(made.directory):
+                _log.warning("the run directory %s could not be removed (%s); remove it", made.path, error.strerror)
         finally:
             made.let_go()
+
+
+def _holds_open_files_only(directory: int) -> bool:
+    """Whether nothing is in it but what is still open somewhere. A start that looks for dead runs has the lock open for
+    a moment and removes the directory then; of what this process has open the next start removes it."""
+    try:
+        return all(map(is_hidden, os.listdir(directory)))
+    except FileNotFoundError:
+        return True
 
 
 # The directories that this process has. A child shares a lock with its parent as long as it has the descriptor open,
