@@ -27,7 +27,7 @@ _ATTEMPTS = 100
 # Of O_TMPFILE, after which a named file cannot be made either. The rest, whatever it is, may be about nameless ones.
 _NO_FILES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 # Where a path stands for a directory that is open (FUSE, NFS), they answer so when it has been removed.
-_REMOVED = (errno.ENOENT, errno.ESTALE)
+REMOVED = (errno.ENOENT, errno.ESTALE)
 _HIDDEN = re.compile(r"\.(nfs|fuse_hidden)[0-9A-Fa-f]+")
 
 
@@ -99,7 +99,7 @@ def is_at(name: str, parent: int, descriptor: int) -> bool:
     try:
         return found is not None and os.path.samestat(found, os.fstat(descriptor))
     except OSError as error:
-        if error.errno not in _REMOVED:
+        if error.errno not in REMOVED:
             raise
         return False
 
@@ -108,7 +108,7 @@ def _is_removed(directory: int) -> bool:
     try:
         return os.fstat(directory).st_nlink == 0
     except OSError as error:
-        if error.errno not in _REMOVED:
+        if error.errno not in REMOVED:
             raise
         return True
 

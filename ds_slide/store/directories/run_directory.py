@@ -35,6 +35,7 @@ from pathlib import Path
 
 from ds_slide.errors import SlideError
 from ds_slide.store.directories.owned_directory import (
+    REMOVED,
     first_foreign,
     is_at,
     is_hidden,
@@ -241,8 +242,8 @@ def _holds_open_files_only(directory: int) -> bool:
     a moment and removes the directory then; of what this process has open the next start removes it."""
     try:
         return all(map(is_hidden, os.listdir(directory)))
-    except FileNotFoundError:
-        return True
+    except OSError as error:
+        return error.errno in REMOVED
 
 
 # The directories that this process has. A child shares a lock with its parent as long as it has the descriptor open,
