@@ -126,9 +126,9 @@ def _make(parent: int, parent_path: Path, prefix: str) -> _Made:
         os.mkdir(name, 0o700, dir_fd=parent)
         try:
             directory = open_owned(name, parent)
-        except FileNotFoundError:
-            continue  # a remover took the directory while it was empty
-        except OSError:
+        except OSError as error:
+            if error.errno in REMOVED:
+                continue  # a remover took the directory while it was empty
             with contextlib.suppress(OSError):
                 os.rmdir(name, dir_fd=parent)
             raise
@@ -137,17 +137,17 @@ def _make(parent: int, parent_path: Path, prefix: str) -> _Made:
             if os.listdir(directory):
                 raise OSError(errno.EEXIST, "another user has put another directory in the place of a new one", name)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with contextlib.suppress(FileNotFoundError):
-                lock = os.open(LOCK_NAME, flags, 0o600, dir_fd=directory)
-            if lock is not None and _locked(lock) and is_at(LOCK_NAME, directory, lock):
+            lock = os.open(LOCK_NAME, flags, 0o600, dir_fd=directory)
+            if _locked(lock) and is_at(LOCK_NAME, directory, lock):
                 return _Made(parent_path / name, os.dup(parent), directory, lock)
-        except OSError:
-            if lock is not None:
-                os.unlink(LOCK_NAME, dir_fd=directory)
-                os.close(lock)
-            _remove_if_empty(name, parent, directory)
-            os.close(directory)
-            raise
+        except OSError as error:
+            if error.errno not in REMOVED:
+                if lock is not None:
+                    os.unlink(LOCK_NAME, dir_fd=directory)
+                    os.close(lock)
+                _remove_if_empty(name, parent, directory)
+                os.close(directory)
+                raise
         if lock is not None:
             os.close(lock)
         os.close(directory)
