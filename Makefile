@@ -25,7 +25,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export DS_ACCELERATOR := cpu
 
-.PHONY: demo test test-clients lint sanitize native install clean
+.PHONY: demo test test-clients test-clients-quick lint sanitize native install clean
 
 demo: install
 	$(ACTIVATE) $(BIN)/deepspeed --log_level warning --num_gpus 1 examples/finetune.py \
@@ -41,6 +41,12 @@ test-clients: $(foreach client,trl sentence-transformers llamafactory,$(CLIENTS)
 	$(CLIENT_TEST) $(CLIENTS)/sentence-transformers/bin/python $(CLIENT_FLAGS) tests/clients/test_sentence_transformers.py
 	$(CLIENT_TEST) $(CLIENTS)/llamafactory/bin/python $(CLIENT_FLAGS) tests/clients/test_llamafactory.py
 
+# What of it continuous integration has time for: a loss in chunks, generation, and parameters of two data types.
+test-clients-quick: $(CLIENTS)/trl/.installed
+	$(CLIENT_TEST) $(CLIENTS)/trl/bin/python $(CLIENT_FLAGS) $(QUICK:%='tests/clients/%')
+
+QUICK := $(foreach case,sft grpo,test_trl.py::test_losses_and_weights_are_stocks[$(case)]) \
+	test_peft.py::test_losses_and_norms_are_stocks[lora]
 CLIENT_TEST = $(ACTIVATE) OMP_NUM_THREADS=1
 CLIENT_FLAGS = -m pytest -m clients $(PYTEST_FLAGS)
 

@@ -7,6 +7,8 @@ DeepSpeed may import it long before.
 import functools
 import gc
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,22 @@ sys.path[:0] = [str(HERE), str(HERE / "integration")]
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def over_fuse(tmp_path: Path) -> Iterator[Path]:
+    """A directory of another file system, which a process of its own serves: it has no nameless files, and one that is
+    unlinked while it is open gets another name. Skips where FUSE cannot be mounted."""
+    if shutil.which("bindfs") is None:
+        pytest.skip("bindfs, which serves a directory through FUSE, is not installed")
+    beneath, seen = tmp_path / "beneath", tmp_path / "seen"
+    beneath.mkdir()
+    seen.mkdir()
+    done = subprocess.run(["bindfs", str(beneath), str(seen)], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"FUSE cannot be mounted here: {done.stderr.strip()}")
+    yield seen
+    subprocess.run(["fusermount3", "-u", "-z", str(seen)], check=True)
 
 
 @pytest.fixture

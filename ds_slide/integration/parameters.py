@@ -132,6 +132,9 @@ def adopt(unit: Unit) -> None:
         device = get_accelerator().current_device_name()
         parameter.data = torch.empty(0, dtype=unit.parameter_dtype, device=device)
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        # Stock's word for "replicated throughout training". What its stage3_param_persistence_threshold has chosen says
+        # nothing here: small parameters of a block that is not on the GPU move with it.
+        parameter.ds_persist = unit.resident is not None
         parameter.grad = None
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -25,7 +25,8 @@ def data(count: int) -> list[torch.Tensor]:
 
 
 def main(out: Path) -> None:
-    accelerator = Accelerator()
+    # Without the backend's name accelerate takes every rank for the only one on a machine that has no GPU.
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, max_position_embeddings=LENGTH, **sizes)
@@ -49,7 +50,7 @@ def main(out: Path) -> None:
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         kind = type(model.optimizer).__name__
-        seen = {"optimizer": kind, "losses": losses, "rates": rates}
+        seen = {"optimizer": kind, "ranks": accelerator.num_processes, "losses": losses, "rates": rates}
         torch.save({**seen, "before": before, "weights": weights}, out)
     accelerator.end_training()
 

@@ -57,6 +57,7 @@ def test_losses_and_weights_are_stocks(ranks: int, tmp_path: Path) -> None:
     stock, slide = launched(tmp_path, "stock", ranks), launched(tmp_path, "slide", ranks)
     assert stock["optimizer"] == "DeepSpeedZeroOptimizer_Stage3"
     assert slide["optimizer"] == "SlideZeroOptimizer"
+    assert slide["ranks"] == stock["ranks"] == ranks
     assert slide["rates"] == stock["rates"]
     assert len(slide["losses"]) == 12
     assert slide["losses"] == pytest.approx(stock["losses"], abs=LOSS_TOLERANCE)

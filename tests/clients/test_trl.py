@@ -41,6 +41,7 @@ def test_losses_and_weights_are_stocks(case: str, trl_worker: Any) -> None:
     stock, slide = trl_worker.run(case, "stock", ranks), trl_worker.run(case, "slide", ranks)
     assert stock["optimizer"] == "DeepSpeedZeroOptimizer_Stage3"
     assert slide["optimizer"] == "SlideZeroOptimizer"
+    assert slide["ranks"] == stock["ranks"] == ranks
     assert len(slide["log"]) == len(stock["log"]) == 4
     for ours, theirs in zip(slide["log"], stock["log"], strict=True):
         assert ours.keys() == theirs.keys()

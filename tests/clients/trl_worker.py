@@ -170,6 +170,7 @@ def train(case: str, run: str) -> dict[str, Any]:
     trainer.train()
     return {
         "optimizer": type(trainer.model_wrapped.optimizer).__name__,
+        "ranks": trainer.accelerator.num_processes,
         "log": [entry for entry in trainer.state.log_history if "loss" in entry],
         "before": before.weights,
         "weights": weights_of(trainer.model_wrapped.module),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import set_z3_leaf_modules
-from harness import ADAMW, ds_config, engine_for, llama
+from harness import ADAMW, batches, causal_loss, ds_config, engine_for, llama
 
 from ds_slide.errors import SlideAttributeError, SlideError
 from ds_slide.integration.optimizer import SlideZeroOptimizer
@@ -86,6 +88,21 @@ def test_values_that_stock_has() -> None:
             found.append((leaves, engine.optimizer.model_parallel_group, engine.optimizer.model_parallel_rank))
     assert found[0] == found[1]
     assert len(found[0][0]) == 6
+
+
+def test_what_stays_on_the_gpu_is_called_persistent() -> None:
+    """And nothing else, whatever zero.Init has chosen by stage3_param_persistence_threshold."""
+    config = ds_config({"window": 2, "gpu_states": 0}, **ON_GPU)
+    model = llama()
+    deepspeed.zero.Init(model, config_dict_or_path=config)
+    for parameter in model.parameters():
+        parameter.ds_persist = True
+    with engine_for(model, config) as engine:
+        engine.backward(causal_loss(engine, batches(1)[0]))
+        parameters: dict[str, Any] = dict(model.named_parameters())
+        here = {name for name, parameter in parameters.items() if parameter.ds_status == ZeroParamStatus.AVAILABLE}
+        assert here == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+        assert {name for name, parameter in parameters.items() if parameter.ds_persist} == here
 
 
 def test_moving_states_is_refused_in_a_sentence(engine: Any) -> None:

@@ -29,9 +29,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ds_slide.store.directories.owned_directory import (
+    REMOVED,
     Known,
     first_foreign,
     is_at,
+    is_hidden,
     open_owned,
     owned,
     remove_contents,
@@ -40,6 +42,7 @@ from ds_slide.store.directories.owned_directory import (
 )
 
 LOCK = "lock"
+_NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 
 Prepare = Callable[[Path, int, int], str]
 """Called before a directory is emptied, with its path and the descriptors of its parent and itself, under its lock:
@@ -73,7 +76,7 @@ class LockedDirectory:
             self.removed = True
             try:
                 name = prepare(self.path, self.parent, self.directory)
-                self._unlock()  # before the file goes: NFS keeps an open one, and with it the directory
+                self._unlock()  # before the file goes: NFS and FUSE keep an open one, and with it the directory
                 remove_unlocked(name, self.parent, self.directory)
             finally:
                 self.let_go()
@@ -101,9 +104,9 @@ def make_locked(path: Path, parent: int, mode: int, *, without_locks: bool = Fal
     os.mkdir(name, mode, dir_fd=parent)
     try:
         directory = open_owned(name, parent)
-    except FileNotFoundError:
-        return None  # a remover took the directory while it was empty
-    except OSError:
+    except OSError as error:
+        if error.errno in REMOVED:
+            return None  # a remover took the directory while it was empty
         with contextlib.suppress(OSError):
             os.rmdir(name, dir_fd=parent)
         raise
@@ -112,22 +115,22 @@ def make_locked(path: Path, parent: int, mode: int, *, without_locks: bool = Fal
         if os.listdir(directory):
             raise OSError(errno.EEXIST, "another user has put another directory in the place of a new one", name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with contextlib.suppress(FileNotFoundError):
-            lock = os.open(LOCK, flags, mode & 0o666, dir_fd=directory)
-        locked = lock is not None and _try_lock(lock)
+        lock = os.open(LOCK, flags, mode & 0o666, dir_fd=directory)
+        locked = _try_lock(lock)
         if locked is None and not without_locks:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), name)
-        if lock is not None and locked is not False and is_at(LOCK, directory, lock):
+        if locked is not False and is_at(LOCK, directory, lock):
             made = LockedDirectory(path, os.dup(parent), directory, lock)
             _held.add(made)
             return made
-    except OSError:
-        if lock is not None:
-            os.unlink(LOCK, dir_fd=directory)
-            os.close(lock)
-        _remove_if_empty(name, parent, directory)
-        os.close(directory)
-        raise
+    except OSError as error:
+        if error.errno not in REMOVED:
+            if lock is not None:
+                os.unlink(LOCK, dir_fd=directory)
+                os.close(lock)
+            _remove_if_empty(name, parent, directory)
+            os.close(directory)
+            raise
     if lock is not None:
         os.close(lock)
     os.close(directory)
@@ -146,12 +149,14 @@ def remove_dead(path: Path, parent: int, prepare: Prepare) -> None:
             raise OSError(errno.EINVAL, f"its {LOCK} is no file")
         lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
         try:
-            if not (_try_lock(lock) and is_at(LOCK, directory, lock)):
-                return
-            name = prepare(path, parent, directory)
+            is_dead = _try_lock(lock) and is_at(LOCK, directory, lock)
+            name = prepare(path, parent, directory) if is_dead else path.name
         finally:
-            os.close(lock)  # before the file goes: NFS keeps an open one, and with it the directory
-        remove_unlocked(name, parent, directory)
+            os.close(lock)  # before the file goes: NFS and FUSE keep an open one, and with it the directory
+        if is_dead:
+            remove_unlocked(name, parent, directory)
+        else:  # its owner may have ended meanwhile, and could not remove it for the lock that was open here
+            _remove_if_empty(name, parent, directory)
 
 
 def require_known(directory: int, known: Known, owner: str) -> None:
@@ -165,7 +170,13 @@ def remove_unlocked(name: str, parent: int, directory: int) -> None:
     """Remove the directory open as `directory` with all that is in it; the lock goes last, so that whatever is left
     after a kill can still be recognised as dead. Raises OSError, also where a part of it is not ours."""
     remove_contents(directory, last=LOCK)
-    if not remove_empty(name, parent, directory):
+    try:
+        was_there = remove_empty(name, parent, directory)
+    except OSError as error:
+        if error.errno not in _NOT_EMPTY or not _holds_open_files_only(directory):
+            raise
+        return
+    if not was_there:
         raise OSError(errno.ESTALE, "somebody has renamed it; an empty directory is left", name)
 
 
@@ -187,8 +198,17 @@ def _remove_if_empty(name: str, parent: int, directory: int) -> None:
     try:
         remove_empty(name, parent, directory)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EBUSY):
+        if error.errno not in (*_NOT_EMPTY, errno.EACCES, errno.EPERM, errno.EBUSY):
             raise
+
+
+def _holds_open_files_only(directory: int) -> bool:
+    """Whether nothing is in it but what is still open somewhere. A start that looks for dead owners has the lock open
+    for a moment and removes the directory then; what this process has open the next start removes."""
+    try:
+        return all(map(is_hidden, os.listdir(directory)))
+    except OSError as error:
+        return error.errno in REMOVED
 
 
 # The directories that this process has. A child shares a lock with its parent as long as it has the descriptor open,

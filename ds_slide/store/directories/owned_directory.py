@@ -26,6 +26,8 @@ _MOST_LEVELS = 32
 _ATTEMPTS = 100
 # Of O_TMPFILE, after which a named file cannot be made either. The rest, whatever it is, may be about nameless ones.
 _NO_FILES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+# Where a path stands for a directory that is open (FUSE, NFS), they answer so when it has been removed.
+REMOVED = (errno.ENOENT, errno.ESTALE)
 _HIDDEN = re.compile(r"\.(nfs|fuse_hidden)[0-9A-Fa-f]+")
 
 
@@ -95,7 +97,21 @@ def status_of(name: str, parent: int) -> os.stat_result | None:
 def is_at(name: str, parent: int, descriptor: int) -> bool:
     """Whether the name means what is open as `descriptor`, now."""
     found = status_of(name, parent)
-    return found is not None and os.path.samestat(found, os.fstat(descriptor))
+    try:
+        return found is not None and os.path.samestat(found, os.fstat(descriptor))
+    except OSError as error:
+        if error.errno not in REMOVED:
+            raise
+        return False
+
+
+def _is_removed(directory: int) -> bool:
+    try:
+        return os.fstat(directory).st_nlink == 0
+    except OSError as error:
+        if error.errno not in REMOVED:
+            raise
+        return True
 
 
 def obstacle(name: str, parent: int) -> str | None:
@@ -189,7 +205,7 @@ def remove_empty(name: str, parent: int, directory: int) -> bool:
                 os.rmdir(name, dir_fd=parent)
                 return True
             path = present_path(directory)
-            if os.fstat(directory).st_nlink == 0 or (path is not None and path.endswith(" (deleted)")):
+            if _is_removed(directory) or (path is not None and path.endswith(" (deleted)")):
                 return True  # somebody else has removed it
             if path is None:
                 return False

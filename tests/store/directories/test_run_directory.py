@@ -277,7 +277,9 @@ def test_a_forked_child_that_lives_on_does_not_keep_a_killed_parents_lock(tmp_pa
     process.communicate(timeout=60)
 
 
-def test_runs_that_start_end_and_crash_at_once_never_lose_a_living_directory(tmp_path):
+@pytest.mark.parametrize("place", ["tmp_path", "over_fuse"])
+def test_runs_that_start_end_and_crash_at_once_never_lose_a_living_directory(place, request):
+    parent = request.getfixturevalue(place)
     script = """
         print("ready", flush=True)
         sys.stdin.readline()
@@ -293,7 +295,7 @@ def test_runs_that_start_end_and_crash_at_once_never_lose_a_living_directory(tmp
             else:
                 run.close()
         """
-    processes = [process_of(script, tmp_path) for _ in range(6)]
+    processes = [process_of(script, parent) for _ in range(6)]
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -305,8 +307,8 @@ def test_runs_that_start_end_and_crash_at_once_never_lose_a_living_directory(tmp
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
         assert errors == ""
-    started(tmp_path).close()
-    assert names(tmp_path) == set()
+    started(parent).close()
+    assert names(parent) == set()
 
 
 def refusal(parent: Path) -> str:

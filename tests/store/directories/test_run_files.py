@@ -35,7 +35,7 @@ def put_and_get(file: RunFile) -> None:
 
 @pytest.fixture
 def no_unnamed_files(monkeypatch) -> None:
-    """As on file systems without O_TMPFILE. Patched: those that can be mounted here have it."""
+    """As on file systems without O_TMPFILE. Patched: FUSE, which has none, cannot be mounted everywhere."""
     monkeypatch.setattr(run_files, "unnamed_file", lambda _directory: None)
 
 
@@ -123,19 +123,39 @@ def test_what_no_file_can_be_made_for_is_said(tmp_path, monkeypatch, code):
             owned_directory.unnamed_file(parent)
 
 
+def test_over_fuse_a_file_keeps_its_name_until_its_run_or_the_next_one_removes_it(over_fuse):
+    files = RunFiles(over_fuse, 0)
+    file = files.make("states")
+    put_and_get(file)
+    own = names(over_fuse)
+    assert [Path(name).name for name in own[1:]] == [LOCK, "states"]
+    assert len(killed_run(over_fuse, signal.SIGKILL)) == 2 * len(own)
+    RunFiles(over_fuse, 0).close()
+    assert names(over_fuse) == own
+    os.close(file.descriptor)
+    files.close()
+    assert names(over_fuse) == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_no_death_leaves_anything(tmp_path, number):
+    assert killed_run(tmp_path, number) == []
+
+
+def killed_run(parent, number):
+    """What is left in `parent` of a run that has made a file there."""
     script = """
         import os, sys
         from pathlib import Path
         from ds_slide.store.directories.run_files import RunFiles
-        file = RunFiles(Path(sys.argv[1]), 0).make("states")
+        files = RunFiles(Path(sys.argv[1]), 0)
+        file = files.make("states")
         os.posix_fallocate(file.descriptor, 0, 1 << 20)
         print("made", flush=True)
         sys.stdin.read()
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        [sys.executable, "-c", textwrap.dedent(script), str(parent)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -146,7 +166,7 @@ def test_no_death_leaves_anything(tmp_path, number):
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == -number
-    assert names(tmp_path) == []
+    return names(parent)
 
 
 @pytest.mark.parametrize(
