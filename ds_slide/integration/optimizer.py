@@ -285,7 +285,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def slide_stats(self) -> dict[str, Any]:
         """Statistics of the newest finished step (see `ds_slide.report.statistics`); empty before the first."""
         statistics = self.runtime.parts.recorder.as_dict(self.runtime.parts.memory_report)
-        return statistics and {**statistics, "kernels": self.kernels.as_dict()}
+        pools = self.runtime.parts.pool_report()
+        return statistics and {**statistics, "pools": pools, "kernels": self.kernels.as_dict()}
 
     # ---- states, for deepspeed.utils.safe_* ------------------------------------------------------------------
 

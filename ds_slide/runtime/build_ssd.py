@@ -10,6 +10,7 @@ from ds_slide.plan.allocations import CHECKSUMS, CHUNK_BUFFERS, GRADIENT_BUFFER,
 from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.gradients.ssd_gradients import SsdGradients
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
+from ds_slide.runtime.transfers.pool import BufferPool
 from ds_slide.runtime.transfers.ssd import SsdStates
 from ds_slide.runtime.transfers.stream_worker import Delay
 from ds_slide.runtime.unit import Unit
@@ -90,8 +91,8 @@ def make_ssd_states(context: BuildContext, units: Sequence[Unit], store: SsdStor
     return SsdStates(
         units,
         store,
-        _buffers(context, store, CHUNK_BUFFERS),
-        _buffers(context, store, WEIGHT_BUFFERS),
+        _pool(context, store, CHUNK_BUFFERS),
+        _pool(context, store, WEIGHT_BUFFERS),
         context.failures,
         updates_under_backward=context.settings.held_dtype is None,
         requests=context.recorder.requests,
@@ -102,15 +103,16 @@ def make_ssd_gradients(context: BuildContext, store: SsdStore) -> SsdGradients |
     """What reads and writes held gradients on SSD; None where all are in memory."""
     if not context.plan.placement.gradients_on_ssd:
         return None
-    (buffer,) = _buffers(context, store, GRADIENT_BUFFER)
+    # The update lane's own, for as long as this lives: nobody else ever asks for it.
+    buffer = _pool(context, store, GRADIENT_BUFFER).lease().buffer
     return SsdGradients(buffer, context.recorder.meters["update"])
 
 
-def _buffers(context: BuildContext, store: SsdStore, what: str) -> list[torch.Tensor]:
-    tensors = context.allocator.leased(what)
-    for tensor in tensors:
-        store.register(tensor.data_ptr(), tensor.numel())
-    return tensors
+def _pool(context: BuildContext, store: SsdStore, what: str) -> BufferPool:
+    pool = context.allocator.pool(what, context.failures)
+    for address in pool.addresses:
+        store.register(address, pool.buffer_bytes)
+    return pool
 
 
 def announcer(ssd: SsdStates | None, settings: RuntimeSettings) -> tuple[Announce | None, int]:

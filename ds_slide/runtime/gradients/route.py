@@ -26,7 +26,7 @@ from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Stagin
 from ds_slide.runtime.gradients.ssd_gradients import SsdGradients
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.transfers.handoff import Failures, Future
-from ds_slide.runtime.transfers.ring import HostRing
+from ds_slide.runtime.transfers.pool import BufferPool, Lease
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.unit import Unit, Update
 from ds_slide.runtime.updates.update_worker import UpdateWorker
@@ -55,7 +55,7 @@ class Gradients:
         failures: Failures,
         route: GradientRoute,
         stagings: Sequence[Staging],
-        ring: Callable[[Unit], HostRing],
+        ring: Callable[[Unit], BufferPool],
         num_units: int,
         square_sum: Callable[[torch.Tensor], torch.Tensor],
         updating: Updating,
@@ -191,7 +191,7 @@ class Gradients:
         on_ssd = self._on_ssd
         assert on_ssd is not None
 
-        def store(buffer: torch.Tensor) -> int:
+        def store(_: slice, buffer: torch.Tensor) -> int:  # whole gradients: their buffers are for that
             on_ssd.store(unit, buffer)
             return 0
 
@@ -212,30 +212,34 @@ class Gradients:
             future.wait()
         numel = unit.layout.trainable_numel
 
-        def add(buffer: torch.Tensor) -> int:
-            return self._accumulate(unit, buffer[:numel], before=before, first=first, final=final)
+        def add(piece: slice, buffer: torch.Tensor) -> int:
+            gradient = buffer[: piece.stop - piece.start]
+            final_piece = final and piece.stop == numel
+            return self._accumulate(unit, piece, gradient, before=before, first=first, final=final_piece)
 
         self._through_ring(unit, source, packed, arrived, add)
 
     def _through_ring(
-        self, unit: Unit, source: Source, packed: Marker, arrived: Future, use: Callable[[torch.Tensor], int]
+        self, unit: Unit, source: Source, packed: Marker, arrived: Future, use: Callable[[slice, torch.Tensor], int]
     ) -> None:
-        """Copy the gradient to a ring buffer; `use` it on the update lane; then it has arrived."""
-        ring = self._ring(unit)
-        buffer = ring.lease()
-        gradient = _of_dtype(buffer, unit.gradient_dtype)
-        marker = PASSED
-        for span in unit.spans:
-            marker = self._copy(unit, source, span, gradient, packed)
-        source.release(marker)
+        """Copy the gradient to a ring buffer, piece by piece where that cannot take it as a whole; `use` each piece on
+        the update lane, in order; then it has arrived."""
+        ring, numel = self._ring(unit), unit.layout.trainable_numel
+        marker, most = PASSED, ring.buffer_bytes // unit.gradient_dtype.itemsize
 
-        def run() -> int:
-            moved = use(gradient)
-            ring.give_back(buffer)
-            arrived.keep()
+        def run(lease: Lease, piece: slice, gradient: torch.Tensor) -> int:
+            moved = use(piece, gradient)
+            lease.release()
+            if piece.stop == numel:
+                arrived.keep()
             return moved
 
-        self._updates.submit(unit.order, marker, run, "gradient kept")
+        for start in range(0, numel, most):
+            lease, piece = ring.lease(), slice(start, min(start + most, numel))
+            gradient = _of_dtype(lease.buffer, unit.gradient_dtype)
+            marker = self._copy(unit, source, piece, gradient, packed, start)
+            self._updates.submit(unit.order, marker, functools.partial(run, lease, piece, gradient), "gradient kept")
+        source.release(marker)
 
     def _update_on_arrival(
         self,
@@ -246,16 +250,15 @@ class Gradients:
         hypers: Sequence[Hyper],
         arrived: Future,
     ) -> None:
-        ring = self._ring(unit)
-        buffer = ring.lease()
-        whole = _of_dtype(buffer, unit.gradient_dtype)
+        lease = self._ring(unit).lease()
+        whole = _of_dtype(lease.buffer, unit.gradient_dtype)
         left = len(unit.spans)
 
         def span_is_done() -> None:  # on the update lane, one thread
             nonlocal left
             left -= 1
             if not left:
-                ring.give_back(buffer)
+                lease.release()
 
         marker = PASSED
         for index, span in enumerate(unit.spans):
@@ -265,12 +268,15 @@ class Gradients:
         source.release(marker)
         arrived.keep(marker)
 
-    def _copy(self, unit: Unit, source: Source, span: slice, target: torch.Tensor, packed: Marker) -> Marker:
+    def _copy(
+        self, unit: Unit, source: Source, span: slice, target: torch.Tensor, packed: Marker, target_start: int = 0
+    ) -> Marker:
+        """`target_start`: the element of the gradient that `target` begins with."""
         self._device.wait(packed, self._d2h.stream)
         end = PASSED
         for part in source.parts(span):
             start = self._device.mark(self._d2h.stream, timed=True)
-            source.copy(part, target)
+            source.copy(part, target[part.start - target_start : part.stop - target_start])
             end = self._device.mark(self._d2h.stream, timed=True, host_waits=True)
             moved = (part.stop - part.start) * target.element_size()
             self._d2h.meter.add_interval(start, end, moved, ("gradient", unit.order))
@@ -293,23 +299,32 @@ class Gradients:
             raise
 
     def _accumulate(
-        self, unit: Unit, gradient: torch.Tensor, *, before: tuple[Future, Future], first: bool, final: bool
+        self,
+        unit: Unit,
+        piece: slice,
+        gradient: torch.Tensor,
+        *,
+        before: tuple[Future, Future],
+        first: bool,
+        final: bool,
     ) -> int:
+        """Add the elements `piece` of a gradient to those that are held. `final`: no more come before the step."""
         if first:
             for future in before:
                 future.synchronize()
         on_ssd = self._on_ssd if unit.state.gradient_on_ssd else None
         if on_ssd is not None:
-            state_buffer = on_ssd.zeros(unit) if first else on_ssd.load(unit, slice(0, unit.layout.trainable_numel))
+            state_buffer = on_ssd.zeros(unit) if first else on_ssd.load(unit, piece)
         else:
-            state_buffer = unit.state.read("gradient", slice(0, unit.layout.trainable_numel))
+            state_buffer = unit.state.read("gradient", piece)
             if first:
                 state_buffer.zero_()
         self._updater.accumulate_(state_buffer, gradient)
         if on_ssd is not None:
             on_ssd.store(unit)
         if final:
-            unit.host_square_sum = self._updater.sum_of_squares(state_buffer)
+            whole = unit.state.read("gradient", slice(0, unit.layout.trainable_numel)) if piece.start else state_buffer
+            unit.host_square_sum = self._updater.sum_of_squares(whole)
             unit.square_sum_on = "host"
         return 2 * state_buffer.numel() * state_buffer.element_size() + gradient.numel() * gradient.element_size()
 

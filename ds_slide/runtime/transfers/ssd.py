@@ -19,6 +19,7 @@ import torch
 from ds_slide.report.trace import Requests
 from ds_slide.runtime.transfers.buffers import BufferCache
 from ds_slide.runtime.transfers.handoff import Failures
+from ds_slide.runtime.transfers.pool import BufferPool
 from ds_slide.runtime.unit import Unit, Update
 from ds_slide.store.ssd.store import SsdStore
 from ds_slide.store.state_buffers import StateBuffers
@@ -35,8 +36,8 @@ class SsdStates:
         self,
         units: Sequence[Unit],
         store: SsdStore,
-        chunk_buffers: Sequence[torch.Tensor],
-        weight_buffers: Sequence[torch.Tensor],
+        chunk_buffers: BufferPool,
+        weight_buffers: BufferPool,
         failures: Failures,
         *,
         updates_under_backward: bool,
@@ -52,7 +53,7 @@ class SsdStates:
         self.weights: BufferCache[int] = BufferCache(
             weight_buffers, self._load_weight, failures, what="the weights of unit"
         )
-        self.ahead = len(weight_buffers)
+        self.ahead = len(weight_buffers.addresses)
         """Blocks whose weights may be read ahead."""
         # Backward waits for updates under it (for gradient buffers), never for those under the next forward.
         self._updates_are_urgent = updates_under_backward
@@ -164,6 +165,8 @@ class SsdStates:
     def close(self) -> None:
         """After the lanes have ended. The files are removed."""
         self._store.close()
+        self.chunks.close()
+        self.weights.close()
 
     def _load_chunk(self, key: ChunkKey, buffer: torch.Tensor, then: Callable[[], None]) -> None:
         ssd = self._units[key[0]].state.ssd
