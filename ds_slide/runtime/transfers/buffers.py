@@ -247,9 +247,10 @@ class BufferCache(Generic[Key]):
             self._abandoned = True
 
     def close(self) -> None:
-        """After `abandon`, when neither store nor lanes use a buffer any more: give back all. Harmless when called
-        twice."""
+        """After `abandon`, when neither store nor lanes use a buffer any more: give back all, and forget the demands,
+        which may have leases of other pools. Harmless when called twice."""
         with self._changed:
+            self._demands.clear()
             while self._entries:
                 self._entries.popitem()[1].lease.release()
 
