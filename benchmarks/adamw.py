@@ -19,15 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-
-try:
-    from benchmarks.machine import cpu
-except ImportError:  # run as a script: the folder of this file is on the path, not the repository
-    from machine import cpu
+from machine import cpu
 
 from ds_slide import _native
+from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.optim.hyper import AdamWHyper
 
 OUR_BYTES = 26
 TORCH_BYTES = 28

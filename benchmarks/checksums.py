@@ -59,7 +59,7 @@ def measure(setting: Setting, folder: str, seconds: float) -> dict[str, Any]:
     model = step.prepare_model(setting, device)
     batches = step.token_batches(setting, model.config.vocab_size, device)
     trainer: Any = make_trainer(model, setting, folder)
-    sums: PageSums | None = trainer.engine.optimizer.runtime.parts.ssd._store._sums
+    sums: PageSums | None = trainer.engine.optimizer.runtime.parts.ssd.store._sums
     if sums is None:
         raise SystemExit("checksums are off; take them out of --slide")
     clock, log = PhaseClock(device.type == "cuda"), step.StepLog()
@@ -68,7 +68,7 @@ def measure(setting: Setting, folder: str, seconds: float) -> dict[str, Any]:
     step.synchronize(device)
     step.note(f"steps for {seconds:g} s, off and on in turns")
     begin, timed = time.perf_counter(), {False: [], True: []}
-    books: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     for turn in itertools.cycle((False, True, True, False)):
         whole = len(timed[False]) == len(timed[True])
         if whole and timed[True] and time.perf_counter() - begin > seconds:
@@ -77,8 +77,8 @@ def measure(setting: Setting, folder: str, seconds: float) -> dict[str, Any]:
         step.run_steps(trainer, batches, setting, 1, clock, log)
         timed[turn].append(log.step_s[-1])
         if turn:
-            books.append(log.engine[-1])
-    stats = books[-1]
+            lines.append(log.engine[-1])
+    stats = lines[-1]
     record = {
         "parameters": stats["memory"]["parameters"],
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -86,10 +86,10 @@ def measure(setting: Setting, folder: str, seconds: float) -> dict[str, Any]:
         "off_s": statistics.median(timed[False]),
         "on_s": statistics.median(timed[True]),
         "cost": statistics.median(on / off for off, on in zip(timed[False], timed[True], strict=True)) - 1,
-        "cost_s": (cost_s := statistics.median(book["ssd"]["checked_s"] for book in books)),
+        "cost_s": (cost_s := statistics.median(line["ssd"]["checked_s"] for line in lines)),
         "cost_if_nothing_hid_it": cost_s / statistics.median(timed[False]),
-        "checked_bytes": statistics.median(book["ssd"]["checked_bytes"] for book in books),
-        "moved_bytes": statistics.median(book["ssd"]["read_bytes"] + book["ssd"]["written_bytes"] for book in books),
+        "checked_bytes": statistics.median(line["ssd"]["checked_bytes"] for line in lines),
+        "moved_bytes": statistics.median(line["ssd"]["read_bytes"] + line["ssd"]["written_bytes"] for line in lines),
         "sums_bytes": stats["ssd"]["nbytes"] // 4096 * 4,
         "bound_lane": stats["bound_lane"],
         "step_s_off": timed[False],

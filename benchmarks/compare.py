@@ -132,7 +132,7 @@ class Report:
         self.file(".md").write_text(text)
         self.file(".csv").write_text(page.csv_text(records))
         header = {"facts": self._facts, "ceilings": ceilings}
-        self.file(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in [header, *records]))
+        self.file(".jsonl").write_text(page.json_lines([header, *records]))
 
 
 def chosen_settings(arguments: argparse.Namespace) -> list[Setting]:

@@ -121,7 +121,7 @@ def square_sums(numel: int, device: torch.device) -> Problem:
 
 
 def adamw(numel: int, device: torch.device) -> Problem:
-    from ds_slide.optim.hyper import AdamWHyper
+    from ds_slide.optim.adamw import AdamWHyper
     from ds_slide.optim.reference import encode_split
 
     hyper = AdamWHyper(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, step=STEP)
@@ -141,7 +141,7 @@ def adamw(numel: int, device: torch.device) -> Problem:
         from ds_slide.kernels.offload.adamw_split import adamw_split_
 
         def call(weight: Tensor, low: Tensor, m: Tensor, v: Tensor, g: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-            adamw_split_(weight, low, m, v, g, hyper, 1.0)
+            adamw_split_(weight, low, m, v, g, hyper.constants(), hyper.adam_w_mode)
             return weight, m, v
 
         return call

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from page import number, used
+
 OURS, COPY, GEMMS = "ours", "copy", "GEMMs"
 # These are no rivals: the first is the wall that a copy of the same bytes hits, the second the bare matrix products.
 YARDSTICKS = (COPY, GEMMS)
@@ -46,26 +48,22 @@ class Row:
         return self.max_error is not None and not self.max_error < WRONG
 
 
-def _number(value: float | None, form: str, scale: float = 1.0) -> str:
-    return "" if value is None else format(value / scale, form)
-
-
 COLUMNS = {
     "shape": lambda row: row.shape,
     "mode": lambda row: row.mode,
     "system": lambda row: row.system,
-    "ms": lambda row: _number(row.ms, ".4f" if (row.ms or 0) < 1 else ".3f"),
-    "x ours": lambda row: _number(row.over_ours, ".3f"),
-    "GB/s": lambda row: _number(row.gb_s, ",.0f"),
-    "of copy": lambda row: _number(row.share_of_copy, ".3f"),
-    "of same copy": lambda row: _number(row.share_of_same_copy, ".3f"),
-    "TFLOP/s": lambda row: _number(row.tflop_s, ".0f"),
-    "of GEMMs": lambda row: _number(row.share_of_gemms, ".3f"),
-    "peak MB": lambda row: _number(row.peak_bytes, ",.1f", 1e6),
-    "beyond results MB": lambda row: _number(row.beyond_results_bytes, ",.1f", 1e6),
-    "max error": lambda row: _number(row.max_error, ".1e"),
-    "L2 error": lambda row: _number(row.l2_error, ".1e"),
-    "host ms": lambda row: _number(row.host_ms, ".3f"),
+    "ms": lambda row: number(row.ms, ".4f" if (row.ms or 0) < 1 else ".3f"),
+    "x ours": lambda row: number(row.over_ours, ".3f"),
+    "GB/s": lambda row: number(row.gb_s, ",.0f"),
+    "of copy": lambda row: number(row.share_of_copy, ".3f"),
+    "of same copy": lambda row: number(row.share_of_same_copy, ".3f"),
+    "TFLOP/s": lambda row: number(row.tflop_s, ".0f"),
+    "of GEMMs": lambda row: number(row.share_of_gemms, ".3f"),
+    "peak MB": lambda row: number(row.peak_bytes, ",.1f", 1e6),
+    "beyond results MB": lambda row: number(row.beyond_results_bytes, ",.1f", 1e6),
+    "max error": lambda row: number(row.max_error, ".1e"),
+    "L2 error": lambda row: number(row.l2_error, ".1e"),
+    "host ms": lambda row: number(row.host_ms, ".3f"),
     "note": lambda row: "; ".join(["WRONG RESULT, does not count"] * row.is_wrong() + [row.note] * bool(row.note)),
 }
 
@@ -92,10 +90,7 @@ LEGEND = """\
 
 def table(rows: list[Row]) -> list[list[str]]:
     """Titles and lines; columns that are empty everywhere are left out."""
-    lines = [[cell(row) for cell in COLUMNS.values()] for row in rows]
-    used = [index for index in range(len(COLUMNS)) if any(line[index] for line in lines)]
-    titles = list(COLUMNS)
-    return [[titles[index] for index in used], *([line[index] for index in used] for line in lines)]
+    return used([list(COLUMNS), *([cell(row) for cell in COLUMNS.values()] for row in rows)])
 
 
 def by_kernel(rows: list[Row]) -> dict[str, list[Row]]:

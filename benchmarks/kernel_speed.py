@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import datetime
 import gc
-import json
 import os
 import random
 import re
@@ -240,7 +239,7 @@ def markdown(facts: dict[str, str], command: str, rows: list[Row]) -> str:
 
 def write(stem: Path, facts: dict[str, str], command: str, rows: list[Row]) -> None:
     lines: list[dict[str, Any]] = [{"facts": facts, "command": command}, *map(dataclasses.asdict, rows)]
-    stem.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    stem.with_suffix(".jsonl").write_text(page.json_lines(lines))
     stem.with_suffix(".md").write_text(markdown(facts, command, rows))
 
 

@@ -67,7 +67,8 @@ def loss_difference(record: Record, stock: Record | None) -> float | None:
     return max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
 
 
-def _number(value: float | None, form: str, scale: float = 1.0) -> str:
+def number(value: float | None, form: str, scale: float = 1.0) -> str:
+    """Nothing for None."""
     return "" if value is None else format(value / scale, form)
 
 
@@ -108,29 +109,29 @@ COLUMNS: dict[str, Cell] = {
     "clip": lambda r, _: f"{r['setting']['clip']:g}",
     "GPU limit": lambda r, _: _gpu_limit(r),
     "settings": lambda r, _: _extras(r),
-    "s/step": lambda r, _: _number(r.get("step_s"), ".3f"),
-    "forward": lambda r, _: _number(r.get("forward_phase_s"), ".3f"),
-    "backward": lambda r, _: _number(r.get("backward_phase_s"), ".3f"),
-    "step()": lambda r, _: _number(r.get("step_phase_s"), ".3f"),
-    "tokens/s": lambda r, _: _number(r.get("tokens_per_s"), ",.0f"),
-    "x stock": lambda r, rs: _number(speed_ratio(r, baseline(rs, "stock", r)), ".2f"),
-    "x GPU-only": lambda r, rs: _number(speed_ratio(r, baseline(rs, "gpu-only", r)), ".3f"),
-    "x no kernels": lambda r, rs: _number(speed_ratio(r, without_kernels(rs, r)), ".3f"),
+    "s/step": lambda r, _: number(r.get("step_s"), ".3f"),
+    "forward": lambda r, _: number(r.get("forward_phase_s"), ".3f"),
+    "backward": lambda r, _: number(r.get("backward_phase_s"), ".3f"),
+    "step()": lambda r, _: number(r.get("step_phase_s"), ".3f"),
+    "tokens/s": lambda r, _: number(r.get("tokens_per_s"), ",.0f"),
+    "x stock": lambda r, rs: number(speed_ratio(r, baseline(rs, "stock", r)), ".2f"),
+    "x GPU-only": lambda r, rs: number(speed_ratio(r, baseline(rs, "gpu-only", r)), ".3f"),
+    "x no kernels": lambda r, rs: number(speed_ratio(r, without_kernels(rs, r)), ".3f"),
     "bound": lambda r, _: f"{r['bound_s']:.3f} {r['bound_lane']}" if "bound_s" in r else "",
     "SSD B/param": lambda r, _: _bytes(r, "ssd"),
     "by the OS": lambda r, _: _bytes(r, "os"),
     "SSD GB/s": lambda r, _: _ceiling(r),
-    "SSD bound s": lambda r, _: _number(r.get("ssd_bound_s"), ".3f"),
-    "step / SSD bound": lambda r, _: _number(r.get("step_over_ssd_bound"), ".3f"),
-    "GPU peak GB": lambda r, _: _number(r.get("gpu_peak_allocated_bytes"), ".1f", 1e9),
-    "reserved GB": lambda r, _: _number(r.get("gpu_peak_reserved_bytes"), ".1f", 1e9),
-    "host peak GB": lambda r, _: _number(r.get("host_peak_bytes"), ".1f", 1e9),
-    "host B/param": lambda r, _: _number(r.get("host_peak_per_parameter"), ".2f"),
-    "engine B/param": lambda r, _: _number(r.get("host_engine_bytes_per_parameter"), ".2f"),
-    "init s": lambda r, _: _number(r.get("init_s"), ".1f"),
+    "SSD bound s": lambda r, _: number(r.get("ssd_bound_s"), ".3f"),
+    "step / SSD bound": lambda r, _: number(r.get("step_over_ssd_bound"), ".3f"),
+    "GPU peak GB": lambda r, _: number(r.get("gpu_peak_allocated_bytes"), ".1f", 1e9),
+    "reserved GB": lambda r, _: number(r.get("gpu_peak_reserved_bytes"), ".1f", 1e9),
+    "host peak GB": lambda r, _: number(r.get("host_peak_bytes"), ".1f", 1e9),
+    "host B/param": lambda r, _: number(r.get("host_peak_per_parameter"), ".2f"),
+    "engine B/param": lambda r, _: number(r.get("host_engine_bytes_per_parameter"), ".2f"),
+    "init s": lambda r, _: number(r.get("init_s"), ".1f"),
     "loss": lambda r, _: f"{r['losses'][0]:.4f} -> {r['losses'][-1]:.4f}" if r.get("losses") else "",
-    "loss vs stock": lambda r, rs: _number(loss_difference(r, baseline(rs, "stock", r)), ".1e"),
-    "loss vs no kernels": lambda r, rs: _number(loss_difference(r, without_kernels(rs, r)), ".1e"),
+    "loss vs stock": lambda r, rs: number(loss_difference(r, baseline(rs, "stock", r)), ".1e"),
+    "loss vs no kernels": lambda r, rs: number(loss_difference(r, without_kernels(rs, r)), ".1e"),
     "what went wrong": lambda r, _: f"{r['status']}: {r['error']}" if "error" in r else "",
 }
 
@@ -160,10 +161,13 @@ def rows(records: list[Record]) -> list[list[str]]:
         record if record["status"] == "ok" else {key: record[key] for key in ("setting", "status", "error")}
         for record in records
     ]
-    table = [[cell(record, shown) for cell in COLUMNS.values()] for record in shown]
-    used = [index for index in range(len(COLUMNS)) if any(row[index] for row in table)]
-    titles = list(COLUMNS)
-    return [[titles[index] for index in used], *([row[index] for index in used] for row in table)]
+    return used([list(COLUMNS), *([cell(record, shown) for cell in COLUMNS.values()] for record in shown)])
+
+
+def used(table: list[list[str]]) -> list[list[str]]:
+    """The table without the columns that are empty below their title."""
+    kept = [index for index in range(len(table[0])) if any(row[index] for row in table[1:])]
+    return [[row[index] for index in kept] for row in table]
 
 
 def plain(table: list[list[str]]) -> str:
@@ -179,6 +183,10 @@ def markdown_table(table: list[list[str]]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
 
     return "\n".join([line(table[0]), "|" + " --- |" * len(table[0]), *(line(row) for row in table[1:])])
+
+
+def json_lines(records: Iterable[Record]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def csv_text(records: list[Record]) -> str:

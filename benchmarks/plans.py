@@ -169,12 +169,6 @@ def streamed_head() -> list[Setting]:
     return [Setting("slide", model, slide=KERNELS_AUTO), Setting("slide", model, slide=streamed)]
 
 
-def tiny_kernels() -> list[Setting]:
-    """Two rows of plan `kernels` that run without a GPU, where auto means none."""
-    shape: dict[str, Any] = {"model": "tiny", "batch": 2, "seq": 32, "steps": 3, "warmup": 1, "lr": 1e-3}
-    return [Setting("slide", slide=KERNELS_OFF, **shape), Setting("slide", slide=KERNELS_AUTO, **shape)]
-
-
 def tiny() -> list[Setting]:
     """A model of 6 M parameters: the scripts themselves, on a machine without a GPU."""
     shape: dict[str, Any] = {"model": "tiny", "batch": 2, "seq": 128, "steps": 3, "warmup": 2, "lr": 1e-3}
@@ -208,8 +202,6 @@ PLANS: dict[str, Callable[[], list[Setting]]] = {
     "kernels": kernels,
     "kernels-curves": kernels_curves,
     "streamed-head": streamed_head,
-    "tiny-kernels": tiny_kernels,
-    "ssd": lambda: [*ssd_of("qwen2.5-1.5b"), *ssd_of("qwen2.5-3b"), *ssd_ga()],
     "ssd-1.5b": lambda: ssd_of("qwen2.5-1.5b"),
     "ssd-3b": lambda: ssd_of("qwen2.5-3b"),
     "ssd-ga": ssd_ga,

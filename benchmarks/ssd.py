@@ -22,7 +22,6 @@ from tqdm import tqdm
 
 from ds_slide import _native
 from ds_slide.store.ssd.disk_load import Load, Sample, put_load
-from ds_slide.store.ssd.page_sums import PageSums
 
 PATTERNS = ("read", "write", "mixed", "bursts")
 BURST_BYTES = 64 << 20
@@ -52,8 +51,13 @@ def full_file(folder: Path, nbytes: int, progress: bool = True) -> Iterator[Path
     """A file of `nbytes` random bytes (multiple of 4 MiB), all of it on the disk, removed at the end.
 
     Extents that were only reserved read as zeros without the disk, and zeros may be compressed on the way: so every
-    byte is written, and none repeats within 4 MiB.
+    byte is written, and none repeats within 4 MiB. SystemExit where it is too short for bursts.
     """
+    if nbytes < 2 * BURST_BYTES:
+        raise SystemExit(
+            f"a file of {nbytes} bytes is too short to measure a disk on: bursts of 64 MiB, read and written, need a "
+            f"half each; make it at least {2 * BURST_BYTES} bytes"
+        )
     path = folder / f"ds_slide-benchmark-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         with engine("auto", 8, FILL_BYTES) as io:
@@ -99,7 +103,6 @@ def run_engine(
     seconds: float,
     memory_bytes: int = 0,
     begin_bytes: int = 0,
-    sums: PageSums | None = None,
 ) -> tuple[Sample, dict[str, Any]]:
     """The load `pattern` for `seconds`: its sample and `{"direct": ..., **engine.stats()}`.
 
@@ -107,8 +110,7 @@ def run_engine(
     more transfers than `depth` are handed over, so that the disk never waits for this thread; their short wait in
     the engine's queue is part of the latency. `memory_bytes`: of the buffers, used in turn, at least as many as are
     needed: where a processor copies what the disk moves, as in a virtual machine, few buffers stay in its cache.
-    `begin_bytes`: where in the file, or in each of its halves, the pattern begins. `sums`: keeps a checksum of every
-    page that is written and checks every page that is read, in the thread that hands the transfers over.
+    `begin_bytes`: where in the file, or in each of its halves, the pattern begins.
     """
     burst = pattern == "bursts"
     nbytes = BURST_BYTES if burst else request_bytes
@@ -119,7 +121,7 @@ def run_engine(
         file = io.open(str(path), 0)
         io.register_memory(memory.data_ptr(), memory.numel())
         file_bytes = path.stat().st_size
-        sample = put_load(io, file, file_bytes, (memory.data_ptr(), len(memory)), load, seconds=seconds, sums=sums)
+        sample = put_load(io, file, file_bytes, (memory.data_ptr(), len(memory)), load, seconds=seconds)
         return sample, {"direct": io.is_direct(file), **io.stats()}
 
 

@@ -13,9 +13,7 @@ operator at the first use (two minutes), for which it needs libaio's headers. Wh
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
-import json
 import random
 import shlex
 import signal
@@ -24,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -186,9 +183,6 @@ def filesystem_of(folder: Path) -> str:
 
 
 def table(rows: list[Row]) -> list[list[str]]:
-    def number(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
     titles = ["pattern", "request", "depth", "system", "GB/s", "lowest - highest", "p50 ms", "p99 ms", "x fio"]
     lines = [
         [
@@ -198,10 +192,10 @@ def table(rows: list[Row]) -> list[list[str]]:
             row.system,
             f"{row.gb_s:.2f}",
             f"{row.gb_s_min:.2f} - {row.gb_s_max:.2f}",
-            number(row.p50_ms, ".2f"),
-            number(row.p99_ms, ".2f"),
-            number(row.over_fio, ".3f"),
-            number(row.over_deepspeed, ".2f"),
+            page.number(row.p50_ms, ".2f"),
+            page.number(row.p99_ms, ".2f"),
+            page.number(row.over_fio, ".3f"),
+            page.number(row.over_deepspeed, ".2f"),
         ]
         for row in rows
     ]
@@ -223,13 +217,8 @@ LEGEND = """\
 def write_files(folder: Path, facts: dict[str, str], command: str, rows: list[Row]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{facts['date'][:10]}_{machine.short_name()}_io"
-    text = StringIO()
-    writer = csv.DictWriter(text, list(asdict(rows[0])), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    stem.with_suffix(".csv").write_text(text.getvalue())
-    lines = [{"facts": facts, "command": command}, *map(asdict, rows)]
-    stem.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines: list[dict[str, Any]] = [{"facts": facts, "command": command}, *map(asdict, rows)]
+    stem.with_suffix(".jsonl").write_text(page.json_lines(lines))
     parts = [
         f"# io: {machine.short_name()}, {facts['date'][:10]}",
         "\n".join(f"* {name}: {value}" for name, value in facts.items()),
@@ -248,7 +237,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of one run")
     parser.add_argument("--rounds", type=int, default=3, help="runs of every system and case")
     parser.add_argument("--quick", action="store_true", help="one size and depth, 1 GiB, 0.5 s, first backend only")
-    parser.add_argument("--out", type=Path, required=True, help="folder for page, CSV and JSON lines")
+    parser.add_argument("--out", type=Path, required=True, help="folder for page and JSON lines")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.size, arguments.seconds = min(arguments.size, 1 << 30), min(arguments.seconds, 0.5)
@@ -273,7 +262,7 @@ def main() -> None:
     stem = write_files(arguments.out, facts, command, rows)
     print(page.plain(table(rows)))
     print("\n".join(f"absent: {name}: {why}" for name, why in systems.absent.items()))
-    print(f"written: {stem}.md, .csv, .jsonl")
+    print(f"written: {stem}.md, .jsonl")
 
 
 if __name__ == "__main__":

@@ -126,12 +126,15 @@ def stock_bars(events: list[dict[str, Any]]) -> Iterator[Bar]:
             what = {"step": "other"}.get(event["name"], event["name"])
             yield from without(bar(event, "compute", what), [bar(update, "", "") for update in updates])
         return
-    phases = named("gpu_user_annotation", PHASES)
+    # Kernels of backward carry no mark of the phase, because autograd submits them from a thread of its own; they are
+    # those between forward's and the optimizer's.
+    forward = named("gpu_user_annotation", ("forward",))[0]
+    optimizer = named("user_annotation", ("step",))[0]
     for event in kernels:
-        inside = [p["name"] for p in phases if p["ts"] <= event["ts"] < p["ts"] + p["dur"]]
-        what = inside[0] if inside and inside[0] != "step" else "other"
         if origin <= event["ts"] < end:
-            yield bar(event, "compute", what)
+            in_forward = forward["ts"] <= event["ts"] < forward["ts"] + forward["dur"]
+            in_backward = forward["ts"] + forward["dur"] <= event["ts"] < optimizer["ts"]
+            yield bar(event, "compute", "forward" if in_forward else "backward" if in_backward else "other")
     for event in spans:
         if event.get("cat") == "gpu_memcpy" and origin <= event["ts"] < end:
             yield from (bar(event, *row) for way, row in _COPIES.items() if way in event["name"])

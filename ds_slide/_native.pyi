@@ -228,8 +228,12 @@ def update(
     seed: int = 0,
     step: int = 1,
     first: int = 0,
+    part: Literal["whole", "weights", "states"] = "whole",
 ) -> None:
     """One step of ``rule`` in place, in one pass over memory; ``step`` is 1 at the first update.
+
+    ``part``: the "weights" alone, and then, from the same gradient, the "states" alone, which leaves the same bits;
+    ValueError for a rule whose new states depend on the old weight.
 
     ``rule`` is the name of its kernels in csrc/update/types.hpp, ``numbers`` its numbers of this step in their order
     there, the factor on the gradient first.

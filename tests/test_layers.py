@@ -37,12 +37,6 @@ BESIDE = {
 }
 """Imports within one floor, and why: the first of each pair may import the second, never the other way round."""
 
-KNOWN = {
-    # The constants of a step come from the rule's hyper-parameters.
-    ("ds_slide.kernels.offload.adamw_split", "ds_slide.optim.hyper"),
-}
-"""Imports (module, module) that break the rule and are known. The list only shrinks."""
-
 WITH_DEEPSPEED = ("integration",)
 
 
@@ -109,8 +103,7 @@ def test_every_module_has_a_floor() -> None:
 
 def test_a_room_imports_only_rooms_below_it() -> None:
     broken = {(module, name) for module in MODULES for name in imported_by(module) if is_forbidden(module, name)}
-    assert not broken - KNOWN, "imports that go up or across: move what is needed down, or hand it in"
-    assert not KNOWN - broken, "no longer needed: take it off KNOWN"
+    assert not broken, "imports that go up or across: move what is needed down, or hand it in"
 
 
 def test_imports_within_a_floor_are_needed_and_go_one_way() -> None:

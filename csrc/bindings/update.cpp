@@ -47,6 +47,12 @@ StateFormat state_format_of(std::string const& name) {
   return named("state_format", name, kValues);
 }
 
+Pass pass_of(std::string const& name) {
+  static constexpr std::array<std::pair<char const*, Pass>, 3> kValues{
+      {{"whole", Pass::whole}, {"weights", Pass::weights}, {"states", Pass::states}}};
+  return named("part", name, kValues);
+}
+
 Rule rule_of(std::string const& name) {
 #define DS_SLIDE_NAMED(name, type) {#name, Rule::name},
   static constexpr std::array<std::pair<char const*, Rule>, kNumRules> kValues{
@@ -97,7 +103,7 @@ void update_binding(Workers& workers, std::string const& rule_name, std::string 
                     std::string const& grad_dtype, std::size_t numel, std::vector<float> const& numbers,
                     std::string const& isa, std::string const& state_format,
                     std::vector<std::uintptr_t> const& scale_ptrs, std::uint64_t seed, std::int64_t step,
-                    std::uint64_t first) {
+                    std::uint64_t first, std::string const& part) {
   Rule const rule = rule_of(rule_name);
   KernelTable const& kernels = kernels_named(isa);
   RuleKernels const& own = kernels.rules[static_cast<int>(rule)];
@@ -128,7 +134,7 @@ void update_binding(Workers& workers, std::string const& rule_name, std::string 
   UpdateNumbers constants{};
   std::copy(numbers.begin(), numbers.end(), constants.values);
   constants.rounding_key = rounding_key_of(seed, static_cast<std::uint64_t>(step));
-  update(workers, kernels, rule, state, format, gradient, arrays, numel, constants);
+  update(workers, kernels, rule, pass_of(part), state, format, gradient, arrays, numel, constants);
 }
 
 void accumulate_binding(Workers& workers, std::uintptr_t dst_ptr, std::string const& dst_dtype,
@@ -156,7 +162,7 @@ void register_update(py::module_& module) {
              py::arg("remainder_ptr"), py::arg("state_ptrs"), py::arg("grad_ptr"), py::arg("grad_dtype"),
              py::arg("numel"), py::arg("numbers"), py::arg("isa") = "auto", py::arg("state_format") = "fp32",
              py::arg("scale_ptrs") = std::vector<std::uintptr_t>{}, py::arg("seed") = 0, py::arg("step") = 1,
-             py::arg("first") = 0, Release());
+             py::arg("first") = 0, py::arg("part") = "whole", Release());
   module.def("accumulate", &accumulate_binding, "dst = round(float(dst) + float(src)).", py::arg("workers"),
              py::arg("dst_ptr"), py::arg("dst_dtype"), py::arg("src_ptr"), py::arg("src_dtype"),
              py::arg("numel"), py::arg("isa") = "auto", Release());

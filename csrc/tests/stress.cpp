@@ -79,10 +79,17 @@ UpdateNumbers numbers_of_a_step() {
 std::vector<StateFormat> formats_of(Rule rule) {
   std::vector<StateFormat> found;
   for (int state = 0; state < kNumStateFormats; ++state) {
-    if (portable_kernels().rules[static_cast<int>(rule)].update[state][0][0] != nullptr)
+    if (portable_kernels().rules[static_cast<int>(rule)].update[0][state][0][0] != nullptr)
       found.push_back(static_cast<StateFormat>(state));
   }
   return found;
+}
+
+/// The passes that make a whole step of `rule`: one, or where it has them two.
+std::vector<Pass> passes_of(Rule rule) {
+  auto const& two = portable_kernels().rules[static_cast<int>(rule)].update[static_cast<int>(Pass::states)];
+  if (two[0][0][0] == nullptr) return {Pass::whole};
+  return {Pass::weights, Pass::states};
 }
 
 /// Calls from several threads on one Workers object; every result equals that of a single thread.
@@ -102,8 +109,11 @@ void shared_workers() {
         auto const dtype = static_cast<Dtype>(round % kNumDtypes);
         StateBuffers actual(numel, caller * 100 + round);
         StateBuffers expected = actual;
-        update(shared, kernels_for(round), rule, state, format, dtype, actual.arrays(), numel, numbers);
-        update(alone, portable_kernels(), rule, state, format, dtype, expected.arrays(), numel, numbers);
+        for (Pass const pass : passes_of(rule))
+          update(shared, kernels_for(round), rule, pass, state, format, dtype, actual.arrays(), numel,
+                 numbers);
+        update(alone, portable_kernels(), rule, Pass::whole, state, format, dtype, expected.arrays(), numel,
+               numbers);
         require(actual == expected, "an update differs");
 
         double const sum =
@@ -139,14 +149,16 @@ void exact_ends() {
       for (int rule = 0; rule < kNumRules; ++rule) {
         for (StateFormat const format : formats_of(static_cast<Rule>(rule))) {
           void* const* const own = states[static_cast<int>(format)];
-          update(workers, kernels_for(isa), static_cast<Rule>(rule), format, WeightFormat::bf16_split,
-                 Dtype::bf16,
-                 {weight.data(),
-                  remainder.data(),
-                  grad.data(),
-                  {own[0], own[1]},
-                  {scales.data(), square_scales.data()}},
-                 numel, numbers);
+          for (Pass const pass : passes_of(static_cast<Rule>(rule))) {
+            update(workers, kernels_for(isa), static_cast<Rule>(rule), pass, format, WeightFormat::bf16_split,
+                   Dtype::bf16,
+                   {weight.data(),
+                    remainder.data(),
+                    grad.data(),
+                    {own[0], own[1]},
+                    {scales.data(), square_scales.data()}},
+                   numel, numbers);
+          }
         }
       }
       accumulate(workers, kernels_for(isa), grad.data(), Dtype::bf16, weight.data(), Dtype::fp16, numel);

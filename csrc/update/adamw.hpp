@@ -12,6 +12,7 @@ struct Adamw {
   static constexpr std::size_t states = 2;  // exp_avg, exp_avg_sq
   static constexpr bool is_signed[states] = {true, false};
   static constexpr bool short_formats = true;
+  static constexpr bool two_passes = decoupled;  // else the new states depend on the old weight
   enum Number {
     grad_scale,
     decay,

@@ -55,19 +55,30 @@ double sum_of_squares(void const* data, std::size_t begin, std::size_t end) {
   return lanes[0];
 }
 
+template <class V, class Kind, Rule rule, Pass pass, StateFormat state>
+void fill_pass(RuleKernels& kernels) {
+  constexpr Dtype bf16 = Dtype::bf16, fp16 = Dtype::fp16, fp32 = Dtype::fp32;
+  // A pass over the states leaves the weight alone, whatever its format.
+  constexpr WeightFormat plain = WeightFormat::fp32,
+                         split = pass == Pass::states ? plain : WeightFormat::bf16_split,
+                         master = pass == Pass::states ? plain : WeightFormat::fp16_master;
+  RuleKernels::Formats const found = {
+      {update<V, Kind, rule, pass, state, split, bf16>, update<V, Kind, rule, pass, state, split, fp16>,
+       update<V, Kind, rule, pass, state, split, fp32>},
+      {update<V, Kind, rule, pass, state, plain, bf16>, update<V, Kind, rule, pass, state, plain, fp16>,
+       update<V, Kind, rule, pass, state, plain, fp32>},
+      {update<V, Kind, rule, pass, state, master, bf16>, update<V, Kind, rule, pass, state, master, fp16>,
+       update<V, Kind, rule, pass, state, master, fp32>}};
+  std::memcpy(kernels.update[static_cast<int>(pass)][static_cast<int>(state)], found, sizeof(found));
+}
+
 template <class V, class Kind, Rule rule, StateFormat state>
 void fill_format(RuleKernels& kernels) {
-  constexpr Dtype bf16 = Dtype::bf16, fp16 = Dtype::fp16, fp32 = Dtype::fp32;
-  constexpr WeightFormat split = WeightFormat::bf16_split, plain = WeightFormat::fp32,
-                         master = WeightFormat::fp16_master;
-  Update const found[kNumWeightFormats][kNumDtypes] = {
-      {update<V, Kind, rule, state, split, bf16>, update<V, Kind, rule, state, split, fp16>,
-       update<V, Kind, rule, state, split, fp32>},
-      {update<V, Kind, rule, state, plain, bf16>, update<V, Kind, rule, state, plain, fp16>,
-       update<V, Kind, rule, state, plain, fp32>},
-      {update<V, Kind, rule, state, master, bf16>, update<V, Kind, rule, state, master, fp16>,
-       update<V, Kind, rule, state, master, fp32>}};
-  std::memcpy(kernels.update[static_cast<int>(state)], found, sizeof(found));
+  fill_pass<V, Kind, rule, Pass::whole, state>(kernels);
+  if constexpr (Kind::two_passes) {
+    fill_pass<V, Kind, rule, Pass::weights, state>(kernels);
+    fill_pass<V, Kind, rule, Pass::states, state>(kernels);
+  }
 }
 
 /// `Kind`: the arithmetic of `rule`.

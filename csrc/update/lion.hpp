@@ -10,6 +10,7 @@ struct Lion {
   static constexpr std::size_t states = 1;  // exp_avg
   static constexpr bool is_signed[states] = {true};
   static constexpr bool short_formats = false;
+  static constexpr bool two_passes = true;
   enum Number { grad_scale, decay, lr, beta1, one_minus_beta1, beta2, one_minus_beta2 };
   static constexpr std::size_t numbers = one_minus_beta2 + 1;
 

@@ -12,6 +12,7 @@ template <Momentum momentum_kind>
 struct Sgd {
   static constexpr std::size_t states = momentum_kind == Momentum::none ? 0 : 1;  // momentum_buffer
   static constexpr bool short_formats = false;
+  static constexpr bool two_passes = false;  // weight decay makes the new momentum depend on the old weight
   enum Number { grad_scale, weight_decay, lr, momentum, one_minus_dampening };
   static constexpr std::size_t numbers = one_minus_dampening + 1;
 

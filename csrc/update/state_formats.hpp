@@ -25,7 +25,7 @@ template <class Rule>
 using StatesOf = std::make_index_sequence<Rule::states>;
 
 /// States in fp32.
-template <class V, class Rule, WeightFormat format, Dtype grad_dtype>
+template <class V, class Rule, Pass pass, WeightFormat format, Dtype grad_dtype>
 struct StepFp32 {
   static constexpr std::size_t granule = V::width;
   static __attribute__((noinline)) void run(UpdateArrays arrays, UpdateNumbers const& constants,
@@ -33,20 +33,22 @@ struct StepFp32 {
     StepNumbers<V, Rule> const numbers(constants);
     DS_SLIDE_NO_ALIAS
     for (std::size_t i = begin; i < end; i += V::width) {
-      prefetch<V, Rule, format, grad_dtype, 4>(arrays, i + V::prefetch_distance);
+      prefetch<V, Rule, pass, format, grad_dtype, 4>(arrays, i + V::prefetch_distance);
       StepStates<V, Rule> states;
       for (std::size_t k = 0; k < Rule::states; ++k)
         states[k] = V::load_fp32(static_cast<float*>(arrays.states[k]) + i);
-      step_vector<V, Rule, format, grad_dtype>(arrays, numbers, i, states);
-      for (std::size_t k = 0; k < Rule::states; ++k)
-        V::store_fp32(static_cast<float*>(arrays.states[k]) + i, states[k]);
+      step_vector<V, Rule, pass, format, grad_dtype>(arrays, numbers, i, states);
+      if constexpr (pass != Pass::weights) {
+        for (std::size_t k = 0; k < Rule::states; ++k)
+          V::store_fp32(static_cast<float*>(arrays.states[k]) + i, states[k]);
+      }
     }
   }
 };
 
 /// States in bf16, rounded stochastically: the first by the upper half of the random bits, the second by the
 /// lower.
-template <class V, class Rule, WeightFormat format, Dtype grad_dtype>
+template <class V, class Rule, Pass pass, WeightFormat format, Dtype grad_dtype>
 struct StepBf16 {
   static constexpr std::size_t granule = V::width;
   static __attribute__((noinline)) void run(UpdateArrays arrays, UpdateNumbers const& constants,
@@ -56,22 +58,25 @@ struct StepBf16 {
     auto const first = static_cast<std::uint32_t>(arrays.first);
     DS_SLIDE_NO_ALIAS
     for (std::size_t i = begin; i < end; i += V::width) {
-      prefetch<V, Rule, format, grad_dtype, 2>(arrays, i + 2 * V::prefetch_distance);
+      prefetch<V, Rule, pass, format, grad_dtype, 2>(arrays, i + 2 * V::prefetch_distance);
       StepStates<V, Rule> states;
       for (std::size_t k = 0; k < Rule::states; ++k)
         states[k] = V::load_bf16(static_cast<std::uint16_t*>(arrays.states[k]) + i);
-      step_vector<V, Rule, format, grad_dtype>(arrays, numbers, i, states);
-      auto const bits = random(first + static_cast<std::uint32_t>(i));
-      for (std::size_t k = 0; k < Rule::states; ++k) {
-        auto const half = k == 0 ? V::template shift_right<16>(bits) : V::and_int(bits, V::set_int(0xFFFFu));
-        V::store_bf16_stochastic(static_cast<std::uint16_t*>(arrays.states[k]) + i, states[k], half);
+      step_vector<V, Rule, pass, format, grad_dtype>(arrays, numbers, i, states);
+      if constexpr (pass != Pass::weights) {
+        auto const bits = random(first + static_cast<std::uint32_t>(i));
+        for (std::size_t k = 0; k < Rule::states; ++k) {
+          auto const half =
+              k == 0 ? V::template shift_right<16>(bits) : V::and_int(bits, V::set_int(0xFFFFu));
+          V::store_bf16_stochastic(static_cast<std::uint16_t*>(arrays.states[k]) + i, states[k], half);
+        }
       }
     }
   }
 };
 
 /// States as 8-bit codes in groups of kStateGroup, which begin at multiples of it.
-template <class V, class Rule, WeightFormat format, Dtype grad_dtype>
+template <class V, class Rule, Pass pass, WeightFormat format, Dtype grad_dtype>
 struct StepBlock8 {
   // One element at a time ends anywhere, in a short group; vectors take whole groups only.
   static constexpr std::size_t granule = V::width == 1 ? 1 : kStateGroup;
@@ -109,14 +114,15 @@ struct StepBlock8 {
     for (std::size_t vector = 0; vector < vectors; ++vector) {
       std::size_t const lane = vector * V::width;
       if (lane % 32 == 0)
-        prefetch<V, Rule, format, grad_dtype, 1>(arrays, begin + lane + 4 * V::prefetch_distance);
+        prefetch<V, Rule, pass, format, grad_dtype, 1>(arrays, begin + lane + 4 * V::prefetch_distance);
       StepStates<V, Rule> states;
       each_state(
           [&](auto k) __attribute__((always_inline)) {
             states[k] = Block8<Rule::is_signed[k]>::template decode<V>(codes[k] + lane, scale[k]);
           },
           all);
-      step_vector<V, Rule, format, grad_dtype>(arrays, numbers, begin + lane, states);
+      step_vector<V, Rule, pass, format, grad_dtype>(arrays, numbers, begin + lane, states);
+      if constexpr (pass == Pass::weights) continue;
       bits[vector] = random(first + static_cast<std::uint32_t>(lane));
       each_state(
           [&](auto k) __attribute__((always_inline)) {
@@ -126,6 +132,7 @@ struct StepBlock8 {
           },
           all);
     }
+    if constexpr (pass == Pass::weights) return;
     each_state(
         [&](auto k) __attribute__((always_inline)) {
           using Code = Block8<Rule::is_signed[k]>;
@@ -143,17 +150,17 @@ struct StepBlock8 {
   }
 };
 
-template <class V, class Rule, StateFormat state, WeightFormat format, Dtype grad_dtype>
-using Step =
-    std::conditional_t<state == StateFormat::fp32, StepFp32<V, Rule, format, grad_dtype>,
-                       std::conditional_t<state == StateFormat::bf16, StepBf16<V, Rule, format, grad_dtype>,
-                                          StepBlock8<V, Rule, format, grad_dtype>>>;
+template <class V, class Rule, Pass pass, StateFormat state, WeightFormat format, Dtype grad_dtype>
+using Step = std::conditional_t<
+    state == StateFormat::fp32, StepFp32<V, Rule, pass, format, grad_dtype>,
+    std::conditional_t<state == StateFormat::bf16, StepBf16<V, Rule, pass, format, grad_dtype>,
+                       StepBlock8<V, Rule, pass, format, grad_dtype>>>;
 
-/// One step in one pass over memory. Stochastic rounding counts elements in 32 bits under a key: where the
+/// One pass of a step over memory. Stochastic rounding counts elements in 32 bits under a key: where the
 /// count passes a multiple of 2^32 the key changes. (Such places are multiples of a group, as `first` is.)
-template <class V, class Kind, Rule rule, StateFormat state, WeightFormat format, Dtype grad_dtype>
+template <class V, class Kind, Rule rule, Pass pass, StateFormat state, WeightFormat format, Dtype grad_dtype>
 void update(UpdateArrays const& arrays, UpdateNumbers const& numbers, std::size_t begin, std::size_t end) {
-  using Kernel = Step<V, Kind, state, format, grad_dtype>;
+  using Kernel = Step<V, Kind, pass, state, format, grad_dtype>;
   while (begin < end) {
     std::uint64_t const number = arrays.first + begin;
     std::uint64_t const left = (std::uint64_t{1} << 32) - (number & 0xFFFFFFFFu);
@@ -165,8 +172,9 @@ void update(UpdateArrays const& arrays, UpdateNumbers const& numbers, std::size_
     }
     if constexpr (V::width > 1) {
       if (vectors_end < run_end) {
-        portable_kernels().rules[static_cast<int>(rule)].update[static_cast<int>(state)][static_cast<int>(
-            format)][static_cast<int>(grad_dtype)](arrays, numbers, vectors_end, run_end);
+        RuleKernels const& portable = portable_kernels().rules[static_cast<int>(rule)];
+        portable.update[static_cast<int>(pass)][static_cast<int>(state)][static_cast<int>(format)]
+                       [static_cast<int>(grad_dtype)](arrays, numbers, vectors_end, run_end);
       }
     }
     begin = run_end;

@@ -55,15 +55,17 @@ inline void store_weight(UpdateArrays const& arrays, std::size_t index, typename
 
 /// Fetches element `ahead` of every array, and so the cache line around it. Reaching past the end is
 /// harmless.
-template <class V, class Rule, WeightFormat format, Dtype grad_dtype, std::size_t state_bytes>
+template <class V, class Rule, Pass pass, WeightFormat format, Dtype grad_dtype, std::size_t state_bytes>
 inline void prefetch(UpdateArrays const& arrays, std::size_t ahead) {
   if constexpr (V::prefetch_distance > 0) {
     constexpr std::size_t weight_bytes = format == WeightFormat::fp32 ? 4 : 2;
     constexpr std::size_t remainder_bytes = format == WeightFormat::fp16_master ? 4 : 2;
     constexpr std::size_t grad_bytes = grad_dtype == Dtype::fp32 ? 4 : 2;
-    __builtin_prefetch(static_cast<char const*>(arrays.weight) + ahead * weight_bytes);
-    if constexpr (format != WeightFormat::fp32) {
-      __builtin_prefetch(static_cast<char const*>(arrays.remainder) + ahead * remainder_bytes);
+    if constexpr (pass != Pass::states) {
+      __builtin_prefetch(static_cast<char const*>(arrays.weight) + ahead * weight_bytes);
+      if constexpr (format != WeightFormat::fp32) {
+        __builtin_prefetch(static_cast<char const*>(arrays.remainder) + ahead * remainder_bytes);
+      }
     }
     for (std::size_t k = 0; k < Rule::states; ++k)
       __builtin_prefetch(static_cast<char const*>(arrays.states[k]) + ahead * state_bytes);
@@ -91,18 +93,23 @@ struct StepNumbers {
 template <class V, class Rule>
 using StepStates = typename V::Float[Rule::states > 0 ? Rule::states : 1];
 
-/// One step of the elements from `i`: the weight in memory, `states` in fp32 in place. Every operation is
+/// One step of the elements from `i`: the weight in memory (unless the pass is over the states, which do not
+/// depend on it), `states` in fp32 in place. Every operation is
 /// rounded separately, and subnormal operands and results count as zero: by the processor's mode where
 /// V::ArithmeticMode sets it, by V's operations otherwise. The first number of every rule is the factor on
 /// the gradient.
-template <class V, class Rule, WeightFormat format, Dtype grad_dtype>
+template <class V, class Rule, Pass pass, WeightFormat format, Dtype grad_dtype>
 inline __attribute__((always_inline)) void step_vector(UpdateArrays const& arrays,
                                                        StepNumbers<V, Rule> const& numbers, std::size_t i,
                                                        StepStates<V, Rule>& states) {
   auto const gradient = V::mul(V::operand(load<V, grad_dtype>(arrays.grad, i)), numbers[0]);
-  auto const weight = V::operand(load_weight<V, format>(arrays, i));
   for (std::size_t k = 0; k < Rule::states; ++k) states[k] = V::operand(states[k]);
-  store_weight<V, format>(arrays, i, Rule::template step<V>(numbers, weight, gradient, states));
+  if constexpr (pass == Pass::states) {
+    Rule::template step<V>(numbers, V::set(0.0F), gradient, states);
+  } else {
+    auto const weight = V::operand(load_weight<V, format>(arrays, i));
+    store_weight<V, format>(arrays, i, Rule::template step<V>(numbers, weight, gradient, states));
+  }
 }
 
 }  // namespace

@@ -25,6 +25,12 @@ enum class StateFormat {
 inline constexpr int kNumStateFormats = 3;
 inline constexpr std::size_t kStateGroup = 64;
 
+/// What a kernel does of a step. `weights` and after it `states`, from the same gradient and old states,
+/// leave the bits of `whole`: the first reads all and writes the weight, the second reads and writes the
+/// states alone.
+enum class Pass { whole, weights, states };
+inline constexpr int kNumPasses = 3;
+
 enum class Isa { portable, avx2, avx512 };
 
 // One line for each update rule: the name of its kernels, and the type that states its arithmetic, from a
@@ -65,11 +71,14 @@ struct UpdateArrays {
 
 using Update = void (*)(UpdateArrays const&, UpdateNumbers const&, std::size_t begin, std::size_t end);
 
-/// The kernels of one update rule; null where the rule does not keep its states in that format.
+/// The kernels of one update rule; null where the rule does not keep its states in that format, or cannot be
+/// done in two passes.
 struct RuleKernels {
+  using Formats = Update[kNumWeightFormats][kNumDtypes];  // [weight][gradient dtype]
+
   std::size_t states;
   std::size_t numbers;
-  Update update[kNumStateFormats][kNumWeightFormats][kNumDtypes];  // [state][weight][gradient dtype]
+  Formats update[kNumPasses][kNumStateFormats];
 };
 
 /// The kernels of one instruction set; each works on elements [begin, end) of its arrays, on one thread.

@@ -55,12 +55,16 @@ KernelTable const& kernels_of(Isa isa) {
 
 std::uint64_t rounding_key_of(std::uint64_t seed, std::uint64_t step) { return rounding_key(seed, step); }
 
-void update(Workers& workers, KernelTable const& kernels, Rule rule, StateFormat state, WeightFormat format,
-            Dtype grad_dtype, UpdateArrays const& arrays, std::size_t numel, UpdateNumbers const& numbers) {
-  auto const kernel =
-      kernels.rules[static_cast<int>(rule)]
-          .update[static_cast<int>(state)][static_cast<int>(format)][static_cast<int>(grad_dtype)];
-  if (kernel == nullptr) throw std::invalid_argument("this update rule keeps its states in fp32 only");
+void update(Workers& workers, KernelTable const& kernels, Rule rule, Pass pass, StateFormat state,
+            WeightFormat format, Dtype grad_dtype, UpdateArrays const& arrays, std::size_t numel,
+            UpdateNumbers const& numbers) {
+  auto const& passes = kernels.rules[static_cast<int>(rule)].update;
+  auto const kernel = passes[static_cast<int>(pass)][static_cast<int>(state)][static_cast<int>(format)]
+                            [static_cast<int>(grad_dtype)];
+  if (kernel == nullptr) {
+    throw std::invalid_argument(state != StateFormat::fp32 ? "this update rule keeps its states in fp32 only"
+                                                           : "this update rule has no two passes");
+  }
   for_slices(workers, numel, kUpdateSlice,
              [&](std::size_t, std::size_t begin, std::size_t end) { kernel(arrays, numbers, begin, end); });
 }

@@ -18,10 +18,12 @@ namespace ds_slide {
 /// the first update.
 [[nodiscard]] std::uint64_t rounding_key_of(std::uint64_t seed, std::uint64_t step);
 
-/// One step of `rule` on `numel` elements, in place. Same bits for any thread count and instruction set.
-/// Throws std::invalid_argument where the rule has no kernels for states of this format.
-void update(Workers& workers, KernelTable const& kernels, Rule rule, StateFormat state, WeightFormat format,
-            Dtype grad_dtype, UpdateArrays const& arrays, std::size_t numel, UpdateNumbers const& numbers);
+/// One step of `rule` on `numel` elements, in place, or one of its two passes. Same bits for any thread count
+/// and instruction set. Throws std::invalid_argument where the rule has no kernels for states of this format,
+/// or none that do the step in two passes.
+void update(Workers& workers, KernelTable const& kernels, Rule rule, Pass pass, StateFormat state,
+            WeightFormat format, Dtype grad_dtype, UpdateArrays const& arrays, std::size_t numel,
+            UpdateNumbers const& numbers);
 
 /// dst[i] = round(float(dst[i]) + float(src[i])).
 void accumulate(Workers& workers, KernelTable const& kernels, void* dst, Dtype dst_dtype, void const* src,

@@ -31,7 +31,7 @@ _PUBLISHING = f"{SAVING}publishing"
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of the `ranks` ranks that write the tag in `staging`. `latest`: whether it is to become the latest."""
+    """What the `ranks` ranks share that write the tag in `staging`. `latest`: whether it is to become the latest."""
 
     staging: Staging
     tag: str

@@ -53,7 +53,7 @@ class BackgroundSave:
         return self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until the thread has ended. Says how far it is."""
+        """Wait until the thread has ended, and say how far it is."""
         if self.is_under_way():
             self._awaited = True
             self._tell()
@@ -66,8 +66,8 @@ class BackgroundSave:
             raise SlideError(self._failure)
 
     def close(self, *, all_have_ended: bool) -> None:
-        """Once. Where other ranks may still write, a failed save stays locked until this process ends, and the next
-        one removes it. Harmless in a forked child, whose parent's save goes on."""
+        """End the save, once. Where other ranks may still write, a failed save stays locked until this process ends,
+        and the next one removes it. Harmless in a forked child, whose parent's save goes on."""
         if os.getpid() != self._owner:
             return
         self.wait()

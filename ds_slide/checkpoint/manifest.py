@@ -49,7 +49,8 @@ class _Content(BaseModel):
 
 @dataclass(frozen=True)
 class Manifest:
-    """`files`: by name in the tag's directory. `saved_at`: seconds since the epoch."""
+    """The files of a tag and their sums. `files`: by name in the tag's directory. `saved_at`: seconds since the
+    epoch."""
 
     files: Mapping[str, Sum]
     saved_at: float
@@ -146,7 +147,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """In words, on one line."""
+    """The error in words, on one line."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         return ascii(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:300])[1:-1]

@@ -17,7 +17,7 @@ _OPENMP = re.compile(r"lib(gomp|iomp5|omp)[.-]")
 
 
 def take_one_thread() -> None:
-    """From now on torch's operations that the calling thread calls run in it alone: a team of threads that waits for
+    """Run torch's operations that the calling thread calls in it alone, from now on: a team of threads that waits for
     the next operation keeps cores busy, which others compute on."""
     torch.get_num_threads()  # now, not at the first operation, the thread takes over the program's number
     for library in _openmp_libraries():
@@ -26,6 +26,6 @@ def take_one_thread() -> None:
 
 
 def _openmp_libraries() -> set[str]:
-    """Paths of those that are loaded."""
+    """Paths of the OpenMP libraries that are loaded."""
     paths = (line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines())
     return {path[0] for path in paths if path and _OPENMP.match(Path(path[0]).name)}

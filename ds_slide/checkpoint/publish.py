@@ -24,25 +24,23 @@ import errno
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from ds_slide.checkpoint.leftovers import (
-    LOCK,
     SAVING,
     checked_tag,
     ended_name,
     recover,
-    remove_dead,
-    remove_directory,
+    remove_dead_saves,
     rename_away,
     replaced_name,
-    try_lock,
 )
 from ds_slide.checkpoint.manifest import manifest_now, write_durably
 from ds_slide.checkpoint.sums import Sum
 from ds_slide.errors import SlideError
-from ds_slide.store.directories.owned_directory import is_at, obstacle, open_below, opened, owned, status_of
+from ds_slide.store.directories.locked_directory import LockedDirectory, make_locked, remove_unlocked
+from ds_slide.store.directories.owned_directory import below, obstacle, opened, owned, status_of
 from ds_slide.store.directories.writable_by_others import warn_if_writable_by_others
 
 __all__ = ["SAVING", "Staging", "checked_tag", "new_name", "reached", "recover"]
@@ -68,7 +66,7 @@ class Staging:
     def __init__(self, save_dir: Path, name: str) -> None:
         self.save_dir = save_dir
         self.path = save_dir / name
-        self._held: _Held | None = None
+        self._held: LockedDirectory | None = None
 
     def open(self, tag: str) -> None:
         """Remove what dead saves have left, then make and lock the directory and that of the tag. Raises OSError, and
@@ -78,15 +76,13 @@ class Staging:
         with opened(self.save_dir) as parent:
             _require_place(tag, parent, self.save_dir)
             warn_if_writable_by_others(parent, self.save_dir, "save_dir")
-            remove_dead(self.save_dir, parent)
-            os.mkdir(self.path.name, dir_fd=parent)
-            with owned(self.path.name, parent) as own:
-                self._held = _Held(own)
-                if not self._held.lock():
-                    # Another save began to remove stale directories when this one had no lock yet.
-                    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(self.path))
-                with _below(tag.split("/"), own, make=True):
-                    pass
+            remove_dead_saves(self.save_dir, parent)
+            self._held = make_locked(self.path, parent, 0o777, without_locks=True)
+        if self._held is None:
+            # Another save began to remove stale directories when this one had no lock yet.
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(self.path))
+        with below(tag.split("/"), self._held.directory, make=True):
+            pass
 
     @property
     def present_path(self) -> Path:
@@ -119,9 +115,9 @@ class Staging:
     def _publish_tag(self, tag: str, parent: int, own: int) -> None:
         """The rename. `parent` and `own`: descriptors of save_dir and of the directory of this save."""
         *above, last = tag.split("/")
-        with _below(above, own) as new, _below([last], new) as content:
+        with below(above, own) as new, below([last], new) as content:
             os.fsync(content)
-            with _below(above, parent, make=True) as target:
+            with below(above, parent, make=True) as target:
                 reached("before the rename")
                 if status_of(last, target) is not None:
                     _replace(tag, parent, new, target)
@@ -135,8 +131,7 @@ class Staging:
         so what cannot be removed is left, with a warning, to the next save."""
         try:
             with opened(self.save_dir) as parent, owned(self.path.name, parent) as own:
-                rename_away(self.path.name, parent, own)
-                remove_directory(ended_name(self.path.name), parent, own)
+                remove_unlocked(rename_away(self.path, parent, own), parent, own)
         except OSError as error:
             if not isinstance(error, FileNotFoundError):
                 path = self.save_dir / ended_name(self.path.name)
@@ -145,54 +140,20 @@ class Staging:
     def discard(self) -> None:
         """Remove the directory with what is left in it: a failed save, or the checkpoint that was replaced. Raises
         OSError."""
-        if self._held is None:
-            return
         held, self._held = self._held, None
-        with held as own, contextlib.suppress(FileNotFoundError), opened(self.save_dir) as parent:
-            rename_away(self.path.name, parent, own)
-            held.unlock()  # before the file goes: NFS keeps an open one, and with it the directory
-            remove_directory(ended_name(self.path.name), parent, own)
-
-
-class _Held:
-    """Descriptors of the directory of a save and of its locked lock; as a context, closes both."""
-
-    def __init__(self, directory: int) -> None:
-        self.directory = os.dup(directory)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._lock: int | None = None
-        try:
-            self._lock = os.open(LOCK, flags, 0o666, dir_fd=directory)
-        except BaseException:
-            os.close(self.directory)
-            raise
-
-    def lock(self) -> bool:
-        """False when another process has the lock, or has removed its file."""
-        assert self._lock is not None
-        return try_lock(self._lock) is not False and is_at(LOCK, self.directory, self._lock)
-
-    def unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def __enter__(self) -> int:
-        return self.directory
-
-    def __exit__(self, *_error: object) -> None:
-        self.unlock()
-        os.close(self.directory)
+        if held is not None:
+            with contextlib.suppress(FileNotFoundError):
+                held.remove(rename_away)
 
 
 def _require_place(tag: str, parent: int, save_dir: Path) -> None:
     """Raise SlideError unless each part of the tag in save_dir, open as `parent`, is a directory or not there."""
-    path, above = save_dir, os.dup(parent)
-    try:
-        for part in tag.split("/"):
-            path /= part
+    parts = tag.split("/")
+    for level, part in enumerate(parts):
+        with below(parts[:level], parent) as above:
             what = obstacle(part, above)
             if what is not None:
+                path = save_dir.joinpath(*parts[: level + 1])
                 raise SlideError(
                     f"the checkpoint tag {tag!r} cannot be saved in {save_dir}: {path} is {what}, and a checkpoint is "
                     "renamed into its place, where only a directory of the same file system can be; use another tag or "
@@ -200,11 +161,6 @@ def _require_place(tag: str, parent: int, save_dir: Path) -> None:
                 )
             if status_of(part, above) is None:
                 return
-            below = open_below([part], above)
-            os.close(above)
-            above = below
-    finally:
-        os.close(above)
 
 
 def _replace(tag: str, parent: int, new: int, target: int) -> None:
@@ -243,13 +199,3 @@ def _as_path(descriptor: int, otherwise: Path) -> Path:
     """A path that leads to an open directory, for those who take nothing else; `otherwise` without /proc."""
     path = Path(f"/proc/self/fd/{descriptor}")
     return path if path.exists() else otherwise
-
-
-@contextlib.contextmanager
-def _below(parts: Sequence[str], top: int, *, make: bool = False) -> Iterator[int]:
-    """`open_below`, closed afterwards."""
-    descriptor = open_below(parts, top, make=make)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

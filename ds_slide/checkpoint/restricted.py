@@ -30,7 +30,7 @@ from ds_slide.errors import SlideError
 
 
 def _empty_bytes() -> bytes:
-    """As which protocol 2 writes b"", in an empty array too."""
+    """The function that pickle's protocol 2 writes for b"", in an empty array too."""
     return b""
 
 
@@ -51,7 +51,7 @@ _lock = threading.Lock()
 
 
 def also_allow(*classes: type) -> None:
-    """From now on files may hold objects of these classes, too."""
+    """Allow files to hold objects of these classes, too, from now on."""
     with _lock:
         _listed.extend(entry for entry in classes if entry not in _listed)
 
@@ -159,7 +159,7 @@ def _read_allowed(read: Callable[[], Any]) -> Any:
 
 
 def _classes() -> tuple[type, ...]:
-    """Those whose objects may have attributes out of a file."""
+    """The classes whose objects may have attributes out of a file."""
     entries = [entry[0] if isinstance(entry, tuple) else entry for entry in get_safe_globals()]
     return (torch.Tensor, *(entry for entry in entries if isinstance(entry, type)))
 
@@ -171,7 +171,7 @@ def _users_numpy() -> list[Any]:
 
 @contextlib.contextmanager
 def _allowed(*, users_numpy: bool) -> Iterator[None]:
-    """Meanwhile torch's unpickler knows the list, and of numpy what the user has allowed or only the stand-ins. What
+    """Let torch's unpickler know the list meanwhile, and of numpy what the user has allowed or only the stand-ins. What
     the user has allowed is the same before and after. Under `_lock`."""
     hidden = [] if users_numpy else _users_numpy()
     with safe_globals(hidden):

@@ -22,10 +22,11 @@ from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.runtime import running
 from ds_slide.runtime.unit import Unit
 from ds_slide.store.host_memory import HostMemory
+from ds_slide.store.in_memory import InMemory, NotHeld, StatesInMemory, WeightsInMemory
 from ds_slide.store.state import UnitState
 
 _THREADS = 16
-"""At most: 8 to 16 cores move as many bytes as the memory of a socket can."""
+"""The most threads: 8 to 16 cores move as many bytes as the memory of a socket can."""
 _PIECE = 1 << 24
 """Items that a thread copies at a time."""
 
@@ -48,7 +49,7 @@ class Snapshot:
         return self._copies[unit.order]
 
     def nbytes(self) -> int:
-        """Of the copy."""
+        """Bytes of the copy."""
         return sum(items * dtype.itemsize for unit in self.units for _, dtype, items in self._state_buffers(unit))
 
     def fits(self) -> bool:
@@ -60,7 +61,7 @@ class Snapshot:
         return host_room(local_ranks(), running.untouched_host_bytes())
 
     def take(self) -> None:
-        """Copy. The units have settled, and stay as they are meanwhile. Raises SlideError where memory ends."""
+        """Copy the units, which have settled and do not change meanwhile. Raises SlideError where memory ends."""
         memory = HostMemory(page_lock=False, huge_pages=True)
         threads = max(1, min(_THREADS, len(os.sched_getaffinity(0)) // local_ranks()))
         with ThreadPoolExecutor(threads, initializer=take_one_thread) as pool:
@@ -68,15 +69,17 @@ class Snapshot:
             for unit in self.units:
                 state_buffers = {}
                 for name, dtype, items in self._state_buffers(unit):
-                    state_buffers[name] = memory.tensor(items, dtype, transfers=False)
+                    copy, source = memory.tensor(items, dtype, transfers=False), unit.state.buffers[name]
+                    state_buffers[name] = InMemory(copy)
                     for span in pieces(items, _PIECE):
-                        if unit.state.tier == "host":
-                            pending.append(pool.submit(state_buffers[name][span].copy_, unit.state.raw(name, span)))
+                        if source.tier == "host":
+                            pending.append(pool.submit(copy[span].copy_, source.read(span)))
                         else:  # the disk has threads of its own, and a copy from the GPU belongs to this one's stream
-                            state_buffers[name][span].copy_(unit.state.raw(name, span))
-                weight = state_buffers.pop("weight")
+                            copy[span].copy_(source.read(span))
+                weights = WeightsInMemory(state_buffers.pop("weight"))
+                specs = unit.state.specs
                 self._copies[unit.order] = _Copy(
-                    UnitState("host", unit.state.specs, weight, state_buffers, gradient=None)
+                    UnitState(specs, weights, StatesInMemory(specs, state_buffers), NotHeld())
                 )
             for future in pending:
                 future.result()
@@ -85,6 +88,4 @@ class Snapshot:
         layout = unit.layout
         numel = layout.local_numel if self.frozen else layout.trainable_numel
         state_buffers = [("weight", unit.state.dtype_of("weight"), numel)]
-        return state_buffers + [
-            (spec.name, spec.dtype, spec.items(layout.trainable_numel)) for spec in unit.state.specs
-        ]
+        return state_buffers + [(spec.name, spec.dtype, spec.items(unit.codec.numel)) for spec in unit.state.specs]

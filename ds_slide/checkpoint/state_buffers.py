@@ -1,4 +1,4 @@
-"""Reads and writes runs of one state in the state buffers of a unit. The caller has settled the unit."""
+"""Reading and writing of runs of one state in the state buffers of a unit. The caller has settled the unit."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def require_stepped(runtime: SlideRuntime, unit: Unit, what: str) -> None:
     """Raise SlideError where `what` would meet the unit's next weights between backward() and step(), or weights of
     two steps after an exception."""
     runtime.interruptions.require_weights(what)
-    require_no_update(runtime, unit, what)
+    require_no_update(unit, what)
 
 
-def require_no_update(runtime: SlideRuntime, unit: Unit, what: str) -> None:
+def require_no_update(unit: Unit, what: str) -> None:
     """The first half of `require_stepped`: what is about to write all weights may find any."""
-    if unit.gradient_ready and not runtime.deferred and unit.state.tier != "gpu":
+    if unit.gradient_ready and not unit.state.has("gradient"):
         raise SlideError(
             f"{what} between backward() and step() would meet {unit.name} after its update, which is under way "
             f"because clipping is off; call engine.step() first, or {HOLD_HINT}"

@@ -41,8 +41,8 @@ Flat = tuple[torch.Tensor, int]
 
 @dataclass(frozen=True)
 class SubGroups:
-    """`groups`: DeepSpeed's `fp16_groups`. `group_ids`: the optimizer group that each belongs to.
-    `state_names`: what the update rule keeps."""
+    """The sub-groups of an engine. `groups`: DeepSpeed's `fp16_groups`. `group_ids`: the optimizer group that each
+    belongs to. `state_names`: what the update rule keeps."""
 
     groups: Sequence[Sequence[nn.Parameter]]
     group_ids: Sequence[int]

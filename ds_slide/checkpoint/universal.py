@@ -72,7 +72,7 @@ class UniversalCheckpoint:
                     self._flat(parameter, sub_groups.places[parameter][1], key, MappedFiles())
 
     def global_state(self) -> GlobalState:
-        """Raises SlideError where the file is not one of a ZeRO-3 checkpoint."""
+        """What all parameters share. Raises SlideError where the file is not one of a ZeRO-3 checkpoint."""
         content = _loaded(self.global_file, MappedFiles())
         try:
             optimizer = content[OPTIMIZER_STATE_DICT]

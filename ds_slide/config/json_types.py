@@ -41,7 +41,7 @@ def type_problems(raw: Mapping[str, Any], *, filled: bool = True) -> Iterator[st
 
 
 def device_of(section: Any) -> Any:
-    """As it is written, by name; None where there is none."""
+    """The device of a section by its name, as it is written; None where there is none."""
     device = section.get("device") if isinstance(section, Mapping) else None
     return getattr(device, "value", device)
 

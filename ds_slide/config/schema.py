@@ -111,6 +111,11 @@ class DebugConfig(_Block):
     seed: StrictInt = Field(default=0, ge=0, le=_LARGEST_SEED, description="an integer from 0 to 2^63 - 1")
     """Seed of those delays."""
 
+    update_passes: Literal["auto", 1, 2] = Field(default="auto", description='"auto", 1 or 2')
+    """Passes in which the CPU does a deferred update of states in host memory: 1 under the next forward, or 2, the
+    weights under the forward and the states under its backward; "auto": 2 where the updates take longer than the
+    forward."""
+
 
 class CheckpointConfig(_Block):
     """How checkpoints are loaded."""
@@ -349,7 +354,7 @@ def _sentence(error: ErrorDetails, block: Mapping[str, Any]) -> str:
 
 
 def _refuse_unknown_keys(block: Mapping[Any, Any], path: str, model: type[BaseModel]) -> None:
-    """Before pydantic looks, which cannot name a key that is no text."""
+    """Raise SlideConfigError for an unknown key, before pydantic looks, which cannot name a key that is no text."""
     for key, value in block.items():
         if key not in model.model_fields:
             raise SlideConfigError(_unknown_key(path, key, model))

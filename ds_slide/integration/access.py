@@ -86,7 +86,7 @@ class StateAccess:
         self._settle_gradient(unit)
         if not unit.gradient_ready:
             # The others have none; what lies there is the last step's.
-            unit.state.zero_gradient(unit.layout.trainable_numel)
+            unit.state.zero_gradient()
         unit.state.write("gradient", slice(entry.offset, entry.offset + own.numel()), own)
         unit.square_sum_on = None
         unit.gradient_ready = True

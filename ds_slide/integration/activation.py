@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 logger = logging.getLogger(__name__)
 
 _wrapped_classes: set[type] = set()
+_read_configs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def install(engine_module: ModuleType) -> None:
@@ -56,8 +58,18 @@ def install(engine_module: ModuleType) -> None:
 
 
 def slide_config(ds_config: Any) -> Any:
-    """SlideConfig of a raw or parsed DeepSpeed config, or None where DS-Slide is off. Raises SlideConfigError."""
-    raw = getattr(ds_config, "_param_dict", ds_config)
+    """SlideConfig of a raw or parsed DeepSpeed config, or None where DS-Slide is off. Raises SlideConfigError.
+
+    A parsed one is read once, by all that ask for it. A raw one may change meanwhile: clients fill in what is "auto".
+    """
+    if not hasattr(ds_config, "_param_dict"):
+        return _read(ds_config)
+    if ds_config not in _read_configs:
+        _read_configs[ds_config] = _read(ds_config._param_dict)
+    return _read_configs[ds_config]
+
+
+def _read(raw: Any) -> Any:
     # Without the key nothing of DS-Slide is imported, let alone run.
     if not isinstance(raw, Mapping) or "ds_slide" not in raw:
         return None
@@ -107,20 +119,19 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
         slide = slide_config(given.get("config") if parsed is None else parsed)
         if slide is None:
             warn_if_meant(parsed)
-        else:
-            from ds_slide.integration.contract import check_deepspeed_config
-            from ds_slide.integration.selfcheck import check_deepspeed, check_extension
-            from ds_slide.report.log import show
-
-            show()
-            check_deepspeed()
-            check_extension()
-            check_deepspeed_config(
-                parsed, slide, model=given["model"], client_optimizer=given.get("optimizer"), mpu=given.get("mpu")
-            )
-        if slide is None:
             original(self, *args, **kwargs)
             return
+        from ds_slide.integration.contract import check_deepspeed_config
+        from ds_slide.integration.selfcheck import check_deepspeed, check_extension
+        from ds_slide.report.log import show
+
+        show()
+        check_deepspeed()
+        check_extension()
+        check_deepspeed_config(
+            parsed, slide, model=given["model"], client_optimizer=given.get("optimizer"), mpu=given.get("mpu")
+        )
+        # Not before the check: they need names of DeepSpeed that it asks for.
         from ds_slide.integration import checkpoint, inference, monitor, zero_grad
 
         try:
@@ -152,7 +163,8 @@ def _discard(engine: Any) -> None:
 def _choosing(original: Callable[..., Any], engine_module: ModuleType) -> Callable[..., Any]:
     @functools.wraps(original)
     def _configure_zero_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if slide_config(self._config) is None:
+        slide = slide_config(self._config)
+        if slide is None:
             return original(self, *args, **kwargs)
         # Before the swap: its class statement names the stage-3 class as its base.
         import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
@@ -163,9 +175,12 @@ def _choosing(original: Callable[..., Any], engine_module: ModuleType) -> Callab
         from ds_slide.integration.optimizer import SlideZeroOptimizer
 
         # Stock gives the second one no process group: it takes that of the parameters.
-        without_optimizer = functools.partial(SlideZeroOffload, dp_process_group=self.seq_data_parallel_group)
+        with_optimizer = functools.partial(SlideZeroOptimizer, slide=slide)
+        without_optimizer = functools.partial(
+            SlideZeroOffload, slide=slide, dp_process_group=self.seq_data_parallel_group
+        )
         with (
-            _replaced(stage3, "DeepSpeedZeroOptimizer_Stage3", SlideZeroOptimizer),
+            _replaced(stage3, "DeepSpeedZeroOptimizer_Stage3", with_optimizer),
             _replaced(engine_module, "DeepSpeedZeRoOffload", without_optimizer),
         ):
             optimizer = original(self, *args, **kwargs)

@@ -25,7 +25,7 @@ def as_written(config: Any) -> Mapping[str, Any] | None:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """As DeepSpeed reads objects, whose own hook is not to be had without all of DeepSpeed."""
+    """An object as DeepSpeed reads it, whose own hook is not to be had without all of DeepSpeed."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key stands there twice")

@@ -59,7 +59,7 @@ def assemble(
     if head is not None:
         check_is_outer(head, structure)
     specs = _in_forward_order(module, structure.units)
-    unit_plans = [_unit_plan(spec, group_of, ranks.world_size, head) for spec in specs]
+    unit_plans = [_unit_plan(spec, group_of, settings, ranks.world_size, head) for spec in specs]
     share_with(ranks.exchange(groups(), "counting the ranks in each memory control group"))
     budgets = _agreed(_budgets(module, config, device), ranks)
     sharing = open_sharing(ranks, config.share_weights)
@@ -103,7 +103,7 @@ def runtime_settings(
     accumulation_steps: int,
     clips: bool,
 ) -> RuntimeSettings:
-    """`ds_config`: raw."""
+    """What a run is to do, by the JSON block and DeepSpeed's arguments. `ds_config`: raw."""
     # Unmanaged, DeepSpeed does not say which backward is the last one: the script calls step() when it likes.
     accumulates = accumulation_steps > 1 or not ds_config.get("managed_gradient_accumulation", True)
     ssd = ssd_settings(config, ds_config)
@@ -111,13 +111,15 @@ def runtime_settings(
 
 
 def forward_settings(config: SlideConfig, ds_config: Mapping[str, Any], dtype: torch.dtype) -> RuntimeSettings:
-    """Of an engine without an optimizer: what the JSON says of updates and gradients does not concern it."""
+    """The settings of an engine without an optimizer: what the JSON says of updates and gradients does not concern
+    it."""
     ssd = ssd_settings(config, ds_config)
     return RuntimeSettings(config, ssd, dtype, dtype, accumulates=False, clips=False, rule=None)
 
 
 def _in_forward_order(module: nn.Module, units: Sequence[UnitSpec]) -> list[UnitSpec]:
-    """By the place of their first parameter in the module: the embedding before the blocks, an untied head after.
+    """The units by the place of their first parameter in the module: the embedding before the blocks, an untied head
+    after.
 
     It is the order of the updates' deadlines: a head that is needed last does not hold up the first block.
     """
@@ -126,7 +128,11 @@ def _in_forward_order(module: nn.Module, units: Sequence[UnitSpec]) -> list[Unit
 
 
 def _unit_plan(
-    spec: UnitSpec, group_of: dict[nn.Parameter, int], world_size: int, head: StreamedHead | None
+    spec: UnitSpec,
+    group_of: dict[nn.Parameter, int],
+    settings: RuntimeSettings,
+    world_size: int,
+    head: StreamedHead | None,
 ) -> UnitPlan:
     by_name = dict(spec.parameters)
     infos = [
@@ -136,7 +142,8 @@ def _unit_plan(
     layout = build_layout(infos, world_size)
     passes = head is not None and any(parameter is head.module.weight for parameter in by_name.values())
     rows = chunk_rows(*layout.entries[0].shape) if passes else 0
-    return UnitPlan(spec, layout, [by_name[entry.name] for entry in layout.entries], rows)
+    codec = settings.codec_of(spec.precision, layout)
+    return UnitPlan(spec, layout, [by_name[entry.name] for entry in layout.entries], codec, rows)
 
 
 def _plan(unit_plans: Sequence[UnitPlan], settings: RuntimeSettings, budgets: Budgets, *, shares_weights: bool) -> Plan:
@@ -186,8 +193,8 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
 
 
 def _agreed(budgets: Budgets, ranks: Ranks) -> Budgets:
-    """With the memory that every rank has: the plan sets which weights are gathered when, which must be the same
-    everywhere."""
+    """The budgets with the memory that every rank has: the plan sets which weights are gathered when, which must be the
+    same everywhere."""
     # What earlier engines hold, too: one that was dropped without destroy() goes when Python collects it.
     negative = [-taken for taken in dataclasses.astuple(budgets.taken)]
     least = ranks.least([budgets.gpu_total, budgets.gpu_free, budgets.host_free, *negative])
@@ -199,7 +206,7 @@ def _agreed(budgets: Budgets, ranks: Ranks) -> Budgets:
 
 
 def _release_cached_host_memory() -> None:
-    """Under zero.Init the weights were in page-locked memory that torch keeps for reuse; nobody will."""
+    """Give back the page-locked memory that the weights were in under zero.Init, which torch keeps for reuse."""
     release = getattr(torch._C, "_host_emptyCache", None)
     if release is not None and torch.cuda.is_available():
         release()

@@ -29,15 +29,15 @@ from ds_slide.model.structure import PrecisionOf
 
 
 def is_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """`ds_config`: raw."""
+    """Whether `torch_autocast` is on. `ds_config`: raw."""
     return bool((ds_config.get("torch_autocast") or {}).get("enabled", False))
 
 
 def precision_under_autocast(
     module: nn.Module, ds_config: Mapping[str, Any], trainable: Collection[nn.Parameter]
 ) -> PrecisionOf:
-    """Of the parameters of `module`, which DeepSpeed has marked with the data type of their collectives. `trainable`:
-    those that an optimizer updates."""
+    """The precision of the parameters of `module`, which DeepSpeed has marked with the data type of their collectives.
+    `trainable`: those that an optimizer updates."""
     names = ds_config["torch_autocast"].get("lower_precision_safe_modules")
     safe = {_class_of(name) for name in names or get_default_autocast_lower_precision_modules()}
     owners: dict[nn.Parameter, set[type[nn.Module]]] = defaultdict(set)

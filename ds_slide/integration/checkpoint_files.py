@@ -74,7 +74,7 @@ class SlideCheckpointEngine(TorchCheckpointEngine):
 
     @contextlib.contextmanager
     def collecting(self, *, copied: bool = False) -> Iterator[list[tuple[Path, Archive]]]:
-        """Meanwhile `save` only plans its files, which are the list. `copied`: as in Archive."""
+        """Let `save` only plan its files meanwhile, which are the list. `copied`: as in Archive."""
         collected: list[tuple[Path, Archive]] = []
         self._collected, self._copies = collected, copied
         try:
@@ -84,7 +84,7 @@ class SlideCheckpointEngine(TorchCheckpointEngine):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Reading]:
-        """Meanwhile `load` maps its files."""
+        """Let `load` map its files meanwhile."""
         self._reading = reading = Reading()
         try:
             yield reading

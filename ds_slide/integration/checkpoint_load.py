@@ -79,7 +79,7 @@ def load_checkpoint(
 
 @contextmanager
 def _reading(engine: Any) -> Iterator[Reading]:
-    """Meanwhile every parameter is partitioned, and the files that are loaded are mapped."""
+    """Keep every parameter partitioned meanwhile, and map the files that are loaded."""
     engine.optimizer.checkpoint_event_prologue()
     complete = False
     try:

@@ -183,7 +183,7 @@ def _planned_files(engine: Any, request: _Request, snapshot: Snapshot | None) ->
 
 
 def _say_what_will_be_refused(engine: Any, target: Path, archives: list[Archive]) -> None:
-    """Once for each class: now there is time to allow it, and when the checkpoint is needed somebody may wait."""
+    """Warn, once for each class: now there is time to allow it, and when the checkpoint is needed somebody may wait."""
     names = {name for archive in archives for name in restricted.refused_names(archive.pickled)}
     if names := names - engine.optimizer.names_said_to_be_refused:
         engine.optimizer.names_said_to_be_refused |= names

@@ -33,7 +33,7 @@ class _Torch(ModuleType):
 
 @contextmanager
 def whole_model_loaded(engine: Any, load_dir: str, tag: str) -> Iterator[None]:
-    """Meanwhile what `engine` loads into its module is the whole model out of `tag`."""
+    """Let what `engine` loads into its module is the whole model out of `tag`."""
     owner = type(engine)
 
     def load_module_state_dict(checkpoint: dict[str, Any], **options: Any) -> None:

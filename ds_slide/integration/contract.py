@@ -88,12 +88,13 @@ def check_without_optimizer(module: nn.Module) -> None:
 
 
 def has_optimizer(json_name: str | None, client_optimizer: Any) -> bool:
-    """As DeepSpeed decides it. Without one the engine runs forwards only."""
+    """Whether there is an optimizer, as DeepSpeed decides it. Without one the engine runs forwards only."""
     return bool(client_optimizer) or bool(json_name)
 
 
 def require_stage(stage: Any) -> None:
-    """Alone: what else is wrong for an engine of stage 3 was not meant for one."""
+    """Raise SlideConfigError for another stage, alone: what else is wrong for an engine of stage 3 was not meant for
+    one."""
     if stage != 3:
         problem = f"zero_optimization.stage is {shown(stage)}, but DS-Slide is an engine for stage 3"
         raise SlideConfigError(f'{problem}; set it to 3 or remove "ds_slide"')
@@ -271,8 +272,9 @@ def model_problems(model: nn.Module) -> Iterator[str]:
 
 
 def gradient_dtype(values: Values, module: nn.Module) -> torch.dtype:
-    """In which gradients are reduced: DeepSpeed gives it, by default that of the precision which is enabled in the JSON
-    whatever the parameters have. Without it that of the first trainable parameter, or of the first one."""
+    """The data type in which gradients are reduced: DeepSpeed gives it, by default that of the precision which is
+    enabled in the JSON whatever the parameters have. Without it that of the first trainable parameter, or of the first
+    one."""
     given: torch.dtype | None = values.get("communication_data_type")
     parameters = sorted(module.parameters(), key=lambda parameter: not parameter.requires_grad)
     return given or (parameters[0].dtype if parameters else torch.float32)

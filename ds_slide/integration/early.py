@@ -35,7 +35,8 @@ def enabled_block(raw: Mapping[str, Any]) -> SlideConfig | None:
 
 
 def check_types(raw: Mapping[str, Any], *, filled: bool = True) -> SlideConfig | None:
-    """As `enabled_block`; also raises SlideConfigError for sections that are not what their readers take them for.
+    """The block as `enabled_block` gives it; also raises SlideConfigError for sections that are not what their readers
+    take them for.
 
     `filled`: nobody replaces an "auto" now.
     """
@@ -87,7 +88,7 @@ def _ssd_is_open(slide: SlideConfig, raw: Mapping[str, Any]) -> bool:
 
 
 def _dtype(name: Any) -> Any:
-    """Of a data type as DeepSpeed takes it; `name` itself where it is none, which DeepSpeed reports."""
+    """The data type that DeepSpeed takes `name` for; `name` itself where it is none, which DeepSpeed reports."""
     try:
         return DtypeEnum(name).value
     except ValueError:

@@ -18,7 +18,7 @@ from torch import nn
 
 @contextmanager
 def weights_stay(engine: Any) -> Iterator[None]:
-    """For the length of `DeepSpeedEngine._configure_distributed_model`: parameters are neither moved nor broadcast.
+    """Let `DeepSpeedEngine._configure_distributed_model` neither move nor broadcast parameters.
 
     `parameters.take_weights` broadcasts them, one at a time on the accelerator: stock would hand NCCL host memory here.
     """

@@ -29,17 +29,24 @@ GIVE_ONE = (
 
 
 class SlideZeroOffload(DeepSpeedZeRoOffload):
-    """ZeRO stage 3 without an optimizer, streamed by `ds_slide.runtime`. Constructor arguments: stock's, of which the
-    sizes of its prefetching mean nothing here.
+    """ZeRO stage 3 without an optimizer, streamed by `ds_slide.runtime`. Constructor arguments: `slide`,
+    and stock's, of which the sizes of its prefetching mean nothing here.
 
     A subclass only because `isinstance` gates much of the engine; the stock constructor is not run.
     """
 
-    def __init__(self, module: nn.Module, timers: Any, ds_config: Any, *, dp_process_group: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        timers: Any,
+        ds_config: Any,
+        *,
+        slide: SlideConfig,
+        dp_process_group: Any,
+        **kwargs: Any,
+    ) -> None:
         check_without_optimizer(module)
         ownership.end_earlier_engine(module)
-        config = SlideConfig.from_deepspeed(ds_config)
-        assert config is not None
         self.module = module
         self.timers = timers
         self.dtype: torch.dtype = next(module.parameters()).dtype
@@ -48,7 +55,7 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
         self.zenflow = False
         self.persistent_parameters: list[nn.Parameter] = []
         protocol.convert(module, dp_process_group, self.dtype)
-        settings = forward_settings(config, ds_config, self.dtype)
+        settings = forward_settings(slide, ds_config, self.dtype)
         self.runtime, self.kernels = assemble(module, {}, settings, dp_process_group)
         try:
             self.protocol = protocol.ParameterProtocol(self.runtime, dp_process_group)
@@ -93,7 +100,7 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
 
 
 def attach(engine: Any) -> None:
-    """For `engine`, whose optimizer is a `SlideZeroOffload`: the line at its start, `save_16bit_model`, which needs a
+    """Give `engine`, whose optimizer is a `SlideZeroOffload`, the line at its start, `save_16bit_model`, which needs a
     checkpoint engine, and a sentence for what only an engine that trains can do. Attributes of the object, not of the
     class."""
     monitor.log_start(engine)

@@ -33,7 +33,7 @@ def attach(engine: Any) -> None:
         running: Any = owner()
         result = take_model_step(running, *args, **kwargs)
         statistics = running.optimizer.slide_stats()
-        # A step that was skipped for its overflow closes no books: the newest statistics are those of an earlier one.
+        # A step that was skipped for its overflow has no statistics: the newest are those of an earlier one.
         if statistics and statistics["step"] != reported:
             reported = statistics["step"]
             _report(running, statistics)
@@ -61,8 +61,8 @@ def log_start(engine: Any) -> None:
 def events_of(statistics: dict[str, Any], samples: int) -> list[Event]:
     """Events (name, value, samples) of the dictionary that `slide_stats()` returns. Seconds, bytes and ratios."""
     events = [(f"Slide/{name}", float(statistics[name]), samples) for name in ("step_s", "bound_s", "efficiency")]
-    for lane, books in statistics["lanes"].items():
-        events += [(f"Slide/{lane}_{name}", float(value), samples) for name, value in books.items()]
+    for lane, totals in statistics["lanes"].items():
+        events += [(f"Slide/{lane}_{name}", float(value), samples) for name, value in totals.items()]
     if statistics["ssd"]:
         for name in ("written_bytes", "written_tb_per_day"):
             events.append((f"Slide/ssd_{name}", float(statistics["ssd"][name]), samples))

@@ -43,18 +43,24 @@ from ds_slide.runtime.gradients.norm_watch import NormWatch
 
 
 class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
-    """ZeRO stage 3 with the states streamed by `ds_slide.runtime`. Constructor arguments: stock's."""
+    """ZeRO stage 3 with the states streamed by `ds_slide.runtime`. Constructor arguments: `slide`, and stock's."""
 
     def __init__(
-        self, module: nn.Module, init_optimizer: Any, param_names: Any, timers: Any, ds_config: Any, **kwargs: Any
+        self,
+        module: nn.Module,
+        init_optimizer: Any,
+        param_names: Any,
+        timers: Any,
+        ds_config: Any,
+        *,
+        slide: SlideConfig,
+        **kwargs: Any,
     ) -> None:
         ZeROOptimizer.__init__(self)
-        config = SlideConfig.from_deepspeed(ds_config)
-        assert config is not None
-        check_supported(kwargs, init_optimizer, module, config)
+        check_supported(kwargs, init_optimizer, module, slide)
         ownership.end_earlier_engine(module)
-        self.async_save = config.async_save
-        self.require_manifest = config.checkpoint.require_manifest
+        self.async_save = slide.async_save
+        self.require_manifest = slide.checkpoint.require_manifest
         self.names_said_to_be_refused: set[str] = set()
         self._set_stock_attributes(module, init_optimizer, param_names, timers, kwargs)
         protocol.convert(module, self.dp_process_group, self.dtype)
@@ -63,7 +69,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             _init_external_params(child)
         self.rule = rule_of(init_optimizer)
         settings = runtime_settings(
-            config,
+            slide,
             self.rule,
             ds_config,
             gradient_dtype(kwargs, module),
@@ -141,7 +147,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._coalescing = False
 
     def __getattr__(self, name: str) -> Any:
-        """Called for what is neither here nor in the classes: most of it is stock's private state."""
+        """An attribute of stock that is neither here nor in the classes: most of it is stock's private state."""
         raise missing(name)
 
     @property
@@ -178,8 +184,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.runtime.begin_backward(self._hypers())
 
     def scale_if_loss(self, value: Any) -> Any:
-        """Called before each backward of a loss, also of one whose first backward has ended with an exception, and that
-        has no prologue any more."""
+        """The loss with its scale, before each backward, also of one whose first backward has ended with an exception,
+        and that has no prologue any more."""
         self.runtime.interruptions.notice()
         return super().scale_if_loss(value)
 
@@ -210,7 +216,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     @property
     def _coalesce_grad_reduction(self) -> bool:
-        """Set by `engine.coalesce_grad_reduction()` for the length of its block, and read when that begins."""
+        """Whether reduction is coalesced: set by `engine.coalesce_grad_reduction()` for the length of its block, and
+        read when that begins."""
         self.runtime.require_held("engine.coalesce_grad_reduction()")
         return self._coalescing
 
@@ -221,14 +228,16 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self.runtime.interruptions.notice()
 
     def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
-        """Of a parameter that still has a gradient when such a block ends: the epilogue, which follows, takes it."""
+        """Nothing: a gradient that a parameter still has when such a block ends is taken by the epilogue, which
+        follows."""
 
     def backward_epilogue(self) -> None:
         if self._coalescing:  # the engine leaves out the other epilogue, which runs when the block ends
             self.independent_gradient_partition_epilogue()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """Under `managed_gradient_accumulation: false`, at the step: there will be no further backward."""
+        """End the accumulation, under `managed_gradient_accumulation: false`, at the step: there will be no further
+        backward."""
         self.runtime.interruptions.require_gradients()
         self.set_gradient_accumulation_boundary(True)
         self.runtime.end_backward()
@@ -285,8 +294,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def slide_stats(self) -> dict[str, Any]:
         """Statistics of the newest finished step (see `ds_slide.report.statistics`); empty before the first."""
         statistics = self.runtime.parts.recorder.as_dict(self.runtime.parts.memory_report)
-        pools = self.runtime.parts.pool_report()
-        return statistics and {**statistics, "pools": pools, "kernels": self.kernels.as_dict()}
+        own = {"kernels": self.kernels.as_dict(), "update_passes": 2 if self.runtime.passes.two else 1}
+        return statistics and {**statistics, "pools": self.runtime.parts.pool_report(), **own}
 
     # ---- states, for deepspeed.utils.safe_* ------------------------------------------------------------------
 
@@ -328,7 +337,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.protocol.release()
         self.runtime.interruptions.notice()
         for unit in self.runtime.units:
-            require_no_update(self.runtime, unit, "saving or loading a checkpoint")
+            require_no_update(unit, "saving or loading a checkpoint")
         for unit in self.runtime.units:
             self.runtime.settle(unit)
         self.runtime.unbind_residents()
@@ -338,7 +347,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.runtime.bind_residents()
 
     mapped_files: MappedFiles | None = None
-    """Of the load that runs (see checkpoint_load)."""
+    """The files of the load that runs (see checkpoint_load)."""
     saving: BackgroundSave | None = None
     """The asynchronous save that was begun last, until its end has been noticed (see checkpoint_save)."""
     has_said_that_saves_wait = False

@@ -26,7 +26,7 @@ class Owner(Protocol):
 
 
 _owners = WeakIdKeyDictionary()
-"""From parameters to weak references of owners."""
+"""Weak references to the owners of parameters."""
 
 
 def enter(owner: Owner, module: nn.Module) -> None:
@@ -40,7 +40,7 @@ def enter(owner: Owner, module: nn.Module) -> None:
 
 
 def leave(owner: Owner, module: nn.Module) -> None:
-    """Harmless when `owner` has never entered, or left before."""
+    """Forget `owner`; harmless when it has never entered, or left before."""
     own = [parameter for parameter in module.parameters() if _owner_of(parameter) is owner]
     for parameter in own:
         del _owners[parameter]
@@ -54,13 +54,13 @@ def _take_away(stand_in: Any) -> None:
 
 
 def end_earlier_engine(module: nn.Module) -> None:
-    """Before an engine is built: the one that has any parameter of `module` ends, as by its `destroy`. Its updates run
+    """End the engine that has any parameter of `module`, as by its `destroy`, before another is built. Its updates run
     first; what it had in host memory stays with the parameters. SlideError where weights would go with its SSD tier."""
     for parameter in module.parameters():
         owner = _owner_of(parameter)
         if owner is None:
             continue
-        if any(unit.state.weight is None for unit in owner.runtime.units):
+        if any(unit.state.weights.buffer.tensor is None for unit in owner.runtime.units):
             raise SlideError(
                 "the model belongs to an engine that has weights on SSD, from where another engine cannot take them; "
                 "build the model again, or load it, for the second deepspeed.initialize"

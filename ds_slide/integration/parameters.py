@@ -90,7 +90,7 @@ def take_weights(rank: int, group: Any) -> Any:
 
 
 def _of_partition(partition: Any, entry: Entry) -> torch.Tensor:
-    """Its elements, flat; of an earlier engine's narrowed weights their masters."""
+    """The elements of the partition, flat; of an earlier engine's narrowed weights their masters."""
     low: torch.Tensor | None = getattr(partition, _LOW_HALVES, partition)
     if low is None:
         raise SlideError(
@@ -117,14 +117,16 @@ def _of_first_rank(own: torch.Tensor, group: Any) -> torch.Tensor:
 def adopt(unit: Unit) -> None:
     """Point the parameters of `unit` at its state buffers and let go of what they held before."""
     parameters: Sequence[Any] = unit.parameters
+    weights = unit.state.weights.buffer.tensor
+    remainder = unit.state.buffers.get("remainder")
+    low = None if remainder is None else remainder.tensor
     for parameter, entry in zip(parameters, unit.layout.entries, strict=True):
         view = torch.empty(0, dtype=unit.dtype)  # on SSD: whoever wants the elements gathers them
         span = state_buffers.local_span(entry)
-        if unit.state.weight is not None:
-            view = unit.state.weight[span]
+        if weights is not None:
+            view = weights[span]
         parameter.ds_tensor = _as_partition(view, entry.partition_numel)
         if unit.spec.precision.narrowed:
-            low = unit.state.optimizer.get("remainder")
             setattr(parameter.ds_tensor, _LOW_HALVES, None if low is None else low[span])
         # Not where the weights were: who asks a parameter for its device wants to know where the model computes.
         device = get_accelerator().current_device_name()

@@ -20,7 +20,7 @@ class Refused:
     name: str
     """Key in `Values`."""
     path: str
-    """Where the user sets it."""
+    """The JSON path where the user sets it."""
     allowed: tuple[Any, ...]
     why: str
     remedy: str

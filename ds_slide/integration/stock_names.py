@@ -80,7 +80,7 @@ def missing(name: str) -> SlideAttributeError:
 
 
 def leaf_parameters(module: nn.Module, groups: Iterable[Iterable[nn.Parameter]]) -> dict[nn.Module, list[Any]]:
-    """As stock's attribute of that name: trainable parameters by the module that
+    """Stock's attribute of that name: trainable parameters by the module that
     `deepspeed.utils.set_z3_leaf_modules` has flagged, the outermost of nested ones."""
     owner: dict[nn.Parameter, nn.Module] = {}
     for leaf in filter(z3_leaf_module, module.modules()):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ds_slide.optim.hyper import ADAMW
+from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.rule import UpdateRule
 
 
@@ -50,12 +50,12 @@ OPTIMIZERS = (
 
 
 def known_as(json_name: str) -> Optimizers | None:
-    """Those of `optimizer.type`."""
+    """The optimizers that `optimizer.type` names."""
     return next((known for known in OPTIMIZERS if json_name in known.json_names), None)
 
 
 def known(optimizer: Any) -> Optimizers | None:
-    """Those that an optimizer object is one of."""
+    """The optimizers that an optimizer object is one of."""
     kind = type(optimizer)
     own = (kind.__module__.partition(".")[0], kind.__name__)
     return next((known for known in OPTIMIZERS if own in known.classes), None)
@@ -78,7 +78,7 @@ def asked_for(json_name: str | None, client_optimizer: Any) -> UpdateRule | None
 
 
 def names() -> str:
-    """As the end of "updates with"."""
+    """All optimizers, as a sentence ends that begins with "updates with"."""
     *others, last = (known.name for known in OPTIMIZERS)
     return f"{', '.join(others)} and {last}" if others else last
 

@@ -1,4 +1,4 @@
-"""In which data types a parameter is declared, kept, computed with and reduced."""
+"""The data types in which a parameter is declared, kept, computed with and reduced."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 @dataclass(frozen=True)
 class Precision:
-    """Of all parameters of a unit."""
+    """The data types of all parameters of a unit."""
 
     parameter: torch.dtype
-    """As the model declares them, and as a script sees them outside of a forward."""
+    """The data type that the model declares, and as a script sees them outside of a forward."""
     weight: torch.dtype
-    """Of what the GPU computes with."""
+    """The data type of what the GPU computes with."""
     gradient: torch.dtype | None = None
-    """In which their gradients are reduced and go to host memory; None: as those of the run."""
+    """The data type in which their gradients are reduced and go to host memory; None: that of the run."""
 
     @classmethod
     def declared(cls, parameter: torch.Tensor) -> Precision:
@@ -31,7 +31,7 @@ class Precision:
 
     @property
     def label(self) -> str:
-        """For the names of units."""
+        """A part of the names of units."""
         kept = f" in {_name(self.weight)}" if self.narrowed else ""
         reduced = f", gradients in {_name(self.gradient)}" if self.gradient not in (None, self.weight) else ""
         return f"{_name(self.parameter)}{kept}{reduced}"

@@ -51,7 +51,7 @@ class UnitSpec:
     """Elements of the whole (unpartitioned) parameters."""
 
     precision: Precision
-    """Of all its parameters."""
+    """The data types of all its parameters."""
 
 
 @dataclass(frozen=True, eq=False)

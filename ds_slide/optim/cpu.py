@@ -10,7 +10,7 @@ import torch
 from ds_slide.errors import SlideError
 from ds_slide.optim.low_precision import STATE_FORMATS, StateFormat
 from ds_slide.optim.rounding import check_first
-from ds_slide.optim.rule import Hyper
+from ds_slide.optim.rule import Hyper, Part
 
 try:
     from ds_slide import _native
@@ -51,7 +51,7 @@ class CpuUpdater:
             ) from error
 
     def end_threads(self) -> None:
-        """At once, where whoever is left with this object may keep it. Nothing can be done with it afterwards."""
+        """End the threads at once, whoever may keep this object. Nothing can be done with it afterwards."""
         if hasattr(self, "_workers"):
             del self._workers
 
@@ -71,8 +71,10 @@ class CpuUpdater:
         scales: Sequence[torch.Tensor | None] = (),
         seed: int = 0,
         first: int = 0,
+        part: Part = "whole",
     ) -> None:
         """One step of ``hyper.rule`` in place, in one pass over memory; all tensors have the same number of elements.
+        ``part``: "weights" and then "states", for hyper-parameters with ``two_passes``, leave the same bits.
 
         ``weight`` bf16 with ``remainder`` int16 is the split master; fp32 with None is a plain weight; fp16 with
         ``remainder`` fp32 is an fp16 copy (written only) of the fp32 master. ``grad`` is bf16, fp16 or fp32 and is
@@ -112,6 +114,7 @@ class CpuUpdater:
             seed=seed & 0xFFFFFFFFFFFFFFFF,
             step=hyper.step,
             first=first,
+            part=part,
         )
 
     def accumulate_(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -141,7 +144,7 @@ def _dtype_name(function: str, argument: str, tensor: torch.Tensor) -> _DtypeNam
 
 
 def _state_format(names: Sequence[str], states: Sequence[torch.Tensor]) -> StateFormat:
-    """That of the last state; the others are checked against it. A rule without states counts as fp32."""
+    """The format of the last state; the others are checked against it. A rule without states counts as fp32."""
     if not states:
         return STATE_FORMATS["fp32"]
     found = next((known for known in STATE_FORMATS.values() if known.dtype == states[-1].dtype), None)

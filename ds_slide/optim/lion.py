@@ -10,8 +10,9 @@ own: weights that never had a gradient, such as rows of unused tokens, would dri
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_slide.errors import SlideConfigError
 from ds_slide.kernels.offload.split_master import (
     BLOCK,
     check_buffers,
@@ -30,7 +30,7 @@ from ds_slide.kernels.offload.split_master import (
     vector_parts,
 )
 from ds_slide.optim.fp32 import add, mul, sub
-from ds_slide.optim.rule import StateSpec, UpdateRule, fp32, range_problems
+from ds_slide.optim.rule import StateSpec, UpdateRule, fp32, range_problems, require_ranges
 
 
 class LionConstants(NamedTuple):
@@ -56,17 +56,13 @@ class LionHyper:
     step: int = 1
 
     def __post_init__(self) -> None:
-        for name, value, valid in (
+        require_ranges(
+            "lr and weight_decay are finite and not negative, betas are two numbers in [0, 1), step counts from 1",
             ("lr", self.lr, 0.0 <= self.lr < math.inf),
             ("betas", self.betas, len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas)),
             ("weight_decay", self.weight_decay, 0.0 <= self.weight_decay < math.inf),
             ("step", self.step, self.step >= 1),
-        ):
-            if not valid:
-                raise SlideConfigError(
-                    f"optimizer parameter {name!r} is {value}, which is outside its range; lr and weight_decay are "
-                    "finite and not negative, betas are two numbers in [0, 1), step counts from 1."
-                )
+        )
 
     @property
     def rule(self) -> UpdateRule:
@@ -75,6 +71,10 @@ class LionHyper:
     @property
     def kernel(self) -> str:
         return "lion"
+
+    @property
+    def two_passes(self) -> bool:
+        return True
 
     def constants(self, grad_scale: float = 1.0) -> LionConstants:
         beta1, beta2 = self.betas
@@ -160,10 +160,6 @@ def _gpu_step(
         )
 
 
-def _problems(optimizer: Any) -> Iterator[str]:
-    yield from range_problems(_hyper_of, optimizer)
-
-
 LION = UpdateRule(
     name="Lion",
     states=(StateSpec("exp_avg"),),
@@ -171,5 +167,5 @@ LION = UpdateRule(
     hyper_of=_hyper_of,
     reference_step=_reference_step,
     gpu_step=_gpu_step,
-    problems=_problems,
+    problems=functools.partial(range_problems, _hyper_of),
 )

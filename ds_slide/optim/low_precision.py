@@ -25,7 +25,6 @@ GROUP = 64
 STEP_BITS = 20
 _ONE = 0x3F800000
 _OVERFLOW = 127 + 126 << 23
-_NAN = 0x7FC00000
 _CHUNK = 1 << 22  # elements converted at a time, a multiple of GROUP: the temporaries are 4 bytes each
 
 
@@ -75,7 +74,7 @@ def zero_code(signed: bool) -> int:
 
 
 def least_scale(signed: bool) -> float:
-    """With a smaller scale the least level would be subnormal, which counts as zero."""
+    """The least scale: with a smaller one the least level would be subnormal, which counts as zero."""
     return 2.0**-110 if signed else 2.0**-94
 
 
@@ -122,6 +121,11 @@ def from_fp32(values: torch.Tensor, dtype: torch.dtype, *, signed: bool) -> tupl
         raise SlideError(f"moments cannot be stored as {dtype}; use float32, bfloat16 or uint8.")
     if not _BY_DTYPE[dtype].has_scales:
         return values.to(dtype, copy=True), None
+    return with_scales(values, signed=signed)
+
+
+def with_scales(values: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """``from_fp32`` to uint8."""
     stored = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
     scale = torch.empty(-(-values.numel() // GROUP), dtype=torch.float32, device=values.device)
     for codes, part, anchors in _chunks(stored, values, scale):

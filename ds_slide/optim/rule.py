@@ -11,13 +11,17 @@ import ctypes
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from ds_slide.errors import SlideConfigError
 
 _FP32_MIN_NORMAL = 2.0**-126
+
+Part = Literal["whole", "weights", "states"]
+"""What a call does of a step on the CPU: all of it, or the new weights and in a later call, from the same gradient and
+the states that are still the old ones, the new states."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,11 @@ class Hyper(Protocol):
     @property
     def kernel(self) -> str:
         """The name of the CPU kernels in csrc/update/types.hpp."""
+        ...
+
+    @property
+    def two_passes(self) -> bool:
+        """Whether its kernels do the weights and the states apart: the new states do not depend on the old weight."""
         ...
 
     def constants(self, grad_scale: float = 1.0) -> tuple[float, ...]:
@@ -88,6 +97,13 @@ def fp32(value: float) -> float:
     """``value`` rounded to fp32, a subnormal to zero of its sign."""
     rounded = ctypes.c_float(value).value
     return math.copysign(0.0, rounded) if abs(rounded) < _FP32_MIN_NORMAL else rounded
+
+
+def require_ranges(expected: str, *numbers: tuple[str, Any, bool]) -> None:
+    """Raise SlideConfigError for the first of `numbers` (name, value, whether it is valid) outside its range."""
+    for name, value, is_valid in numbers:
+        if not is_valid:
+            raise SlideConfigError(f"optimizer parameter {name!r} is {value}, which is outside its range; {expected}.")
 
 
 def options_on(names: Sequence[str], group: Mapping[str, Any], index: int) -> Iterator[str]:

@@ -9,6 +9,7 @@ Without momentum there is no b, and nothing is kept of a parameter but its weigh
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from ds_slide.kernels.offload.split_master import (
     vector_parts,
 )
 from ds_slide.optim.fp32 import add, mul, sub
-from ds_slide.optim.rule import StateSpec, UpdateRule, fp32, options_on, range_problems
+from ds_slide.optim.rule import StateSpec, UpdateRule, fp32, options_on, range_problems, require_ranges
 
 # Parameters of torch's SGD that change the result and that DS-Slide does not have.
 _REFUSED = ("maximize", "differentiable")
@@ -61,18 +62,14 @@ class SgdHyper:
     keeps_momentum: bool = True
 
     def __post_init__(self) -> None:
-        for name, value, valid in (
+        require_ranges(
+            "lr, momentum and weight_decay are finite and not negative, dampening is finite, step counts from 1",
             ("lr", self.lr, 0.0 <= self.lr < math.inf),
             ("momentum", self.momentum, 0.0 <= self.momentum < math.inf),
             ("dampening", self.dampening, math.isfinite(self.dampening)),
             ("weight_decay", self.weight_decay, 0.0 <= self.weight_decay < math.inf),
             ("step", self.step, self.step >= 1),
-        ):
-            if not valid:
-                raise SlideConfigError(
-                    f"optimizer parameter {name!r} is {value}, which is outside its range; lr, momentum and "
-                    "weight_decay are finite and not negative, dampening is finite, step counts from 1."
-                )
+        )
         if self.momentum and not self.keeps_momentum:
             raise SlideConfigError(
                 f"optimizer parameter 'momentum' is {self.momentum}, but it was 0 in all parameter groups when the "
@@ -88,6 +85,10 @@ class SgdHyper:
         if not self.keeps_momentum:
             return "sgd"
         return "sgd_nesterov" if self.nesterov and self.momentum else "sgd_momentum"
+
+    @property
+    def two_passes(self) -> bool:
+        return False  # weight decay makes the new momentum depend on the old weight
 
     def constants(self, grad_scale: float = 1.0) -> SgdConstants:
         # As in torch, the first gradient enters the buffer whole, and a group without momentum knows no dampening.
@@ -198,14 +199,11 @@ SGD_MOMENTUM = UpdateRule(
     gpu_step=_gpu_step,
     problems=_problems,
 )
-SGD = UpdateRule(
+SGD = dataclasses.replace(
+    SGD_MOMENTUM,
     name="SGD without momentum",
     states=(),
-    state_dtypes=("fp32",),
     hyper_of=functools.partial(_hyper_of, keeps_momentum=False),
-    reference_step=_reference_step,
-    gpu_step=_gpu_step,
-    problems=_problems,
 )
 
 

@@ -41,7 +41,7 @@ class Replaced:
     counts: Mapping[str, int]
     """Replaced modules by kind, of the kinds that were asked for and found."""
     reasons: Mapping[str, str]
-    """By kind, one reason why a module of it (or all) stayed as it was; no entry where all were replaced."""
+    """One reason by kind why a module of it (or all) stayed as it was; no entry where all were replaced."""
     patches: list[Patch] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
@@ -50,7 +50,7 @@ class Replaced:
             self.patches.pop().undo()
 
     def as_dict(self) -> dict[str, dict[str, int] | dict[str, str]]:
-        """For statistics: {"replaced": counts, "not_replaced": reasons}."""
+        """What statistics show: {"replaced": counts, "not_replaced": reasons}."""
         return {"replaced": dict(self.counts), "not_replaced": dict(self.reasons)}
 
     def __str__(self) -> str:

@@ -93,7 +93,7 @@ class LossLinear(nn.Linear):
 
 
 def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """Of a linear layer's output: autocast casts what is not fp64."""
+    """The data type of a linear layer's output: autocast casts what is not fp64."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(device)

@@ -77,7 +77,7 @@ class Source:
             yield
 
     def expire(self) -> None:
-        """From here on the weights may change: what was not computed cannot be computed any more."""
+        """Let the weights change: what was not computed cannot be computed any more."""
         self.hidden = self._logits = None
 
     def logits(self) -> torch.Tensor:

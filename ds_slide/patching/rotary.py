@@ -23,7 +23,8 @@ Rotary = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RotaryForm:
-    """`partial`: the function takes cos and sin narrower than the heads and rotates the first dimensions only."""
+    """How a rotary function is called. `partial`: the function takes cos and sin narrower than the heads and rotates
+    the first dimensions only."""
 
     partial: bool
 

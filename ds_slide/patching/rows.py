@@ -22,7 +22,7 @@ class HeadRows(WeightRows, Protocol):
 
 
 def rows_of(head: nn.Module) -> HeadRows | None:
-    """None where the head has its weight."""
+    """The rows of a streamed head; None where the head has its weight."""
     rows: HeadRows | None = head.__dict__.get(ROWS)
     return rows
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize, gradient_bytes, held_bytes, is_held
+from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize, held_bytes, is_held
 from ds_slide.store.ssd.extents import chunk_bytes, sum_table_bytes, unit_extents, whole_pages
-from ds_slide.store.state import Tier
+from ds_slide.store.tiers import Tier
 
 Why = Literal[
     "states",
@@ -130,13 +130,13 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
 
     made = [state_buffer("weight", tier(placement.weights_on_ssd), unit.share, copied=True)]
     for spec in unit.specs:
-        nbytes = spec.nbytes(unit.layout.trainable_numel)
+        nbytes = spec.nbytes(unit.codec.numel)
         made.append(state_buffer(spec.name, tier(placement.chunks_on_ssd), nbytes))
     where = tier(placement.gradients_on_ssd)
     if is_held(unit, needs):
         made.append(state_buffer("gradient", where, held_bytes(unit, needs), "held gradients", copied=True))
     elif where == "gpu":
-        made.append(state_buffer("gradient", where, gradient_bytes(unit, needs), "held gradients"))
+        made.append(state_buffer("gradient", where, unit.codec.nbytes, "held gradients"))
     yield from made
     if index in placement.on_ssd:
         yield Allocation(
@@ -154,7 +154,7 @@ def _extent_bytes(unit: UnitSize, index: int, needs: Needs, placement: Placement
         0,
         unit.specs,
         weight_bytes=unit.share if index in placement.weights_on_ssd else 0,
-        chunks_of=unit.layout.trainable_numel if index in placement.chunks_on_ssd else 0,
+        chunks_of=unit.codec.numel if index in placement.chunks_on_ssd else 0,
         chunk_numel=needs.ssd.chunk_numel,
         gradient_bytes=held_bytes(unit, needs) if index in placement.gradients_on_ssd else 0,
     ).end
@@ -208,7 +208,7 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
     slots = min(placement.window, len(blocks))
     yield Allocation(SLOTS, "gpu", slots * slot_bytes(units, needs, placement), "the window", slots)
     packed = [unit for index, unit in enumerate(units) if ranks > 1 or not (unit.is_outer or index in placement.on_gpu)]
-    staged = max((gradient_bytes(unit, needs) for unit in packed), default=0)
+    staged = max((unit.codec.nbytes for unit in packed), default=0)
     yield Allocation(STAGED, "gpu", STAGINGS * ranks * staged, "gradients on their way", STAGINGS)
     if ranks == 1:
         return
@@ -225,8 +225,8 @@ def _gradient_rings(units: Sequence[UnitSize], needs: Needs, placement: Placemen
     are held as they come down there is neither, until a script runs a second backward before the step, which nothing
     announces: its gradients pass in pieces."""
     passing = [unit for index, unit in enumerate(units) if index not in placement.on_gpu]
-    block = max((gradient_bytes(unit, needs) for unit in passing if not unit.is_outer), default=0)
-    outer_unit = max((gradient_bytes(unit, needs) for unit in passing if unit.is_outer), default=0)
+    block = max((unit.codec.nbytes for unit in passing if not unit.is_outer), default=0)
+    outer_unit = max((unit.codec.nbytes for unit in passing if unit.is_outer), default=0)
     buffers, in_pieces = needs.ring, 0 if needs.ring else max(block, outer_unit)
     if placement.gradients_on_ssd:  # those that go on to SSD are written from where they have arrived
         block, buffers, in_pieces = whole_pages(block), needs.ring or needs.ring_to_ssd, 0 if needs.ring else outer_unit
@@ -246,8 +246,8 @@ def _before_ssd(
     of what is there. The GPU copies from those of weights."""
     on_ssd = [units[index] for index in sorted(placement.chunks_on_ssd)]
     numel = ssd.chunk_numel
-    chunk = max((chunk_bytes(unit.specs, min(numel, unit.layout.trainable_numel)) for unit in on_ssd), default=0)
-    chunks = sum(-(-unit.layout.trainable_numel // numel) for unit in on_ssd)
+    chunk = max((chunk_bytes(unit.specs, min(numel, unit.codec.numel)) for unit in on_ssd), default=0)
+    chunks = sum(-(-unit.codec.numel // numel) for unit in on_ssd)
     buffers = min(MOST_CHUNK_BUFFERS if ssd.chunk_buffers is None else ssd.chunk_buffers, chunks)
     yield Allocation(CHUNK_BUFFERS, "host", buffers * chunk, "states on their way", buffers)
     weights = [units[index] for index in placement.weights_on_ssd]

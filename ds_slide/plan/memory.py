@@ -48,8 +48,8 @@ NOTHING_TAKEN = Taken()
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes. `gpu_states`: None means automatic. `gpu_is_own`: not a part of host memory. `taken` is a part of what is
-    configured (`gpu_memory`, `host_memory`, `gpu_states`), and no part of what is free."""
+    """Budgets in bytes. `gpu_states`: None means automatic. `gpu_is_own`: not a part of host memory. `taken` is a part
+    of what is configured (`gpu_memory`, `host_memory`, `gpu_states`), and no part of what is free."""
 
     gpu_total: int
     gpu_free: int
@@ -69,14 +69,14 @@ class Budgets:
 
     @property
     def gpu_limit(self) -> int:
-        """Of everything that this engine may place on the GPU."""
+        """The most bytes that this engine may place on the GPU."""
         if self.gpu_memory is None:
             return self.gpu_free
         return max(0, min(self.gpu_free, self.gpu_memory - self.taken.gpu))
 
     @property
     def host_limit(self) -> int | None:
-        """Of this engine's states in host memory; None: what is free."""
+        """The most bytes of this engine's states in host memory; None: what is free."""
         return None if self.host_memory is None else max(0, self.host_memory - self.taken.host_states)
 
 
@@ -88,7 +88,7 @@ class Plan:
     placement: Placement
     allocations: tuple[Allocation, ...]
     gpu_states_used: int
-    """Of `ds_slide.gpu_states`: bytes more on the GPU than if no unit was updated there."""
+    """What is used of `ds_slide.gpu_states`: bytes more on the GPU than if no unit was updated there."""
 
     @classmethod
     def of(cls, units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Plan:
@@ -105,12 +105,12 @@ class Plan:
 
     @property
     def host_state_bytes(self) -> int:
-        """Without held gradients and buffers: what `ds_slide.host_memory` limits."""
+        """Bytes of the states, without held gradients and buffers: what `ds_slide.host_memory` limits."""
         return total(self.allocations, "host", "states")
 
     @property
     def ssd_bytes(self) -> int:
-        """Of states and held gradients; the state files hold them in whole pages."""
+        """Bytes of states and held gradients; the state files hold them in whole pages."""
         return total(self.allocations, "ssd", "states", "held gradients")
 
     @property
@@ -185,7 +185,7 @@ def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, placement: Placement) ->
 
 
 def _gpu_states_allowance(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> int:
-    """Of this engine."""
+    """Bytes of the GPU for optimizer states of this engine."""
     if not needs.trains:
         return 0
     if budgets.gpu_states is not None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ds_slide.compression.codec import GradientCodec
 from ds_slide.model.layout import UnitLayout
 from ds_slide.store.state_buffers import StateBufferSpec, optimizer_bytes
 
@@ -13,19 +14,19 @@ from ds_slide.store.state_buffers import StateBufferSpec, optimizer_bytes
 @dataclass(frozen=True)
 class UnitSize:
     """What the plan knows of a unit. The weights of outer modules and parts of blocks are always in host memory, and on
-    the GPU as well unless they pass through it. `specs`: the optimizer state buffers. Item sizes in bytes."""
+    the GPU as well unless they pass through it. `codec`: of its gradient. `specs`: the optimizer state buffers. Item
+    sizes in bytes."""
 
     name: str
     layout: UnitLayout
+    codec: GradientCodec
     kind: Literal["block", "part", "outer"]
     specs: Sequence[StateBufferSpec]
     weight_bytes: int
     passing_numel: int = 0
     """Elements of each GPU buffer through which an outer module passes in chunks; 0 where it is there as a whole."""
-    gradient_bytes: int | None = None
-    """None: as `Needs` has it."""
     held_bytes: int | None = None
-    """Likewise."""
+    """None: as `Needs` has it."""
 
     @property
     def is_outer(self) -> bool:
@@ -44,7 +45,7 @@ class UnitSize:
     @property
     def state_bytes(self) -> int:
         """Bytes of its optimizer state buffers."""
-        return optimizer_bytes(self.specs, self.layout.trainable_numel)
+        return optimizer_bytes(self.specs, self.codec.numel)
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,11 @@ class SsdNeeds:
 
 @dataclass(frozen=True)
 class Needs:
-    """Storage settings that set the bytes. Item sizes in bytes, of gradients for units that have none of their own."""
+    """Storage settings that set the bytes."""
 
-    gradient_bytes: int
     held_bytes: int
-    """Bytes a parameter of a held host gradient; 0 when gradients are not held."""
+    """Bytes an element of a held host gradient, of units that have no such number of their own; 0 when gradients are
+    not held."""
     window: int
     """Slots, at least."""
     ring: int
@@ -105,12 +106,6 @@ class Placement:
         return self.weights_on_ssd | self.chunks_on_ssd | self.gradients_on_ssd
 
 
-def gradient_bytes(unit: UnitSize, needs: Needs) -> int:
-    """Of the unit's gradient on its way."""
-    item = needs.gradient_bytes if unit.gradient_bytes is None else unit.gradient_bytes
-    return unit.layout.trainable_numel * item
-
-
 def is_held(unit: UnitSize, needs: Needs) -> bool:
     """Whether the unit's gradient waits outside the GPU for the step."""
     return bool(needs.held_bytes if unit.held_bytes is None else unit.held_bytes)
@@ -118,4 +113,4 @@ def is_held(unit: UnitSize, needs: Needs) -> bool:
 
 def held_bytes(unit: UnitSize, needs: Needs) -> int:
     """Of the unit's held gradient; 0 when gradients are not held."""
-    return unit.layout.trainable_numel * (needs.held_bytes if unit.held_bytes is None else unit.held_bytes)
+    return unit.codec.numel * (needs.held_bytes if unit.held_bytes is None else unit.held_bytes)

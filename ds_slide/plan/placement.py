@@ -39,7 +39,7 @@ def place_on_host(
 
     ssd = needs.ssd
     may_move_weights = [i for i in on_host if ssd.weights and not units[i].stays]
-    may_move_chunks = [i for i in on_host if ssd.states and units[i].layout.trainable_numel]
+    may_move_chunks = [i for i in on_host if ssd.states and units[i].codec.numel]
     least = dataclasses.replace(
         in_memory, weights_on_ssd=frozenset(may_move_weights), chunks_on_ssd=frozenset(may_move_chunks)
     )

@@ -23,7 +23,7 @@ class SsdSettings:
     weights: bool
     """Whether they may go there; blocks' alone do."""
     states: bool
-    """Whether optimizer states may, and with them held gradients."""
+    """Whether optimizer states may go there, and with them held gradients."""
     chunk_numel: int
     """Parameters of a chunk."""
     queue_depth: int | None
@@ -89,7 +89,8 @@ def directory_problems(config: SlideConfig, ds_config: Mapping[str, Any]) -> Ite
 
 
 def ssd_settings(config: SlideConfig, ds_config: Mapping[str, Any]) -> SsdSettings | None:
-    """None where DeepSpeed's keys name no nvme device. The config has passed `ssd_problems`."""
+    """The SSD tier of the JSON; None where DeepSpeed's keys name no nvme device. The config has passed
+    `ssd_problems`."""
     if not wants_ssd(ds_config):
         return None
     aio = ds_config.get("aio") or {}

@@ -30,7 +30,7 @@ class Console(logging.StreamHandler[TextIO]):
 
 
 def show() -> None:
-    """From here on the logger "ds_slide" is shown, unless the script has decided otherwise. Idempotent."""
+    """Show the logger "ds_slide" from here on, unless the script has decided otherwise. Idempotent."""
     if not any(isinstance(handler, Console) for handler in log.handlers):
         log.addHandler(Console())
     # WARNING is what the root logger has by default, so it says nothing about what the script wants.
@@ -49,8 +49,8 @@ def size(nbytes: float) -> str:
 def start_line(
     version: str, memory: dict[str, int], *, ranks: int, deferred: bool | None, kernels: dict[str, Any]
 ) -> str:
-    """What an engine has decided. `memory`: `Parts.memory_report`. `deferred`: None without an optimizer. `kernels`:
-    replaced modules by kind."""
+    """The line that says what an engine has decided. `memory`: `Parts.memory_report`. `deferred`: None without an
+    optimizer. `kernels`: replaced modules by kind."""
     blocks, parameters = memory["blocks"], memory["parameters"]
     replaced = ", ".join(f"{kind} {count}" for kind, count in kernels.items()) or "none"
     return (

@@ -29,7 +29,7 @@ _previous: _Hook | None = None
 
 
 def end_in_one_sentence() -> None:
-    """From here on, for this process. Other exceptions, and what else has been told to hear of them, stay as they are.
+    """Let refusals end this process in one sentence. Other exceptions, and their hooks, are left as they are.
     Idempotent."""
     global _previous
     if _previous is None:
@@ -51,7 +51,7 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Without the errors that led to this one, and without a change to it: others may hold it."""
+    """Print the error without those that led to this one, and without a change to it: others may hold it."""
     told = traceback.TracebackException(kind, error, trace)
     lines = list(told.format_exception_only() if trace is None else told.format(chain=False))
     # A closed stream is a ValueError, a pipe that nobody reads an OSError.
@@ -76,7 +76,7 @@ def _of_the_script(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _only(frames: list[TracebackType]) -> TracebackType | None:
-    """These frames as a traceback of their own."""
+    """A traceback of these frames only."""
     chain: TracebackType | None = None
     for frame in reversed(frames):
         chain = TracebackType(chain, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)

@@ -11,15 +11,14 @@ from typing import Any, Protocol
 
 from ds_slide.report.trace import UNLABELLED, Clock, ComputeTrace, Label, LaneTrace, Marker, Requests, Trace
 
-LANES = ("compute", "h2d", "d2h", "update")
 OUTER_H2D = "h2d of outer modules"
 """Copies up beside those of the blocks, on a stream of their own; statistics count them under "h2d"."""
 STREAM_LANES = ("h2d", OUTER_H2D, "d2h", "update")
-"""Those that have a meter of their own."""
+"""The lanes that have a meter of their own."""
 SSD = "ssd"
-"""Of runs with an SSD tier; reads and writes share the disk, so they are one lane."""
+"""The lane of runs with an SSD tier; reads and writes share the disk, so they are one lane."""
 SSD_TOTALS = ("read_bytes", "written_bytes", "busy_s", "checked_bytes", "checked_s")
-"""Of the store since its start; the last two where it keeps checksums."""
+"""Totals of the store since its start; the last two where it keeps checksums."""
 SECONDS_A_DAY = 86_400
 
 
@@ -111,7 +110,7 @@ class StepRecorder:
     """
 
     def __init__(self, device: Streams, trace: Trace | None = None, *, rank: int = 0) -> None:
-        """`trace`: of chosen steps, and `rank`, which its file names."""
+        """A recorder that has counted nothing. `trace`: of chosen steps, and `rank`, which its file names."""
         self._device = device
         self.meters = {lane: LaneMeter() for lane in STREAM_LANES}
         self.stall = LaneMeter()
@@ -126,7 +125,8 @@ class StepRecorder:
         self.latest: StepStatistics | None = None
 
     def watch_ssd(self, statistics: Callable[[], dict[str, Any]]) -> None:
-        """`statistics`: totals of the store since its start (read_bytes, written_bytes, busy_s, and settings)."""
+        """Count the disk, too. `statistics`: totals of the store since its start (read_bytes, written_bytes, busy_s,
+        and settings)."""
         self._ssd = statistics
         self._ssd_before = statistics()
 
@@ -172,7 +172,7 @@ class StepRecorder:
         return self.latest
 
     def _begin_trace(self, trace: Trace) -> None:
-        """Before the meters are read: what they count after that is of the first chosen step."""
+        """Begin the trace before the meters are read: what they count after that is of the first chosen step."""
         # On a stream of its own, on which nothing is before it: passed at once, and nobody waits.
         self._clock = Clock(self._device.mark(self._device.stream(), timed=True), time.perf_counter())
         for lane, meter in self.meters.items():

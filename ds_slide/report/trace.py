@@ -117,7 +117,7 @@ class ComputeTrace:
             self._open.append((point, label))
 
     def leave(self, label: Label, point: Marker) -> None:
-        """What was entered before goes on, such as the backward around a recomputed forward."""
+        """What was entered before goes on, such as the backward that a recomputed forward is a part of."""
         if label in self._inside:
             self._inside.remove(label)
             self._open.append((point, self._inside[-1] if self._inside else UNLABELLED))
@@ -192,7 +192,7 @@ class Trace:
         self.compute.steps.clear()
 
     def end_step(self, seconds: float, statistics: dict[str, Any]) -> None:
-        """`statistics`: of the step that ends, as in `slide_stats()`; kept beside the events."""
+        """End the step. `statistics`: of the step that ends, as in `slide_stats()`; kept beside the events."""
         self._ends.append(seconds)
         self._statistics.append(statistics)
 
@@ -309,7 +309,7 @@ def _names(lanes: Sequence[str], rank: int) -> Iterator[dict[str, Any]]:
 
 
 def _chrome(event: Event, number: int, begin: float, rank: int, row: int) -> Iterator[dict[str, Any]]:
-    """`begin`: of the event's step, in seconds from the first moment of the trace."""
+    """An event in Chrome's form. `begin`: of the event's step, in seconds from the first moment of the trace."""
     name = f"{event.what} {event.unit}".rstrip()
     details = {
         "step": event.step,

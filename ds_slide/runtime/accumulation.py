@@ -32,7 +32,7 @@ MIXED_WEIGHTS = (
 
 
 class Accumulation:
-    """Called by the thread that computes."""
+    """The state of the accumulation; called by the thread that computes."""
 
     def __init__(self) -> None:
         self.micro_batches = 0
@@ -71,7 +71,7 @@ class Accumulation:
         return True
 
     def close(self) -> None:
-        """It has ended, and all of its gradients are on their way."""
+        """The backward has ended, and all of its gradients are on their way."""
         self.micro_batches += 1
         self.is_open = self.has_taken = self._is_nested = False
         if self._spoiled == "step":
@@ -135,7 +135,7 @@ class Accumulation:
     # ---- what makes it good ------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """The gradients have been applied or dropped. A mixture of weights stays one."""
+        """The gradients have been applied or dropped. A mixture of weights remains one."""
         self.micro_batches = 0
         if self._spoiled != "weights":
             self._spoiled = None

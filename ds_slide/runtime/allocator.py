@@ -12,7 +12,7 @@ from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.runtime.transfers.pool import BufferPool
 from ds_slide.store.host_memory import HostMemory
 from ds_slide.store.memory_file import SharedHostMemory
-from ds_slide.store.state import Tier
+from ds_slide.store.tiers import Tier
 
 
 class Allocator:

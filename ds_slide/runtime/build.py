@@ -33,12 +33,12 @@ from ds_slide.report.trace import Trace
 from ds_slide.runtime import running
 from ds_slide.runtime.allocator import Allocator
 from ds_slide.runtime.build_context import BuildContext
-from ds_slide.runtime.build_ssd import announcer, make_ssd_gradients, make_ssd_states, open_store
+from ds_slide.runtime.build_ssd import announcer, open_ssd, provide_buffers
 from ds_slide.runtime.build_units import TakeWeights, join_parts, load_weights, make_unit
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import Parts, SlideRuntime
 from ds_slide.runtime.gradients.norm import square_sum
-from ds_slide.runtime.gradients.route import GradientRoute, Gradients
+from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.sources import Staging
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.ranks.peers import Peers
@@ -46,11 +46,12 @@ from ds_slide.runtime.ranks.watchdog import Watchdog
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.runtime.transfers.pool import BufferPool
-from ds_slide.runtime.transfers.ssd import moved_bytes
+from ds_slide.runtime.transfers.ssd import SsdParts, SsdStates, moved_bytes
 from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
 from ds_slide.runtime.transfers.uploads import Uploads
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates.apply import host_update
+from ds_slide.runtime.updates.passes import Passes
 from ds_slide.runtime.updates.threads import update_cores
 from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.runtime.updates.updating import Updating
@@ -94,27 +95,28 @@ def build_runtime(
         shared = SharedWeights(ranks, sharing, memory, len(unit_plans), failures)
     threads, cores = _update_threads(settings)
     context = BuildContext(plan, settings, ranks, device, failures, recorder, memory, allocator, shared, threads, cores)
-    store, on_ssd = open_store(context, unit_plans)
+    ssd = open_ssd(context, unit_plans)
+    on_ssd = SsdParts() if ssd is None else ssd.parts
     units: list[Unit] = []
     started = ExitStack()
     try:
         progress = tqdm(unit_plans, desc="ds_slide: placing states", disable=None, leave=False)
         for order, unit_plan in enumerate(progress):
-            units.append(make_unit(context, unit_plan, order, on_ssd.get(order)))
+            units.append(make_unit(context, unit_plan, order, on_ssd))
             load_weights(units[-1], ranks, take_weights)
             adopt(units[-1])
         join_parts(units)
         if shared is not None:
             shared.map_others([unit for unit in units if not unit.is_gathered])
-        parts = _wire(context, units, store, empty, started)
+        parts = _wire(context, units, ssd, empty, started)
         allocator.require_all_given()
         runtime = SlideRuntime(module, parts, availability)
     except BaseException:
         # No lane has been given anything yet, so none waits for another one, or for the disk.
         started.close()
-        if store is not None:
-            store.close()
-            store.undo()
+        if ssd is not None:
+            ssd.close()
+            ssd.store.undo()
         raise
     try:
         # The buffers were zeroed on this thread's stream; the lanes' streams know nothing of it.
@@ -127,8 +129,8 @@ def build_runtime(
     except BaseException:
         runtime.close()
         started.close()
-        if store is not None:
-            store.undo()
+        if ssd is not None:
+            ssd.store.undo()
         raise
     return runtime
 
@@ -164,22 +166,20 @@ def _choices(unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettin
     }
 
 
-def _wire(context: BuildContext, units: list[Unit], store: SsdStore | None, empty: Empty, started: ExitStack) -> Parts:
+def _wire(context: BuildContext, units: list[Unit], ssd: SsdStates | None, empty: Empty, started: ExitStack) -> Parts:
     """`started`: gets what ends the threads, for a caller that is left with them when this fails."""
     settings, ranks, device, failures = context.settings, context.ranks, context.device, context.failures
     shared, allocator = context.shared, context.allocator
     updater = CpuUpdater(context.cpu_threads, context.cpu_cores, idle=not settings.trains)
     started.callback(updater.end_threads)
-    ssd = None if store is None else make_ssd_states(context, units, store)
-    for unit in units:
-        if ssd is not None and unit.state.ssd is not None:
-            unit.bring_forward = ssd.press
+    if ssd is not None:
+        provide_buffers(context, ssd)
     workers = _make_workers(context, units)
     for worker in (workers.h2d, workers.outer_h2d, workers.d2h, workers.update):
         started.callback(worker.close)
-    uploads = Uploads({} if shared is None else shared.parts, ssd, _scratch(context, UPLOADED), device, failures)
+    uploads = Uploads({} if shared is None else shared.parts, _scratch(context, UPLOADED), device, failures)
     streamed = [unit for unit in units if unit.is_streamed]
-    updating = Updating(workers.update, host_update(updater), ssd)
+    updating = Updating(workers.update, host_update(updater), Passes(settings.slide.debug.update_passes))
     window, slots = None, allocator.buffers(SLOTS)
     if streamed:
         announce = announcer(ssd, settings)
@@ -193,13 +193,11 @@ def _wire(context: BuildContext, units: list[Unit], store: SsdStore | None, empt
         updates=workers.update,
         updater=updater,
         failures=failures,
-        route=GradientRoute(deferred=settings.held_dtype is not None),
         stagings=stagings,
         ring=_rings(context),
         num_units=len(units),
         square_sum=square_sum,
         updating=updating,
-        on_ssd=None if store is None else make_ssd_gradients(context, store),
     )
     if ssd is not None:
         context.recorder.watch_ssd(ssd.statistics)
@@ -225,7 +223,7 @@ def _wire(context: BuildContext, units: list[Unit], store: SsdStore | None, empt
         updating=updating,
         ssd=ssd,
         make_rows=_make_rows(context, units, workers, gradients),
-        watchdog=_watchdog(settings, ranks, device, failures, store),
+        watchdog=_watchdog(settings, ranks, device, failures, None if ssd is None else ssd.store),
     )
 
 

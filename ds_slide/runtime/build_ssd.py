@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from ds_slide.plan.allocations import CHECKSUMS, CHUNK_BUFFERS, GRADIENT_BUFFER, WEIGHT_BUFFERS, state_buffer_of, total
 from ds_slide.runtime.build_context import BuildContext
-from ds_slide.runtime.gradients.ssd_gradients import SsdGradients
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.transfers.pool import BufferPool
 from ds_slide.runtime.transfers.ssd import SsdStates
@@ -18,14 +17,15 @@ from ds_slide.runtime.weights.window import Announce
 from ds_slide.store.ssd.extents import UnitExtents, unit_extents
 from ds_slide.store.ssd.page_sums import PageSums
 from ds_slide.store.ssd.store import SsdStore
-from ds_slide.store.ssd.unit import SsdUnit
+from ds_slide.store.ssd.unit import ChunkKey, HeldOnSsd, SsdOptimizerStates, SsdWeights, in_one_piece
 
 
-def open_store(context: BuildContext, unit_plans: Sequence[UnitPlan]) -> tuple[SsdStore | None, dict[int, SsdUnit]]:
-    """The state files, and the places of the units that have states there, by their order."""
+def open_ssd(context: BuildContext, unit_plans: Sequence[UnitPlan]) -> SsdStates | None:
+    """The state files, and what the units have in them; without the buffers in front of them. None where all states
+    are in memory."""
     settings, failures, nbytes = context.settings, context.failures, total(context.plan.allocations, "ssd")
     if not nbytes or settings.ssd is None:
-        return None, {}
+        return None
     extents, end = {}, 0
     for order in sorted(context.plan.placement.on_ssd):
         extents[order] = _extents(context, unit_plans[order], order, end, settings.ssd.chunk_numel)
@@ -47,13 +47,43 @@ def open_store(context: BuildContext, unit_plans: Sequence[UnitPlan]) -> tuple[S
         delay=Delay(settings.slide.debug.lane_delay_ms, settings.slide.debug.seed + 4),
         waiting=failures.waiting,
     )
+    cycle = _update_order(unit_plans, extents, under_backward=settings.held_dtype is None)
+    ssd = SsdStates(store, failures, cycle, context.recorder.meters["update"])
+    for order, places in extents.items():
+        _add_unit(context, ssd, unit_plans[order], order, places)
+    return ssd
 
-    def unit_of(order: int) -> SsdUnit:
-        unit_plan = unit_plans[order]
-        held = settings.held_of(unit_plan.spec.precision)
-        return SsdUnit(store, extents[order], settings.specs(unit_plan.dtype), unit_plan.dtype, held)
 
-    return store, {order: unit_of(order) for order in extents}
+def _add_unit(context: BuildContext, ssd: SsdStates, unit_plan: UnitPlan, order: int, places: UnitExtents) -> None:
+    settings, requests, store = context.settings, context.recorder.requests, ssd.store
+    if (offset := places.weight_offset) is not None:
+        buffer = in_one_piece(store, unit_plan.dtype, places.weight_bytes // unit_plan.dtype.itemsize, offset)
+        # Backward waits for updates under it (for gradient buffers), never for those under the next forward.
+        urgent = settings.held_dtype is None
+        ssd.parts.weights[order] = SsdWeights(order, buffer, ssd.weights, urgent, requests)
+    if places.chunks:
+        specs = settings.specs(unit_plan.dtype)
+        ssd.parts.optimizer[order] = SsdOptimizerStates(
+            order, store, specs, places.chunks, ssd.chunks, ssd.weights, requests
+        )
+    held = settings.held_of(unit_plan.spec.precision)
+    if (offset := places.gradient_offset) is not None and held is not None:
+        buffer = in_one_piece(store, held, unit_plan.codec.numel, offset)
+        ssd.parts.gradients[order] = HeldOnSsd(buffer, ssd.gradient)
+
+
+def _update_order(
+    unit_plans: Sequence[UnitPlan], extents: Mapping[int, UnitExtents], *, under_backward: bool
+) -> list[ChunkKey]:
+    """Chunks in the order in which their updates become ready: by deadline, or as backward finishes the units."""
+    orders = list(range(len(unit_plans)))
+    if under_backward:
+        outer = [order for order in orders if unit_plans[order].spec.kind == "outer"]
+        blocks = [order for order in reversed(orders) if order not in outer]
+        # A streamed head is finished before backward has come to the blocks, the other outer modules after them.
+        first = [order for order in outer if unit_plans[order].chunk_rows]
+        orders = [*first, *blocks, *(order for order in outer if order not in first)]
+    return [(order, index) for order in orders if order in extents for index in range(len(extents[order].chunks))]
 
 
 def _extents(context: BuildContext, unit_plan: UnitPlan, order: int, start: int, chunk_numel: int) -> UnitExtents:
@@ -68,7 +98,7 @@ def _extents(context: BuildContext, unit_plan: UnitPlan, order: int, start: int,
         start,
         specs,
         weight_bytes=nbytes("weight", placement.weights_on_ssd),
-        chunks_of=unit_plan.layout.trainable_numel if any(states) else 0,
+        chunks_of=unit_plan.codec.numel if any(states) else 0,
         chunk_numel=chunk_numel,
         gradient_bytes=nbytes("gradient", placement.gradients_on_ssd),
     )
@@ -86,26 +116,12 @@ def _what_lies_at(extents: Sequence[tuple[str, UnitExtents]]) -> Callable[[int],
     return what
 
 
-def make_ssd_states(context: BuildContext, units: Sequence[Unit], store: SsdStore) -> SsdStates:
+def provide_buffers(context: BuildContext, ssd: SsdStates) -> None:
     """The pools in front of the disk. Weights are page-locked, because the GPU copies from them."""
-    return SsdStates(
-        units,
-        store,
-        _pool(context, store, CHUNK_BUFFERS),
-        _pool(context, store, WEIGHT_BUFFERS),
-        context.failures,
-        updates_under_backward=context.settings.held_dtype is None,
-        requests=context.recorder.requests,
-    )
-
-
-def make_ssd_gradients(context: BuildContext, store: SsdStore) -> SsdGradients | None:
-    """What reads and writes held gradients on SSD; None where all are in memory."""
-    if not context.plan.placement.gradients_on_ssd:
-        return None
-    # The update lane's own, for as long as this lives: nobody else ever asks for it.
-    buffer = _pool(context, store, GRADIENT_BUFFER).lease().buffer
-    return SsdGradients(buffer, context.recorder.meters["update"])
+    if context.plan.placement.gradients_on_ssd:
+        # The update lane's own, for as long as the engine lives: nobody else ever asks for it.
+        ssd.gradient.buffer = _pool(context, ssd.store, GRADIENT_BUFFER).lease().buffer
+    ssd.provide(*(_pool(context, ssd.store, what) for what in (CHUNK_BUFFERS, WEIGHT_BUFFERS)))
 
 
 def _pool(context: BuildContext, store: SsdStore, what: str) -> BufferPool:

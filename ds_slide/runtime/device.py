@@ -20,7 +20,7 @@ class Marker:
     __slots__ = ("_at", "_event")
 
     def __init__(self, event: Any = None, at: float = 0.0) -> None:
-        """`at`: seconds of `time.perf_counter`, of a timed marker without an event."""
+        """A marker. `at`: seconds of `time.perf_counter`, of a timed marker without an event."""
         self._event = event
         self._at = at
 

@@ -11,6 +11,7 @@ It knows nothing of DeepSpeed; `ds_slide.integration` drives it.
 from __future__ import annotations
 
 import atexit
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ from ds_slide.runtime.weights.wide_hooks import WideHooks
 from ds_slide.runtime.weights.window import Slot, Window
 from ds_slide.runtime.workers import Workers
 from ds_slide.store.host_memory import HostMemory
+from ds_slide.store.tiers import Held, Ways
 
 HOLD_HINT = (
     'set "ds_slide": {"defer_updates": true}, which keeps gradients in host memory (2 bytes a parameter) until step()'
@@ -80,7 +82,7 @@ class Parts:
     """False: weights only, for forwards that no step follows."""
     ssd: SsdStates | None = None
     make_rows: MakeRows | None = None
-    """Of the outer module whose rows pass through the GPU."""
+    """Makes the rows of the outer module that pass through the GPU."""
     watchdog: Watchdog | None = None
 
     @property
@@ -94,7 +96,7 @@ class Parts:
 
     @property
     def taken(self) -> Taken:
-        """Of the limits that all engines of a process share."""
+        """Bytes that are taken of the limits that all engines of a process share."""
         return self.plan.taken
 
 
@@ -107,6 +109,7 @@ class SlideRuntime:
         self.units = parts.units
         self.blocks = [unit for unit in parts.units if unit.spec.kind == "block"]
         self.deferred = parts.deferred
+        self.passes = parts.updating.passes
         self.gradients = parts.gradients
         self.step_count = 0
         self._availability = availability
@@ -181,18 +184,18 @@ class SlideRuntime:
         if (future := self._fetched.pop(unit.order, None)) is not None:
             with self._stall():
                 here = future.wait()
-                if unit.is_gathered and unit.state.tier != "gpu":
+                if unit.is_gathered and unit.is_uploaded:
                     here = self.parts.gathers.into(unit, unit.resident, here)
                 self.device.wait(here)
         self._bind(unit, unit.slot_views(unit.resident))
 
     def bind_if_fetched(self, unit: Unit) -> None:
-        """Before a module that owns parameters of a resident unit runs: its new weights may be on their way."""
+        """Bind a resident unit before a module that owns parameters of it runs: its new weights may be on their way."""
         if unit.order in self._fetched:
             self.bind_resident(unit)
 
     def unbind_residents(self) -> None:
-        """Empty them as ZeRO-3 expects around checkpoints."""
+        """Empty the parameters of outer modules, as ZeRO-3 expects while checkpoints are saved and loaded."""
         for unit in self.units:
             if unit.resident is not None:
                 self._unbind(unit)
@@ -226,7 +229,7 @@ class SlideRuntime:
             self._window.release(slot)
 
     def _release_all(self) -> None:
-        """After an exception: nobody computes any more with what is bound."""
+        """Release all slots after an exception: nobody computes any more with what is bound."""
         for unit in self.units:
             self._unbind_slot(unit)
         if self._window is not None:
@@ -241,7 +244,7 @@ class SlideRuntime:
 
     @contextmanager
     def _stall(self) -> Iterator[None]:
-        """Books the time for which the compute stream stands still inside."""
+        """Count the time for which the compute stream waits inside as a stall."""
         before = self.device.mark(timed=True)
         yield
         self.parts.recorder.stall.add_interval(before, self.device.mark(timed=True))
@@ -315,8 +318,9 @@ class SlideRuntime:
                 self._finalize(finished)
 
     def begin_backward(self, hypers: Sequence[Hyper]) -> None:
-        """Before the first gradient. `hypers`: of the coming step, for updates that do not wait for it."""
+        """Prepare for the first gradient. `hypers`: of the coming step, for updates that do not wait for it."""
         self.interruptions.begin_backward()
+        self.passes.begin_backward()
         self.gradients.hypers = tuple(hypers)
 
     def set_final(self, final: bool) -> None:
@@ -324,7 +328,7 @@ class SlideRuntime:
         self._final = final
 
     def end_backward(self) -> None:
-        """After the last gradient: takes what no boundary has announced (outer modules, blocks with frozen inputs)."""
+        """Take, after the last gradient, what no boundary has announced (outer modules, blocks with frozen inputs)."""
         if self.accumulation.is_over:
             return  # what follows a backward that has ended with an exception, as its end
         for unit in self.units:
@@ -343,7 +347,7 @@ class SlideRuntime:
                 self._window.prefetch(None, "forward")
 
     def begin_streamed_gradient(self, unit: Unit, gradient: StreamedGradient) -> None:
-        """From here on the gradient of `unit` comes from there, while its backward is still making it."""
+        """Take the gradient of `unit` from there from now on, while its backward is still making it."""
         self._finalize(unit, gradient)
 
     def _finalize(self, unit: Unit, source: StreamedGradient | None = None) -> None:
@@ -359,8 +363,8 @@ class SlideRuntime:
             self.gradients.finalize(unit, final=self._final, source=source)
         finally:
             if self.deferred:
-                # Not where packing has failed, for which memory may have been short. On the GPU it adds at once.
-                self.accumulation.has_taken |= counts and (unit.arrived is not before[0] or unit.state.tier == "gpu")
+                # Not where packing has failed, for which memory may have been short.
+                self.accumulation.has_taken |= counts and unit.arrived is not before[0]
             else:
                 self.accumulation.has_taken |= unit.updated is not before[1]
         if self._window is not None and unit.is_streamed and not self.deferred:
@@ -388,11 +392,13 @@ class SlideRuntime:
 
     def step(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
         """Apply the update. Held gradients: queue all units by deadline. Otherwise the host units are under way."""
+        self.passes.begin_step()
         try:
             self._apply(hypers, grad_scale)
         except BaseException:
             self.accumulation.interrupt_step()
             raise
+        self.passes.end_step()
         self._unstepped = False
         self.accumulation.clear()
         self.step_count += 1
@@ -403,10 +409,13 @@ class SlideRuntime:
             if not unit.gradient_ready:
                 continue
             unit.gradient_ready = False
-            if unit.state.tier == "gpu":
-                self._update_on_gpu(unit, hypers, grad_scale)
-            elif self.deferred:
-                self._queue_update(unit, hypers, grad_scale)
+            unit.state.gradient.choose(
+                Ways(
+                    on_gpu=functools.partial(self._update_on_gpu, unit, hypers, grad_scale),
+                    held=functools.partial(self._queue_update, unit, hypers, grad_scale),
+                    at_once=lambda: None,  # it is under way
+                )
+            )
         if self.deferred:
             self._fetch_outer_units()
             if self._window is not None:
@@ -434,10 +443,9 @@ class SlideRuntime:
         self.discard_gradients()
         self.accumulation.reload()
 
-    def _update_on_gpu(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float) -> None:
-        assert unit.state.gradient is not None
+    def _update_on_gpu(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, gradient: torch.Tensor) -> None:
         self.device.wait(unit.arrived.wait())
-        device_update(unit, unit.state.gradient, hypers, grad_scale)
+        device_update(unit, gradient, hypers, grad_scale)
         if not unit.is_gathered:
             return
         assert unit.resident is not None
@@ -445,10 +453,11 @@ class SlideRuntime:
         gathered = self.parts.gathers.into(unit, unit.resident, self.device.mark())
         self._fetched[unit.order] = Future.kept(self.parts.failures, gathered)
 
-    def _queue_update(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float) -> None:
-        ready, update = unit.arrived.wait(), unit.open_update(self.parts.failures)
+    def _queue_update(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, held: Held) -> None:
+        two_passes = self.passes.two and unit.state.in_memory and all(hyper.two_passes for hyper in hypers)
+        ready, update = unit.arrived.wait(), unit.open_update(self.parts.failures, two_passes=two_passes)
         for index, span in enumerate(unit.spans):
-            gradient = self.gradients.held(unit, span)
+            gradient = functools.partial(held.load, span)
             self.parts.updating.start(unit, index, update, ready, gradient, hypers, grad_scale)
 
     def _fetch_outer_units(self) -> None:
@@ -459,7 +468,7 @@ class SlideRuntime:
         """
         h2d, free = self.parts.workers.outer_h2d, self.device.mark()
         for unit in self.units:
-            if unit.resident is None or unit.state.tier == "gpu" or not unit.layout.trainable_numel:
+            if unit.resident is None or not unit.is_uploaded or not unit.layout.trainable_numel:
                 continue
             self._unbind(unit)
             self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free)
@@ -487,9 +496,8 @@ class SlideRuntime:
     def _fill_span(self, unit: Unit, span: slice, resident: torch.Tensor) -> int:
         if self.parts.ranks.world_size > 1:
             return self.parts.uploads.fill(unit, resident)
-        assert unit.state.weight is not None  # an outer module's always are in memory
-        resident[span].copy_(unit.state.weight[span], non_blocking=True)
-        return (span.stop - span.start) * resident.element_size()
+        # A view: an outer module's weights are in memory.
+        return unit.codec.apply(unit.state.weights.buffer.read(slice(0, unit.codec.numel)), span, resident)
 
     # ---- reading and writing states --------------------------------------------------------------------------
 
@@ -505,16 +513,12 @@ class SlideRuntime:
     def settle(self, unit: Unit) -> None:
         """Wait until the unit's state buffers belong to the caller: its pending update and transfers have run."""
         unit.arrived.synchronize()
-        if self.parts.ssd is not None and unit.state.ssd is not None:
-            self.parts.ssd.settle(unit)
-        unit.updated.synchronize()
+        unit.state.settle(unit.completed.synchronize)
         if unit.chunk_rows:
             # A forward that has been submitted may still be reading the state buffer.
             self.parts.workers.outer_h2d.drain()
         if (future := self._fetched.get(unit.order)) is not None:
             future.synchronize()
-        if unit.state.tier == "gpu":
-            self.device.synchronize()
 
     def reload_weights(self) -> None:
         """The state buffers may have been written from outside (a checkpoint was loaded): every GPU copy is renewed."""
@@ -524,7 +528,7 @@ class SlideRuntime:
             self._window.prefetch(None, "forward")
 
     def begin_writing(self) -> None:
-        """Before weights are written from outside, when they have been settled: other ranks may still be reading them.
+        """Wait until no other rank reads the weights, which have settled and are about to be written from outside.
         Collective where weights are shared: every rank calls it, whichever of its own weights it then writes."""
         if self.parts.shared is not None:
             self.parts.workers.h2d.drain()
@@ -536,24 +540,23 @@ class SlideRuntime:
         Collective."""
         unit.version += 1
         unit.publish(unit.version)
-        if self.parts.ssd is not None and unit.state.ssd is not None:
-            self.parts.ssd.forget(unit)
-        if unit.resident is not None and unit.resident is not unit.state.weight:
+        unit.state.drain()
+        if unit.resident is not None and unit.resident is not unit.state.weights.buffer.tensor:
             self.parts.workers.outer_h2d.drain()
             self._fetched.pop(unit.order, None)
             self._renew(unit, unit.resident)
             self.device.synchronize()
 
     def fill_residents(self) -> None:
-        """Once, when the units of all ranks have their weights: those that stay on the GPU need the others' parts."""
+        """Fill the outer modules, once, when the units of all ranks have their weights: they need the others' parts."""
         for unit in self.units:
             if self.parts.ranks.world_size > 1 and unit.resident is not None:
                 self._renew(unit, unit.resident)
         self.device.synchronize()
 
     def _renew(self, unit: Unit, resident: torch.Tensor) -> None:
-        """By the compute thread itself, while no lane has to do with the unit."""
-        if unit.state.tier != "gpu":
+        """Upload new weights by the compute thread itself, while no lane has to do with the unit."""
+        if unit.is_uploaded:
             unit.await_others(unit.version)
             self.parts.uploads.fill(unit, resident)
         if unit.is_gathered:

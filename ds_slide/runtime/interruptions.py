@@ -20,7 +20,8 @@ from ds_slide.runtime.weights.hooks import NO_TASK, RootState, graph_task
 
 
 class Interruptions:
-    """Called by the thread that computes. `release`: unbinds all blocks."""
+    """What ends backwards that an exception has interrupted; called by the thread that computes. `release`: unbinds all
+    blocks."""
 
     def __init__(
         self,
@@ -64,7 +65,8 @@ class Interruptions:
         self._accumulation.open(task)
 
     def begin_backward_of_block(self) -> None:
-        """As `begin_backward`, of a graph whose backward DeepSpeed has not announced, and which may end unannounced."""
+        """Do what `begin_backward` does for a graph whose backward DeepSpeed has not announced, and which may end
+        unannounced."""
         task = graph_task()
         if task == NO_TASK or self._accumulation.is_open:
             return

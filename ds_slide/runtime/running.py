@@ -43,7 +43,7 @@ def enter(engine: Running) -> None:
 
 
 def leave(engine: Running) -> None:
-    """Harmless when called twice."""
+    """Take the engine off the list; harmless when called twice."""
     _engines.discard(engine)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ds_slide.compression.codec import GradientCodec
+from ds_slide.compression.identity import Identity
 from ds_slide.config import SlideConfig
 from ds_slide.model.layout import UnitLayout
 from ds_slide.model.precision import Precision
@@ -29,18 +31,18 @@ class RuntimeSettings:
 
     slide: SlideConfig
     ssd: SsdSettings | None
-    """None without an SSD tier."""
+    """The SSD tier; None without one."""
     gradient_dtype: torch.dtype
-    """In which gradients are reduced and go to host memory where a unit's precision says no other."""
+    """The data type in which gradients are reduced and go to host memory where a unit's precision says no other."""
     accumulation_dtype: torch.dtype
-    """Of sums of several micro-batches' gradients."""
+    """The data type of sums of several micro-batches' gradients."""
     accumulates: bool
     """More than one micro-batch a step."""
     clips: bool
     """Gradients are clipped by their norm, which is known when all of them are."""
     rule: UpdateRule | None
-    """By which weights are updated. None: no parameter has an optimizer; there are weights only, and nothing comes down
-    from the GPU."""
+    """The rule by which weights are updated. None: no parameter has an optimizer; there are weights only, and nothing
+    comes down from the GPU."""
 
     @property
     def trains(self) -> bool:
@@ -55,7 +57,7 @@ class RuntimeSettings:
 
     @property
     def held_dtype(self) -> torch.dtype | None:
-        """Of held gradients where a unit's precision says no other; None where they are not held."""
+        """The data type of held gradients where a unit's precision says no other; None where they are not held."""
         if self.trains and not self.holds:
             return None
         return self.accumulation_dtype if self.accumulates else self.gradient_dtype
@@ -64,7 +66,6 @@ class RuntimeSettings:
         """What sets the bytes of the plan. `gpu_is_own`: the accelerator has memory of its own."""
         slide, held = self.slide, self.held_dtype
         return Needs(
-            gradient_bytes=self.gradient_dtype.itemsize,
             held_bytes=0 if held is None else held.itemsize,
             window=LEAST_WINDOW if slide.window == "auto" else slide.window,
             window_grows=slide.window == "auto" and gpu_is_own,
@@ -94,12 +95,16 @@ class RuntimeSettings:
             return ()
         return optimizer_buffers(dtype, self.rule, STATE_FORMATS[self.slide.state_dtype])
 
+    def codec_of(self, precision: Precision, layout: UnitLayout) -> GradientCodec:
+        """A codec for the gradients of a unit."""
+        return Identity(layout, self.gradient_of(precision))
+
     def gradient_of(self, precision: Precision) -> torch.dtype:
-        """In which gradients of units of `precision` are reduced and go to host memory."""
+        """The data type in which gradients of units of `precision` are reduced and go to host memory."""
         return precision.gradient or self.gradient_dtype
 
     def held_of(self, precision: Precision) -> torch.dtype | None:
-        """In which they are held: sums of several in one data type, single ones as they come."""
+        """The data type in which they are held: sums of several in one data type, single ones as they come."""
         if self.held_dtype is None or self.accumulates or precision.gradient is None:
             return self.held_dtype
         return precision.gradient
@@ -112,13 +117,14 @@ class UnitPlan:
     spec: UnitSpec
     layout: UnitLayout
     parameters: Sequence[nn.Parameter]
+    codec: GradientCodec
     chunk_rows: int = 0
     """Rows of a chunk of an outer module, one matrix, that passes through the GPU; 0: the unit is on the GPU as a
     whole."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The data type of the weights."""
         return self.spec.precision.weight
 
     @property
@@ -128,15 +134,14 @@ class UnitPlan:
 
     def size(self, settings: RuntimeSettings) -> UnitSize:
         """What the plan knows of it."""
-        precision = self.spec.precision
-        held = settings.held_of(precision)
+        held = settings.held_of(self.spec.precision)
         return UnitSize(
             self.spec.name,
             self.layout,
+            self.codec,
             self.spec.kind,
             settings.specs(self.dtype),
             self.dtype.itemsize,
             self.passing_numel,
-            settings.gradient_of(precision).itemsize,
             0 if held is None else held.itemsize,
         )

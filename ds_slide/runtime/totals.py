@@ -17,7 +17,7 @@ _WHAT = "the square sums of the gradients"
 
 
 class Totals:
-    """Called by the thread that computes."""
+    """Totals of a step over all units; called by the thread that computes."""
 
     def __init__(self, ranks: Ranks, device: Device) -> None:
         self._ranks = ranks

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from ds_slide.compression.codec import GradientCodec
 from ds_slide.model.layout import UnitLayout
 from ds_slide.model.structure import UnitSpec
 from ds_slide.runtime.transfers.handoff import Failures, Future
@@ -24,7 +25,9 @@ def _nothing(_version: int) -> None:
 
 
 class Update:
-    """Futures of one update of a unit: one for each span, and `done`, which is kept with the last of them."""
+    """Futures of one update of a unit: one for each span, kept when it has its new weights, and `done`, which is kept
+    with the last of them. `completed`: every span has its new states, too; an update in two passes leaves them, and the
+    held gradient that it needs for them, for later."""
 
     def __init__(
         self,
@@ -33,6 +36,8 @@ class Update:
         failures: Failures,
         bring_forward: Callable[[], None],
         publish: Callable[[], None] = lambda: None,
+        *,
+        two_passes: bool = False,
     ) -> None:
         """`name`: of the unit. `bring_forward`: called when somebody begins to wait for it. `publish` tells the other
         ranks that this rank's part of the new weights is there."""
@@ -45,7 +50,9 @@ class Update:
             for index in range(num_spans)
         ]
         self.done = Future(failures, f"the update of {name}", self.press)
-        self._left = num_spans
+        self.two_passes = two_passes
+        self.completed = Future(failures, f"the states of {name}") if two_passes else self.done
+        self._left = self._left_states = num_spans
         self._lock = threading.Lock()
 
     def press(self) -> None:
@@ -63,18 +70,27 @@ class Update:
             self._publish()
             self.done.keep()
 
+    def finish_states(self) -> None:
+        """One more span has its new states, by the second of two passes. Called by the update lane alone."""
+        self._left_states -= 1
+        if not self._left_states:
+            self.completed.keep()
+
 
 class Unit:
     """Ownership, in the order of a step:
 
     * the compute thread (forward: the caller's; backward: autograd's) owns the counters and the binding
       of the parameters to GPU memory;
-    * the held gradient, in `state.gradient` or on SSD, belongs to the d2h lane (and what that hands to the
-      update lane) from `finalize` until `arrived` is kept, to the update lane until `updated` is kept, and
+    * the held gradient (`state.gradient`), wherever it is, belongs to the d2h lane (and what that hands to the
+      update lane) from `finalize` until `arrived` is kept, to the update lane until `completed` is kept, and
       to the compute thread otherwise;
-    * the other state buffers of `state` belong to the update lane from the moment `updated` is replaced by an
-      open future until that future is kept. Whoever else wants to read or write them waits for it first, and for
-      state buffers on SSD also until they are written (`SlideRuntime.settle`).
+    * the other state buffers of `state` belong to the update lane from the moment `updated` and `completed` are
+      replaced by open futures until these are kept: the weights and what completes them to the masters until
+      `updated`, the states of the update rule until `completed` (the same future, but for updates in two passes).
+      The update leases them (`UnitState.lease`), span by span, and puts them back. Whoever else wants to read or
+      write them waits for it first, and for state buffers on SSD also until they are written
+      (`SlideRuntime.settle`). States on the GPU belong to the compute stream.
     """
 
     def __init__(
@@ -85,25 +101,25 @@ class Unit:
         state: UnitState,
         order: int,
         updated: Future,
-        gradient_dtype: torch.dtype | None = None,
+        codec: GradientCodec,
         held_dtype: torch.dtype | None = None,
     ) -> None:
-        """`gradient_dtype`: in which its gradient leaves the parameters, the weights' if None. `held_dtype`: in which
-        that is held in host memory or on SSD, None where it is not."""
+        """`codec`: of its gradient. `held_dtype`: in which that is held in host memory or on SSD, None where it is
+        not."""
         self.spec = spec
         self.layout = layout
         self.parameters = list(parameters)
         self.state = state
         self.dtype = state.dtype_of("weight")
-        self.gradient_dtype = gradient_dtype or self.dtype
-        self.converts_gradient = held_dtype not in (None, self.gradient_dtype)
+        self.codec = codec
+        self.converts_gradient = held_dtype not in (None, codec.dtype)
         """The held gradient's buffer has another data type, so even the first micro-batch is converted by the CPU."""
         self.parts: list[Unit] = []
         """Of a block: its parameters in other data types. They are on the GPU all the time, as an outer module's are;
         their gradients leave with the block's."""
         self.order = order
         """Place in the order of the next forward: the deadline of this unit's update. Outer modules come first."""
-        self.updated = updated
+        self.updated = self.completed = updated
         self.arrived = updated
         self.version = 0
         """Counts the weights' generations; a slot that holds an older one has to be filled again. The same on all
@@ -112,6 +128,8 @@ class Unit:
         """Of shared weights: tells the other ranks that this rank's part of that version is there."""
         self.await_others: Callable[[int], None] = _nothing
         """Of shared weights: waits, on a lane, for the other ranks' parts of that version."""
+        self.is_uploaded = state.weights.buffer.tier != "gpu"
+        """Its new weights come to the GPU from host memory or SSD. Otherwise they are updated there."""
         self.is_gathered = False
         """Its weights are gathered from the ranks by the compute thread each time that they are bound."""
         self.uses = 0
@@ -131,13 +149,9 @@ class Unit:
         self.square_sum_on: Literal["device", "host"] | None = None
         """Where the square sum of the current gradient is; None: nobody has computed it yet."""
         self.host_square_sum = 0.0
-        self.spans = _spans(layout.trainable_numel, spec.kind, layout.world_size)
+        self.spans = state.optimizer.spans(_spans(codec.numel, spec.kind, layout.world_size))
         """Parts of the trainable state buffers that go down, through the update and up again one behind the other."""
-        if state.ssd is not None and state.ssd.has_chunks:
-            self.spans = [chunk.span for chunk in state.ssd.extents.chunks]
         self.span_updated = [updated] * len(self.spans)
-        self.bring_forward: Callable[[Unit], None] = lambda _: None
-        """Called when somebody begins to wait for an update of this unit (`SsdStates.press`)."""
         self.trainable = [
             (parameter, entry)
             for parameter, entry in zip(self.parameters, layout.entries, strict=True)
@@ -172,20 +186,17 @@ class Unit:
         self.uses = self.uses_done = 0
         self.counting += 1
 
-    def open_update(self, failures: Failures) -> Update:
+    def open_update(self, failures: Failures, *, two_passes: bool = False) -> Update:
         """The weights are about to change: new futures."""
         self.version += 1
-        publish = functools.partial(self.publish, self.version)
-        update = Update(self.name, len(self.spans), failures, lambda: self.bring_forward(self), publish)
-        self.span_updated, self.updated = update.spans, update.done
+        publish, press = functools.partial(self.publish, self.version), self.state.weights.press
+        update = Update(self.name, len(self.spans), failures, press, publish, two_passes=two_passes)
+        self.span_updated, self.updated, self.completed = update.spans, update.done, update.completed
         return update
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """What the trainable parameters have, flat, in `gradient_dtype`; None where one has none."""
-        return [
-            None if parameter.grad is None else parameter.grad.reshape(-1).to(self.gradient_dtype)
-            for parameter, _ in self.trainable
-        ]
+        """What the trainable parameters have; None where one has none."""
+        return [parameter.grad for parameter, _ in self.trainable]
 
     def slot_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """One view per parameter, in its own shape, of a buffer in slot layout (of `slot_numel` elements, or more)."""

@@ -12,7 +12,7 @@ from ds_slide.optim.low_precision import StateFormat
 from ds_slide.optim.rule import StateSpec, UpdateRule
 
 REMAINDER_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
-"""Of the state buffer that completes a weight to its fp32 master, by the weight's dtype."""
+"""The data type of the state buffer that completes a weight to its fp32 master, by the weight's dtype."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +68,24 @@ class StateBuffers:
 
     @property
     def remainder(self) -> torch.Tensor | None:
-        """None where the weight is its own master."""
+        """What completes the weight to its master; None where it is its own."""
         return self.optimizer.get("remainder")
 
     def states(self, rule: UpdateRule) -> list[torch.Tensor]:
-        """In the order of the rule."""
+        """The states in the order of the rule."""
         return [self.optimizer[state.name] for state in rule.states]
 
     def scales(self, rule: UpdateRule) -> list[torch.Tensor | None]:
-        """Of the states, None where they hold their values as they are."""
+        """The scales of the states, None where they hold their values as they are."""
         return [self.optimizer.get(scales_of(state.name)) for state in rule.states]
 
     def part(self, span: slice, specs: Sequence[StateBufferSpec]) -> StateBuffers:
         """The parameters `span` of this run."""
         return StateBuffers(self.weight[span], {spec.name: self.optimizer[spec.name][spec.cut(span)] for spec in specs})
+
+    def weight_bytes(self) -> int:
+        """Bytes of the weights and of what completes them to the masters."""
+        return self.weight.nbytes + (0 if self.remainder is None else self.remainder.nbytes)
 
     def nbytes(self) -> int:
         return sum(

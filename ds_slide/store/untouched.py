@@ -9,11 +9,12 @@ from collections.abc import Iterable
 from typing import Any
 
 _LOOK_PAGES = 1 << 20
-"""Of one question to the kernel, which answers with a byte a page."""
+"""Pages of one question to the kernel, which answers with a byte a page."""
 
 
 def untouched_bytes(ranges: Iterable[tuple[int, int]]) -> int:
-    """Of page-aligned memory, given as (address, bytes). A page that was swapped out counts as untouched."""
+    """Bytes that were never touched of page-aligned memory, given as (address, bytes). A page that was swapped out
+    counts as untouched."""
     return sum(_untouched_pages(address, -(-size // mmap.PAGESIZE)) for address, size in ranges) * mmap.PAGESIZE
 
 

@@ -21,7 +21,6 @@ from ds_slide.kernels.offload.split_master import (
     store_master,
     vector_parts,
 )
-from ds_slide.optim.hyper import AdamWConstants, AdamWHyper
 
 
 @triton.jit
@@ -40,8 +39,8 @@ def _adamw_split_kernel(
     beta2,
     one_minus_beta2,
     inv_bc2_sqrt,
-    eps,
     step_size,
+    eps,
     ADAM_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -84,81 +83,30 @@ def _launch(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     gradient: torch.Tensor,
-    hyper: AdamWHyper,
-    grad_scale: float,
+    constants: Sequence[float],
+    adam_w_mode: bool,
 ) -> None:
     _check(weight, remainder, exp_avg, exp_avg_sq, gradient)
-    constants = hyper.constants(grad_scale)
-    for part in vector_parts((weight, remainder, exp_avg, exp_avg_sq, gradient)):
-        _launch_part(part, hyper, constants)
+    for high, *others in vector_parts((weight, remainder, exp_avg, exp_avg_sq, gradient)):
+        _adamw_split_kernel[grid(high.numel())](
+            high.view(torch.int16),
+            *others,
+            high.numel(),
+            *constants,
+            ADAM_W=adam_w_mode,
+            BLOCK=BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
 
 
-def _launch_part(buffers: Sequence[torch.Tensor], hyper: AdamWHyper, constants: AdamWConstants) -> None:
-    """`buffers`: weight, remainder, both moments and gradient."""
-    weight, remainder, exp_avg, exp_avg_sq, gradient = buffers
-    numel = weight.numel()
-    _adamw_split_kernel[grid(numel)](
-        weight.view(torch.int16),
-        remainder,
-        exp_avg,
-        exp_avg_sq,
-        gradient,
-        numel,
-        constants.grad_scale,
-        constants.decay,
-        constants.weight_decay,
-        constants.beta1,
-        constants.one_minus_beta1,
-        constants.beta2,
-        constants.one_minus_beta2,
-        constants.inv_bc2_sqrt,
-        constants.eps,
-        constants.step_size,
-        ADAM_W=hyper.adam_w_mode,
-        BLOCK=BLOCK,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-
-
-@torch.library.custom_op("ds_slide::adamw_split_", mutates_args=("weight", "remainder", "exp_avg", "exp_avg_sq"))
-def _adamw_split_(
-    weight: torch.Tensor,
-    remainder: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    gradient: torch.Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    bias_correction: bool,
-    adam_w_mode: bool,
-    grad_scale: float,
-) -> None:
-    hyper = AdamWHyper(lr, (beta1, beta2), eps, weight_decay, step, bias_correction, adam_w_mode)
-    _launch(weight, remainder, exp_avg, exp_avg_sq, gradient, hyper, grad_scale)
+_adamw_split_ = torch.library.custom_op(
+    "ds_slide::adamw_split_", _launch, mutates_args=("weight", "remainder", "exp_avg", "exp_avg_sq")
+)
 
 
 @_adamw_split_.register_fake
-def _(
-    weight: torch.Tensor,
-    remainder: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    gradient: torch.Tensor,
-    lr: float,  # noqa: ARG001 - these are prescribed
-    beta1: float,  # noqa: ARG001
-    beta2: float,  # noqa: ARG001
-    eps: float,  # noqa: ARG001
-    weight_decay: float,  # noqa: ARG001
-    step: int,  # noqa: ARG001
-    bias_correction: bool,  # noqa: ARG001
-    adam_w_mode: bool,  # noqa: ARG001
-    grad_scale: float,  # noqa: ARG001
-) -> None:
+def _(weight, remainder, exp_avg, exp_avg_sq, gradient, *_others):
     _check(weight, remainder, exp_avg, exp_avg_sq, gradient)
 
 
@@ -168,8 +116,8 @@ def adamw_split_(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     gradient: torch.Tensor,
-    hyper: AdamWHyper,
-    grad_scale: float,
+    constants: Sequence[float],
+    adam_w_mode: bool,
 ) -> None:
     """One AdamW (or Adam with L2) step in place, without waiting, with the bits of `ds_slide.optim.reference`.
 
@@ -177,28 +125,12 @@ def adamw_split_(
     weight: bf16, the upper buffer of the fp32 master, rounded half up. remainder: int16, its low 16 bits.
     exp_avg, exp_avg_sq: fp32.
     gradient: bf16, fp16 or fp32; only read.
-    hyper: numbers of this step. grad_scale: factor on the gradient (clip factor / loss scale), a Python number, for
-        reading one from the GPU would wait for it.
+    constants: the ten numbers of this step, in the order of `AdamWConstants`: Python numbers, for reading one from the
+        GPU would wait for it. adam_w_mode: the decay is decoupled (AdamW), not a part of the gradient (Adam with L2).
 
     inf and nan in a gradient make its own element nan or inf and no other. Raises SlideError for another dtype, length,
     device or strides, or a tensor that requires grad.
     """
-    if not torch.compiler.is_compiling():
-        # The operator's dispatch costs the host more than the launch: see `pack_gradients`.
-        _launch(weight, remainder, exp_avg, exp_avg_sq, gradient, hyper, grad_scale)
-        return
-    _adamw_split_(
-        weight,
-        remainder,
-        exp_avg,
-        exp_avg_sq,
-        gradient,
-        hyper.lr,
-        *hyper.betas,
-        hyper.eps,
-        hyper.weight_decay,
-        hyper.step,
-        hyper.bias_correction,
-        hyper.adam_w_mode,
-        grad_scale,
-    )
+    # The operator's dispatch costs the host more than the launch: see `pack_gradients`.
+    step = _adamw_split_ if torch.compiler.is_compiling() else _launch
+    step(weight, remainder, exp_avg, exp_avg_sq, gradient, list(constants), adam_w_mode)

@@ -72,9 +72,7 @@ def _launch(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
-@torch.library.custom_op("ds_slide::square_sum", mutates_args=())
-def _square_sum(values: torch.Tensor) -> torch.Tensor:
-    return _launch(values)
+_square_sum = torch.library.custom_op("ds_slide::square_sum", _launch, mutates_args=())
 
 
 @_square_sum.register_fake

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ def test_the_committed_picture_is_drawn_from_the_committed_records() -> None:
 
 
 def test_a_picture_without_a_gpu_says_so_and_claims_no_time() -> None:
-    drawn = timeline_picture.svg(panels())
+    without = [replace(panel, facts=panel.facts | {"GPU": "none"}) for panel in panels()]
+    drawn = timeline_picture.svg(without)
     assert "WITHOUT a GPU" in drawn and "s a step" not in drawn
-    on_gpu = [Panel(p.system, 1.5, p.bars, p.facts | {"GPU": "a card"}, p.command) for p in panels()]
-    drawn = timeline_picture.svg(on_gpu)
-    assert "1.50 s a step" in drawn and "on a card" in drawn and "WITHOUT" not in drawn
+    drawn = timeline_picture.svg([replace(panel, step_s=1.5) for panel in panels()])
+    assert "1.50 s a step" in drawn and "WITHOUT" not in drawn
 
 
 def event(name: str, category: str, begin: float, end: float) -> dict[str, Any]:
@@ -41,10 +42,11 @@ def test_bars_of_the_profiler_on_a_gpu() -> None:
         [
             event(timeline.STEP, "user_annotation", 0, 10),
             event("forward", "gpu_user_annotation", 0, 4),
-            event("backward", "gpu_user_annotation", 4, 8),
+            event("step", "user_annotation", 8, 10),
             event("kernel a", "kernel", 0, 3),
             event("kernel b", "kernel", 3.001, 4),
             event("kernel c", "kernel", 5, 8),
+            event("kernel d", "kernel", 9.5, 9.8),
             event("kernel of the next step", "kernel", 11, 12),
             event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 0, 1),
             event("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy", 6, 7),
@@ -56,6 +58,7 @@ def test_bars_of_the_profiler_on_a_gpu() -> None:
     assert found == [
         ("compute", "backward", 5, 8),
         ("compute", "forward", 0, 4),  # two kernels with nothing worth showing between them
+        ("compute", "other", 9.5, 9.8),
         ("d2h", "gradient", 6, 7),
         ("h2d", "weights", 0, 1),
         ("update", "update", 8, 9),

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 from traps import AS_ROOT, intruder, mounts, plant, plant_replaced, precious, tree, writable_by_all
 
-from ds_slide.checkpoint import leftovers as checkpoint_leftovers
 from ds_slide.checkpoint import publish
-from ds_slide.checkpoint.leftovers import REPLACED, SAVING, recover, replaced_name, replaced_tag
+from ds_slide.checkpoint.leftovers import REPLACED, SAVING, recover, remove_dead_saves, replaced_name, replaced_tag
 from ds_slide.checkpoint.publish import Staging, new_name
 from ds_slide.checkpoint.sums import Sum, sum_of_file
 from ds_slide.errors import SlideError
-from ds_slide.store.directories import writable_by_others
+from ds_slide.store.directories import locked_directory, owned_directory, writable_by_others
 from ds_slide.store.directories.owned_directory import opened
 
 SWAPS = 2000
@@ -57,7 +56,7 @@ def kill_save(saves: Path, tag: str) -> Path:
     staging.open(tag)
     write(staging, tag)
     assert staging._held is not None
-    staging._held.__exit__()
+    staging._held.let_go()
     staging._held = None
     return staging.path
 
@@ -220,6 +219,25 @@ def test_a_save_whose_directory_is_renamed_ends_cleanly(saves, theirs, exchange,
     assert not (saves / "moved").exists()
 
 
+def test_a_directory_put_in_the_place_of_a_new_one_is_not_used(saves, monkeypatch):
+    """All that is in the directory of a save goes at its end."""
+    mine = saves / "mine"
+    mine.mkdir()
+    (mine / "thesis").write_text("precious")
+    open_owned = owned_directory.open_owned
+
+    def swapped(name: str, parent: int) -> int:
+        (saves / name).rmdir()
+        mine.rename(saves / name)
+        return open_owned(name, parent)
+
+    monkeypatch.setattr(locked_directory, "open_owned", swapped)
+    with pytest.raises(FileExistsError, match="another user has put another directory"):
+        save(saves)
+    (path,) = saves.glob("*/thesis")
+    assert path.read_text() == "precious"
+
+
 @AS_ROOT
 @ROUNDS
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
@@ -230,7 +248,7 @@ def test_a_planted_dead_save_that_becomes_a_link(saves, mode, rounds):
     with intruder(saves, "", theirs, planted) as swaps, opened(saves) as parent:
         done = 0
         while done < rounds or swaps() < SWAPS:
-            checkpoint_leftovers.remove_dead(saves, parent)
+            remove_dead_saves(saves, parent)
             done += 1
     assert tree(theirs) == before
 

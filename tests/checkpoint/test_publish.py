@@ -17,12 +17,13 @@ from traps import AS_ROOT, precious, tree
 
 from ds_slide.checkpoint import leftovers
 from ds_slide.checkpoint import publish as checkpoint_place
-from ds_slide.checkpoint.leftovers import LOCK, recover, remove_dead, replaced_name
+from ds_slide.checkpoint.leftovers import recover, remove_dead_saves, replaced_name
 from ds_slide.checkpoint.publish import Staging, new_name
 from ds_slide.checkpoint.sums import sum_of_file
 from ds_slide.errors import SlideError
 from ds_slide.integration import checkpoint_tag
-from ds_slide.store.directories import owned_directory
+from ds_slide.store.directories import locked_directory, owned_directory
+from ds_slide.store.directories.locked_directory import LOCK
 from ds_slide.store.directories.owned_directory import opened
 
 
@@ -124,7 +125,7 @@ def test_what_may_not_be_put_back_is_left_alone(code, saves, monkeypatch, caplog
 
 def test_a_dead_save_goes_where_an_open_file_keeps_a_name(saves, monkeypatch, caplog):
     dead_save(saves)
-    keep_names(monkeypatch, leftovers, checkpoint_place, owned_directory)
+    keep_names(monkeypatch, locked_directory, checkpoint_place, owned_directory)
     with caplog.at_level(logging.WARNING):
         save(saves, "tag", b"new")
     assert names(saves) == ["latest", "tag"]
@@ -134,7 +135,7 @@ def test_a_dead_save_goes_where_an_open_file_keeps_a_name(saves, monkeypatch, ca
 @pytest.mark.parametrize("opened_file", [LOCK, "tag/model.pt"])
 def test_a_dead_save_of_which_another_process_has_a_file_open_stops_no_save(opened_file, saves, monkeypatch, caplog):
     file = os.open(dead_save(saves) / opened_file, os.O_RDONLY)
-    keep_names(monkeypatch, leftovers, checkpoint_place, owned_directory)
+    keep_names(monkeypatch, locked_directory, checkpoint_place, owned_directory)
     save(saves, "tag", b"new")
     assert "was left alone: Directory not empty" in caplog.text
     assert (saves / "tag" / "model.pt").read_bytes() == b"new"
@@ -158,9 +159,9 @@ def test_a_dead_save_is_renamed_before_a_part_of_it_goes(saves, monkeypatch):
     def die(_directory: int, **_options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(leftovers, "remove_contents", die)
+    monkeypatch.setattr(locked_directory, "remove_contents", die)
     with pytest.raises(KeyboardInterrupt), opened(saves) as parent:
-        remove_dead(saves, parent)
+        remove_dead_saves(saves, parent)
     assert names(saves) == [f"{dead.name}.ended"]
     monkeypatch.undo()
     save(saves, "tag", b"new")  # what is left after a kill there is still a dead save

@@ -49,6 +49,7 @@ def test_defaults():
     assert config.hang_timeout == 300.0
     assert config.debug.lane_delay_ms == 0
     assert config.debug.seed == 0
+    assert config.debug.update_passes == "auto"
 
 
 def test_every_setting_is_read():
@@ -78,7 +79,7 @@ def test_every_setting_is_read():
             "checkpoint": {"require_manifest": True},
             "hang_timeout": 60.0,
             "trace": {"path": "step.json", "steps": [5, 7]},
-            "debug": {"lane_delay_ms": 2.5, "seed": 11},
+            "debug": {"lane_delay_ms": 2.5, "seed": 11, "update_passes": 2},
         }
     )
     assert config.model_dump() == {
@@ -106,7 +107,7 @@ def test_every_setting_is_read():
         "checkpoint": {"require_manifest": True},
         "hang_timeout": 60.0,
         "trace": {"path": "step.json", "steps": (5, 7)},
-        "debug": {"lane_delay_ms": 2.5, "seed": 11},
+        "debug": {"lane_delay_ms": 2.5, "seed": 11, "update_passes": 2},
     }
 
 

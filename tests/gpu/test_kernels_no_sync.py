@@ -114,12 +114,12 @@ def square_sum() -> Work:
 
 def adamw() -> Work:
     from ds_slide.kernels.offload.adamw_split import adamw_split_
-    from ds_slide.optim.hyper import AdamWHyper
+    from ds_slide.optim.adamw import AdamWHyper
 
     weight, gradient = tensor(5003, gradient=False), tensor(5003, gradient=False)
     remainder = torch.zeros(5003, dtype=torch.int16, device="cuda")
     moments = torch.zeros(2, 5003, device="cuda").unbind()
-    return lambda: adamw_split_(weight, remainder, *moments, gradient, AdamWHyper(lr=1e-3), 1.0)
+    return lambda: adamw_split_(weight, remainder, *moments, gradient, AdamWHyper(lr=1e-3).constants(), True)
 
 
 WORKS: dict[str, Callable[[], Work]] = {

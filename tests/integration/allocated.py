@@ -20,7 +20,7 @@ import torch
 from ds_slide import _native
 from ds_slide.plan import allocations as names
 from ds_slide.plan.allocations import Allocation
-from ds_slide.store.ssd.extents import PAGE
+from ds_slide.store.ssd.extents import PAGE, whole_pages
 
 SMALL = 1024
 """Bytes of a tensor that does not grow with the parameters, at most: norms and counters of each unit."""
@@ -87,12 +87,12 @@ class Counted:
         entries = {what: each for what, each in planned.items() if each.tier == "ssd"}
         found = {}
         for unit in runtime.units:
-            found.update({} if unit.state.ssd is None else places_of(unit))
+            found.update(places_of(unit))
         for what in entries.keys() | found.keys():
             nbytes = entries[what].nbytes if what in entries else None
             if (nbytes or 0) != found.get(what, 0):
                 yield f"{what}: {found.get(what)} bytes on SSD, {nbytes} in the plan"
-        files = [] if runtime.parts.ssd is None else runtime.parts.ssd._store.descriptors
+        files = [] if runtime.parts.ssd is None else runtime.parts.ssd.store.descriptors
         # A page more than is ever written, by which a file that was cut is found.
         sizes = sum(os.stat(f"/proc/self/fd/{descriptor}").st_size - PAGE for descriptor in files)
         if sizes != sum(each.nbytes for each in entries.values()):
@@ -136,11 +136,10 @@ def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
     found: dict[str, list[torch.Tensor]] = {}
     parts, gradients = runtime.parts, runtime.gradients
     for unit in runtime.units:
-        state = unit.state
-        for state_buffer, tensor in {"weight": state.weight, "gradient": state.gradient, **state.optimizer}.items():
-            if tensor is not None:
-                found[names.state_buffer_of(unit.name, state_buffer)] = [tensor]
-        if unit.resident is not None and unit.resident is not state.weight:
+        for name, state_buffer in unit.state.buffers.items():
+            if state_buffer.tensor is not None:
+                found[names.state_buffer_of(unit.name, name)] = [state_buffer.tensor]
+        if unit.resident is not None and unit.resident is not unit.state.buffers["weight"].tensor:
             found[names.whole_weights_of(unit.name)] = [unit.resident]
     found[names.SLOTS] = [] if parts.window is None else [slot.buffer for slot in parts.window.slots]
     found[names.STAGED] = [staging.packed for staging in gradients._stagings]
@@ -154,24 +153,21 @@ def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
         found[names.rows_of(runtime.rows.unit.name)] = list(buffers.weights)
         if buffers.gradients:
             found[names.row_gradients_of(runtime.rows.unit.name)] = list(buffers.gradients)
-    if parts.ssd is not None and parts.ssd._store._sums is not None:
-        found[names.CHECKSUMS] = [parts.ssd._store._sums._table]
+    if parts.ssd is not None and parts.ssd.store._sums is not None:
+        found[names.CHECKSUMS] = [parts.ssd.store._sums._table]
     return found
 
 
 def places_of(unit: Any) -> dict[str, int]:
     """Bytes on SSD, by name. The state buffers of a chunk, each in whole pages, make up the chunk."""
-    ssd = unit.state.ssd
-    starts = [ssd.extents.weight_offset, ssd.extents.gradient_offset, *(chunk.offset for chunk in ssd.extents.chunks)]
-    first = min(place for place in starts if place is not None)
-    found = {}
-    if ssd.has_weight:
-        found[names.state_buffer_of(unit.name, "weight")] = ssd.extents.weight_bytes
-    for spec in unit.state.specs if ssd.has_chunks else ():
-        spans = [chunk.span for chunk in ssd.extents.chunks]
-        found[names.state_buffer_of(unit.name, spec.name)] = sum(spec.nbytes(span.stop - span.start) for span in spans)
-    if ssd.has_gradient:
-        numel = unit.layout.trainable_numel
-        found[names.state_buffer_of(unit.name, "gradient")] = numel * ssd.gradient_dtype.itemsize
-    found[names.state_buffer_of(unit.name, "padding")] = ssd.extents.end - first - sum(found.values())
+    found, first, end = {}, [], []
+    for name, state_buffer in unit.state.buffers.items():
+        if state_buffer.tier != "ssd":
+            continue
+        found[names.state_buffer_of(unit.name, name)] = state_buffer.numel * state_buffer.dtype.itemsize
+        first.append(state_buffer.offsets[0])
+        last = state_buffer.numel - (len(state_buffer.offsets) - 1) * state_buffer.per_piece
+        end.append(state_buffer.offsets[-1] + whole_pages(last * state_buffer.dtype.itemsize))
+    if found:
+        found[names.state_buffer_of(unit.name, "padding")] = max(end) - min(first) - sum(found.values())
     return found

@@ -18,7 +18,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.reference import decode_split, encode_split, reference_update_
 
 deepspeed_logger.setLevel(logging.ERROR)

@@ -89,7 +89,7 @@ class Watched:
             shares = engine.config["ds_slide"].get("share_weights", True)
             assert (runtime.parts.shared is not None) == shares
             gathered = {unit.order for unit in runtime.units if unit.is_gathered}
-            others = {u.order for u in runtime.units if u.state.tier != "gpu" and u.state.weight is not None}
+            others = {u.order for u in runtime.units if u.state.buffers["weight"].tier == "host"}
             assert not gathered & others if shares else gathered
         if self._batch is not None:
             with torch.no_grad():

@@ -164,18 +164,18 @@ class Run:
 
     def at_chunk(self, which: int | str, *action: Any) -> None:
         """Before the chunk number `which` of the coming update is written, or the "last" one, which ends the file."""
-        ssd = [unit.state.ssd for unit in self.engine.optimizer.runtime.units if unit.state.ssd is not None]
-        last = max(chunk.offset for unit in ssd for chunk in unit.extents.chunks)
-        owner = ssd_unit.SsdUnit
+        on_ssd = self.engine.optimizer.runtime.parts.ssd.parts.optimizer
+        last = max(chunk.offset for states in on_ssd.values() for chunk in states.chunks)
+        owner = ssd_unit.SsdOptimizerStates
         original, calls, done = owner.store_chunk, itertools.count(1), False
 
-        def store_chunk(unit: Any, index: int, *arguments: Any) -> None:
+        def store_chunk(states: Any, index: int, *arguments: Any) -> None:
             nonlocal done
-            due = unit.extents.chunks[index].offset == last if which == "last" else next(calls) == which
+            due = states.chunks[index].offset == last if which == "last" else next(calls) == which
             if due and not done:
                 done = True
                 self.act([list(action)])
-            original(unit, index, *arguments)
+            original(states, index, *arguments)
 
         setattr(owner, "store_chunk", store_chunk)  # noqa: B010
 
@@ -199,7 +199,7 @@ class Run:
 
     def truncate(self, nbytes: int) -> None:
         """The state file, to `nbytes`."""
-        (descriptor,) = self.engine.optimizer.runtime.parts.ssd._store.descriptors
+        (descriptor,) = self.engine.optimizer.runtime.parts.ssd.store.descriptors
         self.note("fault_at", time.monotonic())
         os.truncate(f"/proc/self/fd/{descriptor}", nbytes)
 
@@ -216,9 +216,9 @@ class Run:
         runtime = self.engine.optimizer.runtime
         for unit in runtime.units:
             runtime.settle(unit)
-        chunks = runtime.blocks[block].state.ssd.extents.chunks
+        chunks = runtime.blocks[block].state.optimizer.chunks
         extent, other = (damage.Extent(each.offset, each.nbytes) for each in (chunks[chunk], chunks[chunk - 1]))
-        with damage.state_file_of(runtime.parts.ssd._store) as file:
+        with damage.state_file_of(runtime.parts.ssd.store) as file:
             file.damage(kind, extent, other, file.read(other))
         self.note("fault_at", time.monotonic())
 

@@ -26,6 +26,7 @@ from ds_slide.checkpoint.manifest import NAME as MANIFEST
 from ds_slide.checkpoint.manifest import Manifest
 from ds_slide.errors import SlideError
 from ds_slide.integration import checkpoint_save
+from ds_slide.store.directories import locked_directory
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -313,7 +314,8 @@ def test_a_directory_that_cannot_be_removed_is_left_with_a_warning(engine, tmp_p
         raise OSError(39, "Directory not empty", name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(publish, "remove_directory", refuse)
+        for module in (publish, locked_directory):
+            patch.setattr(module, "remove_unlocked", refuse)
         engine.save_checkpoint(tmp_path, "new")
         end_of_save(engine)
     assert (tmp_path / "latest").read_text() == "new"

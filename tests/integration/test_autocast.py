@@ -140,7 +140,7 @@ def test_gradients_take_the_bytes_of_their_collectives() -> None:
         blocks = [unit for unit in units.values() if unit.spec.kind == "block"]
         assert [(unit.dtype, unit.parameter_dtype) for unit in blocks] == [(torch.bfloat16, torch.float32)] * 3
         assert [[part.dtype for part in unit.parts] for unit in blocks] == [[torch.float32]] * 3
-        held = {name: unit.state.gradient.dtype for name, unit in units.items()}
+        held = {name: unit.state.dtype_of("gradient") for name, unit in units.items()}
         assert {held[unit.name] for unit in blocks} == {torch.bfloat16}
         assert {held[part.name] for unit in blocks for part in unit.parts} == {torch.float32}
 

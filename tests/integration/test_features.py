@@ -159,7 +159,7 @@ def test_frozen_parameters(clip: float, names: Sequence[str]) -> None:
         states_of_engine = pair.engine.optimizer.runtime.units
         trainable = sum(p.numel() for p in pair.plain.parameters() if p.requires_grad)
         # No state for the frozen ones, but for the padding of each parameter to 64 elements.
-        moments = sum(unit.state.optimizer["exp_avg"].numel() for unit in states_of_engine)
+        moments = sum(unit.state.buffers["exp_avg"].numel for unit in states_of_engine)
         assert moments <= trainable + 64 * len(before) + 4096
 
     side_by_side(freeze(toy(), names), use, clip)

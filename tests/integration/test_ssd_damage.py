@@ -15,6 +15,7 @@ from harness import batches, causal_loss, ds_config, engine_for, llama, on_ssd, 
 from tight_memory import room_for_gradients_of
 
 from ds_slide.errors import SlideError
+from ds_slide.store.ssd.extents import whole_pages
 
 CHUNK_NUMEL = 4096  # a block of the small model, 45 thousand parameters, has 11 chunks
 BLOCK, OTHER, CHUNK = 2, 3, 5
@@ -34,12 +35,11 @@ def ssd_config(folder: Path, slide: dict[str, Any] | None = None, **others: Any)
 
 
 def extent_of(kind: str, engine: Any, block: int) -> Extent:
-    places = engine.optimizer.runtime.blocks[block].state.ssd.extents
+    state = engine.optimizer.runtime.blocks[block].state
     if kind == "chunk":
-        return Extent(places.chunks[CHUNK].offset, places.chunks[CHUNK].nbytes)
-    if kind == "weights":
-        return Extent(places.weight_offset, places.weight_pages)
-    return Extent(places.gradient_offset, places.end - places.gradient_offset)
+        return Extent(state.optimizer.chunks[CHUNK].offset, state.optimizer.chunks[CHUNK].nbytes)
+    state_buffer = state.buffers["weight" if kind == "weights" else "gradient"]
+    return Extent(state_buffer.offsets[0], whole_pages(state_buffer.numel * state_buffer.dtype.itemsize))
 
 
 NAMES = {
@@ -61,7 +61,7 @@ def settle(engine: Any) -> None:
 
 @contextmanager
 def file_of(engine: Any) -> Iterator[StateFile]:
-    with state_file_of(engine.optimizer.runtime.parts.ssd._store) as file:
+    with state_file_of(engine.optimizer.runtime.parts.ssd.store) as file:
         yield file
 
 

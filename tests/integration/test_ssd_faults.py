@@ -241,7 +241,7 @@ def test_two_runs_in_one_missing_directory(launcher: Launcher, whole: Any, disk:
 
 # ---- the state file ------------------------------------------------------------------------------------------------
 
-WRITE = "ds_slide.store.ssd.unit:SsdUnit.store_chunk"
+WRITE = "ds_slide.store.ssd.unit:SsdOptimizerStates.store_chunk"
 
 
 CUTS = list(itertools.product((1.0, 0.0), (0, 3_000_000), (5, "last")))
@@ -288,7 +288,7 @@ PHASES = {
     "forward": ["transformers.models.llama.modeling_llama:LlamaMLP.forward", 4],
     "backward": ["ds_slide.runtime.engine:SlideRuntime.leave_backward", 3],
     "step": ["ds_slide.runtime.engine:SlideRuntime._queue_update", 3],
-    "update": ["ds_slide.runtime.transfers.ssd:SsdStates.put_back", 30],
+    "update": ["ds_slide.store.ssd.unit:SsdOptimizerStates.put_back", 30],
     "write": [WRITE, 40],
     "save": ["ds_slide.integration.checkpoint_save:reached", 2],
     "publish": ["ds_slide.checkpoint.publish:reached", 2],

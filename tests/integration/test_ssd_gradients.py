@@ -68,7 +68,7 @@ def in_both_places(
         config = ssd_config(folder, slide, accumulation=accumulation, **others)
         with engine_for(llama(), config) as engine:
             assert len(plan().placement.gradients_on_ssd) == BLOCKS - blocks
-            units = [unit for unit in engine.optimizer.runtime.units if unit.state.gradient is None]
+            units = [unit for unit in engine.optimizer.runtime.units if unit.state.buffers["gradient"].tier == "ssd"]
             assert [unit.order for unit in units] == sorted(plan().placement.gradients_on_ssd)
             moved = program(engine, accumulation)
             memory = engine.optimizer.runtime.parts.memory_report

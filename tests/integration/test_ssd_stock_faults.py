@@ -115,7 +115,7 @@ def test_no_file_is_left(tmp_path: Path) -> None:
     with engine_for(small_llama(), on_ssd(tmp_path)) as engine:
         train(engine, batches(1))
         assert not list(tmp_path.iterdir())
-        assert os.fstat(engine.optimizer.runtime.parts.ssd._store.descriptors[0]).st_blocks > 0
+        assert os.fstat(engine.optimizer.runtime.parts.ssd.store.descriptors[0]).st_blocks > 0
     assert not list(tmp_path.iterdir())
 
 

@@ -25,7 +25,7 @@ from tight_memory import room_for_gradients_of
 from torch import nn
 
 from ds_slide.runtime.transfers.stream_worker import Delay
-from ds_slide.store.ssd.unit import SsdUnit
+from ds_slide.store.ssd.unit import OnSsd
 
 WIDTH = 32
 SECONDS = 120.0
@@ -267,22 +267,22 @@ def case_of(program: list[Operation], **settings: Any) -> Case:
 def test_moments_that_are_written_are_not_read_ahead_before(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk begins to read for the next step at any time, also while somebody writes a moment."""
     caches: list[Any] = []
-    write = SsdUnit.write
+    write = OnSsd.write
 
     def remember(cache: Any) -> None:
         caches.append(cache)
 
-    def write_late(unit: SsdUnit, name: str, items: slice, values: torch.Tensor) -> None:
+    def write_late(state_buffer: OnSsd, items: slice, values: torch.Tensor) -> None:
         if caches:  # the updates of the other blocks end, and the disk has read ahead whatever it can
             cache = caches[-1]
             with cache._changed:
                 cache._changed.wait_for(
                     lambda: not cache._demands and all(entry.idle for entry in cache._entries.values()), SECONDS
                 )
-        write(unit, name, items, values)
+        write(state_buffer, items, values)
 
     monkeypatch.setattr("ds_slide.runtime.transfers.buffers.BufferCache.read_ahead", remember)
-    monkeypatch.setattr(SsdUnit, "write", write_late)
+    monkeypatch.setattr(OnSsd, "write", write_late)
     train, change_one = ("train", list(range(6)), None), ("moment", [], "embed.weight")
     # Fewer buffers than the embedding has chunks: when its update has ended the first of them have left.
     slide = {"host_memory": 0, "ssd_buffers": 2, "weight_buffers": 3}

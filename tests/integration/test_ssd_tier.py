@@ -15,7 +15,7 @@ from harness import batches, differences, ds_config, engine_for, llama, states_o
 
 from ds_slide.errors import SlideError
 from ds_slide.plan.allocations import BLOCK_RING, CHUNK_BUFFERS, PIECES_RING
-from ds_slide.runtime.transfers.ssd import _update_order
+from ds_slide.runtime.build_ssd import _update_order
 from ds_slide.store.ssd import store
 
 # Of 4096 parameters each, so that a block of the small model has 11, as a real one has.
@@ -114,8 +114,8 @@ def test_only_the_device_that_says_nvme_moves(
         result = train(engine, batches(STEPS))
         result.states = states_of(engine.module)
         units = engine.optimizer.runtime.units
-        assert any(unit.state.weight is None for unit in units) == (param == "nvme")
-        assert any(unit.state.tier == "ssd" for unit in units) == (optimizer == "nvme")
+        assert any(unit.state.buffers["weight"].tier == "ssd" for unit in units) == (param == "nvme")
+        assert any(unit.state.buffers["exp_avg"].tier == "ssd" for unit in units) == (optimizer == "nvme")
     assert differences(result, in_memory(clip, 1)) == []
 
 
@@ -144,8 +144,7 @@ def test_bytes_of_a_step(
         def bytes_so_far() -> int:
             """With the updates and writes of all steps so far, which may run on under the next one."""
             for unit in runtime.units:
-                if unit.state.ssd is not None:
-                    runtime.parts.ssd.settle(unit)
+                unit.state.settle(unit.updated.synchronize)
             totals = runtime.parts.ssd.statistics()
             return int(totals["read_bytes"] + totals["written_bytes"])
 
@@ -186,7 +185,7 @@ def test_the_disk_goes_on_between_two_steps(ssd_config: Callable[..., dict[str, 
     with engine_for(llama(), ssd_config(ALL | {"ssd_buffers": 2}, clip=clip)) as engine:
         runtime = engine.optimizer.runtime
         chunks = runtime.parts.ssd.chunks
-        order = _update_order(runtime.units, under_backward=not clip)
+        order = _update_order(runtime.units, runtime.parts.ssd.parts.optimizer, under_backward=not clip)
         assert len(order) > 4 * 2, "with a buffer for each nothing would have to be read again"
         train(engine, batches(2))
         for unit in runtime.units:

@@ -24,6 +24,12 @@ EXHAUSTIVE = [
 ]
 """All schedules of these, without a bound."""
 
+TWO_PASSES = [
+    replace(_MEMORY, name="two passes", passes=2, blocks=3),
+    replace(_MEMORY, name="two passes, an outer module, accumulation", passes=2, outer_units=1, accumulation=2),
+    replace(_MEMORY, name="two passes, all states read between steps", passes=2, between="all", steps=3),
+]
+
 ON_SSD = [
     HANG_1,
     Configuration("everything on SSD, 2 slots, inference", steps=2, inference=True),
@@ -134,4 +140,4 @@ BESIDE = [
 if not HAS_SHARED_WEIGHTS:
     BESIDE.clear()
 
-ALL = [*EXHAUSTIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *BESIDE]
+ALL = [*EXHAUSTIVE, *TWO_PASSES, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *BESIDE]

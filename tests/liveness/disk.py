@@ -173,14 +173,12 @@ def names_of(units: Sequence[Any]) -> Callable[[int], str]:
     """What of which unit lies at a byte of the store."""
     starts: list[tuple[int, str]] = []
     for unit in units:
-        if unit.state.ssd is None:
-            continue
-        places = unit.state.ssd.extents
-        if places.weight_offset is not None:
-            starts.append((places.weight_offset, f"weight of {unit.name}"))
-        starts += [(chunk.offset, f"chunk {index} of {unit.name}") for index, chunk in enumerate(places.chunks)]
-        if places.gradient_offset is not None:
-            starts.append((places.gradient_offset, f"gradient of {unit.name}"))
+        on_ssd = {name: each for name, each in unit.state.buffers.items() if each.tier == "ssd"}
+        for name in on_ssd.keys() & {"weight", "gradient"}:
+            starts.append((on_ssd[name].offsets[0], f"{name} of {unit.name}"))
+        if on_ssd.keys() - {"weight", "gradient"}:
+            chunks = enumerate(unit.state.optimizer.chunks)
+            starts += [(chunk.offset, f"chunk {index} of {unit.name}") for index, chunk in chunks]
     starts.sort()
 
     def name(offset: int) -> str:

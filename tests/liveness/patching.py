@@ -17,6 +17,7 @@ import ds_slide.report
 import ds_slide.runtime
 import ds_slide.store
 from ds_slide import _native
+from ds_slide.optim.rule import Part
 from liveness import stand_ins, weights
 from liveness.disk import Disk
 
@@ -52,15 +53,19 @@ class Updater:
         grad: torch.Tensor,
         hyper: Any,
         grad_scale: float = 1.0,
+        part: Part = "whole",
         **_others: Any,
     ) -> None:
         assert self._has_threads
         exp_avg, exp_avg_sq = states
-        exp_avg.mul_(0.9).add_(grad, alpha=grad_scale)
-        exp_avg_sq.mul_(0.5).addcmul_(exp_avg, exp_avg)
-        weight.sub_(exp_avg, alpha=0.01 * hyper.step)
-        if remainder is not None:
-            remainder.mul_(3).add_(hyper.step)
+        new = exp_avg.mul(0.9).add_(grad, alpha=grad_scale)
+        if part != "states":
+            weight.sub_(new, alpha=0.01 * hyper.step)
+            if remainder is not None:
+                remainder.mul_(3).add_(hyper.step)
+        if part != "weights":
+            exp_avg.copy_(new)
+            exp_avg_sq.mul_(0.5).addcmul_(exp_avg, exp_avg)
 
     def accumulate_(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         assert self._has_threads

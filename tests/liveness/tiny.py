@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from ds_slide.config import SlideConfig
+from ds_slide.config.schema import DebugConfig
 from ds_slide.model.layout import ParameterInfo, build_layout, piece
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
-from ds_slide.optim.hyper import ADAMW
+from ds_slide.optim.adamw import ADAMW
 from ds_slide.plan.allocations import PIECES_RING, Allocation
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Placement
@@ -47,6 +48,8 @@ class Configuration:
     chunk_buffers: int = 2
     gradient_buffers: int = 2
     held: bool = True
+    passes: Literal[1, 2] = 1
+    """In which held gradients are applied."""
     accumulation: int = 1
     announced: bool = True
     """False: by backwards of which nobody has told the engine. A gradient passes in four pieces."""
@@ -118,7 +121,7 @@ class Tiny(nn.Module):
         work()
 
 
-def unit_plans(model: Tiny, configuration: Configuration, *, trains: bool) -> list[UnitPlan]:
+def unit_plans(model: Tiny, configuration: Configuration, settings: RuntimeSettings) -> list[UnitPlan]:
     blocks, plans = configuration.block_orders(), []
     for order, module in enumerate(model.units):
         parameter = module.weight
@@ -132,8 +135,9 @@ def unit_plans(model: Tiny, configuration: Configuration, *, trains: bool) -> li
             numel=parameter.numel(),
             precision=Precision.declared(parameter),
         )
-        info = ParameterInfo("weight", tuple(parameter.shape), parameter.numel(), 0 if trains else None)
-        plans.append(UnitPlan(spec, build_layout([info], configuration.ranks), [parameter]))
+        info = ParameterInfo("weight", tuple(parameter.shape), parameter.numel(), 0 if settings.trains else None)
+        layout = build_layout([info], configuration.ranks)
+        plans.append(UnitPlan(spec, layout, [parameter], settings.codec_of(spec.precision, layout)))
     return plans
 
 
@@ -173,6 +177,7 @@ def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
         cpu_cores="none",
         checksums=False,
         hang_timeout=0.0,  # a watchdog is no part of what is explored
+        debug=DebugConfig(update_passes=configuration.passes),
     )
     return RuntimeSettings(
         slide=slide,
@@ -205,7 +210,8 @@ def build(configuration: Configuration, model: Tiny, *, trains: bool = True) -> 
     sharing = {}
     if _takes(build_runtime, "sharing"):
         sharing = {"sharing": sharing_of(ranks) if configuration.shared else None}
-    settings, units = _settings(configuration, trains=trains), unit_plans(model, configuration, trains=trains)
+    settings = _settings(configuration, trains=trains)
+    units = unit_plans(model, configuration, settings)
     return build_runtime(
         model,
         units,

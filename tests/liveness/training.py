@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_slide.errors import SlideError
-from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.optim.adamw import AdamWHyper
 from liveness.disk import names_of
 from liveness.scheduler import active
 from liveness.tiny import Configuration, Tiny, build, noise

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ds_slide import _native
+from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.optim.hyper import AdamWHyper
 from ds_slide.optim.reference import reference_update_
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_slide import _native
-from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.reference import encode_split
 
 from .adamw_calls import adamw_reference_, native_adamw_

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_slide import _native
-from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.reference import encode_split
 
 FORMATS = ("bf16_split", "fp32", "fp16_master")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.optim.hyper import AdamWHyper
 from ds_slide.optim.reference import decode_split, encode_split
 
 from .adamw_calls import updater_adamw_

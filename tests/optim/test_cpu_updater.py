@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ds_slide.errors import SlideError
+from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.optim.hyper import AdamWHyper
 
 from .adamw_calls import updater_adamw_
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ds_slide.errors import SlideError
+from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.optim.hyper import AdamWHyper
 from ds_slide.optim.low_precision import STATE_FORMATS, from_fp32
 from ds_slide.optim.reference import decode_split, encode_split
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.optim.hyper import AdamWHyper
 from ds_slide.optim.low_precision import STATE_FORMATS, from_fp32, to_fp32
 
 from .adamw_calls import updater_adamw_

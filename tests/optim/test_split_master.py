@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.reference import decode_split, encode_split
 
 # Keeps every weight as it is: what comes out is encode(decode(state buffers)).

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ds_slide.compression.identity import Identity
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, UnitLayout, build_layout
-from ds_slide.optim.hyper import ADAMW
+from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.allocations import PIECES, PIECES_RING
 from ds_slide.plan.memory import NOTHING_TAKEN, Budgets, Plan, Taken, gpu_cost, make_plan
@@ -22,7 +23,8 @@ PLENTY = 1 << 40
 
 
 def size_of(name: str, layout: UnitLayout) -> UnitSize:
-    return UnitSize(name, layout, "outer" if name.startswith("outer") else "block", SPECS, 2)
+    codec = Identity(layout, torch.bfloat16)
+    return UnitSize(name, layout, codec, "outer" if name.startswith("outer") else "block", SPECS, 2)
 
 
 def unit(name: str, numel: int, frozen: int = 0) -> UnitSize:
@@ -33,7 +35,7 @@ def unit(name: str, numel: int, frozen: int = 0) -> UnitSize:
 
 UNITS = [unit("outer", OUTER), *(unit(f"blocks.{index}", BLOCK) for index in range(4))]
 # bf16, gradients held.
-NEEDS = Needs(2, held_bytes=2, window=2, ring=0)
+NEEDS = Needs(held_bytes=2, window=2, ring=0)
 BUDGETS = Budgets(PLENTY, PLENTY, PLENTY, gpu_states=0, gpu_memory=None, host_memory=None)
 OUTER_COST = OUTER * (2 + 8 + 2)
 BLOCK_COST = BLOCK * (2 + 2 + 8 + 2)
@@ -78,6 +80,23 @@ def test_bytes_of_a_plan_without_gpu_states() -> None:
 def test_frozen_parameters_have_weights_only() -> None:
     frozen = [unit("outer", OUTER), unit("blocks.0", 0, frozen=BLOCK), unit("blocks.1", BLOCK, frozen=BLOCK)]
     assert make_plan(frozen, NEEDS, BUDGETS).host_bytes == (OUTER + BLOCK) * 14 + 2 * BLOCK * 2 + PIECES_BYTES
+
+
+class Half(Identity):
+    """Sends, and has states for, every other element."""
+
+    @property
+    def numel(self) -> int:
+        return super().numel // 2
+
+
+def test_gradients_and_states_have_the_elements_of_the_codec() -> None:
+    halved = [replace(unit, codec=Half(unit.layout, torch.bfloat16)) for unit in UNITS]
+    for needs in (NEEDS, replace(NEEDS, held_bytes=0, ring=4)):
+        whole, half = make_plan(UNITS, needs, BUDGETS), make_plan(halved, needs, BUDGETS)
+        weights = {each.what for each in whole.allocations if "weight" in each.what or "window" in each.what}
+        for one, other in zip(whole.allocations, half.allocations, strict=True):
+            assert one.what == other.what and other.nbytes * 2 == one.nbytes * (2 if one.what in weights else 1)
 
 
 def test_gradient_buffers_count() -> None:

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from ds_slide.compression.identity import Identity
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
-from ds_slide.optim.hyper import ADAMW
+from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import Device
@@ -23,6 +24,7 @@ from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.store.host_memory import HostMemory
+from ds_slide.store.in_memory import InMemory, NotHeld, StatesInMemory, WeightsInMemory
 from ds_slide.store.state import UnitState
 from ds_slide.store.state_buffers import optimizer_buffers
 
@@ -82,8 +84,9 @@ def make_unit(order: int, failures: Failures) -> Unit:
     )
     weight = torch.full((NUMEL,), 100.0 * order)
     specs = optimizer_buffers(torch.float32, ADAMW, STATE_FORMATS["fp32"])
-    state = UnitState("host", specs, weight, {spec.name: torch.zeros(NUMEL) for spec in specs}, None)
-    return Unit(spec, layout, [parameter], state, order, Future.kept(failures))
+    states = {spec.name: InMemory(torch.zeros(NUMEL)) for spec in specs}
+    state = UnitState(specs, WeightsInMemory(InMemory(weight)), StatesInMemory(specs, states), NotHeld())
+    return Unit(spec, layout, [parameter], state, order, Future.kept(failures), Identity(layout, torch.float32))
 
 
 @pytest.fixture

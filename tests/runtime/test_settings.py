@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_slide.config import SlideConfig
-from ds_slide.optim.hyper import ADAMW
+from ds_slide.optim.adamw import ADAMW
 from ds_slide.plan.needs import SsdNeeds
 from ds_slide.plan.ssd_settings import SsdSettings
 from ds_slide.runtime.settings import RuntimeSettings

@@ -11,12 +11,24 @@ import pytest
 import torch
 
 from ds_slide.model.layout import ParameterInfo, build_layout
-from ds_slide.optim.hyper import ADAMW
+from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
+from ds_slide.report.statistics import LaneMeter
+from ds_slide.report.trace import Requests
+from ds_slide.runtime.transfers.buffers import BufferCache
+from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.store.host_memory import HostMemory
+from ds_slide.store.in_memory import HeldInMemory, InMemory, StatesInMemory, WeightsInMemory
 from ds_slide.store.ssd.extents import unit_extents
 from ds_slide.store.ssd.store import SsdStore
-from ds_slide.store.ssd.unit import SsdUnit
+from ds_slide.store.ssd.unit import (
+    ChunkKey,
+    GradientBuffer,
+    HeldOnSsd,
+    SsdOptimizerStates,
+    SsdWeights,
+    in_one_piece,
+)
 from ds_slide.store.state import UnitState
 from ds_slide.store.state_buffers import optimizer_buffers
 
@@ -35,17 +47,34 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     )
     failed: list[BaseException] = []
     store = SsdStore([("ds_slide.nvme_path", tmp_path)], extents.end, rank=0, fail=failed.append)
-    ssd = SsdUnit(store, extents, specs, torch.bfloat16, torch.float32)
-    state_buffers = {spec.name: torch.zeros(spec.items(NUMEL), dtype=spec.dtype) for spec in specs}
-    weight, gradient = torch.zeros(NUMEL, dtype=torch.bfloat16), torch.zeros(NUMEL)
-    yield UnitState("host", specs, weight, state_buffers, gradient), UnitState("ssd", specs, None, {}, None, ssd)
+    assert extents.weight_offset is not None and extents.gradient_offset is not None
+    failures, requests = Failures(), Requests()
+    weight_buffers: BufferCache[int] = BufferCache((), lambda *_: None, failures)
+    chunk_buffers: BufferCache[ChunkKey] = BufferCache((), lambda *_: None, failures)
+    on_ssd = UnitState(
+        specs,
+        SsdWeights(
+            0, in_one_piece(store, torch.bfloat16, NUMEL, extents.weight_offset), weight_buffers, False, requests
+        ),
+        SsdOptimizerStates(0, store, specs, extents.chunks, chunk_buffers, weight_buffers, requests),
+        HeldOnSsd(in_one_piece(store, torch.float32, NUMEL, extents.gradient_offset), GradientBuffer(LaneMeter())),
+    )
+    in_memory = UnitState(
+        specs,
+        WeightsInMemory(InMemory(torch.zeros(NUMEL, dtype=torch.bfloat16))),
+        StatesInMemory(
+            specs, {spec.name: InMemory(torch.zeros(spec.items(NUMEL), dtype=spec.dtype)) for spec in specs}
+        ),
+        HeldInMemory(InMemory(torch.zeros(NUMEL))),
+    )
+    yield in_memory, on_ssd
     store.close()
     assert not failed
 
 
 def test_reads_after_writes_are_the_same(pair: Pair) -> None:
     in_memory, on_ssd = pair
-    assert on_ssd.tier == "ssd" and on_ssd.nbytes() == 0
+    assert {each.tier for each in on_ssd.buffers.values()} == {"ssd"} and on_ssd.nbytes() == 0
     draw, generator = random.Random(0), torch.Generator().manual_seed(0)
     for _ in range(60):
         name = draw.choice(["weight", "remainder", "exp_avg", "exp_avg_sq", "gradient"])
@@ -60,7 +89,7 @@ def test_reads_after_writes_are_the_same(pair: Pair) -> None:
             assert torch.equal(in_memory.read(kind, whole), on_ssd.read(kind, whole)), (name, span, kind)
     for state in pair:
         assert state.read("gradient", whole).any()
-        state.zero_gradient(NUMEL)
+        state.zero_gradient()
         assert not state.read("gradient", whole).any() and state.read("exp_avg", whole).any()
 
 

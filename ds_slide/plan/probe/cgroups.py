@@ -25,8 +25,9 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """`file`: where the limit stands. `room`: bytes that the group's processes may use beyond what they do: page cache
-    that the kernel would drop for them counts as free. `group`: the same for all processes in it."""
+    """The limit of one group. `file`: where the limit stands. `room`: bytes that the group's processes may use beyond
+    what they do: page cache that the kernel would drop for them counts as free. `group`: the same for all processes in
+    it."""
 
     file: Path
     limit: int
@@ -42,7 +43,7 @@ class _Mount:
 
 
 def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
-    """Of this process, its own group's first. `root`: where /proc and the mounts are, for tests."""
+    """The limits of this process, its own group's first. `root`: where /proc and the mounts are, for tests."""
     paths = _group_paths(root)
     limits = []
     for version, mounts in _mounts(root).items():
@@ -52,7 +53,7 @@ def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
 
 
 def _group_paths(root: Path) -> dict[int, str]:
-    """Of this process, by the version of the hierarchy that could limit its memory."""
+    """The groups of this process, by the version of the hierarchy that could limit its memory."""
     paths = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
         fields = line.split(":", 2)
@@ -86,7 +87,7 @@ def _unescaped(text: str) -> str:
 
 
 def _directories(path: str, mounts: list[_Mount]) -> list[Path]:
-    """From this process's group up to the top of its mount."""
+    """The directories from this process's group up to the top of its mount."""
     for mount in sorted(mounts, key=lambda mount: -len(mount.root)):
         top, own = _parts(mount.root), _parts(path)
         below = own[len(top) :]
@@ -106,7 +107,8 @@ def _parts(path: str) -> list[str]:
 
 
 def _group_of_this_process(mount: _Mount, path: str) -> list[Path]:
-    """It and those above it up to the top of `mount`; empty where it is not found. `path`: from the container's on."""
+    """The group and those above it up to the top of `mount`; empty where it is not found. `path`: below the
+    container's."""
     ups, below = _parts(mount.root), _parts(path)
     if set(ups) != {".."} or ".." in below:
         return []
@@ -144,7 +146,7 @@ def _reclaimable(directory: Path, version: int) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """None for no limit, and where the file is not there (the topmost group has none)."""
+    """The limit; None for none, and where the file is not there (the topmost group has none)."""
     text = _text(path).strip()
     if not text.isdigit() or int(text) >= _UNLIMITED:
         return None

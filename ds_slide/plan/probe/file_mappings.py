@@ -23,7 +23,7 @@ class FileMappings:
 
     @staticmethod
     def now(maps: Path = Path("/proc/self/maps")) -> FileMappings:
-        """As the kernel lists them: address range, permissions, offset, device, inode, path."""
+        """The mappings as the kernel lists them: address range, permissions, offset, device, inode, path."""
         ranges = []
         for line in maps.read_text().splitlines():
             fields = line.split(maxsplit=5)

@@ -20,7 +20,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class HostRoom:
-    """`nbytes`: for this process. `source`: what limits it, as part of a sentence."""
+    """Host memory that is left. `nbytes`: for this process. `source`: what limits it, as part of a sentence."""
 
     nbytes: int
     source: str
@@ -35,8 +35,8 @@ def groups() -> list[str]:
 
 
 def share_with(groups_of_ranks: Iterable[Iterable[str]]) -> None:
-    """What `groups` gives on every rank: a group's memory is divided evenly between the ranks in it. They stay where
-    they are, so this process remembers it."""
+    """What `groups` gives on every rank: a group's memory is divided evenly between the ranks in it. Their groups do
+    not change, so this process remembers it."""
     _ranks_in.clear()
     for names in groups_of_ranks:
         _ranks_in.update(set(names))
@@ -64,7 +64,7 @@ def host_room(local_ranks: int, untouched: int = 0) -> HostRoom:
 
 
 def _name(limit: MemoryLimit) -> str:
-    """Of its group, among those of all machines."""
+    """The name of a group among those of all machines."""
     try:
         return f"{_BOOT.read_text().strip()} {limit.group}"
     except OSError:

@@ -7,7 +7,8 @@ update.
     update lane      accumulate (later micro-batches), or the update at once (gradients not held)
 
 GPU-tier units skip the way down: their gradient stays in a flat device state buffer until the step, which waits for
-`arrived`. Held gradients that have no room in host memory go on to SSD (`ds_slide.runtime.gradients.ssd_gradients`).
+`arrived`. Which way one takes is what its sink says (`ds_slide.store.tiers.GradientSink`); held gradients that have
+no room in host memory go on to SSD.
 """
 
 from __future__ import annotations
@@ -18,12 +19,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_slide.model.layout import piece
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.device import PASSED, Device, Marker
-from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Staging, collect
-from ds_slide.runtime.gradients.ssd_gradients import SsdGradients
+from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Staging
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.transfers.handoff import Failures, Future
 from ds_slide.runtime.transfers.pool import BufferPool, Lease
@@ -31,15 +30,25 @@ from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.unit import Unit, Update
 from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.runtime.updates.updating import Updating
+from ds_slide.store.tiers import Held, Ways
 
 
 @dataclass(frozen=True)
-class GradientRoute:
-    """What happens to a gradient that has arrived, fixed for the run."""
+class _Arrival:
+    """A gradient on its way down, as the d2h lane gets it. It lies in `source` after `packed`, and is where it goes
+    when `arrived` is kept."""
 
-    deferred: bool
-    """Gradients wait in `UnitState.gradient`, or on SSD, for the step; otherwise a unit is updated as soon as its own
-    has arrived."""
+    unit: Unit
+    source: Source
+    packed: Marker
+    arrived: Future
+    before: tuple[Future, Future]
+    """The gradient before it has arrived, and has been applied if it was the last of a step."""
+    first: bool
+    """Of an accumulation."""
+    final: bool
+    adds: bool
+    """It is converted to the data type of the held gradient, or added to it, by the CPU."""
 
 
 class Gradients:
@@ -53,13 +62,11 @@ class Gradients:
         updates: UpdateWorker,
         updater: CpuUpdater,
         failures: Failures,
-        route: GradientRoute,
         stagings: Sequence[Staging],
         ring: Callable[[Unit], BufferPool],
         num_units: int,
         square_sum: Callable[[torch.Tensor], torch.Tensor],
         updating: Updating,
-        on_ssd: SsdGradients | None = None,
     ) -> None:
         self._device = device
         self._ranks = ranks
@@ -67,13 +74,11 @@ class Gradients:
         self._updates = updates
         self._updater = updater
         self._failures = failures
-        self._route = route
         self._stagings = list(stagings)
         self._turn = 0
         self._ring = ring
         self._square_sum = square_sum
         self._updating = updating
-        self._on_ssd = on_ssd
         self.hypers: Sequence[Hyper] = ()
         """Hyper-parameters, by parameter group, of updates that start as soon as a gradient arrives."""
         self.square_sums = torch.zeros(num_units, dtype=torch.float64, device=device.torch)
@@ -88,12 +93,19 @@ class Gradients:
         buffer still holds. `source`: where the gradient comes from if not from the parameters.
         """
         unit.finalized = True
-        if not unit.layout.trainable_numel:
+        if not unit.codec.numel:
             return
-        if unit.state.tier == "gpu":
-            self._keep_on_gpu(unit)
-        else:
-            self._send_to_host(unit, final, source or self._prepare(unit))
+
+        def send(submit: Callable[[_Arrival], None]) -> None:
+            self._send_to_host(unit, final, source or self._prepare(unit), submit)
+
+        unit.state.gradient.choose(
+            Ways(
+                on_gpu=lambda kept: self._keep_on_gpu(unit, kept),
+                held=lambda held: send(functools.partial(self._submit_held, held)),
+                at_once=lambda: send(self._submit_update),
+            )
+        )
         for parameter, _ in unit.trainable:
             parameter.grad = None
         unit.gradient_ready = True
@@ -103,25 +115,16 @@ class Gradients:
         if not unit.gradient_ready:
             return 0.0
         if unit.square_sum_on is None:
-            gradient = unit.state.read("gradient", slice(0, unit.layout.trainable_numel))
-            if unit.state.tier == "gpu":
-                return float(self._square_sum(gradient))
-            return self._updater.sum_of_squares(gradient)
+            gradient = unit.state.read("gradient", slice(0, unit.codec.numel))
+            return self._updater.sum_of_squares(gradient) if unit.is_uploaded else float(self._square_sum(gradient))
         return float(on_device[unit.order]) if unit.square_sum_on == "device" else unit.host_square_sum
 
-    def held(self, unit: Unit, span: slice) -> Callable[[], torch.Tensor]:
-        """What gives the update lane the elements `span` of a held gradient, from wherever it is."""
-        if not unit.state.gradient_on_ssd:
-            return lambda: unit.state.read("gradient", span)
-        on_ssd = self._on_ssd
-        assert on_ssd is not None
-        return lambda: on_ssd.load(unit, span)
-
-    def _keep_on_gpu(self, unit: Unit) -> None:
-        assert unit.state.gradient is not None
-        accumulate, state_buffer = unit.gradient_ready, unit.state.gradient
+    def _keep_on_gpu(self, unit: Unit, state_buffer: torch.Tensor) -> None:
+        # From here on it may be there in part, whatever fails.
+        unit.arrived = Future.kept(self._failures)
+        accumulate = unit.gradient_ready
         if self._ranks.world_size == 1:
-            summed = collect(unit, state_buffer, accumulate=accumulate)
+            summed = unit.codec.encode(unit.gradients(), state_buffer, accumulate=accumulate)
             self.square_sums[unit.order] = self._square_sum(state_buffer) if summed is None else summed
         else:
             reduced = self._reduced(unit)
@@ -139,119 +142,87 @@ class Gradients:
         if unit.square_sum_on == "device":
             self.square_sums[unit.order] += self._square_sum(part)
 
-    def _send_to_host(self, unit: Unit, final: bool, source: Source) -> None:
-        accumulate = unit.gradient_ready or unit.converts_gradient
-        unit.square_sum_on = None if accumulate else "device"
+    def _send_to_host(self, unit: Unit, final: bool, source: Source, submit: Callable[[_Arrival], None]) -> None:
+        adds = unit.gradient_ready or unit.converts_gradient
+        unit.square_sum_on = None if adds else "device"
         try:
             with self._ranks.on_stream():
-                if not accumulate:
+                if not adds:
                     self.square_sums[unit.order] = source.square_sum(self._square_sum)
                 packed = self._device.mark()
         except BaseException:
             source.release(self._device.mark())
             raise
         try:
-            self._hand_over(unit, final, source, packed, accumulate)
+            before = unit.arrived, unit.completed
+            unit.arrived = Future(self._failures, f"the gradient of {unit.name} in host memory")
+            submit(_Arrival(unit, source, packed, unit.arrived, before, not unit.gradient_ready, final, adds))
         except BaseException as error:  # an interrupt: whether the lane has the gradient is not known
             self._failures.record("compute", error)
             raise
 
-    def _hand_over(self, unit: Unit, final: bool, source: Source, packed: Marker, accumulate: bool) -> None:
-        before = unit.arrived, unit.updated
-        unit.arrived = Future(self._failures, f"the gradient of {unit.name} in host memory")
-        arrived, first = unit.arrived, not unit.gradient_ready
-        if not self._route.deferred:
-            self._updating.reserve(unit)
-            update, hypers = unit.open_update(self._failures), self.hypers
-            self._d2h.submit(lambda: self._update_on_arrival(unit, source, packed, update, hypers, arrived))
-        elif accumulate:
-            self._d2h.submit(lambda: self._add_on_arrival(unit, source, packed, before, arrived, first, final))
-        elif unit.state.gradient_on_ssd:
-            self._d2h.submit(lambda: self._hold_on_ssd(unit, source, packed, before, arrived))
-        else:
-            self._d2h.submit(lambda: self._hold(unit, source, packed, before, arrived))
+    def _submit_update(self, arrival: _Arrival) -> None:
+        unit = arrival.unit
+        unit.state.reserve(len(unit.spans))
+        update, hypers = unit.open_update(self._failures), self.hypers
+        self._d2h.submit(lambda: self._update_on_arrival(arrival, update, hypers))
 
-    # The four ways of a gradient down. Each runs on the d2h lane.
+    def _submit_held(self, held: Held, arrival: _Arrival) -> None:
+        way = self._add_on_arrival if arrival.adds else self._hold
+        self._d2h.submit(lambda: way(arrival, held))
 
-    def _hold(self, unit: Unit, source: Source, packed: Marker, before: tuple[Future, Future], arrived: Future) -> None:
-        for future in before:  # the state buffer may still be read by the last step's update
+    # The ways of a gradient down. Each runs on the d2h lane.
+
+    def _hold(self, arrival: _Arrival, held: Held) -> None:
+        for future in arrival.before:  # the last step's update may still be reading what it held
             future.wait()
-        assert unit.state.gradient is not None
-        marker = PASSED
-        for span in unit.spans:
-            marker = self._copy(unit, source, span, unit.state.gradient, packed)
-        source.release(marker)
-        arrived.keep(marker)
 
-    def _hold_on_ssd(
-        self, unit: Unit, source: Source, packed: Marker, before: tuple[Future, Future], arrived: Future
-    ) -> None:
-        for future in before:  # the last step's update reads the same place
-            future.wait()
-        on_ssd = self._on_ssd
-        assert on_ssd is not None
+        def copy(target: torch.Tensor) -> None:
+            arrival.arrived.keep(self._copy_all(arrival, target))
 
-        def store(_: slice, buffer: torch.Tensor) -> int:  # whole gradients: their buffers are for that
-            on_ssd.store(unit, buffer)
-            return 0
+        def stage(store: Callable[[torch.Tensor], None]) -> None:
+            def run(_: slice, buffer: torch.Tensor) -> int:  # of a whole gradient: the buffers are for that
+                store(buffer)
+                return 0
 
-        self._through_ring(unit, source, packed, arrived, store)
+            self._through_ring(arrival, run)
 
-    def _add_on_arrival(
-        self,
-        unit: Unit,
-        source: Source,
-        packed: Marker,
-        before: tuple[Future, Future],
-        arrived: Future,
-        first: bool,
-        final: bool,
-    ) -> None:
+        held.take(copy, stage)
+
+    def _add_on_arrival(self, arrival: _Arrival, held: Held) -> None:
         # Here, not on the update lane: the last step's update may not have come to that lane yet, from the SSD.
-        for future in before if first else ():
+        for future in arrival.before if arrival.first else ():
             future.wait()
-        numel = unit.layout.trainable_numel
 
         def add(piece: slice, buffer: torch.Tensor) -> int:
-            gradient = buffer[: piece.stop - piece.start]
-            final_piece = final and piece.stop == numel
-            return self._accumulate(unit, piece, gradient, before=before, first=first, final=final_piece)
+            return self._accumulate(arrival, held, piece, buffer[: piece.stop - piece.start])
 
-        self._through_ring(unit, source, packed, arrived, add)
+        self._through_ring(arrival, add)
 
-    def _through_ring(
-        self, unit: Unit, source: Source, packed: Marker, arrived: Future, use: Callable[[slice, torch.Tensor], int]
-    ) -> None:
+    def _through_ring(self, arrival: _Arrival, use: Callable[[slice, torch.Tensor], int]) -> None:
         """Copy the gradient to a ring buffer, piece by piece where that cannot take it as a whole; `use` each piece on
         the update lane, in order; then it has arrived."""
-        ring, numel = self._ring(unit), unit.layout.trainable_numel
-        marker, most = PASSED, ring.buffer_bytes // unit.gradient_dtype.itemsize
+        unit, ring = arrival.unit, self._ring(arrival.unit)
+        numel, most = unit.codec.numel, ring.buffer_bytes // unit.codec.dtype.itemsize
+        marker = PASSED
 
         def run(lease: Lease, piece: slice, gradient: torch.Tensor) -> int:
             moved = use(piece, gradient)
             lease.release()
             if piece.stop == numel:
-                arrived.keep()
+                arrival.arrived.keep()
             return moved
 
         for start in range(0, numel, most):
             lease, piece = ring.lease(), slice(start, min(start + most, numel))
-            gradient = _of_dtype(lease.buffer, unit.gradient_dtype)
-            marker = self._copy(unit, source, piece, gradient, packed, start)
+            gradient = _of_dtype(lease.buffer, unit.codec.dtype)
+            marker = self._copy(arrival, piece, gradient, start)
             self._updates.submit(unit.order, marker, functools.partial(run, lease, piece, gradient), "gradient kept")
-        source.release(marker)
+        arrival.source.release(marker)
 
-    def _update_on_arrival(
-        self,
-        unit: Unit,
-        source: Source,
-        packed: Marker,
-        update: Update,
-        hypers: Sequence[Hyper],
-        arrived: Future,
-    ) -> None:
-        lease = self._ring(unit).lease()
-        whole = _of_dtype(lease.buffer, unit.gradient_dtype)
+    def _update_on_arrival(self, arrival: _Arrival, update: Update, hypers: Sequence[Hyper]) -> None:
+        unit, lease = arrival.unit, self._ring(arrival.unit).lease()
+        whole = _of_dtype(lease.buffer, unit.codec.dtype)
         left = len(unit.spans)
 
         def span_is_done() -> None:  # on the update lane, one thread
@@ -262,24 +233,30 @@ class Gradients:
 
         marker = PASSED
         for index, span in enumerate(unit.spans):
-            marker = self._copy(unit, source, span, whole, packed)
+            marker = self._copy(arrival, span, whole)
             gradient = functools.partial(whole.__getitem__, span)
             self._updating.start(unit, index, update, marker, gradient, hypers, 1.0, span_is_done, reserved=True)
-        source.release(marker)
-        arrived.keep(marker)
+        arrival.source.release(marker)
+        arrival.arrived.keep(marker)
 
-    def _copy(
-        self, unit: Unit, source: Source, span: slice, target: torch.Tensor, packed: Marker, target_start: int = 0
-    ) -> Marker:
+    def _copy_all(self, arrival: _Arrival, target: torch.Tensor) -> Marker:
+        """And let go of where it was on the GPU."""
+        marker = PASSED
+        for span in arrival.unit.spans:
+            marker = self._copy(arrival, span, target)
+        arrival.source.release(marker)
+        return marker
+
+    def _copy(self, arrival: _Arrival, span: slice, target: torch.Tensor, target_start: int = 0) -> Marker:
         """`target_start`: the element of the gradient that `target` begins with."""
-        self._device.wait(packed, self._d2h.stream)
+        self._device.wait(arrival.packed, self._d2h.stream)
         end = PASSED
-        for part in source.parts(span):
+        for part in arrival.source.parts(span):
             start = self._device.mark(self._d2h.stream, timed=True)
-            source.copy(part, target[part.start - target_start : part.stop - target_start])
+            arrival.source.copy(part, target[part.start - target_start : part.stop - target_start])
             end = self._device.mark(self._d2h.stream, timed=True, host_waits=True)
             moved = (part.stop - part.start) * target.element_size()
-            self._d2h.meter.add_interval(start, end, moved, ("gradient", unit.order))
+            self._d2h.meter.add_interval(start, end, moved, ("gradient", arrival.unit.order))
         return end
 
     def _prepare(self, unit: Unit) -> Source:
@@ -298,35 +275,17 @@ class Gradients:
             staging.free.keep(self._device.mark())
             raise
 
-    def _accumulate(
-        self,
-        unit: Unit,
-        piece: slice,
-        gradient: torch.Tensor,
-        *,
-        before: tuple[Future, Future],
-        first: bool,
-        final: bool,
-    ) -> int:
-        """Add the elements `piece` of a gradient to those that are held. `final`: no more come before the step."""
-        if first:
-            for future in before:
+    def _accumulate(self, arrival: _Arrival, held: Held, piece: slice, gradient: torch.Tensor) -> int:
+        """Add the elements `piece` of a gradient to those that are held; the last piece comes last."""
+        if arrival.first:
+            for future in arrival.before:
                 future.synchronize()
-        on_ssd = self._on_ssd if unit.state.gradient_on_ssd else None
-        if on_ssd is not None:
-            state_buffer = on_ssd.zeros(unit) if first else on_ssd.load(unit, piece)
-        else:
-            state_buffer = unit.state.read("gradient", piece)
-            if first:
-                state_buffer.zero_()
-        self._updater.accumulate_(state_buffer, gradient)
-        if on_ssd is not None:
-            on_ssd.store(unit)
-        if final:
-            whole = unit.state.read("gradient", slice(0, unit.layout.trainable_numel)) if piece.start else state_buffer
-            unit.host_square_sum = self._updater.sum_of_squares(whole)
-            unit.square_sum_on = "host"
-        return 2 * state_buffer.numel() * state_buffer.element_size() + gradient.numel() * gradient.element_size()
+        with held.sum(first=arrival.first and not piece.start) as total:
+            self._updater.accumulate_(total[piece], gradient)
+        if arrival.final and piece.stop == total.numel():
+            arrival.unit.host_square_sum = self._updater.sum_of_squares(total)
+            arrival.unit.square_sum_on = "host"
+        return (2 * total.element_size() + gradient.element_size()) * gradient.numel()
 
     def _take_staging(self) -> Staging:
         staging = self._stagings[self._turn]
@@ -338,25 +297,12 @@ class Gradients:
     def _reduce(self, unit: Unit, staging: Staging) -> Packed:
         """This rank's share of the unit's gradient in the staging buffer, averaged over the ranks. With several ranks
         the collectives stream makes it, and the compute stream does not wait for it."""
-        numel = unit.layout.trainable_numel
-        if self._ranks.world_size == 1:
-            own = _of_dtype(staging.own, unit.gradient_dtype)[:numel]
-            return Packed(staging.free, own, collect(unit, own, accumulate=False))
-        packed = _of_dtype(staging.packed, unit.gradient_dtype)[: self._ranks.world_size * numel]
-        own = _of_dtype(staging.own, unit.gradient_dtype)[:numel]
-        packed.zero_()
-        targets, sources = [], []
-        for (_, entry), flat in zip(unit.trainable, unit.gradients(), strict=True):
-            if flat is None:
-                continue
-            for rank in range(self._ranks.world_size):
-                start, stop = piece(entry, rank)
-                if stop > start:
-                    place = rank * numel + entry.offset
-                    targets.append(packed[place : place + stop - start])
-                    sources.append(flat[start:stop])
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        codec, ranks = unit.codec, self._ranks.world_size
+        own = _of_dtype(staging.own, codec.dtype)[: codec.numel]
+        if ranks == 1:
+            return Packed(staging.free, own, codec.encode(unit.gradients(), own, accumulate=False))
+        packed = _of_dtype(staging.packed, codec.dtype)[: ranks * codec.numel]
+        codec.encode_for_ranks(unit.gradients(), packed)
         self._ranks.reduce_gradients(unit, packed, own, self._device.mark())
         return Packed(staging.free, own, None)
 

@@ -1,6 +1,7 @@
 """The ranks that share the states (ZeRO-3 data parallelism), and the collectives between them.
 
-The rule that keeps several ranks alive: one order of collectives, the same on all ranks, whatever the threads do.
+The rule without which several ranks would wait for ever: one order of collectives, the same on all ranks, whatever the
+threads do.
 
 * Every collective of the engine is issued by the thread that computes (the caller's thread, and autograd's while that
   runs a backward: one after the other, never both), in the order of the program, through one process group, onto one
@@ -44,16 +45,17 @@ class Channel:
     group: Any = None
     stream: Any = None
     engines: int = 0
-    """That have been built on it."""
+    """The number of engines that have been built on it."""
     issued: int = 0
     """Collectives so far, of all engines."""
     digest: int = 0
-    """Of what they were, in order: the same on all ranks."""
+    """A digest of what they were, in order: the same on all ranks."""
 
 
 _channels: dict[tuple[int, ...], Channel] = {}
-"""By the numbers of this rank and of all of them. One for all engines: with one each, the collectives of two engines
-could run on a rank's GPU in another order than they were issued in, and wait for each other across two ranks."""
+"""Channels by the numbers of this rank and of all of them. One serves all engines: with one each, the collectives of
+two engines could run on a rank's GPU in another order than they were issued in, and wait for each other across two
+ranks."""
 
 
 def _channel_of(rank: int, members: Sequence[int], device: Device) -> Channel:
@@ -74,8 +76,8 @@ def _is_open(group: Any) -> bool:
 
 
 class Ranks:
-    """`channel`: of the engine's collectives, None for one rank. All methods that communicate are called by the thread
-    that computes."""
+    """The ranks of an engine. `channel`: of its collectives, None for one rank. All methods that communicate are called
+    by the thread that computes."""
 
     def __init__(
         self, rank: int = 0, world_size: int = 1, channel: Channel | None = None, device: Device = _NOWHERE
@@ -97,7 +99,7 @@ class Ranks:
 
     @property
     def digest(self) -> int:
-        """Of what they were, and of which engine: the same on all ranks."""
+        """A digest of what the collectives were, and of which engine: the same on all ranks."""
         return self._channel.digest
 
     @classmethod
@@ -111,14 +113,14 @@ class Ranks:
         return cls(rank, size, _channel_of(rank, members, device), device)
 
     def watched_by(self, failures: Failures) -> None:
-        """From here on `failures` knows which collective is under way."""
+        """Tell `failures` which collective is under way, from here on."""
         self._failures = failures
 
     # ---- the collectives stream --------------------------------------------------------------------------------------
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Work submitted inside goes to the collectives stream, behind the collectives so far. One rank has no such
-        stream: it stays on the compute stream."""
+        stream, and uses the compute stream."""
         return self._device.on(self._stream)
 
     def mark(self) -> Marker:
@@ -158,7 +160,7 @@ class Ranks:
         return self.mark()
 
     def reduce_gradients(self, unit: Unit, packed: torch.Tensor, own: torch.Tensor, *after: Marker) -> None:
-        """Average `packed` ([world_size * trainable_numel], rank-major) over the ranks into `own` ([trainable_numel]).
+        """Average `packed` ([world_size * numel], rank-major) over the ranks into `own` ([numel]).
 
         Divided before the sum, as DeepSpeed does, so that bf16 sums do not overflow earlier than stock's.
         """

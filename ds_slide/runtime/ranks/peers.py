@@ -24,9 +24,9 @@ from typing import Any
 from ds_slide.runtime.ranks import machine
 
 HEAR_S = 10.0
-"""For the first word of every other rank."""
+"""Seconds for the first word of every other rank."""
 AGAIN_S = 0.05
-"""Until the next try there."""
+"""Seconds until the next try there."""
 LONGEST_WHAT = 1000
 """Characters of a datagram's sentence."""
 
@@ -35,13 +35,14 @@ _log = logging.getLogger("ds_slide")
 
 @dataclass(frozen=True)
 class State:
-    """Of one rank. `stands_s`: seconds for which its training has stood still, and nothing has come forward."""
+    """The state of one rank. `stands_s`: seconds for which its training has stood still, and nothing has come
+    forward."""
 
     stands_s: float = 0.0
     what: str = ""
     """Who waits for what there, or why it has ended."""
     closed: bool = False
-    """Its engine has ended."""
+    """Whether its engine has ended."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Process:
     number: int
     started: str
     machine: str
-    """Where its number means something: "" where nothing is known of processes."""
+    """The machine where its number means something: "" where nothing is known of processes."""
 
     @classmethod
     def own(cls) -> Process:
@@ -66,12 +67,12 @@ class Process:
         return bool(self.machine) and self.machine == _machine()
 
     def is_gone(self) -> bool:
-        """Of a process of this machine."""
+        """Whether a process of this machine is gone."""
         status = _status(self.number)
         return status is None or status[0] in "ZX" or status[1] != self.started
 
     def is_stopped(self) -> bool:
-        """Of a process of this machine: whether a debugger, or a signal, holds it."""
+        """Whether a debugger, or a signal, holds a process of this machine."""
         status = _status(self.number)
         return status is not None and status[0] in "tT"
 
@@ -96,7 +97,7 @@ class Peer:
 
     @property
     def has_ended(self) -> bool:
-        """Its engine, or its process."""
+        """Whether its engine, or its process, has ended."""
         return self.state.closed or self.is_gone
 
     def stands(self, limit_s: float) -> bool:
@@ -125,7 +126,7 @@ class Peers:
         secret: str,
         channel: socket.socket,
     ) -> None:
-        """By rank: `processes` and `addresses`. `secret`: known to these ranks only. `channel`: bound to our own."""
+        """`processes` and `addresses` are by rank. `secret`: known to these ranks only. `channel`: bound to our own."""
         self._rank = rank
         self._processes = processes
         others = [other for other in range(len(processes)) if other != rank]
@@ -141,7 +142,8 @@ class Peers:
 
     @classmethod
     def of(cls, rank: int, exchange: Exchange) -> Peers | None:
-        """Called by all ranks together. None, on all of them, where datagrams do not pass between them."""
+        """The peers of this rank, which all ranks ask for together. None, on all of them, where datagrams do not pass
+        between them."""
         channel, address = _open_channel()
         told = exchange((asdict(Process.own()), address, secrets.token_hex(16)), "telling where a watchdog is reached")
         peers = cls(rank, [Process(**one[0]) for one in told], [one[1] for one in told], told[0][2], channel)

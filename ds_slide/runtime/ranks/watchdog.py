@@ -27,15 +27,15 @@ LONGEST_LOOK_S = 5.0
 LOOKS = 20
 """Within the limit, at least."""
 GRACE_S = 30.0
-"""For the threads of a run that has been ended, half the limit at most. Who still waits then is inside a call that
-nothing ends from outside (NCCL, gloo, the driver), and the process is ended."""
+"""Seconds for the threads of a run that has been ended, half the limit at most. Who still waits then is inside a call
+that nothing ends from outside (NCCL, gloo, the driver), and the process is ended."""
 LOST_S = 10.0
 """How long a rank waits for one that has ended before that is taken for the reason, half the limit at most: it may be
 about to end itself."""
 BLAME_S = 5.0
-"""For the end of a rank to be heard of."""
+"""Seconds for the end of a rank to be heard of."""
 LAST_S = 10.0
-"""For each of the last acts of a process. A disk or a terminal that hangs must not keep it."""
+"""Seconds for each of the last acts of a process. A disk or a terminal that hangs must not keep it."""
 MOST_NAMED = 8
 """Other ranks whose waits a message has; one may stand for a thousand."""
 
@@ -92,7 +92,7 @@ class Watchdog:
         self._thread.start()
 
     def close(self, why: str = "") -> None:
-        """No more looks. The other ranks hear that this engine has ended, and `why` if not by the script's will.
+        """Look no more. The other ranks hear that this engine has ended, and `why` if not by the script's will.
         Harmless in a forked child, whose parent's engine goes on, and when called twice."""
         if os.getpid() != self._owner or self not in Watchdog._of_process:
             return
@@ -162,7 +162,7 @@ class Watchdog:
         return None
 
     def _who_has_ended(self) -> str:
-        """Called when a collective has failed: what broke the connection may be heard of a moment later."""
+        """Who has ended, when a collective has failed: what broke the connection may be heard of a moment later."""
         assert self._peers is not None
         deadline = time.monotonic() + BLAME_S
         while not (ended := [peer for peer in self._peers.others() if peer.has_ended]):

@@ -80,14 +80,14 @@ class BufferCache(Generic[Key]):
 
     def __init__(
         self,
-        pool: BufferPool,
+        pool: BufferPool | None,
         load: Load[Key],
         failures: Failures,
         cycle: Iterable[Key] = (),
         what: str = "a buffer",
     ) -> None:
-        """`cycle`: keys that are used once a step, in this order; they need no `expect`. `what`: what the buffers hold,
-        for messages."""
+        """`pool`: None until `provide`. `cycle`: keys that are used once a step, in this order; they need no `expect`.
+        `what`: what the buffers hold, for messages."""
         self._what = what
         self._cycle = frozenset(cycle)
         self._pool = pool
@@ -130,6 +130,11 @@ class BufferCache(Generic[Key]):
         """`count` takes of `key` will follow that nothing but disk and updates can hold up: until then it stays."""
         with self._changed:
             self._reserved[key] += count
+
+    def provide(self, pool: BufferPool) -> None:
+        """Before the first use."""
+        with self._changed:
+            self._pool = pool
 
     # ---- use ---------------------------------------------------------------------------------------------------------
 
@@ -298,12 +303,12 @@ class BufferCache(Generic[Key]):
             return False
         self._entries[key] = _Entry(lease, waiting=self._demands.pop(key, []))
         if (began := self._unserved.pop(key, None)) is not None:
-            self._pool.count_wait(began)
+            lease.pool.count_wait(began)
         actions.append(lambda: self._load(key, lease.buffer, lambda: self._loaded(key)))
         return True
 
     def _lease_for(self, key: Key, how: How) -> Lease | None:
-        if (lease := self._pool.try_lease()) is not None:
+        if self._pool is not None and (lease := self._pool.try_lease()) is not None:
             return lease
         idle = [other for other, entry in self._entries.items() if entry.idle]
         clean = [other for other in idle if other not in self._kept and self._reserved[other] <= 0]

@@ -20,10 +20,10 @@ class Lease:
     """The right to one buffer of a pool. One that is dropped goes back with the last tensor that views it, but that
     wakes nobody: it is for the lane that has failed, which wakes everybody."""
 
-    __slots__ = ("_native", "_pool", "buffer")
+    __slots__ = ("_native", "buffer", "pool")
 
     def __init__(self, pool: BufferPool, native: Any) -> None:
-        self._pool = pool
+        self.pool = pool
         self._native = native
         self.buffer = torch.frombuffer(native, dtype=torch.uint8)
         """Flat, of bytes; what its last user has left in it."""
@@ -31,7 +31,7 @@ class Lease:
     def release(self) -> None:
         """Give the buffer back, from any thread: tensors that view it are another's from now on. Once."""
         native, self._native = self._native, None
-        self._pool._take_back(native)
+        self.pool._take_back(native)
 
 
 class BufferPool:

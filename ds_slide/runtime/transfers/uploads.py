@@ -10,15 +10,13 @@ the lane fills that, and the compute thread gathers from it when it binds the un
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.ranks.collectives import lay_out, pieces
 from ds_slide.runtime.transfers.handoff import Failures, synchronize
-from ds_slide.runtime.transfers.ssd import SsdStates
 from ds_slide.runtime.unit import Unit
 
 
@@ -34,7 +32,6 @@ class Uploads:
     def __init__(
         self,
         shared: Mapping[int, list[torch.Tensor]],
-        ssd: SsdStates | None,
         scratch: torch.Tensor | None,
         device: Device,
         failures: Failures,
@@ -43,7 +40,6 @@ class Uploads:
         self._device = device
         self._failures = failures
         self._shared = shared
-        self._ssd = ssd
         self._scratch = scratch
 
     def fill(self, unit: Unit, buffer: torch.Tensor) -> int:
@@ -53,7 +49,7 @@ class Uploads:
             return self._fill_from_all(unit, parts, buffer)
         numel = unit.layout.local_numel
         target = own_part(unit, buffer) if unit.is_gathered else buffer[:numel]
-        with self._weight_of(unit) as weight:
+        with unit.state.weights.for_upload(lambda: self._copied(unit)) as weight:
             target.copy_(weight, non_blocking=True)
         return numel * buffer.element_size()
 
@@ -73,13 +69,6 @@ class Uploads:
             moved += target.numel() * target.element_size()
         return moved
 
-    @contextmanager
-    def _weight_of(self, unit: Unit) -> Iterator[torch.Tensor]:
-        if unit.state.weight is not None:
-            yield unit.state.weight
-            return
-        assert self._ssd is not None
-        with self._ssd.weight(unit) as weight:
-            yield weight
-            # The buffer goes back to the pool, so this lane waits until the copy has read it.
-            synchronize(self._failures, self._device.mark(host_waits=True), f"the upload of the weights of {unit.name}")
+    def _copied(self, unit: Unit) -> None:
+        """Wait, on this lane, until what it has copied so far is on the GPU."""
+        synchronize(self._failures, self._device.mark(host_waits=True), f"the upload of the weights of {unit.name}")

@@ -12,13 +12,13 @@ import torch
 
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.reference import reference_update_
-from ds_slide.optim.rule import Hyper
+from ds_slide.optim.rule import Hyper, Part
 from ds_slide.runtime.unit import Unit
 from ds_slide.store.state_buffers import StateBuffers
 
-HostUpdate = Callable[[Unit, slice, StateBuffers, torch.Tensor, Sequence[Hyper], float], int]
-"""(unit, span, state buffers of the span, gradient of the span, hyper-parameters by group, factor on the gradient) ->
-bytes moved."""
+HostUpdate = Callable[[Unit, slice, StateBuffers, torch.Tensor, Sequence[Hyper], float, Part], int]
+"""(unit, span, state buffers of the span, gradient of the span, hyper-parameters by group, factor on the gradient,
+part of the step) -> bytes moved."""
 
 
 def _segments(
@@ -26,7 +26,7 @@ def _segments(
 ) -> Iterator[tuple[StateBuffers, torch.Tensor, int, int]]:
     """(state buffers, gradient, parameter group, first element in the unit's state buffers) of every group's part of
     `within`."""
-    for segment in unit.layout.segments:
+    for segment in unit.codec.segments:
         start, stop = max(segment.start, within.start), min(segment.stop, within.stop)
         if start < stop:
             part = slice(start - within.start, stop - within.start)
@@ -43,28 +43,32 @@ def host_update(updater: CpuUpdater) -> HostUpdate:
         gradient: torch.Tensor,
         hypers: Sequence[Hyper],
         grad_scale: float,
+        part: Part,
     ) -> int:
-        for part, span, group, first in _segments(unit, within, state_buffers, gradient):
+        for buffers, span, group, first in _segments(unit, within, state_buffers, gradient):
             hyper = hypers[group]
             updater.update_(
-                part.weight,
-                part.remainder,
-                part.states(hyper.rule),
+                buffers.weight,
+                buffers.remainder,
+                buffers.states(hyper.rule),
                 span,
                 hyper,
                 grad_scale,
-                scales=part.scales(hyper.rule),
+                scales=buffers.scales(hyper.rule),
                 seed=unit.order,
                 first=first,
+                part=part,
             )
-        return 2 * state_buffers.nbytes() + gradient.numel() * gradient.element_size()
+        weights, states = state_buffers.weight_bytes(), state_buffers.nbytes() - state_buffers.weight_bytes()
+        moved = {"whole": 2 * (weights + states), "weights": 2 * weights + states, "states": 2 * states}
+        return moved[part] + gradient.nbytes
 
     return update
 
 
 def device_update(unit: Unit, gradient: torch.Tensor, hypers: Sequence[Hyper], grad_scale: float) -> None:
     """Update of a GPU-tier unit on the compute stream."""
-    whole = slice(0, unit.layout.trainable_numel)
+    whole = slice(0, unit.codec.numel)
     for state_buffers, span, group, _ in _segments(unit, whole, unit.state.state_buffers(whole), gradient):
         _update_on_device(state_buffers, span, hypers[group], grad_scale)
 

@@ -24,12 +24,21 @@ class UpdateTask:
     """`run` returns the bytes it moved through host memory. It starts after `ready` and owns the unit's state
     buffers."""
 
-    deadline: int
+    order: int
+    """Of the unit (`Unit.order`)."""
+    later: bool
+    """Nothing in the next forward waits for it: after all others, the unit that backward comes to first before the
+    rest."""
     sequence: int
     ready: Marker
     run: Callable[[], int]
     what: str
     """For the trace."""
+
+    @property
+    def urgency(self) -> tuple[bool, int, int]:
+        """The least is the most urgent."""
+        return self.later, -self.order if self.later else self.order, self.sequence
 
 
 class UpdateWorker:
@@ -56,10 +65,12 @@ class UpdateWorker:
             self._thread.start()
             failures.end_idle(self._end)
 
-    def submit(self, deadline: int, ready: Marker, run: Callable[[], int], what: str = "update") -> None:
+    def submit(
+        self, order: int, ready: Marker, run: Callable[[], int], what: str = "update", *, later: bool = False
+    ) -> None:
         assert self._thread is not None, "the update lane is idle"
         with self._changed:
-            self._tasks.append(UpdateTask(deadline, self._sequence, ready, run, what))
+            self._tasks.append(UpdateTask(order, later, self._sequence, ready, run, what))
             self._sequence += 1
             self._unfinished += 1
             self._changed.notify_all()
@@ -87,7 +98,7 @@ class UpdateWorker:
                 self._delay()
                 synchronize(self._failures, task.ready, "a gradient on its way to its update")
                 started = time.perf_counter()
-                moved, label = task.run(), (task.what, task.deadline)
+                moved, label = task.run(), (task.what, task.order)
                 task = None  # as in `StreamWorker`
                 self._meter.add_span(started, time.perf_counter(), moved, label)
                 with self._changed:
@@ -107,6 +118,6 @@ class UpdateWorker:
             # to the end, a late task could be seen as arrived and an early one, asked sooner, as not: then the spans of
             # one unit would be updated out of order, and the last one gives their common buffer back.
             ready = list(itertools.takewhile(lambda task: task.ready.done(), self._tasks))
-            chosen = min(ready or self._tasks[:1], key=lambda task: (task.deadline, task.sequence))
+            chosen = min(ready or self._tasks[:1], key=lambda task: task.urgency)
             self._tasks.remove(chosen)
             return chosen

@@ -1,4 +1,4 @@
-"""Starts the update of a span of a unit, wherever its states live: in host memory or on SSD."""
+"""Starts the update of a span of a unit, wherever its states live."""
 
 from __future__ import annotations
 
@@ -6,27 +6,22 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ds_slide.optim.rule import Hyper
+from ds_slide.optim.rule import Hyper, Part
 from ds_slide.runtime.device import Marker
-from ds_slide.runtime.transfers.ssd import SsdStates
 from ds_slide.runtime.unit import Unit, Update
 from ds_slide.runtime.updates.apply import HostUpdate
+from ds_slide.runtime.updates.passes import Passes
 from ds_slide.runtime.updates.update_worker import UpdateWorker
-from ds_slide.store.state_buffers import StateBuffers
+from ds_slide.store.state import Leased
 
 
 class Updating:
     """Called by the compute thread (held gradients) or the d2h lane (gradients on arrival)."""
 
-    def __init__(self, lane: UpdateWorker, apply: HostUpdate, ssd: SsdStates | None) -> None:
+    def __init__(self, lane: UpdateWorker, apply: HostUpdate, passes: Passes) -> None:
         self._lane = lane
         self._apply = apply
-        self._ssd = ssd
-
-    def reserve(self, unit: Unit) -> None:
-        """The unit's update follows as soon as its gradient has arrived: keep what it needs."""
-        if self._ssd is not None and unit.state.ssd is not None:
-            self._ssd.reserve(unit)
+        self.passes = passes
 
     def start(
         self,
@@ -42,31 +37,31 @@ class Updating:
         reserved: bool = False,
     ) -> None:
         """Update span `index` from `gradient()` ([its elements], in host memory) once `ready` has passed, then call
-        `after()`; all on the update lane."""
+        `after()`; all on the update lane. `reserved`: after `UnitState.reserve`."""
         span = unit.spans[index]
 
-        def run(state_buffers: StateBuffers) -> int:
-            moved = self._apply(unit, span, state_buffers, gradient(), hypers, grad_scale)
+        def apply(leased: Leased, part: Part) -> int:
+            with self.passes.timed():
+                return self._apply(unit, span, leased(), gradient(), hypers, grad_scale, part)
+
+        def run(leased: Leased) -> int:
+            moved = apply(leased, "weights" if update.two_passes else "whole")
             update.finish(index)
             if after is not None:
                 after()
+            if not update.two_passes:
+                unit.state.put_back(index, span)
             return moved
 
-        if unit.state.ssd is None:
-            self._lane.submit(unit.order, ready, lambda: run(unit.state.state_buffers(span)))
-            return
-        ssd = self._ssd
-        assert ssd is not None
-
-        def run_and_put_back(state_buffers: StateBuffers) -> int:
-            moved = run(state_buffers)
-            ssd.put_back(unit, index)
+        def run_states(leased: Leased) -> int:
+            moved = apply(leased, "states")
+            unit.state.put_back(index, span)
+            update.finish_states()
             return moved
 
-        ssd.bring(
-            unit,
-            index,
-            update,
-            lambda state_buffers: self._lane.submit(unit.order, ready, lambda: run_and_put_back(state_buffers)),
-            reserved=reserved,
-        )
+        def submit(leased: Leased) -> None:
+            self._lane.submit(unit.order, ready, lambda: run(leased))
+            if update.two_passes:
+                self._lane.submit(unit.order, ready, lambda: run_states(leased), "update of states", later=True)
+
+        unit.state.lease(index, span, update, submit, reserved=reserved)

@@ -19,11 +19,11 @@ from ds_slide.runtime.weights.window import Slot
 
 
 class Gathers:
-    """Called by the thread that computes. `scratch` (bytes of world_size times the largest rank's part, None where
-    nothing is gathered) belongs to the collectives stream."""
+    """Gathers weights, called by the thread that computes. `scratch` (bytes of world_size times the largest rank's
+    part, None where nothing is gathered) belongs to the collectives stream."""
 
     def __init__(self, ranks: Ranks, scratch: torch.Tensor | None, *, all_fit: bool) -> None:
-        """`all_fit`: the window has a slot for each block that passes through it."""
+        """The gathers of an engine. `all_fit`: the window has a slot for each block that passes through it."""
         self._ranks = ranks
         self._scratch = scratch
         self._all_fit = all_fit
@@ -44,6 +44,5 @@ class Gathers:
         """Gather the unit into a buffer in slot layout, from its weights on the GPU or from what was uploaded."""
         assert self._scratch is not None
         buffer = buffer.view(unit.dtype)
-        own = unit.state.weight if unit.state.tier == "gpu" else own_part(unit, buffer)
-        assert own is not None
+        own = unit.state.weights.own_part(own_part(unit, buffer))
         return self._ranks.gather_weights(unit, own, self._scratch.view(unit.dtype), buffer, *after)

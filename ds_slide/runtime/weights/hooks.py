@@ -206,7 +206,7 @@ class RootState:
         self._call: FrameType | None = None
 
     def begin(self, call: FrameType | None) -> None:
-        """`call`: of the model; None where that is not known."""
+        """Begin a forward. `call`: of the model; None where that is not known."""
         self.active, self._with_gradient, self._call = True, torch.is_grad_enabled(), call
 
     def end(self) -> None:

@@ -170,15 +170,14 @@ class StreamedRows:
         updated = [future for span, future in updates if span.start < part.stop and part.start < span.stop]
         ready = Future(self._failures, f"rows of {self.unit.name} on the GPU")
         read, buffer = self._read[turn], self._buffers.weights[turn]
-        state_buffer, lane = self.unit.state.weight, self._h2d
-        assert state_buffer is not None  # an outer module's always are in memory
+        lane, rows = self._h2d, self.unit.state.weights.buffer.read(part)  # a view: an outer module's are in memory
 
         def job() -> None:
             for future in updated:
                 future.wait()
             self._device.wait(read, lane.stream)
             start = self._device.mark(lane.stream, timed=True)
-            buffer[: part.stop - part.start].copy_(state_buffer[part], non_blocking=True)
+            buffer[: part.stop - part.start].copy_(rows, non_blocking=True)
             end = self._device.mark(lane.stream, timed=True)
             ready.keep(end)
             moved = (part.stop - part.start) * buffer.element_size()

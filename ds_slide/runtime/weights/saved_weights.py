@@ -35,7 +35,7 @@ class SlotReference:
 
     unit: Unit
     dtype: torch.dtype
-    """Of the saved tensor, which may be another view of the weight's bytes."""
+    """The data type of the saved tensor, which may be another view of the weight's bytes."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -125,7 +125,7 @@ def _stack() -> list[tuple[Pack, Unpack]]:
 
 
 class OpenHooks:
-    """In force from their making to `close`."""
+    """Hooks that are in force from their making to `close`."""
 
     def __init__(
         self,

@@ -46,12 +46,13 @@ class SharedWeights:
         self._header: Range = sharing.file.append(_native.Generations.bytes(num_units))
         self._generations: list[Any] = []
         self.memory = SharedHostMemory(sharing.file, memory)
-        """Of this rank's weights, unit by unit."""
+        """The memory of this rank's weights, unit by unit."""
         self.parts: dict[int, list[torch.Tensor]] = {}
         """Weights of each unit that is shared, by its order, then by rank ([local_numel] each)."""
 
     def map_others(self, units: Sequence[Unit]) -> None:
-        """`units`: those whose weights `memory` has made, in that order; all ranks have loaded them. Collective.
+        """Map the memory of the other ranks. `units`: those whose weights `memory` has made, in that order; all ranks
+        have loaded them. Collective.
 
         SlideError on all ranks when one of them cannot map, or page-lock, the memory of the others.
         """
@@ -79,8 +80,8 @@ class SharedWeights:
         descriptors[self._ranks.rank] = self._sharing.file.descriptor
         self._generations = [self._counters(descriptor) for descriptor in descriptors]
         for unit, part in zip(units, self.memory.ranges, strict=True):
-            weight = unit.state.weight
-            assert weight is not None
+            buffer = unit.state.weights.buffer
+            weight = buffer.read(slice(0, buffer.numel))
             self.parts[unit.order] = [
                 weight
                 if rank == self._ranks.rank
@@ -115,7 +116,7 @@ class SharedWeights:
             raise SlideError(f"rank {rank} has ended its engine, and {what} will not come: end all ranks together")
 
     def close(self) -> None:
-        """After this rank's last update: tells the others, and ends the waits of this rank."""
+        """Tell the others that this rank has made its last update, and end the waits of this rank."""
         for rank, counters in enumerate(self._generations):
             if rank == self._ranks.rank:
                 counters.close()

@@ -34,9 +34,9 @@ class Sharing:
 
     def __init__(self, file: MemoryFile, world_size: int) -> None:
         self.file = file
-        """This rank's."""
+        """The file of this rank."""
         self.descriptors = [-1] * world_size
-        """Of the other ranks' files, by rank."""
+        """Descriptors of the other ranks' files, by rank."""
 
     def close(self) -> None:
         """Let go of the descriptors; what has been mapped stays mapped. Harmless when called twice."""
@@ -48,7 +48,8 @@ class Sharing:
 
 
 def open_sharing(ranks: Ranks, wanted: Literal["auto"] | bool) -> Sharing | None:
-    """None where weights are to be gathered; where "auto" has found that out, one line of the log says why.
+    """Share the weights; None where they are to be gathered, and where "auto" has found that out, one line of the log
+    says why.
 
     Collective. SlideError on all ranks when `wanted` is true and it is not possible.
     """
@@ -115,7 +116,7 @@ def _together(
 
 
 def _send(rank: int, sharing: Sharing, hellos: Sequence[_Hello], sockets: ExitStack) -> None:
-    """To every other rank. Does not block: all of them listen, and have room for one connection of each rank."""
+    """Send to every other rank. Does not block: all of them listen, and have room for one connection of each rank."""
     for other, hello in enumerate(hellos):
         if other == rank:
             continue
@@ -127,7 +128,7 @@ def _send(rank: int, sharing: Sharing, hellos: Sequence[_Hello], sockets: ExitSt
 
 
 def _receive(listener: socket.socket, sharing: Sharing, sockets: ExitStack) -> None:
-    """From every other rank, all of which have sent."""
+    """Receive from every other rank, all of which have sent."""
     for _ in range(len(sharing.descriptors) - 1):
         while _user_of(connection := sockets.enter_context(listener.accept()[0])) != os.getuid():
             pass  # somebody else has found the name

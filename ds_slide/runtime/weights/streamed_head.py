@@ -17,7 +17,7 @@ WAY_OUT = "set it to false"
 
 @dataclass(frozen=True)
 class StreamedHead:
-    """`path`: of the module, as `named_modules()` has it."""
+    """The head whose rows are streamed. `path`: of the module, as `named_modules()` has it."""
 
     path: str
     module: nn.Linear

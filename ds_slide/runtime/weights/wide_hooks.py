@@ -27,7 +27,7 @@ class WideHooks:
         self._places = places
         self._device_type = device_type
         self._hidden: list[list[tuple[nn.Module, str]]] = []
-        """Of every call that is under way."""
+        """What is hidden by every call that is under way."""
         self._handles = [
             module.register_forward_pre_hook(self._before),
             module.register_forward_hook(self._after, always_call=True),
@@ -57,7 +57,7 @@ class WideHooks:
         self.close_left_open()
 
     def close_left_open(self) -> None:
-        """Take away the copies of calls that an interrupt has ended: torch calls no hook then, and a copy that stays
+        """Take away the copies of calls that an interrupt has ended: torch calls no hook then, and a copy that is left
         would be what its module computes with for ever."""
         while self._hidden:
             self._after()

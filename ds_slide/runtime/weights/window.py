@@ -93,7 +93,7 @@ class Window:
         """Blocks that nobody had requested before they were needed."""
 
     def nbytes(self) -> int:
-        """Of the slots."""
+        """Bytes of the slots."""
         return sum(slot.buffer.numel() * slot.buffer.element_size() for slot in self.slots)
 
     def acquire(self, unit: Unit, direction: Direction) -> Slot:
@@ -184,7 +184,7 @@ class Window:
         return slot if slot is not None and slot.holds(unit) else None
 
     def _request(self, unit: Unit, keep: Container[int]) -> Slot | None:
-        """`keep`: orders of the blocks that must not make room."""
+        """Request a block. `keep`: orders of the blocks that must not make room."""
         slot = self._victim(keep)
         if slot is None:
             return None

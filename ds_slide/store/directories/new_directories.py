@@ -18,7 +18,7 @@ def missing_directories(paths: Iterable[Path]) -> list[Path]:
 
 
 def remove_if_empty(directories: Iterable[Path]) -> None:
-    """The innermost first. What others have put something into meanwhile stays, and so does what was never made."""
+    """Remove `directories`, the innermost first, but for what others have put something into meanwhile."""
     for directory in reversed(list(directories)):
         with contextlib.suppress(OSError):
             directory.rmdir()

@@ -65,26 +65,27 @@ def open_owned(name: str, parent: int) -> int:
     return descriptor
 
 
-def open_below(parts: Sequence[str], top: int, *, make: bool = False) -> int:
+@contextlib.contextmanager
+def below(parts: Sequence[str], top: int, *, make: bool = False) -> Iterator[int]:
     """A descriptor of the directory `parts` below the one open as `top`; no symbolic link is followed on the way.
 
     `make`: what is missing is made, with the permissions that the umask gives. Raises OSError.
     """
     descriptor = os.dup(top)
-    for name in parts:
-        try:
+    try:
+        for name in parts:
             if make:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(name, dir_fd=descriptor)
-            below = os.open(name, _READ_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
-        finally:
-            os.close(descriptor)
-        descriptor = below
-    return descriptor
+            upper, descriptor = descriptor, os.open(name, _READ_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+            os.close(upper)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def status_of(name: str, parent: int) -> os.stat_result | None:
-    """Of the entry itself, never of what a symbolic link leads to; None where there is none."""
+    """The status of the entry itself, never of what a symbolic link leads to; None where there is none."""
     try:
         return os.stat(name, dir_fd=parent, follow_symlinks=False)
     except FileNotFoundError:
@@ -135,8 +136,8 @@ def first_foreign(directory: int, known: Known, level: int = 0) -> str | None:
             return name
         if is_directory:
             try:
-                with owned(name, directory) as below:
-                    foreign = first_foreign(below, known, level + 1)
+                with owned(name, directory) as inner:
+                    foreign = first_foreign(inner, known, level + 1)
             except OSError:
                 return name
             if foreign is not None:
@@ -170,8 +171,8 @@ def remove_contents(directory: int, *, last: str | None = None, level: int = 0) 
 
 def _remove_entry(name: str, directory: int, level: int) -> None:
     if stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
-        with owned(name, directory) as below:
-            remove_contents(below, level=level + 1)
+        with owned(name, directory) as inner:
+            remove_contents(inner, level=level + 1)
         os.rmdir(name, dir_fd=directory)
     else:
         os.unlink(name, dir_fd=directory)

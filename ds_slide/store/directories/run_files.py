@@ -13,13 +13,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_slide.store.directories.locked_directory import LOCK
 from ds_slide.store.directories.owned_directory import opened, present_path, unnamed_file
-from ds_slide.store.directories.run_directory import (
-    LOCK_NAME,
-    RunDirectory,
-    cannot_be_used,
-    remove_dead_runs,
-)
+from ds_slide.store.directories.run_directory import RunDirectory, cannot_be_used, remove_dead_runs
 from ds_slide.store.directories.writable_by_others import warn_if_writable_by_others
 
 _TRIAL = b"\xa5" * 4096
@@ -92,7 +88,7 @@ class RunFiles:
         if self._keeps_names:
             return RunFile(descriptor, str(directory.path / name))
         os.unlink(name, dir_fd=directory.descriptor)
-        if _works_without_a_name(descriptor) and os.listdir(directory.descriptor) == [LOCK_NAME]:
+        if _works_without_a_name(descriptor) and os.listdir(directory.descriptor) == [LOCK]:
             file = RunFile(descriptor, _label(descriptor, directory.path / name))
             directory.close()
             self._directory = None

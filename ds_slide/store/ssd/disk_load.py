@@ -9,7 +9,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ds_slide import _native
-from ds_slide.store.ssd.page_sums import PageSums
 
 # A disk that answers nothing for so long is broken, or the engine lost a request.
 LONGEST_WAIT_S = 60.0
@@ -65,12 +64,10 @@ def put_load(
     *,
     seconds: float = float("inf"),
     requests: int | None = None,
-    sums: PageSums | None = None,
 ) -> Sample:
     """Run `load` for about `seconds`, or so many requests. `file`: of `engine`. `memory`: address and number of
-    buffers of `request_bytes`, used in turn by whatever is under way: what they hold means nothing. `sums`: keeps a
-    checksum of every page that is written and checks every page that is read, in this thread. OSError when the disk
-    fails.
+    buffers of `request_bytes`, used in turn by whatever is under way: what they hold means nothing. OSError when the
+    disk fails.
 
     A request that was handed over is waited for, and counts; its wait in the engine's queue is part of its latency.
     """
@@ -81,17 +78,15 @@ def put_load(
     sample = Sample()
     most = 1 << 60 if requests is None else requests
     started = [0.0] * load.ahead
-    where = [(0, 0)] * load.ahead  # offset in the file and address of each transfer
+    address_of = [0] * load.ahead
     number = 0
 
     def submit(place: int) -> None:
         nonlocal number
         write, offset = load.place(number, file_bytes)
         started[place] = time.perf_counter()
-        where[place] = offset, free.popleft()
-        if sums is not None and write:
-            sums.keep(*where[place], load.request_bytes)
-        engine.submit(2 * place + write, write, [(file, *where[place], load.request_bytes)], False)
+        address_of[place] = free.popleft()
+        engine.submit(2 * place + write, write, [(file, offset, address_of[place], load.request_bytes)], False)
         number += 1
 
     begin = time.perf_counter()
@@ -99,12 +94,10 @@ def put_load(
         submit(place)
     waiting = number
     while waiting:
-        place, write = divmod(next_done(engine), 2)
+        place, write = divmod(_next_done(engine), 2)
         now = time.perf_counter()
         sample.latencies_s.append(now - started[place])
-        free.append(where[place][1])
-        if sums is not None and not write and sums.first_wrong(*where[place], load.request_bytes) is not None:
-            raise OSError(errno.EIO, f"{load.request_bytes} bytes at {where[place][0]} are not what was written there")
+        free.append(address_of[place])
         sample.written_bytes += load.request_bytes if write else 0
         sample.read_bytes += 0 if write else load.request_bytes
         if now - begin < seconds and number < most:
@@ -117,11 +110,11 @@ def put_load(
     return sample
 
 
-def next_done(engine: _native.IoEngine) -> int:
+def _next_done(engine: _native.IoEngine) -> int:
     """Token of the next finished transfer. OSError when the disk fails, or answers nothing."""
     done = engine.next(LONGEST_WAIT_S)
     if done is None:
-        raise OSError(110, f"no request finished within {LONGEST_WAIT_S:g} s")
+        raise OSError(errno.ETIMEDOUT, f"no request finished within {LONGEST_WAIT_S:g} s")
     token, message, error = done
     if message is not None:
         raise OSError(error, message)

@@ -15,7 +15,7 @@ from ds_slide.store.state_buffers import StateBufferSpec
 
 PAGE = 4096
 SUM_BYTES = 4
-"""Of the checksum that is kept of every page (`ds_slide.store.ssd.page_sums`)."""
+"""Bytes of the checksum that is kept of every page (`ds_slide.store.ssd.page_sums`)."""
 # What an I/O engine takes (csrc/io/engine.cpp): requests at all mounts together, and bytes of one.
 MOST_DEPTH, MOST_REQUEST_BYTES = 4096, 1 << 30
 # 80 MiB of fp32 states: 13 ms of a 6 GB/s disk and 1.4 ms of CPU update. Large enough that what Python does for a
@@ -29,7 +29,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 def sum_table_bytes(nbytes: int) -> int:
-    """Of the checksums of so many bytes on SSD, a multiple of a page."""
+    """Bytes of the checksums of so many bytes on SSD, a multiple of a page."""
     return nbytes // PAGE * SUM_BYTES
 
 
@@ -46,8 +46,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class UnitExtents:
-    """`weight_offset`: of the weights' state buffer, None while weights are in memory; `gradient_offset`: of the held
-    gradient, likewise. `chunks`: empty while optimizer states are."""
+    """Where a unit lies on SSD. `weight_offset`: of the weights' state buffer, None while weights are in memory;
+    `gradient_offset`: of the held gradient, likewise. `chunks`: empty while optimizer states are."""
 
     weight_offset: int | None
     weight_bytes: int
@@ -61,7 +61,7 @@ class UnitExtents:
         return whole_pages(self.weight_bytes)
 
     def what_lies_at(self, offset: int) -> str:
-        """Of a byte within these extents, for messages."""
+        """What a byte within these extents belongs to, for messages."""
         if self.gradient_offset is not None and offset >= self.gradient_offset:
             return "the held gradient"
         found = [index for index, chunk in enumerate(self.chunks) if chunk.offset <= offset]

@@ -33,8 +33,9 @@ _Then = Callable[[], None]
 
 
 class PageSums:
-    """`table`: int32 [pages of the store], whose content does not matter: the store's pages are zeros. `threads`: that
-    may share the work of one call; calls run one after the other. SlideError where they cannot be started."""
+    """The checksums of a store. `table`: int32 [pages of the store], whose content does not matter: the store's pages
+    are zeros. `threads`: that may share the work of one call; calls run one after the other. SlideError where they
+    cannot be started."""
 
     def __init__(self, table: torch.Tensor, threads: int) -> None:
         try:
@@ -52,7 +53,7 @@ class PageSums:
         self._seconds = 0.0
 
     def end_threads(self) -> None:
-        """At once, where whoever is left with this object may keep it. Nothing can be done with it afterwards."""
+        """End the threads at once, whoever may keep this object. Nothing can be done with it afterwards."""
         del self._workers
 
     def keep(self, offset: int, address: int, nbytes: int) -> None:
@@ -126,4 +127,4 @@ class CheckThread:
 
 
 def _nothing() -> None:
-    """Of the job that ends the thread."""
+    """What the job that ends the thread does."""

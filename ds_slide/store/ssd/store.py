@@ -43,8 +43,8 @@ class Part:
 
 @dataclass
 class _Transfer:
-    """Under way. Either `then` follows it, or a thread waits for `told`, which is set in every case, after `error`.
-    `to_check`: what is read, where sums are kept."""
+    """A transfer that is under way. Either `then` follows it, or a thread waits for `told`, which is set in every case,
+    after `error`. `to_check`: what is read, where sums are kept."""
 
     then: Callable[[], None] | None = None
     told: threading.Event | None = None
@@ -105,9 +105,9 @@ class SsdStore:
         self._tokens = itertools.count()
         self._places: list[RunFiles] = []
         self._state_files: list[tuple[RunFile, int]] = []
-        """With their lengths in bytes."""
+        """The state files with their lengths in bytes."""
         self._labels: list[str] = []
-        """By mount, also of one that is left out."""
+        """Labels by mount, also of one that is left out."""
         self._engine: _native.IoEngine | None = None
         self._made = missing_directories(parent for _, parent in parents)
         try:
@@ -142,8 +142,8 @@ class SsdStore:
         self._submit(False, parts, _Transfer(then), urgent)
 
     def write(self, parts: Sequence[Part], then: Callable[[], None], *, urgent: bool = False) -> None:
-        """As `read`, from memory to the store. `then` runs on the completion thread. The sums of what is written are
-        computed before this returns."""
+        """Write as `read` reads, from memory to the store. `then` runs on the completion thread. The sums of what is
+        written are computed before this returns."""
         self._submit(True, parts, _Transfer(then), urgent)
 
     def read_now(self, parts: Sequence[Part]) -> None:
@@ -155,7 +155,7 @@ class SsdStore:
         self._wait(False, parts)
 
     def write_now(self, parts: Sequence[Part]) -> None:
-        """As `read_now`, from memory to the store."""
+        """Write as `read_now` reads, from memory to the store."""
         self._wait(True, parts)
 
     def register(self, address: int, nbytes: int) -> bool:
@@ -163,8 +163,8 @@ class SsdStore:
         return self._io.register_memory(address, nbytes)
 
     def statistics(self) -> dict[str, Any]:
-        """Those of `_native.IoEngine.stats`, and by mount: paths (as `lsof +L1` shows them), direct (O_DIRECT works),
-        weights (sum 1)."""
+        """The statistics of `_native.IoEngine.stats`, and by mount: paths (as `lsof +L1` shows them), direct (O_DIRECT
+        works), weights (sum 1)."""
         return {
             **self._io.stats(),
             **({} if self._sums is None else self._sums.statistics()),
@@ -176,8 +176,8 @@ class SsdStore:
 
     @property
     def descriptors(self) -> list[int]:
-        """Of the state files, until `close`. They may have O_DIRECT set, so whoever wants to look at a file, which most
-        often has no name, opens /proc/<pid>/fd/<descriptor>."""
+        """Descriptors of the state files, until `close`. They may have O_DIRECT set, so whoever wants to look at a
+        file, which most often has no name, opens /proc/<pid>/fd/<descriptor>."""
         return [file.descriptor for file, _ in self._state_files]
 
     def remove_files(self) -> None:
@@ -324,7 +324,8 @@ class SsdStore:
         )
 
     def _checked(self, transfer: _Transfer) -> None:
-        """On the thread that checks, after the completion thread: the memory of the read is this one's alone."""
+        """Check what was read, on the thread for that, after the completion thread: the memory of the read is this
+        one's alone."""
         self._delay()
         self._check(transfer.to_check)
 
@@ -365,7 +366,7 @@ class SsdStore:
                 transfer.told.set()
 
     def _cut_file(self) -> str | None:
-        """Of a state file that is shorter than it was made."""
+        """The error for a state file that is shorter than it was made."""
         for file, nbytes in self._state_files:
             found = os.fstat(file.descriptor).st_size
             if found < nbytes:
@@ -391,7 +392,7 @@ class SsdStore:
 
 
 def _engine(backend: str, queue_depth: int | None, mounts: int, request_bytes: int) -> _native.IoEngine:
-    """`queue_depth`: None for one that is measured."""
+    """A new I/O engine. `queue_depth`: None for one that is measured."""
     low_depth = None
     if queue_depth is None:
         queue_depth, low_depth = (min(depth * mounts, MOST_DEPTH) for depth in (HIGH_DEPTH, LOW_DEPTH))

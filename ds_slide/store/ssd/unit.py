@@ -1,19 +1,57 @@
-"""One unit's states on SSD: transfers of its chunks and weights, and piecewise access to a single state buffer."""
+"""States on SSD: the parts of a unit that are in the state file, behind the interface of `ds_slide.store.tiers`.
+
+What an update or the GPU needs is read into pooled host buffers and written back from there; they are handed out by
+`Buffers`, which the runtime implements (`ds_slide.runtime.transfers.buffers`). One state buffer at a time is also read
+and written piecewise, for readers and checkpoints.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
-from ds_slide.store.ssd.extents import PAGE, UnitExtents, whole_pages
+from ds_slide.report.statistics import LaneMeter
+from ds_slide.report.trace import Requests
+from ds_slide.store.ssd.extents import PAGE, Chunk, whole_pages
 from ds_slide.store.ssd.store import Part, SsdStore
-from ds_slide.store.state_buffers import StateBuffers, StateBufferSpec
+from ds_slide.store.state_buffers import StateBufferSpec
+from ds_slide.store.tiers import Lessee, StateBuffer, T, Tier, Use, Views, Ways
 
 Then = Callable[[], None]
+ChunkKey = tuple[int, int]
+"""(order of the unit, number of the chunk)"""
 # Of one state buffer at a time, for readers and checkpoints: 64 MiB keep the disk busy and are small beside one block.
 BOUNCE_BYTES = 64 << 20
+Key = TypeVar("Key")
+
+
+class Buffers(Protocol[Key]):
+    """Host buffers in front of the SSD. Everything is called from any thread."""
+
+    def reserve(self, key: Key, count: int) -> None: ...
+    def take(
+        self,
+        key: Key,
+        use: Use,
+        *,
+        urgent: bool,
+        pressed: Callable[[], bool] | None = None,
+        generation: object = None,
+        reserved: bool = False,
+    ) -> None: ...
+    def held(self, key: Key) -> AbstractContextManager[torch.Tensor]: ...
+    def press(self, key: Key) -> None: ...
+    def begin_write(self, key: Key) -> torch.Tensor: ...
+    def end_write(self, key: Key) -> None: ...
+    def release(self, key: Key) -> None: ...
+    def hurry(self) -> AbstractContextManager[None]: ...
+    def forget(self, of: Callable[[Key], bool]) -> None: ...
 
 
 def page_buffer(nbytes: int) -> torch.Tensor:
@@ -32,137 +70,262 @@ def _bounce(offset: int, nbytes: int) -> tuple[Part, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class SsdUnit:
-    """`specs`: the optimizer state buffers. `weight_dtype`, `gradient_dtype`: of the weights' state buffer and the held
-    gradient. Buffers are flat, in whole pages, and owned by the transfer from the call until `then`."""
+class OnSsd:
+    """A `StateBuffer` in pieces of `per_piece` items, the last one shorter, at `offsets` in the store. Transfers of
+    whole chunks and weights pass it by, so nothing of it may be under way."""
 
     store: SsdStore
-    extents: UnitExtents
-    specs: Sequence[StateBufferSpec]
-    weight_dtype: torch.dtype
-    gradient_dtype: torch.dtype | None = None
+    dtype: torch.dtype
+    numel: int
+    per_piece: int
+    offsets: Sequence[int]
 
     @property
-    def has_weight(self) -> bool:
-        return self.extents.weight_offset is not None
+    def tier(self) -> Tier:
+        return "ssd"
 
     @property
-    def has_chunks(self) -> bool:
-        return bool(self.extents.chunks)
+    def device(self) -> torch.device:
+        return torch.device("cpu")
 
     @property
-    def has_gradient(self) -> bool:
-        return self.extents.gradient_offset is not None
+    def tensor(self) -> None:
+        return None
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Of a state buffer ("weight", "gradient" or the name of a spec)."""
-        return self._geometry(name)[0]
-
-    # ---- whole chunks and weights, asynchronously
-    # -----------------------------------------------------------------------
-
-    def load_chunk(self, index: int, buffer: torch.Tensor, then: Then) -> None:
-        chunk = self.extents.chunks[index]
-        self.store.read([Part(chunk.offset, buffer.data_ptr(), chunk.nbytes)], then)
-
-    def store_chunk(self, index: int, buffer: torch.Tensor, then: Then) -> None:
-        chunk = self.extents.chunks[index]
-        self.store.write([Part(chunk.offset, buffer.data_ptr(), chunk.nbytes)], then)
-
-    def load_weight(self, buffer: torch.Tensor, then: Then) -> None:
-        """Urgent: the GPU waits for it."""
-        self.store.read([self._weight_part(slice(0, self.extents.weight_bytes), buffer)], then, urgent=True)
-
-    def store_weight(self, span: slice, buffer: torch.Tensor, then: Then) -> None:
-        """The parameters `span`, which starts at a whole page, of the weights' state buffer in `buffer`."""
-        size = self.weight_dtype.itemsize
-        self.store.write([self._weight_part(slice(span.start * size, span.stop * size), buffer)], then)
-
-    def state_buffers(self, index: int, buffer: torch.Tensor, weight: torch.Tensor) -> StateBuffers:
-        """Views of chunk `index` in its buffer, with `weight`: the chunk's part of the weights' state
-        buffer."""
-        chunk = self.extents.chunks[index]
-        numel = chunk.span.stop - chunk.span.start
-        views = {
-            spec.name: buffer[chunk.starts[spec.name] : chunk.starts[spec.name] + spec.nbytes(numel)].view(spec.dtype)
-            for spec in self.specs
-        }
-        return StateBuffers(weight, views)
-
-    def weight_view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The weights' state buffer in a buffer that it was loaded into."""
-        return buffer[: self.extents.weight_bytes].view(self.weight_dtype)
-
-    def _weight_part(self, span: slice, buffer: torch.Tensor) -> Part:
-        assert self.extents.weight_offset is not None
-        nbytes = whole_pages(span.stop - span.start)
-        return Part(self.extents.weight_offset + span.start, buffer.data_ptr() + span.start, nbytes)
-
-    # ---- parts of a held gradient, blocking --------------------------------------------------------------------------
-
-    def read_gradient_now(self, span: slice, buffer: torch.Tensor) -> None:
-        """The elements `span`, which starts at a whole page, to the beginning of `buffer`."""
-        self.store.read_now([self._gradient_part(span, buffer)])
-
-    def write_gradient_now(self, span: slice, buffer: torch.Tensor) -> None:
-        """As `read_gradient_now`, from `buffer`; the rest of the last page is written with what lies there."""
-        self.store.write_now([self._gradient_part(span, buffer)])
-
-    def _gradient_part(self, span: slice, buffer: torch.Tensor) -> Part:
-        assert self.extents.gradient_offset is not None and self.gradient_dtype is not None
-        size = self.gradient_dtype.itemsize
-        nbytes = whole_pages((span.stop - span.start) * size)
-        assert nbytes <= buffer.numel() * buffer.element_size()
-        return Part(self.extents.gradient_offset + span.start * size, buffer.data_ptr(), nbytes)
-
-    # ---- one state buffer, blocking, for readers and checkpoints
-    # ---------------------------------------------------------
-
-    def read(self, name: str, items: slice) -> torch.Tensor:
-        """A new tensor with the items `items` of a state buffer ("weight", "gradient" or the name of a spec)."""
-        dtype, per_chunk = self._geometry(name)
-        out = torch.empty(items.stop - items.start, dtype=dtype)
+    def read(self, items: slice) -> torch.Tensor:
+        """A new tensor."""
+        out = torch.empty(items.stop - items.start, dtype=self.dtype)
         flat = out.view(torch.uint8)
-        for at, offset, nbytes in self._runs(name, dtype, per_chunk, items):
+        for at, offset, nbytes in self._runs(items):
             part, _, values = _bounce(offset, nbytes)
             self.store.read_now([part])
             flat[at : at + nbytes].copy_(values)
         return out
 
-    def write(self, name: str, items: slice, values: torch.Tensor) -> None:
-        """Set the items `items` of a state buffer; what lies around them in their pages is read first and kept."""
-        dtype, per_chunk = self._geometry(name)
-        flat = values.detach().to(device="cpu", dtype=dtype).contiguous().view(-1).view(torch.uint8)
-        for at, offset, nbytes in self._runs(name, dtype, per_chunk, items):
+    def write(self, items: slice, values: torch.Tensor) -> None:
+        """What lies around the items in their pages is read first and kept."""
+        flat = values.detach().to(device="cpu", dtype=self.dtype).contiguous().view(-1).view(torch.uint8)
+        for at, offset, nbytes in self._runs(items):
             part, buffer, inner = _bounce(offset, nbytes)
             if inner.numel() != buffer.numel():
                 self.store.read_now([part])
             inner.copy_(flat[at : at + nbytes])
             self.store.write_now([part])
 
-    def _geometry(self, name: str) -> tuple[torch.dtype, int]:
-        """(dtype, items of a whole chunk; 0 for weights and gradients, which are in one piece)."""
-        if name == "weight":
-            return self.weight_dtype, 0
-        if name == "gradient":
-            assert self.gradient_dtype is not None
-            return self.gradient_dtype, 0
-        spec = next(spec for spec in self.specs if spec.name == name)
-        span = self.extents.chunks[0].span
-        return spec.dtype, spec.items(span.stop - span.start)
-
-    def _runs(self, name: str, dtype: torch.dtype, per_chunk: int, items: slice) -> Iterator[tuple[int, int, int]]:
+    def _runs(self, items: slice) -> Iterator[tuple[int, int, int]]:
         """(byte in `items`, logical byte offset, bytes) of runs that lie in one piece, of BOUNCE_BYTES at most."""
-        size, item = dtype.itemsize, items.start
-        piece = self.extents.gradient_offset if name == "gradient" else self.extents.weight_offset
+        size, item = self.dtype.itemsize, items.start
         while item < items.stop:
-            last = min(items.stop, item + BOUNCE_BYTES // size)
-            if per_chunk:
-                chunk = self.extents.chunks[item // per_chunk]
-                offset = chunk.offset + chunk.starts[name] + (item % per_chunk) * size
-                last = min(last, (item // per_chunk + 1) * per_chunk)
-            else:
-                assert piece is not None
-                offset = piece + item * size
-            yield (item - items.start) * size, offset, (last - item) * size
+            piece, within = divmod(item, self.per_piece)
+            last = min(items.stop, item + BOUNCE_BYTES // size, (piece + 1) * self.per_piece)
+            yield (item - items.start) * size, self.offsets[piece] + within * size, (last - item) * size
             item = last
+
+
+def in_one_piece(store: SsdStore, dtype: torch.dtype, numel: int, offset: int) -> OnSsd:
+    """A state buffer that lies in one piece: weights or a held gradient."""
+    return OnSsd(store, dtype, numel, numel, (offset,))
+
+
+@dataclass(frozen=True)
+class SsdWeights:
+    """`Weights` on SSD. `buffers` hold those of whole units, by their order. `urgent`: updates may displace what the
+    GPU needs soon."""
+
+    order: int
+    buffer: OnSsd
+    buffers: Buffers[int]
+    urgent: bool
+    requests: Requests
+
+    def load(self, buffer: torch.Tensor, then: Then) -> None:
+        """Read them all; the GPU waits for it. The buffer belongs to the transfer until `then`."""
+        whole = self._part(slice(0, self.buffer.numel), buffer)
+        then = self.requests.around("weights read", self.order, buffer.nbytes, then)
+        self.buffer.store.read([whole], then, urgent=True)
+
+    def reserve(self, count: int) -> None:
+        self.buffers.reserve(self.order, count)
+
+    def lease(self, update: Lessee, use: Use, *, reserved: bool) -> None:
+        self.buffers.take(
+            self.order,
+            lambda buffer: use(self._view(buffer)),
+            urgent=self.urgent,
+            pressed=lambda: update.is_pressed,
+            generation=update,
+            reserved=reserved,
+        )
+
+    def put_back(self, span: slice) -> None:
+        """`span` starts at a whole page."""
+        buffer = self.buffers.begin_write(self.order)
+        self.buffers.release(self.order)
+        nbytes = (span.stop - span.start) * self.buffer.dtype.itemsize
+        end = functools.partial(self.buffers.end_write, self.order)
+        then = self.requests.around("weights written", self.order, nbytes, end)
+        self.buffer.store.write([self._part(span, buffer)], then)
+
+    def press(self) -> None:
+        """They go before what the GPU needs soon, because the GPU may be the one that waits."""
+        self.buffers.press(self.order)
+
+    @contextmanager
+    def for_upload(self, copied: Callable[[], None]) -> Iterator[torch.Tensor]:
+        with self.buffers.held(self.order) as buffer:
+            yield self._view(buffer)
+            copied()
+
+    @contextmanager
+    def to_fill(self) -> Iterator[torch.Tensor]:
+        weight = self._view(page_buffer(self.buffer.numel * self.buffer.dtype.itemsize))
+        yield weight
+        self.buffer.write(slice(0, weight.numel()), weight)
+
+    def own_part(self, uploaded: torch.Tensor) -> torch.Tensor:
+        return uploaded
+
+    def hurry(self) -> AbstractContextManager[None]:
+        return self.buffers.hurry()
+
+    def drain(self) -> None:
+        self.buffers.forget(lambda order: order == self.order)
+
+    def _view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Of a buffer that they have been read into."""
+        return buffer[: self.buffer.numel * self.buffer.dtype.itemsize].view(self.buffer.dtype)
+
+    def _part(self, span: slice, buffer: torch.Tensor) -> Part:
+        size, (offset,) = self.buffer.dtype.itemsize, self.buffer.offsets
+        start, stop = span.start * size, span.stop * size
+        return Part(offset + start, buffer.data_ptr() + start, whole_pages(stop - start))
+
+
+@dataclass(frozen=True)
+class SsdOptimizerStates:
+    """`OptimizerStates` on SSD, in `chunks`. `weight_buffers`: of all units' weights, whose turn comes before."""
+
+    order: int
+    store: SsdStore
+    specs: Sequence[StateBufferSpec]
+    chunks: Sequence[Chunk]
+    chunk_buffers: Buffers[ChunkKey]
+    weight_buffers: Buffers[int]
+    requests: Requests
+
+    @property
+    def buffers(self) -> Mapping[str, StateBuffer]:
+        return {spec.name: self._buffer(spec) for spec in self.specs}
+
+    def load(self, index: int, buffer: torch.Tensor, then: Then) -> None:
+        """Read chunk `index`. The buffer belongs to the transfer until `then`."""
+        then = self.requests.around("states read", self.order, buffer.nbytes, then)
+        self.store.read([self._part(index, buffer)], then)
+
+    def spans(self, wanted: Sequence[slice]) -> list[slice]:  # noqa: ARG002 - a chunk is one transfer
+        return [chunk.span for chunk in self.chunks]
+
+    def lease(self, index: int, update: Lessee, use: Callable[[Views], None]) -> None:
+        self.chunk_buffers.take(
+            (self.order, index),
+            lambda buffer: use(functools.partial(self._views, index, buffer)),
+            urgent=True,
+            generation=update,
+        )
+
+    def put_back(self, index: int) -> None:
+        key = (self.order, index)
+        buffer = self.chunk_buffers.begin_write(key)
+        self.chunk_buffers.release(key)
+        end = functools.partial(self.chunk_buffers.end_write, key)
+        self.store_chunk(index, buffer, self.requests.around("states written", self.order, buffer.nbytes, end))
+
+    def store_chunk(self, index: int, buffer: torch.Tensor, then: Then) -> None:
+        self.store.write([self._part(index, buffer)], then)
+
+    def hurry(self) -> AbstractContextManager[None]:
+        return self.weight_buffers.hurry()
+
+    def drain(self) -> None:
+        self.chunk_buffers.forget(lambda key: key[0] == self.order)
+
+    def _part(self, index: int, buffer: torch.Tensor) -> Part:
+        return Part(self.chunks[index].offset, buffer.data_ptr(), self.chunks[index].nbytes)
+
+    def _views(self, index: int, buffer: torch.Tensor, span: slice) -> dict[str, torch.Tensor]:
+        starts, numel = self.chunks[index].starts, span.stop - span.start
+        return {
+            spec.name: buffer[starts[spec.name] : starts[spec.name] + spec.nbytes(numel)].view(spec.dtype)
+            for spec in self.specs
+        }
+
+    def _buffer(self, spec: StateBufferSpec) -> OnSsd:
+        span = self.chunks[0].span
+        offsets = [chunk.offset + chunk.starts[spec.name] for chunk in self.chunks]
+        numel = spec.items(self.chunks[-1].span.stop)
+        return OnSsd(self.store, spec.dtype, numel, spec.items(span.stop - span.start), offsets)
+
+
+class GradientBuffer:
+    """The one host buffer through which the update lane reads and writes held gradients on SSD. That lane waits for
+    these transfers, which go before all that are not urgent: they are rare. `meter`: of the update lane."""
+
+    def __init__(self, meter: LaneMeter) -> None:
+        self._meter = meter
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        """Whole pages for the largest of these gradients, set before the first one arrives."""
+
+    @contextmanager
+    def disk_works(self) -> Iterator[None]:
+        """What the lane waits for counts as the disk's time, which the store measures, and not as its own."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._meter.add_pause(started, time.perf_counter())
+
+
+@dataclass(frozen=True)
+class HeldOnSsd:
+    """`Held` on SSD, and its sink. What is read is in `through` until the lane's next call of any of them. SlideError
+    when the disk fails."""
+
+    gradient: OnSsd
+    through: GradientBuffer
+
+    @property
+    def buffers(self) -> Mapping[str, StateBuffer]:
+        return {"gradient": self.gradient}
+
+    def choose(self, ways: Ways[T]) -> T:
+        return ways.held(self)
+
+    def take(self, copy: Use, stage: Callable[[Use], None]) -> None:  # noqa: ARG002
+        stage(self._store)
+
+    @contextmanager
+    def sum(self, *, first: bool) -> Iterator[torch.Tensor]:
+        whole = slice(0, self.gradient.numel)
+        yield self._view(whole).zero_() if first else self.load(whole)
+        self._store(self.through.buffer)
+
+    def load(self, span: slice) -> torch.Tensor:
+        """`span` starts at a whole page."""
+        with self.through.disk_works():
+            self.gradient.store.read_now([self._part(span, self.through.buffer)])
+        return self._view(span)
+
+    def _store(self, buffer: torch.Tensor) -> None:
+        """From the beginning of `buffer`; the rest of the last page is written with what lies there."""
+        with self.through.disk_works():
+            self.gradient.store.write_now([self._part(slice(0, self.gradient.numel), buffer)])
+
+    def _view(self, span: slice) -> torch.Tensor:
+        nbytes = (span.stop - span.start) * self.gradient.dtype.itemsize
+        return self.through.buffer[:nbytes].view(self.gradient.dtype)
+
+    def _part(self, span: slice, buffer: torch.Tensor) -> Part:
+        size, (offset,) = self.gradient.dtype.itemsize, self.gradient.offsets
+        nbytes = whole_pages((span.stop - span.start) * size)
+        assert nbytes <= buffer.nbytes
+        return Part(offset + span.start * size, buffer.data_ptr(), nbytes)

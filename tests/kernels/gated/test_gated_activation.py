@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from references.gated import activate, gated_packed_reference, gated_reference
+
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.kernels.gated.gated_activation import ACTIVATIONS, BLOCK, gated, gated_packed
-from ds_slide.kernels.reference.gated import activate, gated_packed_reference, gated_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,11 +13,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from references.linear_cross_entropy import linear_cross_entropy as reference
+
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.kernels.loss import cross_entropy_launch, products, weight_gradient
 from ds_slide.kernels.loss import linear_cross_entropy as module
 from ds_slide.kernels.loss.linear_cross_entropy import linear_cross_entropy
-from ds_slide.kernels.reference.linear_cross_entropy import linear_cross_entropy as reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from references.linear_cross_entropy import linear_cross_entropy as reference
 from test_linear_cross_entropy import DEVICE, OPTIONS, TOLERANCE, Case, assert_near, refused_calls
 from test_linear_cross_entropy import differentiate as differentiate_whole
 
@@ -24,7 +25,6 @@ from ds_slide.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from ds_slide.kernels.loss.streamed_linear import streamed_linear
 from ds_slide.kernels.loss.streamed_linear_cross_entropy import streamed_linear_cross_entropy
 from ds_slide.kernels.loss.weight_rows import WeightRows
-from ds_slide.kernels.reference.linear_cross_entropy import linear_cross_entropy as reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 STEP = 40  # 101 words: two chunks of 40 and one of 21

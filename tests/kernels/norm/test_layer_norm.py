@@ -8,11 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 from norm_checks import EPS, FULL, HALF, TOLERANCE, assert_near, check, leaf, normal
+from references.layer_norm import add_layer_norm_reference, layer_norm_reference
 
 from ds_slide.errors import SlideError
 from ds_slide.kernels.norm import launch as rows
 from ds_slide.kernels.norm.layer_norm import add_layer_norm, layer_norm
-from ds_slide.kernels.reference.layer_norm import add_layer_norm_reference, layer_norm_reference
 
 pytestmark = pytest.mark.usefixtures("nearest_bfloat16", "poisoned_memory", "few_programs")
 

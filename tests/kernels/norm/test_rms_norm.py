@@ -8,11 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 from norm_checks import DEVICE, EPS, FULL, HALF, TOLERANCE, assert_near, check, leaf, normal
+from references.rms_norm import add_rms_norm_reference, rms_norm_reference
 
 from ds_slide.errors import SlideError
 from ds_slide.kernels.norm import launch as module
 from ds_slide.kernels.norm.rms_norm import add_rms_norm, rms_norm
-from ds_slide.kernels.reference.rms_norm import add_rms_norm_reference, rms_norm_reference
 
 pytestmark = pytest.mark.usefixtures("nearest_bfloat16", "poisoned_memory", "few_programs")
 ROUNDED = [torch.float16, torch.bfloat16]

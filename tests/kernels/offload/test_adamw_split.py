@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from ds_slide.errors import SlideError
 from ds_slide.kernels.offload.adamw_split import BLOCK, adamw_split_
-from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.optim.adamw import AdamWConstants, AdamWHyper
 from ds_slide.optim.reference import decode_split, encode_split, reference_update_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,6 +27,11 @@ def split_states(numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
     high, low = encode_split(spread(-40, 3))
     states = [high.view(torch.bfloat16), low, spread(-44, 0), spread(-22, 0).square(), spread(-40, 1).to(dtype)]
     return [state.to(DEVICE) for state in states]
+
+
+def step_of(hyper: AdamWHyper, grad_scale: float = 1.0) -> tuple[AdamWConstants, bool]:
+    """The arguments behind the buffers."""
+    return hyper.constants(grad_scale), hyper.adam_w_mode
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,7 +53,7 @@ def test_has_the_bits_of_the_reference(numel: int, dtype: torch.dtype, adam_w_mo
         hyper = AdamWHyper(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, step=step, adam_w_mode=adam_w_mode)
         weight, remainder, *moments = expected
         reference_update_(weight, remainder, moments, gradient, hyper, 0.37)
-        adamw_split_(*found, gradient, hyper, 0.37)
+        adamw_split_(*found, gradient, *step_of(hyper, 0.37))
         assert_same_bits(found, expected, step)
     assert torch.equal(bits(gradient), bits(unread))
 
@@ -64,7 +69,7 @@ def test_follows_torch_in_fp64(adam_w_mode: bool) -> None:
     optimizer = (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)([exact], **options)
     for step in (1, 2, 3):
         gradient = torch.randn(numel, generator=generator).to(DEVICE)
-        adamw_split_(*states, gradient, AdamWHyper(**options, step=step, adam_w_mode=adam_w_mode), scale)
+        adamw_split_(*states, gradient, *step_of(AdamWHyper(**options, step=step, adam_w_mode=adam_w_mode), scale))
         exact.grad = gradient.double() * scale
         optimizer.step()
     # Three steps of at most ten fp32 roundings each, on weights of about 1 and updates of about lr.
@@ -76,7 +81,7 @@ def test_follows_torch_in_fp64(adam_w_mode: bool) -> None:
 def test_writes_nothing_beyond_the_end() -> None:
     whole = split_states(BLOCK, torch.bfloat16)
     before = [state.clone() for state in whole]
-    adamw_split_(*(state[64:81] for state in whole), AdamWHyper(lr=1e-3), 1.0)
+    adamw_split_(*(state[64:81] for state in whole), *step_of(AdamWHyper(lr=1e-3)))
     for state, old in zip(whole[:4], before[:4], strict=True):
         changed = (bits(state) != bits(old)).nonzero().flatten().tolist()
         assert set(changed) <= set(range(64, 81))
@@ -86,7 +91,7 @@ def test_writes_nothing_beyond_the_end() -> None:
 def test_keeps_nan_and_infinity_apart_from_numbers() -> None:
     *states, gradient = split_states(64, torch.bfloat16)
     gradient[3], gradient[5] = float("nan"), float("inf")
-    adamw_split_(*states, gradient, AdamWHyper(lr=1e-3), 1.0)
+    adamw_split_(*states, gradient, *step_of(AdamWHyper(lr=1e-3)))
     assert torch.isnan(states[0][3]) and torch.isnan(states[0][5])
     others = [index for index in range(64) if index not in (3, 5)]
     assert torch.isfinite(states[0][others]).all()
@@ -99,7 +104,7 @@ def test_every_low_half_is_kept() -> None:
     masters = torch.where(bits32 >= 1 << 31, bits32 - (1 << 32), bits32).int().view(torch.float32).to(DEVICE)
     high, low = encode_split(masters)
     states = [high.view(torch.bfloat16).clone(), low.clone(), *torch.zeros(2, len(masters), device=DEVICE).unbind()]
-    adamw_split_(*states, torch.zeros_like(masters), AdamWHyper(lr=0.0), 1.0)
+    adamw_split_(*states, torch.zeros_like(masters), *step_of(AdamWHyper(lr=0.0)))
     number = ~masters.isnan()  # a GPU's arithmetic gives every NaN the same bits
     assert states[0][~number].isnan().all()
     assert_same_bits([state[number] for state in states[:2]], [high.view(torch.bfloat16)[number], low[number]])
@@ -114,13 +119,13 @@ def test_an_update_that_lands_on_a_tie_is_kept(upper_half: int) -> None:
     states = [high.view(torch.bfloat16), low, *torch.zeros(2, 40, device=DEVICE).unbind()]
     # With beta1 = beta2 = 0, eps = 0 and no bias correction the update is lr * sign(gradient).
     hyper = AdamWHyper(lr=2.0**-9, betas=(0.0, 0.0), eps=0.0, bias_correction=False)
-    adamw_split_(*states, torch.ones_like(target), hyper, 1.0)
+    adamw_split_(*states, torch.ones_like(target), *step_of(hyper))
     assert (states[0].view(torch.int16) == upper_half + 1).all() and (states[1] == -0x8000).all()
     assert torch.equal(decode_split(*states[:2]), target)
 
 
 def test_no_elements() -> None:
-    adamw_split_(*split_states(0, torch.bfloat16), AdamWHyper(lr=1e-3), 1.0)
+    adamw_split_(*split_states(0, torch.bfloat16), *step_of(AdamWHyper(lr=1e-3)))
 
 
 @pytest.mark.parametrize(
@@ -146,21 +151,23 @@ def test_refusals(index: int, wrong, message: str) -> None:
     before = [state.clone() for state in states]
     given = [*states[:index], wrong(states[index]), *states[index + 1 :]]
     with pytest.raises(SlideError, match=f"adamw_split_: {message}"):
-        adamw_split_(*given, AdamWHyper(lr=1e-3), 1.0)
+        adamw_split_(*given, *step_of(AdamWHyper(lr=1e-3)))
     assert_same_bits(states, before)
 
 
 @pytest.mark.parametrize("numel", [0, 70])
 def test_the_operator_is_registered_well(numel: int) -> None:
-    numbers = (1e-3, 0.9, 0.95, 1e-8, 0.1, 3, True, True, 0.5)
-    torch.library.opcheck(torch.ops.ds_slide.adamw_split_, (*split_states(numel, torch.bfloat16), *numbers))
+    constants, adam_w_mode = step_of(AdamWHyper(lr=1e-3, weight_decay=0.1, step=3), 0.5)
+    arguments = (*split_states(numel, torch.bfloat16), list(constants), adam_w_mode)
+    torch.library.opcheck(torch.ops.ds_slide.adamw_split_, arguments)
 
 
 def test_torch_compile_goes_through() -> None:
     hyper = AdamWHyper(lr=3e-3, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, step=5, adam_w_mode=False)
+    constants, adam_w_mode = step_of(hyper, 0.37)
 
     def halved(*tensors: torch.Tensor) -> torch.Tensor:
-        adamw_split_(*tensors, hyper, 0.37)
+        adamw_split_(*tensors, constants, adam_w_mode)
         return tensors[0] / 2
 
     expected = split_states(1031, torch.bfloat16)

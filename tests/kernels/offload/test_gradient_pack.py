@@ -9,10 +9,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from references.gradient_pack import pack_gradients_reference
+
 from ds_slide.errors import SlideError
 from ds_slide.kernels.offload import gradient_pack
 from ds_slide.kernels.offload.gradient_pack import BLOCK, CHUNK, WIDTH, pack_gradients
-from ds_slide.kernels.reference.gradient_pack import pack_gradients_reference
 from ds_slide.model.layout import align_up
 
 pytestmark = pytest.mark.usefixtures("nearest_bfloat16", "poisoned_memory")

@@ -9,10 +9,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from references.square_sum import square_sum_reference
+
 from ds_slide.errors import SlideError
 from ds_slide.kernels.offload import square_sum as module
 from ds_slide.kernels.offload.square_sum import BLOCK, SEGMENT, square_sum
-from ds_slide.kernels.reference.square_sum import square_sum_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,8 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from references.rope import rope_reference
+
 from ds_slide.errors import SlideError
-from ds_slide.kernels.reference.rope import rope_reference
 from ds_slide.kernels.rope.rotary import rope
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -30,6 +30,7 @@ from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.runtime.weights import sharing
 from ds_slide.runtime.weights.shared_weights import SharedWeights
 from ds_slide.store.host_memory import HostMemory
+from ds_slide.store.in_memory import InMemory, WeightsInMemory
 
 RANKS = 3
 NUMEL = 5000  # more than a page
@@ -76,7 +77,12 @@ def shared(ranks: Ranks, failures: Failures) -> tuple[SharedWeights, list[Any]]:
         weight = weights.memory.tensor(NUMEL, torch.bfloat16, transfers=True)
         weight.fill_(float(ranks.rank))
         units.append(
-            SimpleNamespace(order=order, name=f"unit {order}", version=0, state=SimpleNamespace(weight=weight))
+            SimpleNamespace(
+                order=order,
+                name=f"unit {order}",
+                version=0,
+                state=SimpleNamespace(weights=WeightsInMemory(InMemory(weight))),
+            )
         )
     weights.map_others(units)
     return weights, units
@@ -92,7 +98,7 @@ def generations(ranks: Ranks, units: list[Any], weights: SharedWeights) -> bool:
     for version in range(1, 200):
         unit = units[version % UNITS]
         if version % RANKS == ranks.rank:
-            unit.state.weight.fill_(float(version))
+            unit.state.weights.buffer.tensor.fill_(float(version))
         unit.publish(version)
         unit.await_others(version)
         right &= parts(weights, unit.order)[version % RANKS] == version

@@ -15,6 +15,7 @@ from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.transfers.handoff import Failures, Future
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.weights.rows import RowBuffers, StreamedRows
+from ds_slide.store.in_memory import InMemory, WeightsInMemory
 
 ROWS, WIDTH = 10, 64
 CHUNK = 4
@@ -52,7 +53,7 @@ def rows(device: Device, failures: Failures, make_worker: Callable[[str], Stream
         dtype=torch.float32,
         chunk_rows=CHUNK,
         parameters=[torch.nn.Parameter(torch.empty(0))],
-        state=SimpleNamespace(weight=torch.zeros(ROWS * WIDTH)),
+        state=SimpleNamespace(weights=WeightsInMemory(InMemory(torch.zeros(ROWS * WIDTH)))),
         spans=SPANS,
         span_updated=[Future(failures) for _ in SPANS],
     )
@@ -71,21 +72,21 @@ def test_a_chunk_waits_for_each_span_that_it_overlaps_and_for_no_other(chunk: in
             unit.span_updated[span].keep()
         ready = rows.streamed._request(chunk, chunk * CHUNK, rows.streamed._updates())
         assert unit.span_updated[missing].asked.wait(10.0) and not ready.is_kept
-        unit.state.weight[SPANS[missing]] = 7.0
+        unit.state.weights.buffer.tensor[SPANS[missing]] = 7.0
         unit.span_updated[missing].keep()
         ready.wait()
         assert {span for span, future in enumerate(unit.span_updated) if future.asked.is_set()} == NEEDS[chunk]
         first = chunk * CHUNK * WIDTH
         count = min(CHUNK * WIDTH, ROWS * WIDTH - first)
         found = rows.streamed._buffers.weights[chunk % 2][:count]
-        assert torch.equal(found, unit.state.weight[first : first + count])
-        unit.state.weight.zero_()
+        assert torch.equal(found, unit.state.weights.buffer.tensor[first : first + count])
+        unit.state.weights.buffer.tensor.zero_()
 
 
 def test_a_pass_brings_all_rows_in_order(rows: Any) -> None:
     for future in rows.unit.span_updated:
         future.keep()
-    rows.unit.state.weight.copy_(torch.arange(float(ROWS * WIDTH)))
+    rows.unit.state.weights.buffer.tensor.copy_(torch.arange(float(ROWS * WIDTH)))
     seen = [(first, chunk.clone()) for first, chunk in rows.streamed.rows()]
     assert [first for first, _ in seen] == [0, 4, 8]
-    assert torch.equal(torch.cat([chunk for _, chunk in seen]).flatten(), rows.unit.state.weight)
+    assert torch.equal(torch.cat([chunk for _, chunk in seen]).flatten(), rows.unit.state.weights.buffer.tensor)

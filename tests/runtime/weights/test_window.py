@@ -38,7 +38,7 @@ class Rig:
 
     def _fill(self, unit: Unit, buffer: torch.Tensor) -> int:
         self.fills.append(unit.order)
-        buffer.copy_(unit.state.weight)
+        buffer.copy_(unit.state.weights.buffer.tensor)
         return NUMEL * 4
 
     def update(self, unit: Unit) -> None:
@@ -46,7 +46,7 @@ class Rig:
         update = unit.open_update(self.failures)
 
         def run() -> int:
-            unit.state.weight.add_(1.0)
+            unit.state.weights.buffer.tensor.add_(1.0)
             update.finish(0)
             return 0
 
@@ -202,7 +202,7 @@ def test_changed_weights_are_fetched_again(rig: Any) -> None:
     own = rig(2, 2)
     own.through(own.units, "forward")
     unit = own.units[1]
-    unit.state.weight.fill_(7.0)
+    unit.state.weights.buffer.tensor.fill_(7.0)
     unit.version += 1
     assert own.use(unit, "forward").buffer.tolist() == [7.0] * NUMEL
 

@@ -105,7 +105,7 @@ def test_without_proc_a_renamed_run_directory_is_emptied_and_that_is_said(shared
     with caplog.at_level(logging.WARNING, "ds_slide"):
         run.close()
     assert list((shared / "moved").iterdir()) == []
-    assert f"somebody has renamed the run directory {run.path}; an empty directory is left" in caplog.text
+    assert f"{run.path} could not be removed (somebody has renamed it; an empty directory is left)" in caplog.text
     assert tree(theirs) == before
 
 
@@ -121,7 +121,7 @@ def test_a_directory_put_in_the_place_of_a_new_one_is_not_used(shared, monkeypat
         mine.rename(shared / name)
         return open_owned(name, parent)
 
-    monkeypatch.setattr("ds_slide.store.directories.run_directory.open_owned", swapped)
+    monkeypatch.setattr("ds_slide.store.directories.locked_directory.open_owned", swapped)
     with pytest.raises(FileExistsError, match="another user has put another directory"):
         start(shared)
     (path,) = shared.glob("*/states")

@@ -11,12 +11,13 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from silly_names import keep_names
 
 from ds_slide.errors import SlideError
-from ds_slide.store.directories import owned_directory, run_directory, run_files
+from ds_slide.store.directories import locked_directory, owned_directory, run_files
 from ds_slide.store.directories.owned_directory import opened
 from ds_slide.store.directories.run_directory import NAME, RunDirectory, remove_dead_runs
 from ds_slide.store.directories.run_files import RunFiles
@@ -24,7 +25,6 @@ from ds_slide.store.directories.run_files import RunFiles
 PRELUDE = """
 import os, sys
 from pathlib import Path
-from ds_slide.store.directories import run_directory, run_files
 from ds_slide.store.directories.owned_directory import opened
 from ds_slide.store.directories.run_directory import RunDirectory, remove_dead_runs
 parent = Path(sys.argv[1])
@@ -101,14 +101,14 @@ def test_close_waits_for_another_thread_in_the_middle_of_it(tmp_path, monkeypatc
     """The process may end afterwards, and the other thread with it."""
     run = started(tmp_path)
     (run.path / "states").write_bytes(bytes(8192))
-    begun, go, remove_files = threading.Event(), threading.Event(), run_directory._remove_files
+    begun, go, remove = threading.Event(), threading.Event(), locked_directory.remove_unlocked
 
-    def held(directory: int) -> None:
+    def held(*directory: Any) -> None:
         begun.set()
         assert go.wait(60)
-        remove_files(directory)
+        remove(*directory)
 
-    monkeypatch.setattr(run_directory, "_remove_files", held)
+    monkeypatch.setattr(locked_directory, "remove_unlocked", held)
     first, second = threading.Thread(target=run.close), threading.Thread(target=run.close)
     first.start()
     assert begun.wait(60)
@@ -192,7 +192,7 @@ def test_a_lock_that_keeps_a_name_while_it_is_open_keeps_no_dead_run(tmp_path, m
     dead.mkdir()
     for name in ("lock", "states"):
         (dead / name).touch()
-    keep_names(monkeypatch, run_directory, owned_directory)
+    keep_names(monkeypatch, locked_directory, owned_directory)
     with opened(tmp_path) as parent:
         remove_dead_runs(parent, tmp_path)
     assert names(tmp_path) == set()
@@ -203,7 +203,7 @@ def test_a_new_directory_that_cannot_be_opened_goes(tmp_path, monkeypatch, code)
     def refuse(_name: str, _parent: int) -> int:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(run_directory, "open_owned", refuse)
+    monkeypatch.setattr(locked_directory, "open_owned", refuse)
     with pytest.raises(OSError, match=os.strerror(code)):
         started(tmp_path)
     assert names(tmp_path) == set()

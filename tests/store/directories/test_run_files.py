@@ -17,8 +17,9 @@ import pytest
 from hangups import heeds_signals
 from silly_names import Calls, keep_names
 
-from ds_slide.store.directories import owned_directory, run_directory, run_files, writable_by_others
-from ds_slide.store.directories.run_directory import LOCK_NAME, NAME
+from ds_slide.store.directories import locked_directory, owned_directory, run_files, writable_by_others
+from ds_slide.store.directories.locked_directory import LOCK
+from ds_slide.store.directories.run_directory import NAME
 from ds_slide.store.directories.run_files import RunFile, RunFiles
 
 
@@ -68,16 +69,16 @@ def test_without_o_tmpfile_it_is_unlinked_and_the_directory_goes(tmp_path):
 
 @pytest.mark.usefixtures("no_unnamed_files")
 def test_where_an_open_file_cannot_be_unlinked_it_keeps_its_name(tmp_path, monkeypatch, caplog):
-    keep_names(monkeypatch, run_files, run_directory, owned_directory)
+    keep_names(monkeypatch, run_files, locked_directory, owned_directory)
     files = RunFiles(tmp_path, 0)
     first, second = files.make("bandwidth"), files.make("states")
     (directory,) = tmp_path.iterdir()
-    assert names(directory) == ["bandwidth", LOCK_NAME, "states"]
+    assert names(directory) == ["bandwidth", LOCK, "states"]
     assert second.label == str(directory / "states")
     assert directory.stat().st_mode & 0o777 == 0o700 and (directory / "states").stat().st_mode & 0o777 == 0o600
     put_and_get(second)
     files.discard(first)
-    assert names(directory) == [LOCK_NAME, "states"]
+    assert names(directory) == [LOCK, "states"]
     os.close(second.descriptor)
     with caplog.at_level(logging.WARNING, "ds_slide"):
         files.close()
@@ -90,7 +91,7 @@ def test_a_file_that_does_not_give_back_what_is_written_is_not_used(tmp_path, mo
     files = RunFiles(tmp_path, 0)
     file = files.make("states")
     (directory,) = tmp_path.iterdir()
-    assert names(directory) == [LOCK_NAME, "states"]
+    assert names(directory) == [LOCK, "states"]
     put_and_get(file)
     os.close(file.descriptor)
     files.close()

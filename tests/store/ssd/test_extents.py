@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_slide.optim.hyper import ADAMW
+from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.store.ssd.extents import PAGE, chunk_bytes, unit_extents, whole_pages
 from ds_slide.store.state_buffers import optimizer_buffers

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_slide.errors import SlideError
-from ds_slide.optim.hyper import AdamWHyper
+from ds_slide.optim.adamw import AdamWHyper
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 

@@ -11,7 +11,7 @@ import torch
 
 from ds_slide.errors import SlideConfigError
 from ds_slide.optim.fp32 import add, div, mul, sqrt, sub
-from ds_slide.optim.rule import StateSpec, UpdateRule, fp32, options_on
+from ds_slide.optim.rule import StateSpec, UpdateRule, fp32, options_on, require_ranges
 
 # Parameters of torch's Adam that change the result and that DS-Slide does not have.
 _REFUSED = ("amsgrad", "maximize", "differentiable")
@@ -53,19 +53,14 @@ class AdamWHyper:
     adam_w_mode: bool = True
 
     def __post_init__(self) -> None:
-        for name, value, valid in (
+        require_ranges(
+            "lr, eps and weight_decay are finite and not negative, betas are two numbers in [0, 1), step counts from 1",
             ("lr", self.lr, 0.0 <= self.lr < math.inf),
             ("betas", self.betas, len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas)),
             ("eps", self.eps, 0.0 <= self.eps < math.inf),
             ("weight_decay", self.weight_decay, 0.0 <= self.weight_decay < math.inf),
             ("step", self.step, self.step >= 1),
-        ):
-            if not valid:
-                raise SlideConfigError(
-                    f"optimizer parameter {name!r} is {value}, which is outside its range; "
-                    "lr, eps and weight_decay are finite and not negative, betas are two numbers in [0, 1), "
-                    "step counts from 1."
-                )
+        )
 
     @classmethod
     def from_param_group(cls, group: Mapping[str, Any], *, step: int, adam_w_mode: bool | None = None) -> AdamWHyper:
@@ -102,6 +97,10 @@ class AdamWHyper:
     @property
     def kernel(self) -> str:
         return "adamw" if self.adam_w_mode else "adam"
+
+    @property
+    def two_passes(self) -> bool:
+        return self.adam_w_mode
 
     def constants(self, grad_scale: float = 1.0) -> AdamWConstants:
         """The fp32 numbers of this step; ``grad_scale`` multiplies the gradient (clip factor / loss scale)."""
@@ -156,10 +155,10 @@ def _gpu_step(
     hyper: AdamWHyper,
     grad_scale: float,
 ) -> None:
-    from ds_slide.kernels.offload.adamw_split import adamw_split_
+    from ds_slide.kernels.offload.adamw_split import adamw_split_  # importing Triton takes a second
 
     exp_avg, exp_avg_sq = states
-    adamw_split_(weight, remainder, exp_avg, exp_avg_sq, gradient, hyper, grad_scale)
+    adamw_split_(weight, remainder, exp_avg, exp_avg_sq, gradient, hyper.constants(grad_scale), hyper.adam_w_mode)
 
 
 def _problems(optimizer: Any) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""The console command `ds-slide`; `python -m ds_slide.cli` is the same."""

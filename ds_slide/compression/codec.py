@@ -1,0 +1,81 @@
+"""What a gradient codec is: of one unit, what leaves the GPU for its gradient and what comes back.
+
+    GPU       encode the parameters' gradients, into a staging buffer or where they lie
+    d2h       `numel` elements of `dtype`
+    update    one step of the optimizer states, which have an item for each of these elements
+    h2d       what the step has written in the weights' state buffer
+    GPU       `apply` it to the weights that modules read
+
+A codec is made from a unit's layout, before the plan, which takes its bytes from it, and belongs to that unit for the
+run; `ds_slide.runtime.settings` says which unit has which. Units that pass through the window are fetched as weights,
+so a codec whose updates are something else is for units that are on the GPU all the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ds_slide.model.layout import Segment
+
+Gradients = Sequence[torch.Tensor | None]
+"""Of a unit's trainable parameters in the order of its layout, as autograd left them; None for one that has none."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Elements [start, start + numel) of an encoded gradient, where they lie on the GPU; None stands for zeros."""
+
+    start: int
+    numel: int
+    flat: torch.Tensor | None
+
+
+class GradientCodec(Protocol):
+    """Encoding runs on the thread and the stream that compute, before sums of micro-batches and the collectives, so it
+    is linear. Nothing here waits for the GPU."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of this rank's encoded gradient, padding included, and items of each state that they update."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which they are reduced and leave the GPU."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of the encoded gradient on its way."""
+        ...
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """Ranges of one parameter group each, which cover [0, numel) without gaps: an update is a step on each."""
+        ...
+
+    def encode(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor | None:
+        """Of one rank: write or add the encoded gradient, rounded to `dtype`, to `out` ([>= numel], of any dtype).
+
+        -> the square sum of the gradient that `out` then holds, [] fp64, where the same pass gives it; None where it
+        is that of the elements of `out`.
+        """
+        ...
+
+    def encode_for_ranks(self, gradients: Gradients, out: torch.Tensor) -> None:
+        """Of several ranks: write what each of them gets of this rank's gradient, to be averaged, to `out`
+        ([world_size * numel] of `dtype`, rank-major)."""
+        ...
+
+    def encode_in_place(self, gradients: Gradients) -> list[Place]:
+        """Of one rank: the encoded gradient without a buffer of its size, [0, numel) ascending and without gaps."""
+        ...
+
+    def apply(self, written: torch.Tensor, span: slice, weights: torch.Tensor) -> int:
+        """Of one rank: bring the elements `span` of what an update has `written` (the weights' state buffer, page-
+        locked) to the `weights` on the GPU ([slot_numel], in slot layout), on the current stream. -> bytes moved."""
+        ...

@@ -1,0 +1,61 @@
+"""Whether deferred updates are done in two passes: the weights under the next forward, the states under its backward.
+
+The next forward needs the new weights only. A pass over these reads gradient, states and master and writes the master,
+18 bytes a parameter (AdamW in fp32) instead of 26; a second pass computes the same states from the same inputs and
+writes them, 18 bytes more, before the block's next gradient arrives. A step then costs max(forward, 18/26 of the
+update) + max(backward, 18/26 of the update) instead of max(forward, update) + backward.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+PASS_SHARE = 18 / 26
+"""Bytes of either pass over those of a whole update, of AdamW in fp32; so does its time."""
+UPDATE_BOUND = 0.9
+"""Forward waits for updates that take at least this part of it."""
+
+
+class Passes:
+    """Decides before each step, on every rank for itself: neither choice changes a bit. The times are the host's: of
+    the last forward, which ended when backward began, of that backward, and of the update lane meanwhile."""
+
+    def __init__(self, wanted: Literal["auto", 1, 2]) -> None:
+        self._wanted = wanted
+        self.two = wanted == 2
+        """For the updates that the coming step queues."""
+        self._lock = threading.Lock()
+        self._update_s = 0.0  # written by the update lane, taken by the compute thread
+        self._step_ended: float | None = None
+        self._backward_began: float | None = None
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Around an update, on the update lane."""
+        began = time.perf_counter()
+        yield
+        with self._lock:
+            self._update_s += time.perf_counter() - began
+
+    def begin_backward(self) -> None:
+        """The first one after a step ends the forward that counts."""
+        if self._backward_began is None:
+            self._backward_began = time.perf_counter()
+
+    def begin_step(self) -> None:
+        """Before the step queues its updates."""
+        with self._lock:
+            taken, self._update_s = self._update_s, 0.0
+        if self._wanted != "auto" or self._step_ended is None or self._backward_began is None:
+            return
+        whole = taken / (2 * PASS_SHARE) if self.two else taken
+        forward, backward = self._backward_began - self._step_ended, time.perf_counter() - self._backward_began
+        self.two = whole > UPDATE_BOUND * forward and whole * PASS_SHARE < backward
+
+    def end_step(self) -> None:
+        """After the step has queued its updates."""
+        self._step_ended, self._backward_began = time.perf_counter(), None

@@ -1,0 +1,204 @@
+"""A directory of one owner, a run or a save, under a parent that others share; removed when the owner ends or is dead.
+
+    <parent>/<name>/lock      held by flock for the life of the owner
+    <parent>/<name>/...       what the owner puts there
+
+The lock, not the pid, says whether an owner is alive: the kernel drops it however the process ends, and it means the
+same in every container that sees the directory and after a pid was used again.
+
+Making and removing race without a lock on the parent, because the order is fixed. A maker counts its directory as made
+once it holds the lock of a file that is still in its place; a remover deletes only what it has locked so, and the lock
+file last. A directory without a lock file is being made, or what a maker or remover left when it was killed: it is
+empty, and rmdir takes nothing else.
+
+Others may be able to write to the parent, so that any name in it may become anything at any time. A directory is
+therefore reached by its descriptor (owned_directory.py), also by its own owner at the end: it is emptied wherever it is
+by then. Only what an owner of its kind makes is removed, and only from a directory that belongs to this user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ds_slide.store.directories.owned_directory import (
+    Known,
+    first_foreign,
+    is_at,
+    open_owned,
+    owned,
+    remove_contents,
+    remove_empty,
+    status_of,
+)
+
+LOCK = "lock"
+
+Prepare = Callable[[Path, int, int], str]
+"""Called before a directory is emptied, with its path and the descriptors of its parent and itself, under its lock:
+raises OSError where it must be left, and returns the name that the directory has from then on."""
+
+
+@dataclass(eq=False)
+class LockedDirectory:
+    """A new directory `path` of this process, locked until it is removed: descriptors of it, its parent and its lock.
+
+    `owner`: the process that has made it, because a forked child that leaves by sys.exit runs its parent's exit
+    handlers. `removing`: held while it is removed.
+    """
+
+    path: Path
+    parent: int
+    directory: int
+    lock: int | None
+    owner: int = field(default_factory=os.getpid)
+    removing: threading.RLock = field(default_factory=threading.RLock)
+    removed: bool = False
+
+    def remove(self, prepare: Prepare) -> None:
+        """Remove it with all that is in it, wherever it is by now. A second call does nothing; one while another
+        thread is in the middle of it returns when that has ended, for the process may end then. Raises OSError."""
+        if os.getpid() != self.owner:
+            return
+        with self.removing:
+            if self.removed:
+                return
+            self.removed = True
+            try:
+                name = prepare(self.path, self.parent, self.directory)
+                self._unlock()  # before the file goes: NFS keeps an open one, and with it the directory
+                remove_unlocked(name, self.parent, self.directory)
+            finally:
+                self.let_go()
+
+    def let_go(self) -> None:
+        """Close the descriptors, whose numbers may be those of other files from then on."""
+        _held.discard(self)
+        self._unlock()
+        for descriptor in (self.directory, self.parent):
+            os.close(descriptor)
+
+    def _unlock(self) -> None:
+        lock, self.lock = self.lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def make_locked(path: Path, parent: int, mode: int, *, without_locks: bool = False) -> LockedDirectory | None:
+    """Make `path` in the directory open as `parent`, and lock it; None where a remover took it before it was locked.
+
+    `without_locks`: also where the file system has no locks, so that nobody will find it dead. Raises OSError, with
+    nothing left.
+    """
+    name = path.name
+    os.mkdir(name, mode, dir_fd=parent)
+    try:
+        directory = open_owned(name, parent)
+    except FileNotFoundError:
+        return None  # a remover took the directory while it was empty
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.rmdir(name, dir_fd=parent)
+        raise
+    lock = None
+    try:
+        if os.listdir(directory):
+            raise OSError(errno.EEXIST, "another user has put another directory in the place of a new one", name)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(LOCK, flags, mode & 0o666, dir_fd=directory)
+        locked = lock is not None and _try_lock(lock)
+        if locked is None and not without_locks:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), name)
+        if lock is not None and locked is not False and is_at(LOCK, directory, lock):
+            made = LockedDirectory(path, os.dup(parent), directory, lock)
+            _held.add(made)
+            return made
+    except OSError:
+        if lock is not None:
+            os.unlink(LOCK, dir_fd=directory)
+            os.close(lock)
+        _remove_if_empty(name, parent, directory)
+        os.close(directory)
+        raise
+    if lock is not None:
+        os.close(lock)
+    os.close(directory)
+    return None
+
+
+def remove_dead(path: Path, parent: int, prepare: Prepare) -> None:
+    """Remove the directory `path` in the one open as `parent`, unless its owner lives or the file system has no locks
+    that would say so. Raises OSError, also where it is not ours; FileNotFoundError where another process was faster."""
+    with owned(path.name, parent) as directory:
+        found = status_of(LOCK, directory)
+        if found is None:
+            _remove_if_empty(path.name, parent, directory)
+            return
+        if not stat.S_ISREG(found.st_mode):  # a FIFO would block, a device might do anything
+            raise OSError(errno.EINVAL, f"its {LOCK} is no file")
+        lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+        try:
+            if not (_try_lock(lock) and is_at(LOCK, directory, lock)):
+                return
+            name = prepare(path, parent, directory)
+        finally:
+            os.close(lock)  # before the file goes: NFS keeps an open one, and with it the directory
+        remove_unlocked(name, parent, directory)
+
+
+def require_known(directory: int, known: Known, owner: str) -> None:
+    """Raise OSError where the directory holds something that no `owner`, a run or a save, puts there."""
+    foreign = first_foreign(directory, known)
+    if foreign is not None:
+        raise OSError(errno.ENOTEMPTY, f"it holds {foreign!r}, which no {owner} puts there")
+
+
+def remove_unlocked(name: str, parent: int, directory: int) -> None:
+    """Remove the directory open as `directory` with all that is in it; the lock goes last, so that whatever is left
+    after a kill can still be recognised as dead. Raises OSError, also where a part of it is not ours."""
+    remove_contents(directory, last=LOCK)
+    if not remove_empty(name, parent, directory):
+        raise OSError(errno.ESTALE, "somebody has renamed it; an empty directory is left", name)
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Whether the lock could be had at once; None where the file system has no locks. Raises OSError."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            return None
+        raise
+    return True
+
+
+def _remove_if_empty(name: str, parent: int, directory: int) -> None:
+    """One that has content by now is another process's business."""
+    try:
+        remove_empty(name, parent, directory)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EBUSY):
+            raise
+
+
+# The directories that this process has. A child shares a lock with its parent as long as it has the descriptor open,
+# and would keep a killed parent's directory alive.
+_held: set[LockedDirectory] = set()
+
+
+def _close_in_child() -> None:
+    for made in list(_held):
+        made.let_go()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,161 @@
+"""States in memory: of the host, or of the GPU, where they are updated.
+
+Every state buffer is a flat tensor of its exact size. In host memory the weights' and a held gradient are page-locked,
+because the GPU copies from and to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from ds_slide.store.state_buffers import StateBufferSpec
+from ds_slide.store.tiers import Lessee, StateBuffer, T, Tier, Use, Views, Ways
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A `StateBuffer`."""
+
+    tensor: torch.Tensor
+    tier: Tier = "host"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    @property
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+    def read(self, items: slice) -> torch.Tensor:
+        return self.tensor[items]
+
+    def write(self, items: slice, values: torch.Tensor) -> None:
+        self.tensor[items].copy_(values)
+
+
+@dataclass(frozen=True)
+class WeightsInMemory:
+    """`Weights` in host memory."""
+
+    buffer: InMemory
+
+    def reserve(self, count: int) -> None: ...
+
+    def lease(self, update: Lessee, use: Use, *, reserved: bool) -> None:  # noqa: ARG002 - they are always there
+        use(self.buffer.tensor)
+
+    def put_back(self, span: slice) -> None: ...
+
+    def press(self) -> None: ...
+
+    def for_upload(self, copied: Callable[[], None]) -> AbstractContextManager[torch.Tensor]:  # noqa: ARG002
+        return nullcontext(self.buffer.tensor)
+
+    def to_fill(self) -> AbstractContextManager[torch.Tensor]:
+        return nullcontext(self.buffer.tensor)
+
+    def own_part(self, uploaded: torch.Tensor) -> torch.Tensor:
+        return uploaded
+
+    def hurry(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def drain(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class WeightsOnGpu(WeightsInMemory):
+    """`Weights` that are updated on the GPU, and never uploaded. `synchronize` waits for the GPU."""
+
+    synchronize: Callable[[], None]
+
+    def own_part(self, uploaded: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - nothing is
+        return self.buffer.tensor
+
+    def drain(self) -> None:
+        self.synchronize()
+
+
+@dataclass(frozen=True)
+class StatesInMemory:
+    """`OptimizerStates` in memory of the host or the GPU."""
+
+    specs: Sequence[StateBufferSpec]
+    buffers: Mapping[str, InMemory]
+
+    def spans(self, wanted: Sequence[slice]) -> list[slice]:
+        return list(wanted)
+
+    def lease(self, index: int, update: Lessee, use: Callable[[Views], None]) -> None:  # noqa: ARG002
+        use(self._views)
+
+    def put_back(self, index: int) -> None: ...
+
+    def hurry(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def drain(self) -> None: ...
+
+    def _views(self, span: slice) -> dict[str, torch.Tensor]:
+        return {spec.name: self.buffers[spec.name].tensor[spec.cut(span)] for spec in self.specs}
+
+
+@dataclass(frozen=True)
+class HeldInMemory:
+    """`Held` in host memory, and its sink."""
+
+    gradient: InMemory
+
+    @property
+    def buffers(self) -> Mapping[str, StateBuffer]:
+        return {"gradient": self.gradient}
+
+    def choose(self, ways: Ways[T]) -> T:
+        return ways.held(self)
+
+    def take(self, copy: Use, stage: Callable[[Use], None]) -> None:  # noqa: ARG002
+        copy(self.gradient.tensor)
+
+    @contextmanager
+    def sum(self, *, first: bool) -> Iterator[torch.Tensor]:
+        if first:
+            self.gradient.tensor.zero_()
+        yield self.gradient.tensor
+
+    def load(self, span: slice) -> torch.Tensor:
+        return self.gradient.tensor[span]
+
+
+@dataclass(frozen=True)
+class KeptOnGpu:
+    """The sink of a unit that is updated on the GPU."""
+
+    gradient: InMemory
+
+    @property
+    def buffers(self) -> Mapping[str, StateBuffer]:
+        return {"gradient": self.gradient}
+
+    def choose(self, ways: Ways[T]) -> T:
+        return ways.on_gpu(self.gradient.tensor)
+
+
+@dataclass(frozen=True)
+class NotHeld:
+    """The sink of a unit whose update begins when its gradient arrives."""
+
+    @property
+    def buffers(self) -> Mapping[str, StateBuffer]:
+        return {}
+
+    def choose(self, ways: Ways[T]) -> T:
+        return ways.at_once()

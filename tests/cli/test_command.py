@@ -1,0 +1,50 @@
+"""`ds-slide` as a process, and what the installed command calls."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from importlib.metadata import EntryPoint, version
+from pathlib import Path
+
+import pytest
+from setuptools.config.pyprojecttoml import load_file
+
+from ds_slide import __version__, _native
+from ds_slide.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run((sys.executable, *command), cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_version_names_what_a_report_needs() -> None:
+    found = run("-m", "ds_slide.cli", "--version")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.splitlines() == [
+        f"ds-slide {__version__}",
+        *(f"{package} {version(package)}" for package in ("torch", "deepspeed", "triton")),
+        f"python {platform.python_version()}",
+        f"native module: {_native.isa()}",
+    ]
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ()])
+def test_help_comes_without_torch(arguments: tuple[str, ...]) -> None:
+    found = run("-X", "importtime", "-m", "ds_slide.cli", *arguments)
+    assert found.returncode == 0 and found.stdout.startswith("usage: ds-slide") and "--version" in found.stdout
+    imported = {line.rpartition("|")[2].strip() for line in found.stderr.splitlines()}
+    assert "ds_slide.cli.main" in imported and not {"torch", "deepspeed", "ds_slide._native"} & imported
+
+
+def test_an_unknown_option_is_refused() -> None:
+    found = run("-m", "ds_slide.cli", "--versoin")
+    assert found.returncode == 2 and "unrecognized arguments: --versoin" in found.stderr
+
+
+def test_the_console_script_is_this_command() -> None:
+    scripts = load_file(ROOT / "pyproject.toml")["project"]["scripts"]
+    assert EntryPoint("ds-slide", scripts["ds-slide"], "console_scripts").load() is main

@@ -1,0 +1,135 @@
+"""Deferred updates in two passes, the weights under the next forward and the states under its backward: the same bits
+as in one, whoever reads in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from harness import Result, batches, causal_loss, differences, ds_config, engine_for, llama, on_ssd, trained
+
+from ds_slide.runtime.updates import passes
+from ds_slide.runtime.updates.passes import Passes
+
+STEPS = 4
+DELAYS = {"lane_delay_ms": 3.0, "seed": 2}
+# What a whole update of the same time would be, and what the two passes take.
+WHOLE, TWO = 1.0, 2 * passes.PASS_SHARE
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "usual": ({}, {}),
+    "window 2": ({"window": 2}, {}),
+    "a limit that always holds": ({}, {"clip": 1e-3}),
+    "accumulation": ({}, {"accumulation": 2}),
+    "moments in bf16": ({"state_dtype": "bf16"}, {}),
+    "moments in 8 bits": ({"state_dtype": "8bit"}, {}),
+    "some states on the GPU": ({"gpu_states": 1_800_000}, {}),
+    # In one pass all the same: the new states of these depend on the old weight.
+    "Adam with L2": (
+        {},
+        {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.1, "adam_w_mode": False}}},
+    ),
+}
+
+
+def config(slide: dict[str, Any], other: dict[str, Any], number: int, **debug: Any) -> dict[str, Any]:
+    fixed = {"window": 3, "cpu_threads": 1, "gpu_states": 0, "debug": {"update_passes": number, **debug}}
+    return ds_config({**fixed, **slide}, **{"clip": 1.0, **other})
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("slide", "other"), CASES.values(), ids=CASES)
+def test_two_passes_change_no_bit(slide: dict[str, Any], other: dict[str, Any]) -> None:
+    data = batches(STEPS * other.get("accumulation", 1))
+    one = trained(llama(), config(slide, other, 1), data)
+    assert differences(trained(llama(), config(slide, other, 2, **DELAYS), data), one) == []
+    assert one.losses[-1] != one.losses[0]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_some_states_on_ssd_change_no_bit(tmp_path: Path) -> None:
+    def run(number: int) -> Result:
+        given = on_ssd(config({"host_memory": 1_000_000}, {}, number, **DELAYS), tmp_path, "offload_optimizer")
+        return trained(llama(), given, batches(STEPS))
+
+    assert differences(run(2), run(1)) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("rule", "states"),
+    [("AdamW", ("exp_avg", "exp_avg_sq")), ("Lion", ("exp_avg",))],
+)
+def test_whoever_reads_between_steps_has_the_new_states(rule: str, states: tuple[str, ...]) -> None:
+    other = {"optimizer": {"type": rule, "params": {"lr": 1e-3, "weight_decay": 0.1}}}
+
+    def read(number: int) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        model = llama()
+        with engine_for(model, config({}, other, number, **DELAYS)) as engine:
+            for batch in batches(STEPS):
+                engine.backward(causal_loss(engine, batch))
+                engine.step()
+                # The last block's states come last: the first ones are still to come then.
+                for parameter in list(model.model.layers[-1].parameters())[:2]:
+                    found += [safe_get_full_optimizer_state(parameter, name) for name in states]
+                    found.append(safe_get_full_fp32_param(parameter))
+            assert engine.optimizer.slide_stats()["update_passes"] == number
+            updates = {unit.completed is not unit.updated for unit in engine.optimizer.runtime.units}
+            assert updates == {number == 2}
+        return [tensor.clone() for tensor in found]
+
+    assert all(torch.equal(a, b) for a, b in zip(read(1), read(2), strict=True))
+
+
+@pytest.fixture
+def step_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Passes, float, float, float], bool]:
+    """One step of so many seconds of forward, backward and update lane. -> whether the next one has two passes."""
+    now = [0.0]
+    monkeypatch.setattr(passes.time, "perf_counter", lambda: now[0])
+
+    def step(of: Passes, forward: float, backward: float, update: float) -> bool:
+        began = now[0]
+        with of.timed():
+            now[0] += update
+        now[0] = began + forward
+        of.begin_backward()
+        now[0] += backward
+        of.begin_step()
+        of.end_step()
+        return of.two
+
+    return step
+
+
+# Forward and backward alone, the whole update.
+@pytest.mark.parametrize(
+    ("forward", "backward", "update", "two"),
+    [
+        (0.2, 0.45, 0.63, True),  # 3 B on 16 cores
+        (0.2, 0.45, 0.15, False),  # hidden by the forward
+        (0.2, 0.45, 0.185, True),
+        (0.2, 0.3, 0.6, False),  # the second pass would not fit under backward
+    ],
+)
+def test_two_where_updates_hold_up_the_forward_and_backward_has_room(
+    step_of: Callable[[Passes, float, float, float], bool], forward: float, backward: float, update: float, two: bool
+) -> None:
+    of = Passes("auto")
+    decided = []
+    for _ in range(6):  # each step is as long as the choice before it makes it
+        share = passes.PASS_SHARE if of.two else 1.0
+        took = update * (TWO if of.two else WHOLE)
+        later = update * share if of.two else 0.0
+        decided.append(step_of(of, max(forward, update * share), max(backward, later), took))
+    assert decided[1:] == [two] * 5
+
+
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_a_number_that_was_asked_for_stays(step_of: Callable[[Passes, float, float, float], bool], wanted: Any) -> None:
+    of = Passes(wanted)
+    assert {step_of(of, forward, 1.0, 0.5) for forward in (0.1, 2.0)} == {wanted == 2}
