@@ -5,6 +5,7 @@ DeepSpeed may import it long before.
 """
 
 import functools
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-# Test files import `ports` by this name.
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+# Test files import `ports` by this name, and `harness` and `warm`.
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE / "integration")]
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -99,7 +101,13 @@ def _process_group(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="module")
 def one_rank(_process_group: None, _known_cpu: None) -> Iterator[None]:
-    """A process group of one rank, and one torch thread: the models are too small for two, and bits must repeat."""
+    """A process group of one rank, and one torch thread: the models are too small for two, and bits must repeat.
+
+    A garbage collection passes over all that was made before: over the modules' million objects it takes a third of a
+    second, and some tests ask for many.
+    """
+    gc.collect()
+    gc.freeze()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:

@@ -36,6 +36,8 @@ UNREAD = {
 class LossState:
     """One of a patched model and its head."""
 
+    weight_dtype: torch.dtype
+    """Of the head. To read it off the weight would gather one that is streamed."""
     forwards: int = 0
     """Training forwards with labels that are under way."""
     active: bool = True
@@ -107,7 +109,7 @@ def _postpones(head: LossLinear, hidden: torch.Tensor) -> bool:
     # A forward hook is there to see logits, and so is a forward that was put on the object.
     if head._forward_hooks or "forward" in head.__dict__ or not runs_on(hidden):
         return False
-    return _compute_dtype(hidden) == head.weight.dtype or torch.is_autocast_enabled(hidden.device.type)
+    return _compute_dtype(hidden) == state.weight_dtype or torch.is_autocast_enabled(hidden.device.type)
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ def patch_loss(model: nn.Module) -> LossPatch | str:
     signature = inspect.signature(type(language_model).forward)
     if "labels" not in signature.parameters:
         return f"the forward of {name} has no argument labels"
-    state = LossState()
+    state = LossState(head.weight.dtype)
     had_loss_function = "_loss_function" in language_model.__dict__
     loss_function = LossFunction(original)
     language_model.loss_function = loss_function

@@ -1,4 +1,4 @@
-"""Runs examples/finetune.py as a user does: a process of its own, on the CPU accelerator, on a few short sequences."""
+"""Runs examples/finetune.py in processes of its own, on the CPU accelerator, on a few short sequences."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -37,12 +38,20 @@ class Finished:
         return [line[field] for line in self.log]
 
 
-def run_to_end(command: list[str], environment: dict[str, str], directory: Path) -> tuple[int, str]:
-    """Exit status and output. A test that runs out of time takes the launcher's children with it, too."""
+def run_forked(settings: list[str], folder: Path) -> tuple[int, str]:
+    """Exit status and output of the script under plain python, in a process that has made its imports before."""
+    (own := folder / f"run{len(list(folder.iterdir()))}").mkdir()
+    run = warm.start(EXAMPLES / "finetune.py", *settings, folder=own)
+    return run.end(), run.log
+
+
+def run_launched(settings: list[str], ranks: int) -> tuple[int, str]:
+    """Under the stock launcher. A test that runs out of time takes the launcher's children with it, too."""
+    # The launcher's default port is one and the same for all runs, and names their shared memory as well.
+    options = ["--num_accelerators", str(ranks), "--master_port", str(free_port())]
     with subprocess.Popen(
-        command,
-        env=environment,
-        cwd=directory,
+        [str(Path(sys.executable).with_name("deepspeed")), *options, str(EXAMPLES / "finetune.py"), *settings],
+        env={name: value for name, value in os.environ.items() if name not in warm.OF_A_RANK} | warm.ON_CPU,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -57,7 +66,7 @@ def run_to_end(command: list[str], environment: dict[str, str], directory: Path)
 
 
 class Finetune:
-    """Starts the script under plain python or, with `ranks`, under the stock launcher."""
+    """Starts the script as under plain python or, with `ranks`, under the stock launcher."""
 
     def __init__(self, directory: Path) -> None:
         self._log = directory / "log.jsonl"
@@ -66,19 +75,9 @@ class Finetune:
         if config.startswith("slide") and not entry_points(group="torch.backends", name="ds_slide"):
             pytest.fail("ds_slide is importable but not installed, so its hook is missing: pip install -e .")
         self._log.unlink(missing_ok=True)
-        starter = [sys.executable]
-        if ranks is not None:
-            # The launcher's default port is one and the same for all runs, and names their shared memory as well.
-            options = ["--num_accelerators", str(ranks), "--master_port", str(free_port())]
-            starter = [str(Path(sys.executable).with_name("deepspeed")), *options]
         settings = ["--deepspeed_config", str(ROOT / "configs" / config), "--log", str(self._log), *SMALL]
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        }
-        # One thread a rank: a run on short sequences is all small operations, and two ranks share two cores.
-        environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        command = [*starter, str(EXAMPLES / "finetune.py"), *settings, *map(str, arguments)]
-        status, output = run_to_end(command, environment, self._log.parent)
+        settings += map(str, arguments)
+        status, output = run_forked(settings, self._log.parent) if ranks is None else run_launched(settings, ranks)
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         return Finished(status, output, [json.loads(line) for line in lines])
 

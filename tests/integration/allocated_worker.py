@@ -7,7 +7,7 @@ from typing import Any
 
 import two_ranks
 from allocated import counted
-from harness import ds_config, engine_for, llama
+from harness import ds_config, engine_for, llama, on_ssd
 
 from ds_slide.plan import ssd_settings
 
@@ -28,12 +28,10 @@ def main(rank: int, folder: Path) -> None:
         for name, (slide, clip) in RUNS.items():
             config = ds_config(slide, clip=clip)
             if name.startswith("ssd"):
-                for section in ("offload_optimizer", "offload_param"):
-                    config["zero_optimization"][section] = {"device": "nvme", "nvme_path": f"{folder}/disk"}
+                on_ssd(config, folder / "disk")
             with counted() as count, engine_for(llama(), config) as engine:
                 results[name] = count.difference(engine)
 
 
 if __name__ == "__main__":
-    llama()  # imports transformers, for both ranks
     two_ranks.fork_ranks(main)

@@ -86,7 +86,6 @@ def kill_one(folder: Path, generator: random.Random) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    two_ranks.prepare()
     for name, ending in (("exit", save_and_end), ("exit_fault", fail_and_end)):
         (folder / name).mkdir()
         two_ranks.fork_world(1, ending, folder / name)

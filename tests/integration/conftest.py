@@ -6,13 +6,9 @@ their own; an engine that is destroyed must leave nothing behind, and two engine
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-# The test files of this folder import `harness` by this name.
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 
 @pytest.fixture

@@ -118,5 +118,4 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    llama()  # imports transformers, for both ranks
     two_ranks.fork_ranks(main)

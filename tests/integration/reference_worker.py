@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import deepspeed
 import torch
 import two_ranks
-from harness import batches, ds_config, engine_for, llama, on_ssd, states_of, to_bf16
+from harness import batches, ds_config, engine_for, llama, on_ssd, states_of
 
 SECOND_SEED = 11
 STEPS = 4
@@ -102,5 +101,4 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    to_bf16(llama())  # imports transformers, for both ranks
-    sys.exit(two_ranks.fork_ranks(main))
+    two_ranks.fork_ranks(main)

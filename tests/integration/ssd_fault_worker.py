@@ -1,36 +1,30 @@
-"""Training processes for test_ssd_faults.py that may be killed: everything is imported once, then each run is a fork.
+"""Training processes for test_ssd_faults.py that may be killed.
 
-python ssd_fault_worker.py        reads {"folder": path, "actions": [...]} or {"reap": pid}, one a line, from stdin
+    python ssd_fault_worker.py '{"folder": path, "actions": [...]}'
 
 A run performs its actions (methods of `Run`) one after the other and then ends as a script does, through the
-interpreter's exit; an exception ends it with a traceback in the log. The fork happens before there is any thread.
+interpreter's exit; an exception ends it with a traceback in the log.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import hashlib
 import importlib
 import itertools
 import json
 import os
-import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # for `damage`, as tests/conftest.py does
-
 import damage
 import deepspeed
 import torch
-from forking import ask_cpu_once, require_one_thread
 from harness import batches, ds_config, llama, on_ssd, states_of
 
 import ds_slide  # noqa: F401 - switches the "ds_slide" key on where the package is not installed
@@ -232,49 +226,16 @@ class Run:
                 self.note("filled", error.errno)
 
 
-def run(make: type[Run], request: dict[str, Any]) -> None:
+def main(make: type[Run] = Run) -> None:
+    request = json.loads(sys.argv[1])
     folder, rank, size = Path(request["folder"]), request.get("rank", 0), request.get("size", 1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for source, target in ((null, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    ssd_settings.CHUNK_NUMEL = CHUNK_NUMEL
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_SIZE=str(size))
     store = torch.distributed.FileStore(request.get("store", str(folder / "store")), size)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
     deepspeed.init_distributed("gloo")
     make(folder).act(request["actions"])
-
-
-def main(make: type[Run] = Run) -> None:
-    torch.set_num_threads(1)
-    ssd_settings.CHUNK_NUMEL = CHUNK_NUMEL
-    # What takes seconds in every run is done once, imports within functions too.
-    ask_cpu_once()
-    llama()
-    for name in ("deepspeed.runtime.zero.muon.muon_optimizer", "ds_slide.integration.optimizer", "setuptools"):
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # a collection in a run would touch, and so copy, all that was made here
-    require_one_thread()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
-    print("ready", file=answers)
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "reap" in request:
-            _, status = os.waitpid(request["reap"], 0)
-            print(os.waitstatus_to_exitcode(status), file=answers)
-        elif pid := os.fork():
-            print(pid, file=answers)
-        else:
-            answers.close()
-            try:
-                run(make, request)
-            except Exception:
-                traceback.print_exc()
-                sys.exit(1)
-            return
 
 
 if __name__ == "__main__":

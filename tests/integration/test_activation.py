@@ -325,6 +325,7 @@ class TestEngines:
         sentence = "zero_optimization.stage is 2, but DS-Slide is an engine for stage 3; set it to 3 or remove"
         assert f"ds_slide.errors.SlideConfigError: {sentence}" in lines[-1], launched.stderr
         frames = [line for line in lines if '  File "' in line]
+        assert launched.returncode != 0
         assert frames and not [line for line in frames if "train.py" not in line], launched.stderr
 
     def test_the_launcher_with_the_run_module_needs_no_metadata(self, script, tmp_path):
@@ -369,11 +370,6 @@ class TestEngines:
         assert found["optimizer"] == STOCK
         assert not found["wrapped"]
         assert not [name for name in found["slide_modules"] if name.startswith("ds_slide.integration")]
-
-    def test_a_refusal_ends_the_run(self, launched):
-        assert launched.returncode != 0
-        refusal = "SlideConfigError: zero_optimization.stage is 2, but DS-Slide is an engine for stage 3"
-        assert refusal in launched.stderr
 
     def test_a_misspelt_key_is_pointed_out(self, with_deepspeed):
         result = with_deepspeed("misspelt")

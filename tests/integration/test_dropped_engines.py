@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import deepspeed
 import psutil
 import pytest
+import warm
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from harness import batches, causal_loss, ds_config, llama, on_ssd, train
 from interrupting import Client, Model
@@ -165,20 +164,19 @@ def test_a_model_that_is_kept_keeps_its_engine(disk: Path) -> None:
 
 def test_at_the_end_of_the_interpreter(disk: Path) -> None:
     """Nobody drops it, and nobody destroys it."""
-    script = f"""
-import os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import torch, deepspeed, ds_slide
+    script = disk.parent / "script.py"
+    script.write_text(f"""
+import os
+import torch, deepspeed
 from pathlib import Path
 from test_dropped_engines import config_for, start, llama, train, batches
 os.environ["LOCAL_RANK"] = "0"
-torch.set_num_threads(1)
 store = torch.distributed.FileStore({str(disk.parent / "store")!r}, 1)
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 deepspeed.init_distributed("gloo")
 engine = start(llama(num_hidden_layers=2), config_for("ssd", Path({str(disk)!r}), 1.0))
 train(engine, batches(2))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+""")
+    run = warm.start(script, folder=disk.parent)
+    assert run.end() == 0, run.log[-3000:]
     assert list(disk.iterdir()) == []

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ssd_fault_runs import Actions, Launcher, Run, launched
+from ssd_fault_runs import Actions, Launcher, Run, launched, needs_shim
 
 from ds_slide.runtime.ranks.peers import Process
 
@@ -156,8 +156,7 @@ def same(result: dict[str, Any], expected: dict[str, Any]) -> bool:
 
 def test_a_slow_disk(launcher: Launcher, disk: Path, alone: dict[str, Any]) -> None:
     """Every request ends long before the watchdog loses its patience, a whole transfer long after."""
-    if launcher.shim is None:
-        pytest.skip("needs a C compiler for the shim")
+    needs_shim()
     requests, milliseconds = 15, 300
     assert milliseconds / 1e3 <= PATIENT_S / 5 and requests * milliseconds / 1e3 > 2 * PATIENT_S
     small = ["small_requests", 4096]  # of 90 thousand bytes of weights, in one transfer

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forking import ONE_THREAD
+import warm
 from hf_trainer_worker import EVALUATIONS, REFUSED, RUNS, SAVED_AT, STEPS, model
 
 HERE = Path(__file__).resolve().parent
-PATIENCE_S = 240
 # Weights of bf16 differ by single roundings after the first update (see test_parity.py).
 TOLERANCE = 2.0**-9
 
@@ -22,19 +18,13 @@ TOLERANCE = 2.0**-9
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("trainer")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
-    environment |= {"DS_ACCELERATOR": "cpu", **ONE_THREAD}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(HERE / "hf_trainer_worker.py"), str(folder)]
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE_S
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+    run = warm.start(HERE / "hf_trainer_worker.py", folder, folder=folder)
+    assert run.end() == 0, run.log[-6000:]
     # Of the runs with the key; it is Trainer that says how often steps are printed: never.
-    own = [line for line in done.stdout.splitlines() if "[ds_slide]" in line]
+    own = [line for line in run.log.splitlines() if "[ds_slide]" in line]
     assert [line.partition("] DS-Slide ")[1] for line in own] == ["] DS-Slide "] * 3, own
-    refused = {run: (folder / f"{run}.err").read_text() for run in REFUSED}
-    return {run: torch.load(folder / f"{run}.pt") for run in (*RUNS, *EVALUATIONS)} | refused
+    refused = {name: (folder / f"{name}.err").read_text() for name in REFUSED}
+    return {name: torch.load(folder / f"{name}.pt") for name in (*RUNS, *EVALUATIONS)} | refused
 
 
 def test_the_key_chooses_the_engine(trained: dict[str, Any]) -> None:

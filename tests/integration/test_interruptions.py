@@ -4,7 +4,9 @@ by name. Never are gradients of half a backward in a step.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,8 @@ from interrupting import (
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
+from ds_slide.compression.identity import Identity
 from ds_slide.errors import SlideError
-from ds_slide.runtime.gradients import sources
 from ds_slide.runtime.weights.saved_weights import hooks_around
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -59,21 +61,28 @@ def undisturbed(config: dict[str, Any], reentrant: bool | None, data: Any) -> Re
         return result_of(client)
 
 
+@contextlib.contextmanager
+def as_if_undisturbed(config: dict[str, Any], data: Any, reentrant: bool | None = None) -> Iterator[Client]:
+    """A client whose losses and states at the end must be those of a run of as many batches that nothing disturbs."""
+    with engine_for(Model(reentrant), config) as engine:
+        yield (client := Client(engine))
+        found = result_of(client)
+    assert differences(found, undisturbed(config, reentrant, data[: len(found.losses)])) == []
+
+
 # ---- gradients are held ----------------------------------------------------------------------------------------------
 
 
 @KINDS
 def test_the_batch_never_happened(tier: str, reentrant: bool | None, disk: Path) -> None:
     config, data = config_for(tier, disk, 1.0), batches(40)
-    with engine_for(Model(reentrant), config) as engine:
-        client, good = Client(engine), iter(data)
+    with as_if_undisturbed(config, data, reentrant) as client:
+        engine = client.engine
+        good = iter(data)
         for place, error in zip(places(reentrant), itertools.cycle(ERRORS)):
             client.fail(batches(1, seed=7)[0], place, error)
             client.train([next(good)])
             check_that_nothing_is_left(engine)
-        found = result_of(client)
-    expected = undisturbed(config, reentrant, data[: len(found.losses)])
-    assert differences(found, expected) == []
 
 
 @KINDS
@@ -81,8 +90,9 @@ def test_in_an_accumulation(tier: str, reentrant: bool | None, disk: Path) -> No
     """Before anything was added to the sum, the micro-batch never happened; after that, the step begins anew."""
     config, data = config_for(tier, disk, 1.0, accumulation=3), batches(3 * 60)
     refused = 0
-    with engine_for(Model(reentrant), config) as engine:
-        client, steps = Client(engine), windows(data, 3)
+    with as_if_undisturbed(config, data, reentrant) as client:
+        engine = client.engine
+        steps = windows(data, 3)
         for at in range(3):
             for place in places(reentrant)[at::3]:
                 step = next(steps)
@@ -100,15 +110,13 @@ def test_in_an_accumulation(tier: str, reentrant: bool | None, disk: Path) -> No
                 else:
                     client.train(step[at:])
                 check_that_nothing_is_left(engine)
-        found = result_of(client)
     assert refused >= 4
-    assert differences(found, undisturbed(config, reentrant, data[: len(found.losses)])) == []
 
 
 def test_a_step_with_nothing_to_apply_is_refused() -> None:
     config, data = ds_config({"window": 2}), batches(2)
-    with engine_for(Model(), config) as engine:
-        client = Client(engine)
+    with as_if_undisturbed(config, data) as client:
+        engine = client.engine
         client.train(data[:1])
         client.fail(batches(1, seed=7)[0], "backward of block 1")
         for _ in range(2):
@@ -116,14 +124,12 @@ def test_a_step_with_nothing_to_apply_is_refused() -> None:
                 engine.step()
         client.train(data[1:])
         assert engine.global_steps == 2
-        found = result_of(client)
-    assert differences(found, undisturbed(config, None, data)) == []
 
 
 def test_a_step_with_a_spoilt_sum_is_refused() -> None:
     config, data = ds_config({"window": 2}, accumulation=2), batches(2)
-    with engine_for(Model(), config) as engine:
-        client = Client(engine)
+    with as_if_undisturbed(config, data) as client:
+        engine = client.engine
         client.train(batches(1, seed=5))
         client.fail(batches(1, seed=7)[0], "backward of block 1")
         with pytest.raises(SlideError, match=REFUSED):
@@ -132,67 +138,56 @@ def test_a_step_with_a_spoilt_sum_is_refused() -> None:
         client.losses.clear()
         client.train(data)
         assert engine.global_steps == 1
-        found = result_of(client)
-    assert differences(found, undisturbed(config, None, data)) == []
 
 
 def test_zero_grad_before_every_micro_batch_has_no_effect_as_on_stock() -> None:
     """Where no exception has spoilt the sum. `engine.optimizer.zero_grad()` drops one, as on stock."""
     config, data = ds_config({"window": 2}, accumulation=3), batches(6)
-    with engine_for(Model(), config) as engine:
-        client = Client(engine)
+    with as_if_undisturbed(config, data) as client:
+        engine = client.engine
         for batch in data:
             engine.zero_grad()
             client.train([batch])
         assert engine.global_steps == 2
-        found = result_of(client)
-    assert differences(found, undisturbed(config, None, data)) == []
 
 
 def test_zero_grad_between_backward_and_step_has_no_effect_where_updates_do_not_wait() -> None:
     config, data = ds_config({"window": 2}, clip=0.0), batches(2)
-    with engine_for(Model(), config) as engine:
-        client = Client(engine)
+    with as_if_undisturbed(config, data) as client:
+        engine = client.engine
         for batch in data:
             loss = engine(**batch)
             engine.backward(loss)
             engine.zero_grad()
             engine.step()
             client.losses.append(loss.item())
-        found = result_of(client)
-    assert differences(found, undisturbed(config, None, data)) == []
 
 
 def test_a_gradient_for_the_client_alone_is_no_interrupted_backward() -> None:
     """`torch.autograd.grad` ends without DeepSpeed's epilogue."""
     config, data = ds_config({"window": 2}), batches(2)
-    with engine_for(Model(), config) as engine:
-        client = Client(engine)
+    with as_if_undisturbed(config, data) as client:
+        engine = client.engine
         for batch in data:
             noise = torch.zeros((), requires_grad=True)
             assert torch.autograd.grad(engine(**batch) * (1 + noise), noise)[0] != 0
             client.train([batch])
-        found = result_of(client)
-    assert differences(found, undisturbed(config, None, data)) == []
 
 
 def test_loss_backward_after_an_interrupted_engine_backward() -> None:
     """DeepSpeed leaves out the end of a backward of the loss itself, as long as it counts another one as under way."""
     config, data = ds_config({"window": 2}), batches(4)
-    with engine_for(Model(), config) as engine:
-        client = Client(engine)
+    with as_if_undisturbed(config, data) as client:
         for batch in data:
             client.fail(batches(1, seed=7)[0], "backward of block 1")
             client.train([batch], backward=lambda loss: loss.backward())
-        found = result_of(client)
-    assert differences(found, undisturbed(config, None, data)) == []
 
 
 def test_the_same_graph_once_more() -> None:
     """By engine.backward(). DeepSpeed gives a second backward of the loss itself no end: its step is refused."""
     config, data = ds_config({"window": 2}), batches(3)
-    with engine_for(Model(), config) as engine:
-        client = Client(engine)
+    with as_if_undisturbed(config, data) as client:
+        engine = client.engine
         for batch in data:
             for backward in (torch.Tensor.backward, engine.backward):
                 loss = engine(**batch)
@@ -205,15 +200,13 @@ def test_the_same_graph_once_more() -> None:
                         engine.step()
             engine.step()
             client.losses.append(loss.item())
-        found = result_of(client)
-    assert differences(found, undisturbed(config, None, data)) == []
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipping", "immediate"])
 def test_memory_runs_out_while_gradients_are_packed(clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """More often than there are buffers for it: each is given back."""
     config, data = ds_config({"window": 2}, clip=clip), batches(5)
-    pack, calls = sources.collect_by_torch, itertools.count()
+    pack, calls = Identity.encode_by_torch, itertools.count()
 
     def collect(*arguments: Any, **options: Any) -> None:
         if failing and next(calls) % 2 == held:
@@ -222,9 +215,9 @@ def test_memory_runs_out_while_gradients_are_packed(clip: float, monkeypatch: py
 
     held = int(clip > 0)  # without clipping: the first, before the first update
     failing = False
-    monkeypatch.setattr(sources, "collect_by_torch", collect)
-    with engine_for(Model(), config) as engine:
-        client = Client(engine)
+    monkeypatch.setattr(Identity, "encode_by_torch", collect)
+    with as_if_undisturbed(config, data) as client:
+        engine = client.engine
         for batch in data:
             failing, calls = True, itertools.count()
             with pytest.raises(torch.OutOfMemoryError):
@@ -232,8 +225,6 @@ def test_memory_runs_out_while_gradients_are_packed(clip: float, monkeypatch: py
             failing = False
             client.train([batch])
             check_that_nothing_is_left(engine)
-        found = result_of(client)
-    assert differences(found, undisturbed(config, None, data)) == []
 
 
 def test_the_head_of_a_streamed_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,8 +274,9 @@ def test_without_clipping(tier: str, reentrant: bool | None, disk: Path, tmp_pat
     """Before the first update the batch never happened. After it nothing goes on but from a checkpoint."""
     config, data = config_for(tier, disk, 0.0), batches(40)
     mixed = 0
-    with engine_for(Model(reentrant), config) as engine:
-        client, good = Client(engine), iter(data)
+    with as_if_undisturbed(config, data, reentrant) as client:
+        engine = client.engine
+        good = iter(data)
         for place, error in zip(places(reentrant)[::2], itertools.cycle(ERRORS)):
             engine.save_checkpoint(tmp_path, "last")
             client.fail(batches(1, seed=7)[0], place, error)
@@ -294,9 +286,7 @@ def test_without_clipping(tier: str, reentrant: bool | None, disk: Path, tmp_pat
                 engine.load_checkpoint(tmp_path, "last")
             client.train([next(good)])
             check_that_nothing_is_left(engine)
-        found = result_of(client)
     assert mixed >= 3
-    assert differences(found, undisturbed(config, reentrant, data[: len(found.losses)])) == []
 
 
 def check_that_all_is_refused(engine: Any, folder: Path) -> None:
@@ -323,8 +313,8 @@ def check_that_all_is_refused(engine: Any, folder: Path) -> None:
 
 def test_a_step_that_ends_half_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config, data = ds_config({"window": 2}), batches(2)
-    with engine_for(Model(), config) as engine:
-        client = Client(engine)
+    with as_if_undisturbed(config, data) as client:
+        engine = client.engine
         client.train(data[:1])
         engine.save_checkpoint(tmp_path, "last")
         runtime = engine.optimizer.runtime
@@ -343,8 +333,6 @@ def test_a_step_that_ends_half_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         check_that_all_is_refused(engine, tmp_path)
         engine.load_checkpoint(tmp_path, "last")
         client.train(data[1:])
-        found = result_of(client)
-    assert differences(found, undisturbed(config, None, data)) == []
 
 
 # ---- what a forward has opened ---------------------------------------------------------------------------------------
@@ -354,8 +342,8 @@ def test_a_step_that_ends_half_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_an_interrupt_leaves_no_hooks_open(around: bool) -> None:
     """Ctrl-C within a block: the client's own context closes what is on top of the stack, which is the block's."""
     config, data = ds_config({"window": 2}), batches(BLOCKS)
-    with engine_for(Model(), config) as engine:
-        client = Client(engine)
+    with as_if_undisturbed(config, data) as client:
+        engine = client.engine
         for index, batch in enumerate(data):
             client.model.trap.set(f"forward of block {index}", Interrupt)
             with pytest.raises(Interrupt):
@@ -366,23 +354,19 @@ def test_an_interrupt_leaves_no_hooks_open(around: bool) -> None:
                     engine(**batch)
             client.train([batch])
             check_that_nothing_is_left(engine)
-        found = result_of(client)
-    assert differences(found, undisturbed(config, None, data)) == []
     assert hooks_around() is None
 
 
 def test_an_interrupt_in_an_evaluation() -> None:
     config, data = ds_config({"window": 2}), batches(4)
-    with engine_for(Model(), config) as engine:
-        client = Client(engine)
+    with as_if_undisturbed(config, data) as client:
+        engine = client.engine
         for batch in data:
             client.model.trap.set("forward of block 2", Interrupt)
             with pytest.raises(Interrupt), torch.no_grad():
                 client.model(**batch)
             client.train([batch])
             check_that_nothing_is_left(engine)
-        found = result_of(client)
-    assert differences(found, undisturbed(config, None, data)) == []
 
 
 class InPlaceBlock(nn.Module):

@@ -68,7 +68,7 @@ def small() -> Any:
     return llama(num_hidden_layers=2)
 
 
-@pytest.mark.parametrize("part", ["make_ssd_gradients", "_rings", "running", "CpuUpdater"])
+@pytest.mark.parametrize("part", ["provide_buffers", "_rings", "running", "CpuUpdater"])
 def test_an_engine_that_fails_while_it_is_built(part: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory, say, that cannot be had: after the files were made, and before or after the threads were started."""
 

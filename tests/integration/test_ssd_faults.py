@@ -9,7 +9,6 @@ import contextlib
 import errno
 import itertools
 import os
-import random
 import re
 import shutil
 import signal
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ssd_fault_runs import Launcher, Run, launched
+from ssd_fault_runs import Launcher, Run, launched, needs_shim
 from traps import mounts, plant, plant_replaced, precious, tree
 
 from ds_slide.checkpoint.leftovers import REPLACED, SAVING
@@ -43,22 +42,13 @@ def start(disk: Path, slide: dict[str, Any] | None = None, **options: Any) -> li
 
 
 @pytest.fixture(scope="module")
-def whole(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], tuple[Path, dict]]:
-    """For a clipping value: a folder with a checkpoint of step SAVED, and what the run gave that went on to STEPS."""
-    made: dict[float, tuple[Path, dict]] = {}
-
-    def run(clip: float = 1.0) -> tuple[Path, dict]:
-        if clip not in made:
-            folder = tmp_path_factory.mktemp("whole")
-            actions = [["train", SAVED], ["save", str(folder / "saves"), "base"], ["digest", "saved"]]
-            (folder / "disk").mkdir()
-            result = launcher.run(
-                start(folder / "disk", clip=clip), *actions, ["train", STEPS - SAVED], ["digest", "end"], ["destroy"]
-            )
-            made[clip] = folder / "saves", result
-        return made[clip]
-
-    return run
+def whole(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder with a checkpoint of step SAVED, and what the run gave that went on to STEPS."""
+    folder = tmp_path_factory.mktemp("whole")
+    actions = [["train", SAVED], ["save", str(folder / "saves"), "base"], ["digest", "saved"]]
+    (folder / "disk").mkdir()
+    rest = [["train", STEPS - SAVED], ["digest", "end"], ["destroy"]]
+    return folder / "saves", launcher.run(start(folder / "disk"), *actions, *rest)
 
 
 def check_bits(result: dict[str, Any], whole: dict[str, Any]) -> None:
@@ -82,20 +72,15 @@ def check_failure(run: Run, disk: Path, *parts: str) -> None:
 # ---- the disk fails ------------------------------------------------------------------------------------------------
 
 
-def needs_shim(launcher: Launcher) -> None:
-    if launcher.shim is None:
-        pytest.skip("needs a C compiler for the shim")
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_short_and_interrupted_transfers_are_invisible(
     launcher: Launcher, whole: Any, disk: Path, backend: str
 ) -> None:
-    needs_shim(launcher)
+    needs_shim()
     faults = [(5, 3 * PAGE, 0), (5, -1, errno.EINTR), (7, -1, errno.EAGAIN), (0, -1, 0)]
     actions = [action for fault in faults for action in (["faults", *fault], ["train", 1])]
     result = launcher.run(start(disk, {"io_backend": backend}), *actions, ["repeated"], ["digest", "end"])
-    check_bits(result, whole()[1])
+    check_bits(result, whole[1])
     assert result["repeated"] > 30
     assert not list(disk.iterdir())
 
@@ -113,7 +98,7 @@ FAST = {("io_uring", "EIO", 1.0), ("libaio", "ENOSPC", 0.0), ("threads", "EIO", 
 def test_a_failing_disk_ends_training_with_one_sentence(
     launcher: Launcher, disk: Path, backend: str, error: str, clip: float
 ) -> None:
-    needs_shim(launcher)
+    needs_shim()
     code = getattr(errno, error)
     slide = {"io_backend": backend}
     run = launcher.begin(start(disk, slide, clip=clip), ["train", 2], ["faults", 23, -1, code], ["train", 3])
@@ -128,8 +113,8 @@ def test_a_failing_disk_ends_training_with_one_sentence(
 @pytest.mark.slow
 def test_a_disk_that_fails_outside_of_training(launcher: Launcher, whole: Any, disk: Path, backend: str) -> None:
     """While a checkpoint is loaded or saved and while states are read: a sentence, and nothing else is lost."""
-    needs_shim(launcher)
-    saves = shutil.copytree(whole()[0], disk.parent / "saves")
+    needs_shim()
+    saves = shutil.copytree(whole[0], disk.parent / "saves")
     fault, mended = ["faults", 5, -1, errno.EIO], ["faults", 0, -1, 0]
     for action in (["load", str(saves)], ["digest", "end"], ["save", str(saves), "base"]):
         run = launcher.begin(start(disk, {"io_backend": backend}), ["train", 1], fault, action)
@@ -139,12 +124,12 @@ def test_a_disk_that_fails_outside_of_training(launcher: Launcher, whole: Any, d
     result = launcher.run(
         start(disk), mended, ["load", str(saves)], ["digest", "saved"], ["train", STEPS - SAVED], ["digest", "end"]
     )
-    check_bits(result, whole()[1])
+    check_bits(result, whole[1])
 
 
 def test_a_script_may_catch_the_error_and_begin_anew(launcher: Launcher, whole: Any, disk: Path) -> None:
-    needs_shim(launcher)
-    saves, expected = whole()
+    needs_shim()
+    saves, expected = whole
     fault, mended = ["faults", 23, -1, errno.EIO], ["faults", 0, -1, 0]
     result = launcher.run(
         *(start(disk), ["train", 1], fault, ["failing", ["train", 3]], ["failing", ["train", 1]], ["destroy"]),
@@ -157,7 +142,7 @@ def test_a_script_may_catch_the_error_and_begin_anew(launcher: Launcher, whole: 
 
 
 def test_a_disk_that_fails_at_start(launcher: Launcher, disk: Path) -> None:
-    needs_shim(launcher)
+    needs_shim()
     run = launcher.begin(["faults", 5, -1, errno.EIO], start(disk, {"io_backend": "threads"}))
     check_failure(run, disk, UNNAMED, "Input/output error", "kernel's log")
 
@@ -202,7 +187,7 @@ def test_others_that_fill_the_disk_meanwhile_do_no_harm(
     disk = small_disk(16)
     result = launcher.run(start(disk), ["train", 1], ["fill_disk"], ["train", STEPS - 1], ["digest", "end"])
     assert result["filled"] == errno.ENOSPC
-    check_bits(result, whole()[1])
+    check_bits(result, whole[1])
     assert [path.name for path in disk.iterdir()] == ["other"]
 
 
@@ -235,7 +220,7 @@ def test_two_runs_in_one_missing_directory(launcher: Launcher, whole: Any, disk:
     ]
     assert [run.end() for run in runs] == [0, 0], [run.log[-2000:] for run in runs]
     for run in runs:
-        check_bits(run.result, whole()[1])
+        check_bits(run.result, whole[1])
     assert not list(disk.iterdir())
 
 
@@ -268,7 +253,7 @@ def test_a_state_file_that_is_removed_does_no_harm(launcher: Launcher, whole: An
     actions = (["train", 1], ["remove_state_file", what], ["train", STEPS - 1], ["digest", "end"])
     run = launcher.begin(["keep_names"], start(disk), *actions)
     assert run.end() == 0, run.log[-3000:]
-    check_bits(run.result, whole()[1])
+    check_bits(run.result, whole[1])
     assert "could not be removed" not in run.log
     assert not list(disk.iterdir())
 
@@ -296,14 +281,14 @@ PHASES = {
 FAST_PHASES = ("update", "publish")
 
 
-def check_resume(launcher: Launcher, whole: Any, disk: Path, saves: Path, clip: float = 1.0) -> int:
+def check_resume(launcher: Launcher, whole: Any, disk: Path, saves: Path) -> int:
     """The next run removes what a dead one has left, and ends with the bits of a run that nobody killed.
 
     Returns the step of the checkpoint. What a save that was killed has left goes with the next save.
     """
     actions = [["load", str(saves)], ["train_to", STEPS], ["digest", "end"], ["save", str(saves), "base"]]
-    result = launcher.run(start(disk, clip=clip), *actions)
-    check_bits(result, whole(clip)[1])
+    result = launcher.run(start(disk), *actions)
+    check_bits(result, whole[1])
     assert result["entries"] == []
     assert not list(disk.iterdir())
     assert sorted(path.name for path in saves.iterdir()) == ["base", "latest", "zero_to_fp32.py", "zero_to_torch.py"]
@@ -315,7 +300,7 @@ def check_resume(launcher: Launcher, whole: Any, disk: Path, saves: Path, clip: 
 )
 def test_a_kill_loses_nothing_that_was_saved(launcher: Launcher, whole: Any, disk: Path, phase: str) -> None:
     """The run that is killed has resumed from the checkpoint of SAVED steps, trains one more and replaces it."""
-    saves = shutil.copytree(whole()[0], disk.parent / "saves")
+    saves = shutil.copytree(whole[0], disk.parent / "saves")
     kill = ["at", *PHASES[phase], "kill", signal.SIGKILL]
     actions = [["load", str(saves)], kill, ["train", 1], ["save", str(saves), "base"]]
     run = launcher.begin(start(disk, {"debug": {"lane_delay_ms": 1.0}}), *actions)
@@ -328,7 +313,7 @@ def test_a_kill_loses_nothing_that_was_saved(launcher: Launcher, whole: Any, dis
 @pytest.mark.parametrize("phase", ["load", pytest.param("start", marks=pytest.mark.slow)])
 def test_a_kill_before_training(launcher: Launcher, whole: Any, disk: Path, phase: str) -> None:
     """While weights are placed, and while a checkpoint is written over them."""
-    saves = shutil.copytree(whole()[0], disk.parent / "saves")
+    saves = shutil.copytree(whole[0], disk.parent / "saves")
     kill = ["at", "ds_slide.store.ssd.store:SsdStore.write_now", 4, "kill", signal.SIGKILL]
     load = ["load", str(saves)]
     run = launcher.begin(*((kill, start(disk)) if phase == "start" else (start(disk), kill, load)))
@@ -337,33 +322,11 @@ def test_a_kill_before_training(launcher: Launcher, whole: Any, disk: Path, phas
     check_resume(launcher, whole, disk, saves)
 
 
-@pytest.mark.parametrize("clip", [1.0, 0.0])
-@pytest.mark.slow
-def test_kills_at_random_instants(launcher: Launcher, whole: Any, disk: Path, clip: float) -> None:
-    """Twelve times: resume, train, save again and again, and die somewhere."""
-    rng = random.Random(int(clip))
-    saves = shutil.copytree(whole(clip)[0], disk.parent / "saves")
-    other = disk.parent / "other"
-    for number in range(12):
-        fifo = disk.parent / f"fifo{number}"
-        os.mkfifo(fifo)
-        again = [action for _ in range(20) for action in (["train", 1], ["save", str(other), "tag"])]
-        slide = {"io_backend": BACKENDS[number % 3], "debug": {"lane_delay_ms": 1.0, "seed": number}}
-        run = launcher.begin(start(disk, slide, clip=clip), ["tell", str(fifo)], ["load", str(saves)], *again)
-        fifo.read_text()
-        assert not run.has_ended(rng.uniform(0.0, 2.0)), run.log[-3000:]
-        run.kill()
-        assert run.end() == -signal.SIGKILL
-    check_resume(launcher, whole, disk, saves, clip)
-    if (other / "latest").exists():
-        launcher.run(start(disk, clip=clip), ["load", str(other)], ["train", 1])
-
-
 @pytest.mark.parametrize("phase", [*PHASES, "load"])
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing(launcher: Launcher, whole: Any, disk: Path, phase: str) -> None:
     """At any instant; also the checkpoint that was being saved is whole or not there."""
-    saves = shutil.copytree(whole()[0], disk.parent / "saves")
+    saves = shutil.copytree(whole[0], disk.parent / "saves")
     where = PHASES.get(phase, ["ds_slide.store.ssd.store:SsdStore.write_now", 4])
     stop, train = ["at", *where, "kill", signal.SIGINT], [["train", 1], ["save", str(saves), "base"]]
     load = ["load", str(saves)]
@@ -382,7 +345,7 @@ def test_an_ordinary_signal_leaves_nothing(launcher: Launcher, whole: Any, disk:
     assert run.end() == -number, run.log[-3000:]
     assert not list(disk.iterdir())
     if number == signal.SIGTERM:
-        check_resume(launcher, whole, disk, shutil.copytree(whole()[0], disk.parent / "saves"))
+        check_resume(launcher, whole, disk, shutil.copytree(whole[0], disk.parent / "saves"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -395,7 +358,7 @@ def test_files_with_names_go_at_the_end_or_with_the_next_start(
     assert re.fullmatch(f"{disk}/{NAMED}", run.result["paths"][0])
     assert len(list(disk.iterdir())) == (0 if number == signal.SIGINT else 1)
     if number == signal.SIGKILL:
-        check_resume(launcher, whole, disk, shutil.copytree(whole()[0], disk.parent / "saves"))
+        check_resume(launcher, whole, disk, shutil.copytree(whole[0], disk.parent / "saves"))
 
 
 def test_a_run_that_saves_and_loads_ends_cleanly(launcher: Launcher, whole: Any, disk: Path) -> None:
@@ -404,7 +367,7 @@ def test_a_run_that_saves_and_loads_ends_cleanly(launcher: Launcher, whole: Any,
     twice = [["save", saves, "tag"], ["save", saves, "tag"], ["load", saves]]
     run = launcher.begin(start(disk), ["train", 1], *twice, ["train", STEPS - 1], ["digest", "end"])
     assert run.end() == 0, run.log[-3000:]
-    check_bits(run.result, whole()[1])
+    check_bits(run.result, whole[1])
     assert "terminate" not in run.log and "Traceback" not in run.log and "Exception" not in run.log, run.log
     assert not list(disk.iterdir())
 

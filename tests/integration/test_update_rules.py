@@ -22,6 +22,7 @@ from harness import (
     engine_for,
     exchanged,
     llama,
+    on_ssd,
     states_of,
     sum_gradients_by_block,
     to_bf16,
@@ -122,19 +123,15 @@ def test_no_tier_changes_a_bit(name: str, clip: float, tmp_path: Path, monkeypat
     config = CASES[name].config({"window": 2, "gpu_states": SOME_STATES}, clip=clip)
     assert differences(trained(name, config), in_host_memory(name, clip)) == []
     config = CASES[name].config({"window": 2, "host_memory": 0}, clip=clip)
-    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    config["zero_optimization"] |= {"offload_param": nvme, "offload_optimizer": nvme}
-    assert differences(trained(name, config), in_host_memory(name, clip)) == []
+    assert differences(trained(name, on_ssd(config, tmp_path)), in_host_memory(name, clip)) == []
 
 
 def test_a_unit_without_any_optimizer_buffer_trains_from_ssd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32 weights under SGD without momentum: their chunks on SSD hold nothing."""
     monkeypatch.setattr("ds_slide.plan.ssd_settings.CHUNK_NUMEL", 4096)
-    on_ssd = CASES["sgd"].config({"window": 2, "host_memory": 0}, bf16=None)
-    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    on_ssd["zero_optimization"] |= {"offload_param": nvme, "offload_optimizer": nvme}
+    there = on_ssd(CASES["sgd"].config({"window": 2, "host_memory": 0}, bf16=None), tmp_path)
     in_memory = CASES["sgd"].config({"window": 2}, bf16=None)
-    assert differences(trained("sgd", on_ssd), trained("sgd", in_memory)) == []
+    assert differences(trained("sgd", there), trained("sgd", in_memory)) == []
 
 
 def published_lion(own: nn.Module, params: dict[str, Any]) -> Callable[[], None]:
@@ -188,8 +185,7 @@ def test_a_resumed_run_continues_to_the_bit(name: str, device: str, tmp_path: Pa
     case = CASES[name]
     config = case.config({"window": 2, **({"host_memory": 0} if device == "nvme" else {})})
     if device == "nvme":
-        nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-        config["zero_optimization"] |= {"offload_param": nvme, "offload_optimizer": nvme}
+        on_ssd(config, tmp_path)
     with engine_for(model(), config) as engine:
         train(engine, batches(STEPS))
         engine.save_checkpoint(tmp_path / "saved")

@@ -9,7 +9,7 @@ import deepspeed
 import pytest
 import two_ranks
 from allocated import counted
-from harness import ds_config, engine_for, llama
+from harness import ds_config, engine_for, llama, on_ssd
 from tight_memory import room_for_gradients_of
 
 STREAM = {"stream_head": True}
@@ -40,10 +40,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def config_of(name: str, disk: Path) -> dict[str, Any]:
     slide, settings = RUNS[name]
     config = ds_config(slide, **settings)
-    if name.startswith("ssd"):
-        for section in ("offload_param", "offload_optimizer"):
-            config["zero_optimization"][section] = {"device": "nvme", "nvme_path": str(disk)}
-    return config
+    return on_ssd(config, disk) if name.startswith("ssd") else config
 
 
 @pytest.fixture(autouse=True)

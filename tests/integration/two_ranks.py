@@ -1,12 +1,9 @@
-"""Ranks of one test module over gloo: forks of a process that runs a worker script once, and its side of it."""
+"""Ranks of one test module over gloo: forks of a worker script, and their side of it."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,34 +11,15 @@ from typing import Any
 
 import deepspeed
 import torch
-from forking import ONE_THREAD, ask_cpu_once, require_one_thread
+import warm
 
 HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parents[1]
 RANKS = 2
-TIMEOUT_S = 240
 
 
-def run(worker: str, folder: Path, timeout_s: float = TIMEOUT_S) -> Path:
+def run(worker: str, folder: Path, timeout_s: float = warm.PATIENCE_S) -> Path:
     """Runs `python WORKER FOLDER`, which is to call `fork_ranks`; fails with the end of the logs. Returns `folder`."""
-    environment = {
-        **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-        **ONE_THREAD,
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
-    }
-    with (folder / "log").open("w") as output:
-        command = [sys.executable, str(HERE / worker), str(folder)]
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    code = None
-    try:
-        code = process.wait(timeout=timeout_s)
-    finally:
-        if code != 0:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    code = warm.start(HERE / worker, folder, folder=folder).end(timeout_s)
     assert code == 0, "\n".join(log.read_text(errors="replace")[-4000:] for log in _logs(folder))
     return folder
 
@@ -57,17 +35,8 @@ def seen_by(folder: Path, ranks: int = RANKS) -> list[Any]:
 
 
 def fork_ranks(main: Callable[[int, Path], None]) -> None:
-    """The worker's script: `main(rank, folder)` on each rank. What takes seconds is done once, before the forks."""
-    prepare()
+    """The worker's script: `main(rank, folder)` on each rank."""
     fork_world(RANKS, main, Path(sys.argv[1]))
-
-
-def prepare() -> None:
-    """What takes seconds, for all ranks that are forked afterwards."""
-    for name in ("deepspeed.runtime.zero.muon.muon_optimizer", "ds_slide.integration.optimizer", "torch._dynamo"):
-        importlib.import_module(name)
-    ask_cpu_once()
-    require_one_thread()
 
 
 def fork_world(ranks: int, main: Callable[[int, Path], None], folder: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import two_ranks
-from harness import ds_config, engine_for, states_of
+from harness import ds_config, engine_for, on_ssd, states_of
 from torch import nn
 from universal import convert, universal
 from world_two_worker import OddModel, freeze, tokens_of, train
@@ -62,8 +62,7 @@ def engine_of(slide: dict[str, Any] | None, seed: int, disk: Path | None = None,
     config = ds_config(None if slide is None else {"window": 2, **slide}, scheduler=WARMUP, **others)
     config["zero_optimization"]["sub_group_size"] = 5_000
     if disk is not None:
-        nvme = {"device": "nvme", "nvme_path": str(disk)}
-        config["zero_optimization"] |= {"offload_optimizer": nvme, "offload_param": nvme}
+        on_ssd(config, disk)
     return engine_for(model, config, model_parameters=groups_of(model))
 
 
@@ -109,7 +108,6 @@ def load(rank: int, folder: Path, world: int) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    two_ranks.prepare()
     for phase in (save, load):
         for world in WORLDS:
             (folder / f"{phase.__name__}{world}").mkdir()

@@ -29,7 +29,7 @@ from torch import nn
 
 from ds_slide.errors import SlideError
 
-STEPS = 12
+STEPS = 8  # half of them are whole windows of two micro-batches
 HIDDEN, TOKENS = 33, 257
 DELAYED = {"window": 2, "debug": {"lane_delay_ms": 1.0, "seed": 3}}
 GATHERED = {**DELAYED, "share_weights": False, "gpu_states": 20_000}

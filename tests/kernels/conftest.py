@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-# The test files import `norm_checks`, `test_linear_cross_entropy` and `references` (each kernel in plain torch, at any
+# The test files of these folders import `norm_checks`, `losses` and `references` (each kernel in plain torch, at any
 # precision) by these names.
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / "norm"), str(HERE / "loss")]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
+import warm
 from torch import nn
 
 from ds_slide.model import ParameterInfo, build_layout, find_structure, parameter_numel, parameter_shape, piece
@@ -67,26 +64,13 @@ def compare_with_deepspeed(rank: int, rendezvous: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 def test_two_ranks_hold_the_pieces_of_the_layout(tmp_path: Path) -> None:
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(tmp_path / "rendezvous")],
-            env=environment | {"LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(WORLD_SIZE)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * WORLD_SIZE, "\n".join(outputs)
-    assert all(output.rstrip().endswith(SUCCESS) for output in outputs)
+    runs = []
+    for rank in range(WORLD_SIZE):
+        (folder := tmp_path / str(rank)).mkdir()
+        runs.append(warm.start(__file__, str(rank), tmp_path / "rendezvous", folder=folder, LOCAL_RANK=str(rank)))
+    assert [run.end() for run in runs] == [0] * WORLD_SIZE, "\n".join(run.log for run in runs)
+    assert all(run.log.rstrip().endswith(SUCCESS) for run in runs)
 
 
 if __name__ == "__main__":

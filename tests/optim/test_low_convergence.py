@@ -12,8 +12,6 @@ from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.low_precision import STATE_FORMATS, from_fp32, to_fp32
 
-from .adamw_calls import updater_adamw_
-
 VOCABULARY, LENGTH, BATCH, WIDTH, STEPS = 24, 24, 24, 48, 240
 
 
@@ -27,10 +25,8 @@ class Moments:
         self.updater = CpuUpdater(1)
 
     def step(self, weight: torch.Tensor, grad: torch.Tensor, hyper: AdamWHyper) -> None:
-        updater_adamw_(
-            self.updater, weight, None, self.exp_avg, self.exp_avg_sq, grad, hyper,
-            exp_avg_scale=self.scales[0], exp_avg_sq_scale=self.scales[1], seed=11,
-        )  # fmt: skip
+        moments = (self.exp_avg, self.exp_avg_sq)
+        self.updater.update_(weight, None, moments, grad, hyper, scales=self.scales, seed=11)
 
     @property
     def second(self) -> torch.Tensor:

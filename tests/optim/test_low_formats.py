@@ -13,8 +13,6 @@ from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.low_precision import STATE_FORMATS, from_fp32, least_level, to_fp32
 from ds_slide.optim.rounding import random_bits, round_8bit, round_bf16
 
-from .adamw_calls import updater_adamw_
-
 SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["exp_avg", "exp_avg_sq"])
 
 
@@ -158,8 +156,8 @@ def test_zero_gradients_decay_the_moments_and_nothing_else(state):
     weight = torch.zeros(numel)
     for step in range(1, 51):
         hyper = AdamWHyper(lr=0.0, betas=(0.9, 0.99), step=step)
-        updater_adamw_(CpuUpdater(1), weight, None, exp_avg, exp_avg_sq, torch.zeros(numel), hyper,
-                             exp_avg_scale=m_scale, exp_avg_sq_scale=v_scale, seed=3)  # fmt: skip
+        moments, scales = (exp_avg, exp_avg_sq), (m_scale, v_scale)
+        CpuUpdater(1).update_(weight, None, moments, torch.zeros(numel), hyper, scales=scales, seed=3)
     assert not weight.any()
     ends = [to_fp32(exp_avg, m_scale, signed=True), to_fp32(exp_avg_sq, v_scale, signed=False)]
     for begin, end, beta in zip(start, ends, (0.9, 0.99), strict=True):
@@ -168,8 +166,7 @@ def test_zero_gradients_decay_the_moments_and_nothing_else(state):
             torch.testing.assert_close(end, begin * beta**50, rtol=1e-5, atol=0)
     fresh = [torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)]
     scales = [None if each is None else torch.zeros_like(each) for each in (m_scale, v_scale)]
-    updater_adamw_(CpuUpdater(1), weight, None, *fresh, torch.zeros(numel), AdamWHyper(lr=1.0),
-                         exp_avg_scale=scales[0], exp_avg_sq_scale=scales[1])  # fmt: skip
+    CpuUpdater(1).update_(weight, None, fresh, torch.zeros(numel), AdamWHyper(lr=1.0), scales=scales)
     assert not any(each.any() for each in (weight, *fresh, *(s for s in scales if s is not None)))
 
 
@@ -194,8 +191,8 @@ def test_no_step_is_long_however_gradients_spread_in_a_group(state, betas):
             burst = torch.where(torch.rand(numel, generator=noise) < 0.05, 1e3, 1.0)
             grad = torch.randn(numel, generator=noise) * magnitude * burst
             before = weight.clone()
-            updater_adamw_(updater, weight, None, *moments, grad, AdamWHyper(lr=lr, betas=betas, eps=1e-30, step=step),
-                           exp_avg_scale=scales[0], exp_avg_sq_scale=scales[1], seed=4)  # fmt: skip
+            hyper = AdamWHyper(lr=lr, betas=betas, eps=1e-30, step=step)
+            updater.update_(weight, None, moments, grad, hyper, scales=scales, seed=4)
             longest[name] = max(longest[name], (weight - before).abs().max().item())
     assert longest[state] <= 1.5 * longest["fp32"]
 

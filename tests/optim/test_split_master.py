@@ -3,8 +3,6 @@ kernels."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +10,8 @@ from hypothesis import strategies as st
 
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.reference import decode_split, encode_split
+
+from .units import Unit, assert_same_bits, native, reference, unit
 
 # Keeps every weight as it is: what comes out is encode(decode(state buffers)).
 FROZEN = AdamWHyper(lr=0.0, weight_decay=0.0)
@@ -125,15 +125,10 @@ def test_the_largest_numbers_stay_apart_from_infinity() -> None:
         assert torch.equal(decode_split(hi, lo), weight)
 
 
-def state_buffers_of(weight: torch.Tensor, make_state_buffers) -> Any:
-    """The state buffers of ``weight`` with a gradient of zero; no first moment, whose sign an update would give to a
-    zero."""
-    state_buffers = make_state_buffers("bf16_split", "bf16", weight.numel())
-    state_buffers.exp_avg.zero_()
-    hi, state_buffers.remainder = encode_split(weight)
-    state_buffers.weight = hi.view(torch.bfloat16)
-    state_buffers.grad.zero_()
-    return state_buffers
+def unit_of(weight: torch.Tensor, grad: float = 0.0) -> Unit:
+    """``weight``, and no first moment, whose sign an update would give to a zero."""
+    moments = [torch.zeros(weight.numel()), torch.rand(weight.numel()) * 0.01]
+    return unit(FROZEN, weight, moments, torch.full((weight.numel(),), grad).bfloat16())
 
 
 def flushed(weight: torch.Tensor) -> torch.Tensor:
@@ -141,54 +136,46 @@ def flushed(weight: torch.Tensor) -> torch.Tensor:
     return torch.where(weight.abs() < 2.0**-126, torch.zeros(()).copysign(weight), weight)
 
 
-def test_kernels_keep_every_low_half(isa, workers, make_state_buffers, run_native):
+def test_kernels_keep_every_low_half(isa, workers):
     weight = every_low_half(UPPERS)
-    state_buffers = state_buffers_of(weight, make_state_buffers)
-    run_native(workers, state_buffers, FROZEN, isa=isa)
-    assert_split(flushed(weight), state_buffers.weight.view(torch.int16), state_buffers.remainder)
+    own = unit_of(weight)
+    native(workers, own, FROZEN, isa=isa)
+    assert_split(flushed(weight), own.weight.view(torch.int16), own.remainder)
 
 
-def test_kernels_store_state_buffers_like_the_reference(
-    isa, workers, make_state_buffers, run_native, run_reference, assert_same_bits
-):
+def test_kernels_store_state_buffers_like_the_reference(isa, workers):
     """Every upper half as stored state buffers, NaN of all kinds included, with remainders beside the tie and in it."""
-    state_buffers = make_state_buffers("bf16_split", "bf16", 1 << 18)
+    actual = unit_of(torch.zeros(1 << 18))
     upper = torch.arange(1 << 16).repeat(4)
     lower = torch.tensor([0x0000, 0x7FFF, 0x8000, 0x8001]).repeat_interleave(1 << 16)
-    state_buffers.weight = torch.where(upper >= 1 << 15, upper - (1 << 16), upper).short().view(torch.bfloat16)
-    state_buffers.remainder = torch.where(lower >= 1 << 15, lower - (1 << 16), lower).short()
-    state_buffers.grad.zero_()
-    expected = state_buffers.clone()
-    run_reference(expected, FROZEN)
-    run_native(workers, state_buffers, FROZEN, isa=isa)
-    assert_same_bits(state_buffers, expected)
+    actual.weight = torch.where(upper >= 1 << 15, upper - (1 << 16), upper).short().view(torch.bfloat16)
+    actual.remainder = torch.where(lower >= 1 << 15, lower - (1 << 16), lower).short()
+    expected = actual.clone()
+    reference(expected, FROZEN)
+    native(workers, actual, FROZEN, isa=isa)
+    assert_same_bits(actual, expected)
 
 
 @given(patterns=PATTERNS, lr=st.sampled_from([0.0, 2.0**-9, 1e-3]))
 @settings(max_examples=200, deadline=None)
-def test_kernels_update_any_bits_like_the_reference(
-    isa, workers, make_state_buffers, run_native, run_reference, assert_same_bits, patterns, lr
-):
-    state_buffers = state_buffers_of(from_bits(torch.tensor(patterns)), make_state_buffers)
-    state_buffers.grad.fill_(1.0)
-    expected = state_buffers.clone()
+def test_kernels_update_any_bits_like_the_reference(isa, workers, patterns, lr):
+    actual = unit_of(from_bits(torch.tensor(patterns)), 1.0)
+    expected = actual.clone()
     hyper = AdamWHyper(lr=lr, weight_decay=0.1)
-    run_reference(expected, hyper)
-    run_native(workers, state_buffers, hyper, isa=isa)
-    assert_same_bits(state_buffers, expected)
+    reference(expected, hyper)
+    native(workers, actual, hyper, isa=isa)
+    assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("upper_half", [0x3F80, 0x3F81])
-def test_an_update_that_lands_on_a_tie_is_kept(isa, workers, make_state_buffers, run_native, upper_half):
+def test_an_update_that_lands_on_a_tie_is_kept(isa, workers, upper_half):
     """A step of 2^-9 onto a number whose low half is 0x8000: 1.0 (or its odd neighbour) and half a unit of bf16."""
-    numel = 40
-    target = from_bits(torch.full((numel,), (upper_half << 16) + 0x8000, dtype=torch.int64))
+    target = from_bits(torch.full((40,), (upper_half << 16) + 0x8000, dtype=torch.int64))
     step_size = 2.0**-9  # a power of two, so the product below is exact
-    state_buffers = state_buffers_of(target + step_size, make_state_buffers)
     # With beta1 = beta2 = 0, eps = 0 and no bias correction the update is step_size * sign(grad).
-    state_buffers.grad.fill_(1.0)
+    own = unit_of(target + step_size, 1.0)
     hyper = AdamWHyper(lr=step_size, betas=(0.0, 0.0), eps=0.0, bias_correction=False)
-    run_native(workers, state_buffers, hyper, isa=isa)
-    assert (state_buffers.weight.view(torch.int16) == upper_half + 1).all()
-    assert (state_buffers.remainder == -0x8000).all()
-    assert torch.equal(decode_split(state_buffers.weight, state_buffers.remainder), target)
+    native(workers, own, hyper, isa=isa)
+    assert (own.weight.view(torch.int16) == upper_half + 1).all()
+    assert (own.remainder == -0x8000).all()
+    assert torch.equal(decode_split(own.weight, own.remainder), target)

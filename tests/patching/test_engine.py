@@ -14,6 +14,7 @@ from harness import batches, ds_config, engine_for, llama, to_bf16, train
 from models import ALL
 
 from ds_slide.errors import SlideConfigError, SlideError
+from ds_slide.integration.parameters import ParameterProtocol
 from ds_slide.patching.pending import PendingLogits
 from ds_slide.patching.rows import rows_of
 from ds_slide.runtime.weights import rows
@@ -64,6 +65,8 @@ def test_the_loss_of_a_streamed_head_is_that_of_a_head_on_the_gpu(
     clip: float, accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rows, "CHUNK_NUMEL", 100 * SIZES["hidden_size"])  # chunks of 100, 100 and 56 words
+    gathered, whole = [], ParameterProtocol._whole
+    monkeypatch.setattr(ParameterProtocol, "_whole", lambda *given: gathered.append(given[1].name) or whole(*given))
     results = []
     for stream in (False, True):
         model = to_bf16(llama(**SIZES))
@@ -72,6 +75,7 @@ def test_the_loss_of_a_streamed_head_is_that_of_a_head_on_the_gpu(
             results.append(train(engine, batches(STEPS * accumulation, length=12)))
             assert engine.optimizer.slide_stats()["kernels"]["replaced"] == {"loss": 1}
             assert (rows_of(model.lm_head) is not None) == stream
+            assert gathered == [], "a forward has brought the whole head to the GPU"
         assert type(model.lm_head) is torch.nn.Linear
     resident, streamed = results
     torch.testing.assert_close(streamed.losses, resident.losses, rtol=1e-3, atol=0)

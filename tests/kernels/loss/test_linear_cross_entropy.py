@@ -1,10 +1,8 @@
-"""Fused linear layer and cross-entropy against its reference in fp64: loss, gradients, chunks, refusals."""
+"""Fused linear layer and cross-entropy with its weight in one piece: shapes, chunks, what it may not compute."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,73 +11,19 @@ import torch
 
 pytest.importorskip("triton")
 
+from losses import DEVICE, OPTIONS, TOLERANCE, WAYS, Case, differentiate_whole
 from references.linear_cross_entropy import linear_cross_entropy as reference
 
-from ds_slide.errors import SlideConfigError, SlideError
+from ds_slide.errors import SlideError
 from ds_slide.kernels.loss import cross_entropy_launch, products, weight_gradient
 from ds_slide.kernels.loss import linear_cross_entropy as module
 from ds_slide.kernels.loss.linear_cross_entropy import linear_cross_entropy
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Relative to the largest element. 16-bit logits are rounded at up to 4: 2^-9 * 4 each, and their gradients once more.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-@dataclass
-class Case:
-    """One problem with fresh inputs, seeded by its shape and options."""
-
-    rows: int = 11
-    width: int = 24
-    vocabulary: int = 101
-    dtype: torch.dtype = torch.float32
-    ignored: bool = True
-    bias: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        generator = torch.Generator().manual_seed(zlib.crc32(repr(self).encode()))
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator)
-
-        hidden = normal(self.rows, self.width).to(self.dtype)
-        weight = (1.5 * normal(self.vocabulary, self.width) / self.width**0.5).to(self.dtype)
-        labels = torch.randint(self.vocabulary, (self.rows,), generator=generator)
-        if self.ignored:
-            labels[::3] = self.options.get("ignore_index", -100)
-        bias = normal(self.vocabulary).to(self.dtype).to(DEVICE) if self.bias else None
-        return hidden.to(DEVICE), weight.to(DEVICE), labels.to(DEVICE), bias
-
-
-def differentiate(function: Any, case: Case, widen: bool, grad_loss: float = 1.0) -> list[torch.Tensor]:
-    """Loss and gradients (hidden, weight and, where there is one, bias)."""
-    hidden, weight, labels, bias = case.inputs()
-    leaves = [hidden, weight] if bias is None else [hidden, weight, bias]
-    leaves = [(leaf.double() if widen else leaf).requires_grad_() for leaf in leaves]
-    options = dict(case.options, bias=leaves[2] if case.bias else None)
-    loss = function(leaves[0], leaves[1], labels, **options)
-    return [loss.detach(), *torch.autograd.grad(loss * grad_loss, leaves)]
-
-
-def compare(case: Case, grad_loss: float = 1.0) -> None:
-    found = differentiate(linear_cross_entropy, case, False, grad_loss)
-    assert_near(found, differentiate(reference, case, True, grad_loss), case.dtype)
-
-
-def assert_near(
-    found: list[torch.Tensor], expected: list[torch.Tensor], dtype: torch.dtype, scale: float = 0.0
-) -> None:
-    """Within TOLERANCE of the largest element of each result, or of `scale` where that is larger."""
-    assert found[0].dtype == torch.float32 and found[0].ndim == 0
-    for name, got, want in zip(("loss", "hidden", "weight", "bias"), found, expected, strict=False):
-        assert name == "loss" or got.dtype == dtype
-        assert got.shape == want.shape
-        # Half the smallest number that differs from zero, where a result is that small.
-        floor = 2.0**-25 if got.dtype == torch.float16 else 1e-30
-        bound = TOLERANCE[dtype] * max(want.abs().max().item(), scale) + floor
-        assert (got.double() - want).abs().max() <= bound, (name, (got.double() - want).abs().max(), bound)
+def compare(case: Case) -> None:
+    WAYS["whole"].compare(case)
 
 
 @pytest.fixture
@@ -92,34 +36,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "SLICE_BYTES", 7 * 4 * 24)
 
 
-OPTIONS = {
-    "plain": {},
-    "sum": {"reduction": "sum"},
-    "ignore_index": {"ignore_index": 5},
-    "smoothing": {"label_smoothing": 0.1},
-    "z_loss": {"z_loss": 0.02},
-    "softcap": {"softcap": 2.0},
-    "num_items": {"num_items": 37, "reduction": "sum"},
-    "all": {"label_smoothing": 0.2, "z_loss": 0.01, "softcap": 3.0, "num_items": 5},
-}
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_loss_and_gradients_agree_with_fp64(options: dict[str, Any], dtype: torch.dtype) -> None:
-    compare(Case(dtype=dtype, options=options))
-
-
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["all"]], ids=["plain", "all"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_a_bias_is_added_and_gets_its_gradient(options: dict[str, Any], dtype: torch.dtype) -> None:
-    compare(Case(bias=True, dtype=dtype, options=options))
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["all"]], ids=["plain", "all"])
-@pytest.mark.usefixtures("small_chunks")
-def test_chunks_and_blocks_are_put_together(options: dict[str, Any], dtype: torch.dtype) -> None:
     compare(Case(bias=True, dtype=dtype, options=options))
 
 
@@ -128,16 +47,6 @@ def test_chunks_and_blocks_are_put_together(options: dict[str, Any], dtype: torc
 def test_the_sum_of_any_width_is_rounded_in_its_own_place(width: int) -> None:
     """bf16 sums its left columns in the memory of the result; an odd width cannot, and a narrow one has none."""
     compare(Case(width=width, dtype=torch.bfloat16))
-
-
-@pytest.mark.parametrize("kind", ["widen", "convert"])
-@pytest.mark.usefixtures("small_chunks")
-def test_sums_without_an_accumulating_product(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind == "widen" and DEVICE == "cpu":
-        pytest.skip("torch has no product of 16-bit matrices in fp32 on the CPU")
-    monkeypatch.setattr(products, "product_kind", lambda _device, _dtype: kind)
-    compare(Case(dtype=torch.bfloat16))
-    compare(Case(dtype=torch.float16))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 17, 2), (3, 17, 64), (5, 8, 65), (2, 64, 1030)])
@@ -163,42 +72,10 @@ def test_the_reference_is_torch(options: dict[str, Any]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
 
 
-def test_num_items_as_a_tensor_is_the_int() -> None:
-    expected = differentiate(linear_cross_entropy, Case(options={"num_items": 41}), False)
-    hidden, weight, labels, _ = Case(options={"num_items": 41}).inputs()
-    hidden.requires_grad_()
-    for dtype in (torch.int64, torch.float32):
-        loss = linear_cross_entropy(hidden, weight, labels, num_items=torch.tensor(41, dtype=dtype))
-        assert torch.equal(loss, expected[0])
-        assert torch.equal(torch.autograd.grad(loss, hidden)[0], expected[1])
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("grad_loss", [65536.0, 1 / 3, -1e-3])
-def test_the_incoming_gradient_scales(grad_loss: float, dtype: torch.dtype) -> None:
-    # 16 bits of range: the products of 65,536 stay below fp16's 65,504 only because the mean divides them first.
-    compare(Case(dtype=dtype, options={"num_items": 4000}), grad_loss)
-
-
-def test_fp16_gradients_of_many_tokens_do_not_underflow() -> None:
-    # 1 / count is 2^-30 here, below anything fp16 can hold; the loss scale of 2^24 brings the result back.
-    compare(Case(dtype=torch.float16, options={"num_items": 2**30}), 2.0**24)
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_fp16_sums_may_pass_its_range_before_they_are_divided() -> None:
-    hidden = torch.full((11, 24), 3e4, dtype=torch.float16, device=DEVICE)
-    weight = torch.zeros(101, 24, dtype=torch.float16, device=DEVICE, requires_grad=True)
-    labels = torch.zeros(11, dtype=torch.int64, device=DEVICE)
-    linear_cross_entropy(hidden, weight, labels).backward()
-    expected = torch.full((24,), -3e4 * 100 / 101, device=DEVICE)
-    torch.testing.assert_close(weight.grad[0].float(), expected, rtol=2e-3, atol=0.0)
-
-
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
 def test_only_what_is_needed_is_computed(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, labels, _ = Case().inputs()
-    expected = differentiate(linear_cross_entropy, Case(), False)
+    expected = differentiate_whole(linear_cross_entropy, Case(), False)
     made = []
     monkeypatch.setattr(weight_gradient.WeightGradient, "finish", lambda self: made.append(self) or self.result)
     hidden.requires_grad_(frozen == "weight")
@@ -240,90 +117,6 @@ def test_second_derivatives_are_refused(index: int) -> None:
         gradient.square().sum().backward()
 
 
-def test_the_host_never_asks_for_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight, labels, bias = Case(bias=True, dtype=torch.bfloat16).inputs()
-    leaves = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
-    items = torch.tensor(9, device=DEVICE)
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("a value was read from the device")
-
-    linear_cross_entropy(hidden, weight, labels).backward()  # compiled, and the products tried
-    with monkeypatch.context() as patch:
-        for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
-            patch.setattr(torch.Tensor, name, refuse)
-        if DEVICE == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            for options in ({}, {"num_items": items}, {"num_items": 9}, {"reduction": "sum"}):
-                loss = linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
-                torch.autograd.grad(loss, leaves)
-        finally:
-            if DEVICE == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
-
-
-def test_strided_inputs() -> None:
-    hidden, weight, labels, _ = Case().inputs()
-    expected = linear_cross_entropy(hidden, weight, labels)
-    spread = torch.stack([hidden, hidden], dim=2)[:, :, 0]
-    for strided in (hidden.T.contiguous().T, spread):
-        assert not strided.is_contiguous()
-        columns = weight.T.contiguous().T.requires_grad_()
-        every_other = torch.stack([labels, labels], dim=1)[:, 0]
-        loss = linear_cross_entropy(strided, columns, every_other)
-        torch.testing.assert_close(loss.detach(), expected, rtol=1e-6, atol=0.0)
-
-
-def test_a_mean_over_nothing_is_nan_with_gradients_of_zero() -> None:
-    hidden, weight, labels, _ = Case().inputs()
-    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
-    loss = linear_cross_entropy(*leaves, torch.full_like(labels, -100))
-    assert torch.isnan(loss)
-    assert not any(gradient.any() for gradient in torch.autograd.grad(loss, leaves))
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_no_rows(dtype: torch.dtype) -> None:
-    _, weight, _, bias = Case(dtype=dtype, bias=True).inputs()
-    hidden = torch.zeros(0, 24, dtype=dtype, device=DEVICE, requires_grad=True)
-    leaves = [hidden, weight.requires_grad_(), bias.requires_grad_()]
-    labels = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    assert torch.isnan(linear_cross_entropy(hidden, weight, labels))
-    loss = linear_cross_entropy(hidden, weight, labels, bias=bias, reduction="sum")
-    assert loss == 0.0
-    gradients = torch.autograd.grad(loss, leaves)
-    assert [gradient.shape for gradient in gradients] == [leaf.shape for leaf in leaves]
-    assert not any(gradient.any() for gradient in gradients)
-
-
-@pytest.mark.parametrize("label", [-1, 101, 2**40])
-def test_a_label_outside_the_vocabulary_is_nan_and_stays_in_its_row(label: int) -> None:
-    hidden, weight, labels, _ = Case(ignored=False).inputs()
-    labels[4] = label
-    hidden.requires_grad_()
-    loss = linear_cross_entropy(hidden, weight, labels)
-    assert torch.isnan(loss)
-    broken = torch.isnan(torch.autograd.grad(loss, hidden)[0]).all(dim=1)
-    assert broken.nonzero().flatten().tolist() == [4]
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_large_and_infinite_logits() -> None:
-    hidden, weight, labels, _ = Case().inputs()
-    bias = torch.full((101,), float("-inf"), device=DEVICE)
-    # Whole blocks of 32 columns are masked out, the first among them, and the others are far from zero.
-    bias[40:50] = torch.linspace(-9e4, 9e4, 10, device=DEVICE)
-    labels = torch.where(labels == -100, labels, 49)
-    hidden.requires_grad_()
-    loss = linear_cross_entropy(hidden, weight, labels, bias=bias, softcap=None)
-    wide = hidden.detach().double().requires_grad_()
-    expected = reference(wide, weight.double(), labels, bias=bias.double())
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
-    found, want = torch.autograd.grad(loss, hidden)[0], torch.autograd.grad(expected, wide)[0]
-    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(("dtype", "skip"), [*((dtype, True) for dtype in TOLERANCE), (torch.float32, False)], ids=str)
 def test_the_largest_logit_may_be_anywhere(dtype: torch.dtype, skip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of +-1e4 with the maximum in each segment in turn, the last column too; beyond the vocabulary lies nan."""
@@ -357,13 +150,6 @@ def test_the_largest_logit_may_be_anywhere(dtype: torch.dtype, skip: bool, monke
     # Two units in the last place of a gradient of 1.2: the interpreter cuts bf16 off.
     assert (logits[:8].cpu().double() - gradient).abs().max() <= max(2 * torch.finfo(dtype).eps, 1e-6)
     assert losses[8] == 0.0 and not logits[8].any()
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_nan_in_one_row_shows() -> None:
-    hidden, weight, labels, _ = Case(ignored=False).inputs()
-    hidden[3, 3] = float("nan")
-    assert torch.isnan(linear_cross_entropy(hidden, weight, labels))
 
 
 def test_chunks_are_powers_of_two_within_the_limit() -> None:
@@ -421,31 +207,6 @@ def test_compiles_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     case = Case(dtype=torch.bfloat16, bias=True, options={"softcap": 3.0, "z_loss": 0.01})
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
-    expected = differentiate(linear_cross_entropy, case, False)
-    for got, want in zip(differentiate(compiled, case, False), expected, strict=True):
+    expected = differentiate_whole(linear_cross_entropy, case, False)
+    for got, want in zip(differentiate_whole(compiled, case, False), expected, strict=True):
         assert torch.equal(got, want)
-
-
-def refused_calls(as_weight: Callable[[torch.Tensor], Any]) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """(what the refusal says, arguments, options); `as_weight`: of a tensor, what the loss takes."""
-    hidden, tensor, labels, _ = Case().inputs()
-    weight = as_weight(tensor)
-    yield from [
-        ("bfloat16.*float32", (hidden.bfloat16(), weight, labels), {}),
-        ("float64", (hidden.double(), as_weight(tensor.double()), labels), {}),
-        ("flatten", (hidden[None], weight, labels), {}),
-        ("flatten", (hidden, as_weight(tensor[:, :-1]), labels), {}),
-        ("int64 labels", (hidden, weight, labels[:-1]), {}),
-        ("int64 labels", (hidden, weight, labels.int()), {}),
-        ("bias", (hidden, weight, labels), {"bias": tensor[:-1, 0]}),
-        ('"none"', (hidden, weight, labels), {"reduction": "none"}),
-        ("softcap", (hidden, weight, labels), {"softcap": 0.0}),
-        ("label_smoothing", (hidden, weight, labels), {"label_smoothing": 1.5}),
-        ("num_items", (hidden, weight, labels), {"num_items": torch.ones(1)}),
-    ]
-
-
-def test_what_cannot_be_used_is_refused() -> None:
-    for match, arguments, options in refused_calls(lambda weight: weight):
-        with pytest.raises(SlideConfigError, match=match):
-            linear_cross_entropy(*arguments, **options)

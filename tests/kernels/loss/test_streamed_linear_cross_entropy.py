@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from losses import DEVICE, OPTIONS, STEP, TOLERANCE, Case, Rows, assert_near, backward, differentiate_whole
+from losses import differentiate_streamed as differentiate
 from references.linear_cross_entropy import linear_cross_entropy as reference
-from test_linear_cross_entropy import DEVICE, OPTIONS, TOLERANCE, Case, assert_near, refused_calls
-from test_linear_cross_entropy import differentiate as differentiate_whole
 
 from ds_slide.errors import SlideConfigError, SlideError
-from ds_slide.kernels.loss import cross_entropy_launch, products
+from ds_slide.kernels.loss import cross_entropy_launch
 from ds_slide.kernels.loss import linear_cross_entropy as module
 from ds_slide.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from ds_slide.kernels.loss.streamed_linear import streamed_linear
@@ -27,99 +26,11 @@ from ds_slide.kernels.loss.streamed_linear_cross_entropy import streamed_linear_
 from ds_slide.kernels.loss.weight_rows import WeightRows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-STEP = 40  # 101 words: two chunks of 40 and one of 21
 
 
-class Rows:
-    """A weight that passes through two buffers, all of them nan while they are not the reader's."""
-
-    def __init__(self, weight: torch.Tensor, step: int = STEP, requires_grad: bool = True) -> None:
-        self.weight, self.step = weight.detach(), step
-        self.shape, self.dtype, self.requires_grad = weight.shape, weight.dtype, requires_grad
-        self.gradient: torch.Tensor | None = None
-        self.passes: list[str] = []
-        """Those that were made to their end."""
-
-    def _chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        height, width = self.shape
-        buffers = [torch.full((self.step, width), torch.nan, dtype=self.dtype, device=DEVICE) for _ in range(2)]
-        for number, first in enumerate(range(0, height, self.step)):
-            rows = buffers[number % 2][: min(self.step, height - first)]
-            rows.copy_(self.weight[first : first + self.step])
-            yield first, rows
-            rows.fill_(torch.nan)
-
-    def rows(self) -> Iterator[tuple[int, torch.Tensor]]:
-        yield from self._chunks()
-        self.passes.append("rows")
-
-    def rows_and_gradients(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        assert self.requires_grad
-        parts = []
-        buffer = torch.empty(self.step, self.shape[1], dtype=self.dtype, device=DEVICE)
-        for first, rows in self._chunks():
-            gradient = buffer[: rows.shape[0]].fill_(torch.nan)
-            yield first, rows, gradient
-            parts.append(gradient.clone())
-        self.gradient = torch.cat(parts)
-        self.passes.append("gradients")
-
-
-def backward(
-    result: torch.Tensor, leaves: list[torch.Tensor], upstream: torch.Tensor | None = None, retain_graph: bool = False
-) -> list[torch.Tensor]:
-    """What a plain backward leaves in `leaves`; unlike torch.autograd.grad it also wants the weight's gradient."""
-    for leaf in leaves:
-        leaf.grad = None
-    result.backward(upstream, retain_graph=retain_graph)
-    return [leaf.grad for leaf in leaves if leaf.grad is not None]
-
-
-def differentiate(case: Case, step: int = STEP, grad_loss: float = 1.0) -> list[torch.Tensor]:
-    """Loss and gradients (hidden, weight and, where there is one, bias) of the streamed loss."""
-    hidden, weight, labels, bias = case.inputs()
-    rows = Rows(weight, step)
-    leaves = [leaf.requires_grad_() for leaf in (hidden, bias) if leaf is not None]
-    loss = streamed_linear_cross_entropy(hidden, rows, labels, bias=bias, **case.options)
-    gradients = backward(loss * grad_loss, leaves)
-    assert rows.passes == ["rows", "gradients"] and rows.gradient is not None
-    return [loss.detach(), gradients[0], rows.gradient, *gradients[1:]]
-
-
-def compare(case: Case, step: int = STEP, grad_loss: float = 1.0, scale: float = 0.0) -> None:
-    found = differentiate(case, step, grad_loss)
-    assert_near(found, differentiate_whole(reference, case, True, grad_loss), case.dtype, scale)
-
-
-@pytest.fixture
-def token_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 4 tokens (three for 11, the last of 3), segments of 32 columns, slices of the sums of 7 rows."""
-    monkeypatch.setattr(module, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(module, "LEAST_ROWS", 4)
-    monkeypatch.setattr(cross_entropy_launch, "SEGMENT", 32)
-    monkeypatch.setattr(products, "SLICE_BYTES", 7 * 4 * 24)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_loss_and_gradients_agree_with_fp64(options: dict[str, Any], dtype: torch.dtype) -> None:
-    compare(Case(rows=6, dtype=dtype, options=options))
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["all"]], ids=["plain", "all"])
-@pytest.mark.usefixtures("token_blocks")
-def test_blocks_of_tokens_within_chunks_of_rows(options: dict[str, Any], dtype: torch.dtype) -> None:
-    compare(Case(bias=True, dtype=dtype, options=options))
-
-
-@pytest.mark.parametrize("kind", ["widen", "convert"])
-@pytest.mark.usefixtures("token_blocks")
-def test_sums_without_an_accumulating_product(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind == "widen" and DEVICE == "cpu":
-        pytest.skip("torch has no product of 16-bit matrices in fp32 on the CPU")
-    monkeypatch.setattr(products, "product_kind", lambda _device, _dtype: kind)
-    compare(Case(dtype=torch.bfloat16))
+def compare(case: Case, step: int = STEP, scale: float = 0.0) -> None:
+    found = differentiate(case, step)
+    assert_near(found, differentiate_whole(reference, case, True), case.dtype, scale)
 
 
 @pytest.mark.parametrize("step", [1, 7, 32, 33, 64, 100, 101, 500])
@@ -177,42 +88,6 @@ def test_it_is_the_loss_of_the_whole_weight(options: dict[str, Any], dtype: torc
         # Two roundings there and one here: a unit in the last place, two where the interpreter cuts off.
         room = max(2 * torch.finfo(dtype).eps, 1e-6)
         assert (got.float() - want.float()).abs().max() <= room * want.float().abs().max()
-
-
-def test_num_items_as_a_tensor_is_the_int() -> None:
-    case = Case(rows=4, options={"num_items": 41})
-    expected = differentiate(case)
-    for dtype in (torch.int64, torch.float32):
-        found = differentiate(replace_options(case, num_items=torch.tensor(41, dtype=dtype)))
-        assert all(torch.equal(got, want) for got, want in zip(found, expected, strict=True))
-
-
-def replace_options(case: Case, **options: Any) -> Case:
-    """`case` with the same inputs, which are seeded by what it shows."""
-    changed = replace(case, options=options)
-    changed.inputs = case.inputs  # type: ignore[method-assign]
-    return changed
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("grad_loss", [65536.0, 1 / 3, -1e-3])
-def test_the_incoming_gradient_scales(grad_loss: float, dtype: torch.dtype) -> None:
-    compare(Case(rows=4, dtype=dtype, options={"num_items": 4000}), grad_loss=grad_loss)
-
-
-def test_fp16_gradients_of_many_tokens_do_not_underflow() -> None:
-    # 1 / count is 2^-30 here, below anything fp16 can hold; the loss scale of 2^24 brings the result back.
-    compare(Case(dtype=torch.float16, bias=True, options={"num_items": 2**30}), grad_loss=2.0**24)
-
-
-@pytest.mark.usefixtures("token_blocks")
-def test_fp16_sums_may_pass_its_range_before_they_are_divided() -> None:
-    hidden = torch.full((11, 24), 3e4, dtype=torch.float16, device=DEVICE)
-    rows = Rows(torch.zeros(101, 24, dtype=torch.float16, device=DEVICE))
-    streamed_linear_cross_entropy(hidden, rows, torch.zeros(11, dtype=torch.int64, device=DEVICE)).backward()
-    expected = torch.full((24,), -3e4 * 100 / 101, device=DEVICE)
-    assert rows.gradient is not None
-    torch.testing.assert_close(rows.gradient[0].float(), expected, rtol=2e-3, atol=0.0)
 
 
 @pytest.mark.parametrize("function", ["loss", "linear"])
@@ -322,108 +197,6 @@ def test_nothing_of_the_size_of_the_weight_or_the_logits_exists(
     assert len(sizes) > 20 and max(sizes) <= 8 * 64 * 2
 
 
-def test_the_host_never_asks_for_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight, labels, bias = Case(rows=4, bias=True, dtype=torch.bfloat16).inputs()
-    assert bias is not None
-    leaves, rows = [hidden.requires_grad_(), bias.requires_grad_()], Rows(weight)
-    items = torch.tensor(9, device=DEVICE)
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("a value was read from the device")
-
-    for function in ("loss", "linear"):
-        _result(function, hidden, rows, labels, bias).backward()  # compiled, and the products tried
-    with monkeypatch.context() as patch:
-        for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
-            patch.setattr(torch.Tensor, name, refuse)
-        if DEVICE == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            for options in ({}, {"num_items": items}, {"num_items": 9}, {"reduction": "sum"}):
-                loss = streamed_linear_cross_entropy(hidden, rows, labels, bias=bias, **options)
-                backward(loss, leaves)
-            backward(_result("linear", hidden, rows, labels, bias), leaves)
-        finally:
-            if DEVICE == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
-
-
-def test_strided_inputs() -> None:
-    case = Case(rows=5, bias=True)
-    hidden, weight, labels, bias = case.inputs()
-    assert bias is not None
-    expected = differentiate(case)
-    spread = torch.stack([hidden, hidden], dim=2)[:, :, 0]
-    for strided in (hidden.T.contiguous().T, spread):
-        assert not strided.is_contiguous()
-        every_other = torch.stack([labels, labels], dim=1)[:, 0]
-        apart = torch.stack([bias, bias], dim=1)[:, 0]
-        rows, leaf = Rows(weight), strided.detach().requires_grad_()
-        loss = streamed_linear_cross_entropy(leaf, rows, every_other, bias=apart)
-        loss.backward()
-        for got, want in zip((loss.detach(), leaf.grad, rows.gradient), expected[:3], strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_mean_over_nothing_is_nan_with_gradients_of_zero(dtype: torch.dtype) -> None:
-    hidden, weight, labels, bias = Case(dtype=dtype, bias=True).inputs()
-    assert bias is not None
-    leaves, rows = [hidden.requires_grad_(), bias.requires_grad_()], Rows(weight)
-    loss = streamed_linear_cross_entropy(hidden, rows, torch.full_like(labels, -100), bias=bias)
-    assert torch.isnan(loss)
-    gradients = [*backward(loss, leaves), rows.gradient]
-    assert not any(gradient.any() for gradient in gradients if gradient is not None) and rows.gradient is not None
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_no_tokens(dtype: torch.dtype) -> None:
-    _, weight, _, bias = Case(dtype=dtype, bias=True).inputs()
-    assert bias is not None
-    hidden = torch.zeros(0, 24, dtype=dtype, device=DEVICE, requires_grad=True)
-    labels, leaves = torch.zeros(0, dtype=torch.int64, device=DEVICE), [hidden, bias.requires_grad_()]
-    assert torch.isnan(streamed_linear_cross_entropy(hidden, Rows(weight), labels))
-    rows = Rows(weight)
-    loss = streamed_linear_cross_entropy(hidden, rows, labels, bias=bias, reduction="sum")
-    assert loss == 0.0
-    for result in (loss, streamed_linear(hidden, rows, bias).sum()):
-        rows.gradient = None
-        gradients = [*backward(result, leaves), rows.gradient]
-        assert [gradient.shape for gradient in gradients if gradient is not None] == [(0, 24), (101,), (101, 24)]
-        assert not any(gradient.any() for gradient in gradients if gradient is not None)
-    # As often as anybody's: whoever gathers the rows may do so together with others.
-    assert sorted(rows.passes) == ["gradients", "gradients", "rows", "rows"]
-
-
-@pytest.mark.parametrize("label", [-1, 101, 127, 2**40, -(2**63)])
-def test_a_label_outside_the_vocabulary_is_nan_and_stays_in_its_row(label: int) -> None:
-    hidden, weight, labels, _ = Case(ignored=False).inputs()
-    labels[4] = label
-    rows = Rows(weight)
-    loss = streamed_linear_cross_entropy(hidden.requires_grad_(), rows, labels)
-    assert torch.isnan(loss)
-    broken = torch.isnan(backward(loss, [hidden])[0]).all(dim=1)
-    assert broken.nonzero().flatten().tolist() == [4]
-    assert rows.gradient is not None and rows.gradient.isnan().all()
-
-
-@pytest.mark.usefixtures("token_blocks")
-def test_large_and_infinite_logits() -> None:
-    hidden, weight, labels, _ = Case().inputs()
-    bias = torch.full((101,), float("-inf"), device=DEVICE)
-    # Whole chunks are masked out, the first and the last among them, and the others are far from zero.
-    bias[40:50] = torch.linspace(-9e4, 9e4, 10, device=DEVICE)
-    labels = torch.where(labels == -100, labels, 49)
-    for step in (10, 40):
-        leaf = hidden.clone().requires_grad_()
-        loss = streamed_linear_cross_entropy(leaf, Rows(weight, step), labels, bias=bias)
-        wide = hidden.double().requires_grad_()
-        expected = reference(wide, weight.double(), labels, bias=bias.double())
-        torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
-        found, want = torch.autograd.grad(loss, leaf)[0], torch.autograd.grad(expected, wide)[0]
-        torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("top", [0, 39, 40, 80, 100])
 def test_the_largest_logit_may_be_in_any_chunk(top: int) -> None:
     hidden, weight, labels, _ = Case(ignored=False).inputs()
@@ -433,12 +206,6 @@ def test_the_largest_logit_may_be_in_any_chunk(top: int) -> None:
     loss = streamed_linear_cross_entropy(hidden, Rows(weight), labels, bias=bias)
     expected = reference(hidden.double(), weight.double(), labels, bias=bias.double())
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
-
-
-def test_nan_in_one_token_shows() -> None:
-    hidden, weight, labels, _ = Case(ignored=False).inputs()
-    hidden[3, 3] = float("nan")
-    assert torch.isnan(streamed_linear_cross_entropy(hidden, Rows(weight), labels))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -475,6 +242,16 @@ def test_gradients_of_logits_may_be_expanded(dtype: torch.dtype) -> None:
     room = 4 * torch.finfo(dtype).eps
     for got, want in ((hidden.grad, weight.double().sum(dim=0)), (rows.gradient, hidden.double().sum(dim=0))):
         assert (got.double() - want).abs().max() <= room * want.abs().max()
+
+
+def test_no_tokens() -> None:
+    _, weight, _, bias = Case(bias=True).inputs()
+    hidden = torch.zeros(0, 24, device=DEVICE, requires_grad=True)
+    for function in ("loss", "linear"):
+        rows = Rows(weight)
+        _result(function, hidden, rows, torch.zeros(0, dtype=torch.int64, device=DEVICE), bias).backward()
+        # As often as anybody's: whoever gathers the rows may do so together with others.
+        assert rows.passes == ["rows", "gradients"] and rows.gradient.shape == (101, 24)
 
 
 def test_a_compiled_model_breaks_its_graph_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,12 +296,9 @@ def test_rows_that_are_not_the_weight_are_refused(fault: str, function: str) -> 
         _result(function, hidden, Faulty(weight), labels, None).backward()
 
 
-def test_what_cannot_be_used_is_refused() -> None:
+def test_what_the_linear_layer_cannot_use_is_refused() -> None:
     hidden, weight, _, _ = Case().inputs()
     rows = Rows(weight)
-    for match, arguments, options in refused_calls(Rows):
-        with pytest.raises(SlideConfigError, match=f"streamed_linear_cross_entropy.*{match}"):
-            streamed_linear_cross_entropy(*arguments, **options)
     for match, others in (
         ("transpose", (hidden[:, :-1], rows)),
         ("cast to one dtype", (hidden.half(), rows)),
