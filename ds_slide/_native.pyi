@@ -73,8 +73,7 @@ class Lease:
     """One buffer of a Pool until released or dropped; a writable buffer of unsigned bytes.
 
     ``torch.frombuffer(lease, dtype=torch.uint8)`` shares the memory and keeps the lease alive. ValueError or
-    BufferError for ``ptr`` and the buffer once released. A thread that asks for a lease while it holds one can deadlock
-    with others.
+    BufferError for ``ptr`` and the buffer once released.
     """
 
     @property
@@ -86,26 +85,25 @@ class Lease:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Pool:
-    """``count`` buffers of ``buffer_bytes``, page aligned, all allocated here and lent out first come, first served.
+    """``count`` buffers of ``buffer_bytes``, page aligned, all allocated here and lent out as leases.
 
     RuntimeError names the buffer that could not be had, the bytes, the cause (with the locked-memory limit) and what to
     do; also for every use in a forked child. ``pin`` and ``huge_pages`` as for Slab.
     """
 
     def __init__(self, buffer_bytes: int, count: int, pin: bool, huge_pages: bool) -> None: ...
-    def lease(self, timeout_s: float) -> Lease | None:
-        """A buffer with whatever its last user left in it; None after ``timeout_s``.
-
-        RuntimeError when the pool is closed, also while waiting. Signals are handled after it returns, so a thread that
-        must see them waits in turns of about a second (and loses its place in the queue with each).
-        """
     def try_lease(self) -> Lease | None:
-        """A buffer if one is free; never waits."""
+        """A buffer, with whatever its last user left in it, if one is free; never waits. RuntimeError when the pool is
+        closed."""
+    @property
+    def buffer_bytes(self) -> int: ...
+    @property
+    def addresses(self) -> list[int]:
+        """Of all buffers, lent or not, until it is closed."""
     def close(self) -> None:
-        """Free what is not lent and end all waits with an error; lent buffers are freed as they come back."""
-    def stats(self) -> dict[str, int | float | bool]:
-        """buffers, free, leased_peak, waits (leases that found it empty), waited_s (seconds, of all threads together),
-        bytes (still held), pinned."""
+        """Free what is not lent; lent buffers are freed as they come back."""
+    def stats(self) -> dict[str, int | bool]:
+        """buffers, free, leased_peak, bytes (still held), pinned."""
 
 class Turns:
     """Whether reads or writes go to the device next, and how many (``csrc/io/turns.hpp``), by itself to be tested with

@@ -1,6 +1,9 @@
 #include "memory/pool.hpp"
 
+#include <pybind11/stl.h>
+
 #include <cstdint>
+#include <vector>
 
 #include "bindings/register.hpp"
 
@@ -20,8 +23,6 @@ py::dict as_dict(Pool::Statistics const& statistics) {
   dict["buffers"] = statistics.buffers;
   dict["free"] = statistics.free;
   dict["leased_peak"] = statistics.leased_peak;
-  dict["waits"] = statistics.waits;
-  dict["waited_s"] = statistics.waited_s;
   dict["bytes"] = statistics.bytes;
   dict["pinned"] = statistics.pinned;
   return dict;
@@ -30,26 +31,31 @@ py::dict as_dict(Pool::Statistics const& statistics) {
 }  // namespace
 
 void register_pool(py::module_& module) {
-  using Release = py::call_guard<py::gil_scoped_release>;
+  // Leases come and go with the interpreter's lock held: they take less time than letting it go, after which
+  // the thread could wait 5 ms for another one that computes.
   py::class_<Pool::Lease>(module, "Lease", py::buffer_protocol(),
                           "One buffer of a Pool, until released or dropped; a writable buffer.")
       .def_property_readonly(
           "ptr", [](Pool::Lease const& lease) { return reinterpret_cast<std::uintptr_t>(data_of(lease)); })
       .def_property_readonly("nbytes", &Pool::Lease::nbytes)
-      .def("release", &Pool::Lease::release, Release())
+      .def("release", &Pool::Lease::release)
       .def_buffer([](Pool::Lease& lease) {
         auto const size = static_cast<py::ssize_t>(lease.nbytes());
         return py::buffer_info(static_cast<std::uint8_t*>(data_of(lease)), size);
       });
-  py::class_<Pool>(module, "Pool",
-                   "Equal host buffers, allocated at once and lent out first come, first served.")
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<Pool>(module, "Pool", "Equal host buffers, allocated at once and lent out as leases.")
       .def(py::init<std::size_t, std::size_t, bool, bool>(), py::arg("buffer_bytes"), py::arg("count"),
            py::arg("pin"), py::arg("huge_pages"), Release())
-      .def(
-          "lease",
-          [](Pool& pool, double timeout_s) { return pool.lease(std::chrono::duration<double>(timeout_s)); },
-          py::arg("timeout_s"), Release())
-      .def("try_lease", &Pool::try_lease, Release())
+      .def("try_lease", &Pool::try_lease)
+      .def_property_readonly("buffer_bytes", &Pool::buffer_bytes)
+      .def_property_readonly("addresses",
+                             [](Pool const& pool) {
+                               std::vector<std::uintptr_t> addresses;
+                               for (void* address : pool.addresses())
+                                 addresses.push_back(reinterpret_cast<std::uintptr_t>(address));
+                               return addresses;
+                             })
       .def("close", &Pool::close, Release())
       .def("stats", [](Pool const& pool) { return as_dict(pool.statistics()); });
 }

@@ -1,21 +1,19 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstddef>
-#include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "memory/slab.hpp"
 
 namespace ds_slide {
 
-/// A bounded number of equal buffers, each a slab of its own, lent out as leases.
+/// A fixed number of equal buffers, each a slab of its own, lent out as leases.
 ///
 /// All memory is had at construction, so that what the plan counted on is there from the first step on:
-/// locked by the driver, or touched page by page. Threads that find the pool empty are served first come,
-/// first served, by handing a returned buffer straight to the one that has waited longest; a thread that
-/// comes later can never take it from under it.
+/// locked by the driver, or touched page by page. Nobody waits here: a wait must be known to the engine's
+/// watchdog and end when a lane fails, so whoever finds the pool empty waits in Python (`BufferPool`).
 ///
 /// Safe to use from any thread. In a forked child the memory is not mapped (Slab) and the lock may have been
 /// held at the fork, so there leases are refused and dropped ones forgotten.
@@ -30,8 +28,7 @@ class Pool {
     Lease(Lease const&) = delete;
     Lease& operator=(Lease const&) = delete;
 
-    /// Gives the buffer back: to the thread that waits longest, or to the free ones. A second call does
-    /// nothing, also from another thread.
+    /// Gives the buffer back. A second call does nothing, also from another thread.
     void release() noexcept;
 
     [[nodiscard]] void* data() const noexcept;  // nullptr once released
@@ -48,27 +45,27 @@ class Pool {
 
   struct Statistics {
     std::size_t buffers = 0, free = 0, leased_peak = 0, bytes = 0;  // bytes: still held, 0 when all are freed
-    std::uint64_t waits = 0;                                        // leases that found the pool empty
-    double waited_s = 0;                                            // of all threads together
     bool pinned = false;
   };
 
-  /// Throws std::invalid_argument for no buffers or no bytes, std::runtime_error naming the buffer that could
-  /// not be had, its bytes, the bytes before it, the cause (with the locked-memory limit) and what to do.
+  /// `count` may be 0. Throws std::invalid_argument for buffers of no bytes, std::runtime_error naming the
+  /// buffer that could not be had, its bytes, the bytes before it, the cause (with the locked-memory limit)
+  /// and what to do.
   Pool(std::size_t buffer_bytes, std::size_t count, bool pin, bool huge_pages);
   ~Pool() { close(); }
   Pool(Pool const&) = delete;
   Pool& operator=(Pool const&) = delete;
 
-  /// A buffer with whatever its last user left in it; nullptr after `timeout`. Throws std::runtime_error when
-  /// the pool is closed, also while waiting.
-  std::unique_ptr<Lease> lease(std::chrono::duration<double> timeout);
-
-  /// A buffer if one is free, else nullptr; never waits and never counts as a wait.
+  /// A buffer with whatever its last user left in it, nullptr where none is free. Throws std::runtime_error
+  /// when the pool is closed.
   std::unique_ptr<Lease> try_lease();
 
-  /// Frees what is not lent, ends all waits with an error; lent buffers are freed as they come back. A second
-  /// call does nothing.
+  [[nodiscard]] std::size_t buffer_bytes() const noexcept;
+
+  /// Where the buffers are, lent or not, for those who have to know their pages beforehand.
+  [[nodiscard]] std::vector<void*> addresses() const;
+
+  /// Frees what is not lent; lent buffers are freed as they come back. A second call does nothing.
   void close() noexcept;
 
   [[nodiscard]] Statistics statistics() const;

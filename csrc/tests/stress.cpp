@@ -212,17 +212,16 @@ void slabs() {
   }
 }
 
-/// More threads than buffers: each finds its buffer as it left it, nobody waits for ever, nothing is lost.
+/// More threads than buffers: each finds its buffer as it left it, nothing is lost.
 void pooled() {
   constexpr std::size_t kBuffers = 3, kBytes = 3 * 4096 + 100;
-  std::chrono::duration<double> const soon{1e-4}, late{60};
   Pool pool(kBytes, kBuffers, false, false);
   std::vector<std::thread> users;
   for (int user = 0; user < 8; ++user) {
     users.emplace_back([&, user] {
       for (int round = 0; round < 400; ++round) {
-        auto lease = round % 7 == 0 ? pool.try_lease() : round % 5 == 0 ? pool.lease(soon) : pool.lease(late);
-        if (lease == nullptr) continue;
+        auto lease = pool.try_lease();
+        for (; lease == nullptr; lease = pool.try_lease()) std::this_thread::yield();
         auto* const bytes = static_cast<unsigned char*>(lease->data());
         std::memset(bytes, user, kBytes);
         for (std::size_t at = 0; at < kBytes; at += 511)
@@ -241,19 +240,18 @@ void pooled() {
   require(statistics.free == kBuffers && statistics.leased_peak == kBuffers, "a buffer was lost");
 }
 
-/// close() in the middle: every waiter gets an error, lent buffers stay usable and are freed as they return.
+/// close() in the middle: every thread gets an error, lent buffers stay usable and are freed as they return.
 void closed_pool() {
   for (int round = 0; round < 4 * kRounds; ++round) {
     auto pool = std::make_unique<Pool>(8192, 2, false, false);
-    auto first = pool->lease(std::chrono::duration<double>(0));
+    auto first = pool->try_lease();
     std::atomic<int> refused{0};
     std::vector<std::thread> users;
     for (int user = 0; user < kCallers; ++user) {
       users.emplace_back([&] {
         try {
           for (;;) {
-            auto const lease = pool->lease(std::chrono::duration<double>(60));
-            std::memset(lease->data(), 1, lease->nbytes());
+            if (auto const lease = pool->try_lease()) std::memset(lease->data(), 1, lease->nbytes());
           }
         } catch (std::runtime_error const&) {
           ++refused;

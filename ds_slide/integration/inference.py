@@ -66,10 +66,11 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
             raise
 
     def slide_stats(self) -> dict[str, Any]:
-        """`memory`, `ssd` and `kernels` as in the statistics of an engine that trains."""
+        """`memory`, `pools`, `ssd` and `kernels` as in the statistics of an engine that trains."""
         parts = self.runtime.parts
         return {
             "memory": dict(parts.memory_report),
+            "pools": parts.pool_report(),
             "ssd": {} if parts.ssd is None else parts.ssd.statistics(),
             "kernels": self.kernels.as_dict(),
         }

@@ -37,6 +37,10 @@ ROW_BUFFERS = 2
 MOST_CHUNK_BUFFERS = 16
 EXTRA_WEIGHT_BUFFERS = 4
 """Beside one for each slot: read ahead, under update, being written."""
+PIECES = 2
+"""Of gradients: one that is copied down while another is added."""
+PIECE_BYTES = 16 << 20
+"""0.3 ms of transfer: what a copy costs beside that does not show."""
 
 # Names of the entries that are no unit's own.
 SLOTS = "slots of the window"
@@ -45,10 +49,11 @@ STAGED_PARTS = "this rank's part of gradients being packed"
 GATHERED = "parts of weights being gathered"
 UPLOADED = "parts of shared weights being laid out"
 BLOCK_RING = "host buffers for gradients of blocks"
-OUTER_RING = "host buffer for gradients outside the blocks"
+OUTER_RING = "host buffers for gradients outside the blocks"
+PIECES_RING = "host buffers for pieces of gradients"
 CHUNK_BUFFERS = "host buffers for optimizer states on SSD"
 WEIGHT_BUFFERS = "host buffers for weights on SSD"
-GRADIENT_BUFFER = "host buffer for gradients on SSD"
+GRADIENT_BUFFER = "host buffers for gradients on SSD"
 CHECKSUMS = "checksums of the pages on SSD"
 
 
@@ -214,25 +219,24 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
     yield Allocation(UPLOADED, "gpu", ranks * max(shared, default=0), "weights on their way")
 
 
-def spare_ring_bytes(units: Sequence[UnitSize], placement: Placement) -> tuple[int, int]:
-    """Of a host buffer for a gradient of a block, and of one of an outer module: what a ring without buffers makes when
-    a script runs a second backward before the step, which nothing has announced and so no budget counts."""
-    held = [unit for index, unit in enumerate(units) if index not in placement.on_gpu]
-    blocks = max((unit.codec.nbytes for unit in held if not unit.is_outer), default=0)
-    outer_units = max((unit.codec.nbytes for unit in held if unit.is_outer), default=0)
-    # Gradients that go on to SSD are written from where they have arrived.
-    return whole_pages(blocks) if placement.gradients_on_ssd else blocks, outer_units
-
-
 def _gradient_rings(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Iterator[Allocation]:
     """Host buffers through which gradients pass on their way into an update, a sum or a file. Blocks and their parts
-    share a ring. Outer modules, a few and each larger than many blocks, have one buffer between them."""
-    block, outer_unit = spare_ring_bytes(units, placement)
-    buffers = needs.ring or (needs.ring_to_ssd if placement.gradients_on_ssd else 0)
-    buffers = buffers if block else 0
-    yield Allocation(BLOCK_RING, "host", buffers * block, "gradients on their way", buffers, needs.page_locks)
-    single = 1 if needs.ring and outer_unit else 0
-    yield Allocation(OUTER_RING, "host", single * outer_unit, "gradients on their way", single, needs.page_locks)
+    share a ring. Outer modules, a few and each larger than many blocks, have one buffer between them. Where gradients
+    are held as they come down there is neither, until a script runs a second backward before the step, which nothing
+    announces: its gradients pass in pieces."""
+    passing = [unit for index, unit in enumerate(units) if index not in placement.on_gpu]
+    block = max((unit.codec.nbytes for unit in passing if not unit.is_outer), default=0)
+    outer_unit = max((unit.codec.nbytes for unit in passing if unit.is_outer), default=0)
+    buffers, in_pieces = needs.ring, 0 if needs.ring else max(block, outer_unit)
+    if placement.gradients_on_ssd:  # those that go on to SSD are written from where they have arrived
+        block, buffers, in_pieces = whole_pages(block), needs.ring or needs.ring_to_ssd, 0 if needs.ring else outer_unit
+    yield _ring(BLOCK_RING, buffers if block else 0, block, needs)
+    yield _ring(OUTER_RING, 1 if needs.ring and outer_unit else 0, outer_unit, needs)
+    yield _ring(PIECES_RING, PIECES if in_pieces else 0, min(PIECE_BYTES, in_pieces), needs)
+
+
+def _ring(what: str, buffers: int, nbytes: int, needs: Needs) -> Allocation:
+    return Allocation(what, "host", buffers * nbytes, "gradients on their way", buffers, needs.page_locks)
 
 
 def _before_ssd(

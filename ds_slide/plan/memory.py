@@ -16,7 +16,6 @@ from ds_slide.plan.allocations import (
     make_allocations,
     of_unit,
     slot_bytes,
-    spare_ring_bytes,
     streamed,
     total,
 )
@@ -90,14 +89,11 @@ class Plan:
     allocations: tuple[Allocation, ...]
     gpu_states_used: int
     """What is used of `ds_slide.gpu_states`: bytes more on the GPU than if no unit was updated there."""
-    spare_rings: tuple[int, int]
-    """What `spare_ring_bytes` has given."""
 
     @classmethod
     def of(cls, units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Plan:
         used = sum(gpu_cost(units[index], needs) for index in placement.on_gpu)
-        spares = spare_ring_bytes(units, placement)
-        return cls(tuple(units), placement, make_allocations(units, needs, placement), used, spares)
+        return cls(tuple(units), placement, make_allocations(units, needs, placement), used)
 
     @property
     def gpu_bytes(self) -> int:

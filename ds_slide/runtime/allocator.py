@@ -8,6 +8,8 @@ import torch
 
 from ds_slide.plan.allocations import Allocation
 from ds_slide.runtime.device import Device
+from ds_slide.runtime.transfers.handoff import Failures
+from ds_slide.runtime.transfers.pool import BufferPool
 from ds_slide.store.host_memory import HostMemory
 from ds_slide.store.memory_file import SharedHostMemory
 from ds_slide.store.tiers import Tier
@@ -21,6 +23,8 @@ class Allocator:
         self._left = {each.what: each for each in allocations}
         self._memory = memory
         self._device = device
+        self.pools: dict[str, BufferPool] = {}
+        """That were given out, by name."""
 
     def tensor(self, what: str, dtype: torch.dtype, memory: SharedHostMemory | None = None) -> torch.Tensor:
         """A zeroed flat tensor, on the GPU or in host memory; there in `memory`, if it is given. SlideError when the
@@ -33,13 +37,12 @@ class Allocator:
         entry = self._give(what, "gpu", "host")
         return [self._tensor(entry, entry.piece, torch.uint8) for _ in range(entry.count)]
 
-    def leased(self, what: str) -> list[torch.Tensor]:
-        """Its pieces, tensors of bytes, out of a pool of page-aligned host buffers."""
+    def pool(self, what: str, failures: Failures) -> BufferPool:
+        """Its pieces, page-aligned host buffers that come and go. It may have none."""
         entry = self._give(what, "host")
-        if not entry.nbytes:
-            return []
-        pool = self._memory.pool(entry.piece, entry.count, transfers=entry.page_locked)
-        return [torch.frombuffer(pool.lease(0.0), dtype=torch.uint8) for _ in range(entry.count)]
+        native = self._memory.pool(entry.piece, entry.count, transfers=entry.page_locked)
+        self.pools[what] = BufferPool(native, failures, what)
+        return self.pools[what]
 
     def on_ssd(self, what: str) -> int:
         """Its bytes, of which the caller makes a part of the state file."""

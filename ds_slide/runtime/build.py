@@ -18,6 +18,7 @@ from ds_slide.plan.allocations import (
     BLOCK_RING,
     GATHERED,
     OUTER_RING,
+    PIECES_RING,
     SLOTS,
     STAGED,
     STAGED_PARTS,
@@ -44,7 +45,7 @@ from ds_slide.runtime.ranks.peers import Peers
 from ds_slide.runtime.ranks.watchdog import Watchdog
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.transfers.handoff import Failures
-from ds_slide.runtime.transfers.ring import HostRing
+from ds_slide.runtime.transfers.pool import BufferPool
 from ds_slide.runtime.transfers.ssd import SsdParts, SsdStates, moved_bytes
 from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
 from ds_slide.runtime.transfers.uploads import Uploads
@@ -209,6 +210,7 @@ def _wire(context: BuildContext, units: list[Unit], ssd: SsdStates | None, empty
         recorder=context.recorder,
         workers=workers,
         memory=context.memory,
+        pools=context.allocator.pools,
         units=units,
         window=window,
         empty=empty,
@@ -275,16 +277,14 @@ def _stagings(context: BuildContext) -> list[Staging]:
     return [Staging(*buffers, context.failures) for buffers in zip(packed, own, strict=True)]
 
 
-def _rings(context: BuildContext) -> Callable[[Unit], HostRing]:
-    def ring(what: str, nbytes: int) -> HostRing:
-        def spare() -> torch.Tensor:
-            return context.memory.tensor(nbytes, torch.uint8, transfers=True)
+def _rings(context: BuildContext) -> Callable[[Unit], BufferPool]:
+    """Through which buffers the gradient of a unit passes."""
+    block, outer_unit, pieces = (
+        context.allocator.pool(what, context.failures) for what in (BLOCK_RING, OUTER_RING, PIECES_RING)
+    )
 
-        return HostRing(context.allocator.buffers(what), context.failures, spare)
-
-    block, outer_unit = context.plan.spare_rings
-    rings = {"block": ring(BLOCK_RING, block), "outer": ring(OUTER_RING, outer_unit)}
-    return lambda unit: rings["outer" if unit.spec.kind == "outer" else "block"]
+    block, outer_unit = (pool if pool.addresses else pieces for pool in (block, outer_unit))
+    return lambda unit: outer_unit if unit.spec.kind == "outer" else block
 
 
 def _make_rows(context: BuildContext, units: Sequence[Unit], workers: Workers, gradients: Gradients) -> MakeRows | None:

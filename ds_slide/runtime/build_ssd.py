@@ -9,6 +9,7 @@ import torch
 from ds_slide.plan.allocations import CHECKSUMS, CHUNK_BUFFERS, GRADIENT_BUFFER, WEIGHT_BUFFERS, state_buffer_of, total
 from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
+from ds_slide.runtime.transfers.pool import BufferPool
 from ds_slide.runtime.transfers.ssd import SsdStates
 from ds_slide.runtime.transfers.stream_worker import Delay
 from ds_slide.runtime.unit import Unit
@@ -117,18 +118,17 @@ def _what_lies_at(extents: Sequence[tuple[str, UnitExtents]]) -> Callable[[int],
 
 def provide_buffers(context: BuildContext, ssd: SsdStates) -> None:
     """The pools in front of the disk. Weights are page-locked, because the GPU copies from them."""
-    gradient = torch.empty(0, dtype=torch.uint8)
     if context.plan.placement.gradients_on_ssd:
-        (gradient,) = _buffers(context, ssd.store, GRADIENT_BUFFER)
-    chunks, weights = (_buffers(context, ssd.store, what) for what in (CHUNK_BUFFERS, WEIGHT_BUFFERS))
-    ssd.provide(chunks, weights, gradient)
+        # The update lane's own, for as long as the engine lives: nobody else ever asks for it.
+        ssd.gradient.buffer = _pool(context, ssd.store, GRADIENT_BUFFER).lease().buffer
+    ssd.provide(*(_pool(context, ssd.store, what) for what in (CHUNK_BUFFERS, WEIGHT_BUFFERS)))
 
 
-def _buffers(context: BuildContext, store: SsdStore, what: str) -> list[torch.Tensor]:
-    tensors = context.allocator.leased(what)
-    for tensor in tensors:
-        store.register(tensor.data_ptr(), tensor.numel())
-    return tensors
+def _pool(context: BuildContext, store: SsdStore, what: str) -> BufferPool:
+    pool = context.allocator.pool(what, context.failures)
+    for address in pool.addresses:
+        store.register(address, pool.buffer_bytes)
+    return pool
 
 
 def announcer(ssd: SsdStates | None, settings: RuntimeSettings) -> tuple[Announce | None, int]:

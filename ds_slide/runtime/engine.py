@@ -33,6 +33,7 @@ from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.ranks.watchdog import Watchdog
 from ds_slide.runtime.totals import Totals
 from ds_slide.runtime.transfers.handoff import Failures, Future
+from ds_slide.runtime.transfers.pool import BufferPool
 from ds_slide.runtime.transfers.ssd import SsdStates
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.transfers.uploads import Uploads
@@ -66,6 +67,8 @@ class Parts:
     recorder: StepRecorder
     workers: Workers
     memory: HostMemory
+    pools: dict[str, BufferPool]
+    """Of host buffers, by their names in the plan."""
     units: list[Unit]
     window: Window | None
     empty: Empty
@@ -86,6 +89,10 @@ class Parts:
     def memory_report(self) -> dict[str, int]:
         """The bytes that users see."""
         return self.plan.report()
+
+    def pool_report(self) -> dict[str, dict[str, int | float | bool]]:
+        """Statistics of the pools that have buffers (`slide_stats()["pools"]`)."""
+        return {what: pool.statistics() for what, pool in self.pools.items() if pool.addresses}
 
     @property
     def taken(self) -> Taken:
@@ -570,6 +577,8 @@ class SlideRuntime:
             with self.parts.failures.waiting("the engine to end"):
                 self.parts.workers.close(self.parts.ssd, self.parts.shared, self.parts.failures)
                 self.device.synchronize()
+                for pool in self.parts.pools.values():
+                    pool.close()
                 self.parts.recorder.close()
         finally:
             # Whoever goes on with this engine would wait for lanes that are gone.

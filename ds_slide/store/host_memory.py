@@ -58,7 +58,7 @@ class HostMemory:
         return untouched_bytes((tensor.data_ptr(), tensor.numel()) for tensor in self._tensors)
 
     def pool(self, nbytes: int, count: int, *, transfers: bool) -> Any:
-        """A `_native.Pool` of `count` page-aligned buffers. `transfers`: as in `tensor`.
+        """A `_native.Pool` of `count` page-aligned buffers of `nbytes` each. `transfers`: as in `tensor`.
 
         Always in huge pages where the kernel has them: a request of 1 MiB in scattered small pages has 256 segments,
         more than a disk's queue takes at once (254), and each is an entry for the host to walk. Reads of one virtual

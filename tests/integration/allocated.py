@@ -26,26 +26,13 @@ SMALL = 1024
 """Bytes of a tensor that does not grow with the parameters, at most: norms and counters of each unit."""
 
 
-class CountedPool:
-    """A `_native.Pool` that knows where the buffers are that it has lent out."""
-
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
-        self.lent: set[int] = set()
-
-    def lease(self, timeout_s: float) -> Any:
-        lease = self.pool.lease(timeout_s)
-        self.lent.add(lease.ptr)
-        return lease
-
-
 class Counted:
     """The slabs and pools that were made since, and the storages that there were before."""
 
     def __init__(self) -> None:
         self._slabs: list[tuple[weakref.ref[Any], bool]] = []
         """And whether each is a part of a memory file."""
-        self._pools: list[CountedPool] = []
+        self._pools: list[Any] = []
         self._before = storages()
 
     def slab(self, *arguments: Any) -> Any:
@@ -54,7 +41,7 @@ class Counted:
         return made
 
     def pool(self, *arguments: Any) -> Any:
-        self._pools.append(CountedPool(POOL(*arguments)))
+        self._pools.append(POOL(*arguments))
         return self._pools[-1]
 
     def difference(self, engine: Any) -> list[str]:
@@ -68,17 +55,17 @@ class Counted:
             sizes = [device.get(each.untyped_storage().data_ptr(), 0) for each in tensors if each.numel()]
             sizes = [own.get(each.data_ptr(), size) for each, size in zip(tensors, sizes, strict=False)]
             problems += compare(planned[what], sizes, [own.get(each.data_ptr()) is not None for each in tensors])
-        pools = Counter((each.pool.stats()["bytes"], each.pool.stats()["pinned"]) for each in self._pools)
-        leased = [planned[what] for what in LEASED if what in planned and planned[what].nbytes]
-        if pools != Counter((each.nbytes, each.page_locked) for each in leased):
-            problems.append(f"pools of {pools}, not of {leased}")
+        pooled = [planned[what] for what in runtime.parts.pools]
+        made = Counter((each["buffers"], each["bytes"], each["pinned"]) for each in map(POOL.stats, self._pools))
+        if made != Counter((each.count, each.nbytes, each.page_locked) for each in pooled):
+            problems.append(f"pools of {made}, not of {pooled}")
         problems += self._on_ssd(runtime, planned)
-        left = {what for what, each in planned.items() if each.nbytes and each.tier != "ssd"} - found.keys() - {*LEASED}
+        left = {what for what, each in planned.items() if each.nbytes and each.tier != "ssd"} - found.keys()
+        left -= runtime.parts.pools.keys()
         problems += [f"{what}: in the plan, not in the engine" for what in sorted(left)]
         # And nothing beside it.
         known = {each.untyped_storage().data_ptr() for tensors in found.values() for each in tensors}
-        leases = sum(each.nbytes for each in leased)
-        host = sum(each.nbytes for each in runtime.parts.plan.allocations if each.tier == "host") - leases
+        host = sum(each.nbytes for each in planned.values() if each.tier == "host" and each not in pooled)
         if sum(own.values()) != host:
             problems.append(f"slabs of {sum(own.values())} bytes, {host} in the plan")
         more = {pointer: size for pointer, size in device.items() if size > SMALL and pointer not in self._before}
@@ -94,7 +81,7 @@ class Counted:
     def _others(self) -> set[int]:
         """Addresses of pooled buffers, and of what other ranks have brought."""
         mapped = {slab.ptr for made, mapped in self._slabs if mapped and (slab := made()) is not None}
-        return mapped.union(*(each.lent for each in self._pools))
+        return mapped.union(*(each.addresses for each in self._pools))
 
     def _on_ssd(self, runtime: Any, planned: dict[str, Allocation]) -> Iterator[str]:
         entries = {what: each for what, each in planned.items() if each.tier == "ssd"}
@@ -113,7 +100,6 @@ class Counted:
 
 
 SLAB, POOL = _native.Slab, _native.Pool
-LEASED = (names.CHUNK_BUFFERS, names.WEIGHT_BUFFERS, names.GRADIENT_BUFFER)
 
 
 @contextmanager
@@ -155,8 +141,6 @@ def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
                 found[names.state_buffer_of(unit.name, name)] = [state_buffer.tensor]
         if unit.resident is not None and unit.resident is not unit.state.buffers["weight"].tensor:
             found[names.whole_weights_of(unit.name)] = [unit.resident]
-        ring = names.OUTER_RING if unit.spec.kind == "outer" else names.BLOCK_RING
-        found[ring] = list(gradients._ring(unit)._free)
     found[names.SLOTS] = [] if parts.window is None else [slot.buffer for slot in parts.window.slots]
     found[names.STAGED] = [staging.packed for staging in gradients._stagings]
     if parts.ranks.world_size > 1:

@@ -320,8 +320,9 @@ def test_backward_of_the_loss_itself(clip: float) -> None:
 
 @pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipping", "held"])
 @pytest.mark.parametrize("states", [0, "1GiB"], ids=["host", "gpu"])
-def test_backward_without_step_accumulates(clip: float, states: int | str) -> None:
-    """With held gradients, as in plain torch."""
+def test_backward_without_step_accumulates(clip: float, states: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With held gradients, as in plain torch: nothing has announced it, so gradients pass in pieces."""
+    monkeypatch.setattr("ds_slide.plan.allocations.PIECE_BYTES", 100)
 
     def use(pair: Pair) -> None:
         for batch in batches(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from harness import batches, differences, ds_config, engine_for, llama, on_ssd, states_of, train, trained
 
 from ds_slide.errors import SlideError
+from ds_slide.plan.allocations import BLOCK_RING, CHUNK_BUFFERS, PIECES_RING
 from ds_slide.runtime.build_ssd import _update_order
 from ds_slide.store.ssd import store
 
@@ -143,6 +145,26 @@ def test_bytes_of_a_step(
         per_parameter = (bytes_so_far() - before) / 3 / parameters
     assert 0.7 * most < per_parameter <= most * 1.05
     assert stats["read_bytes"] > 0 and stats["written_bytes"] > 0 and stats["written_tb_per_day"] > 0
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_statistics_of_the_buffers(ssd_config: Callable[..., dict[str, Any]], clip: float) -> None:
+    """Each pool is an entry of the plan. With fewer buffers than there is to load, somebody waits for one. Their memory
+    goes with the engine."""
+    with engine_for(llama(), ssd_config(ALL | {"ssd_buffers": 2, "weight_buffers": 2}, clip=clip)) as engine:
+        for _ in range(2):
+            train(engine, batches(1))
+        pools, parts = engine.optimizer.slide_stats()["pools"], engine.optimizer.runtime.parts
+        planned = {each.what: each for each in parts.plan.allocations if each.what in pools}
+        assert {what: (each["buffers"], each["bytes"]) for what, each in pools.items()} == {
+            what: (each.count, each.nbytes) for what, each in planned.items()
+        }
+        chunks = pools[CHUNK_BUFFERS]
+        assert (chunks["buffers"], chunks["leased_peak"]) == (2, 2) and chunks["waits"] > 0 < chunks["waited_s"]
+        gradients = pools[PIECES_RING if clip else BLOCK_RING]
+        assert (gradients["leased_peak"] > 0) != bool(clip) and gradients["free"] <= gradients["buffers"]
+    gc.collect()  # updates that were dropped with a gradient, at the end
+    assert {what: each["bytes"] for what, each in parts.pool_report().items()} == dict.fromkeys(pools, 0)
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])

@@ -18,6 +18,7 @@ EXHAUSTIVE = [
     replace(_MEMORY, name="in memory, under backward", held=False, steps=1),
     replace(_MEMORY, name="in memory, an outer module", outer_units=1, steps=1),
     replace(_MEMORY, name="in memory, accumulation", accumulation=2, steps=1),
+    replace(_MEMORY, name="in memory, accumulation unannounced", accumulation=2, announced=False, steps=1),
     Configuration("one step on SSD", blocks=2, steps=1),
     Configuration("one step on SSD, under backward", blocks=2, steps=1, held=False),
 ]
@@ -48,6 +49,9 @@ ON_SSD = [
         held=False,
     ),
     Configuration("gradients on SSD", gradients_on_ssd=True, inference=True),
+    Configuration(
+        "everything on SSD, accumulation unannounced", slots=3, accumulation=2, announced=False, outer_units=1
+    ),
     Configuration("gradients on SSD, accumulation", blocks=2, gradients_on_ssd=True, accumulation=2),
     Configuration("every other block on SSD", blocks=4, only=(1, 3), inference=True),
     Configuration("a block's states read between steps", between="one", held=False),

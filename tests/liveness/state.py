@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_slide import _native
 from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.store.ssd.store import Part
 from liveness import locks, stand_ins
@@ -48,7 +49,7 @@ _FIXED_MODULES = (
     "logging",
 )
 """What never changes, or decides nothing."""
-_COUNTERS = {"misses"}
+_COUNTERS = {"misses", "waits", "waited_s"}
 _DRIVER = "/liveness/training.py"
 
 
@@ -164,6 +165,8 @@ _CONTENTS: dict[type, Contents] = {
     locks.Event: lambda _walk, value: value._set,
     locks.SimpleQueue: lambda _walk, value: list(value.items),
     stand_ins.Thread: lambda _walk, value: value.logical,
+    # What is lent is told by the leases.
+    _native.Pool: lambda _walk, value: value.stats()["free"],
     Disk: lambda _walk, value: (value.rank, value.closed, value.pending),
     Transfer: lambda _walk, value: (value.key, value.then, value.told),
     Collectives: lambda _walk, value: (value._groups, value._queues),

@@ -19,6 +19,7 @@ from ds_slide.model.layout import ParameterInfo, build_layout, piece
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
 from ds_slide.optim.adamw import ADAMW
+from ds_slide.plan.allocations import PIECES_RING, Allocation
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Placement
 from ds_slide.plan.ssd_settings import SsdSettings
@@ -50,6 +51,8 @@ class Configuration:
     passes: Literal[1, 2] = 1
     """In which held gradients are applied."""
     accumulation: int = 1
+    announced: bool = True
+    """False: by backwards of which nobody has told the engine. A gradient passes in four pieces."""
     checkpointing: bool = False
     inference: bool = False
     """A forward without backward after every step."""
@@ -153,7 +156,13 @@ def _placement(configuration: Configuration) -> Placement:
 
 def _plan(configuration: Configuration, units: Sequence[UnitPlan], settings: RuntimeSettings) -> Plan:
     needs = settings.needs(world_size=configuration.ranks, shares_weights=configuration.shared, gpu_is_own=False)
-    return Plan.of([unit.size(settings) for unit in units], needs, _placement(configuration))
+    plan = Plan.of([unit.size(settings) for unit in units], needs, _placement(configuration))
+    return dataclasses.replace(plan, allocations=tuple(map(_smaller, plan.allocations)))
+
+
+def _smaller(entry: Allocation) -> Allocation:
+    """Pieces of gradients that are as small for these units as they are for real ones."""
+    return dataclasses.replace(entry, nbytes=entry.nbytes // 4) if entry.what == PIECES_RING else entry
 
 
 def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
@@ -175,7 +184,7 @@ def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
         ssd=SsdSettings([("", Path())], True, True, CHUNK_NUMEL, queue_depth=None, request_bytes=None),
         gradient_dtype=torch.bfloat16,
         accumulation_dtype=torch.float32,
-        accumulates=configuration.accumulation > 1,
+        accumulates=configuration.accumulation > 1 and configuration.announced,
         clips=configuration.held,
         rule=ADAMW if trains else None,
     )

@@ -151,7 +151,7 @@ def _caches(runtime: Any, rank: int) -> str:
             for what in ("_asked", "_upcoming")
             if hasattr(cache, what)
         }
-        lines.append(f"rank {rank}, {name} in buffers: {entries}, free buffers {len(cache._free)}, {rest}")
+        lines.append(f"rank {rank}, {name} in buffers: {entries}, {rest}")
     return "\n".join(lines)
 
 

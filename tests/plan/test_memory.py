@@ -12,6 +12,7 @@ from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, UnitLayout, build_layout
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
+from ds_slide.plan.allocations import PIECES, PIECES_RING
 from ds_slide.plan.memory import NOTHING_TAKEN, Budgets, Plan, Taken, gpu_cost, make_plan
 from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
 from ds_slide.store.state_buffers import optimizer_buffers
@@ -39,7 +40,8 @@ BUDGETS = Budgets(PLENTY, PLENTY, PLENTY, gpu_states=0, gpu_memory=None, host_me
 OUTER_COST = OUTER * (2 + 8 + 2)
 BLOCK_COST = BLOCK * (2 + 2 + 8 + 2)
 WINDOW_BYTES = 2 * BLOCK * 2 + 2 * BLOCK * 2 + OUTER * 2
-HOST_BYTES = (OUTER + 4 * BLOCK) * (2 + 2 + 8 + 2)
+PIECES_BYTES = PIECES * OUTER * 2
+HOST_BYTES = (OUTER + 4 * BLOCK) * (2 + 2 + 8 + 2) + PIECES_BYTES
 
 
 def plan(**budgets: object) -> Plan:
@@ -77,7 +79,7 @@ def test_bytes_of_a_plan_without_gpu_states() -> None:
 
 def test_frozen_parameters_have_weights_only() -> None:
     frozen = [unit("outer", OUTER), unit("blocks.0", 0, frozen=BLOCK), unit("blocks.1", BLOCK, frozen=BLOCK)]
-    assert make_plan(frozen, NEEDS, BUDGETS).host_bytes == (OUTER + BLOCK) * 14 + 2 * BLOCK * 2
+    assert make_plan(frozen, NEEDS, BUDGETS).host_bytes == (OUTER + BLOCK) * 14 + 2 * BLOCK * 2 + PIECES_BYTES
 
 
 class Half(Identity):
@@ -95,12 +97,17 @@ def test_gradients_and_states_have_the_elements_of_the_codec() -> None:
         weights = {each.what for each in whole.allocations if "weight" in each.what or "window" in each.what}
         for one, other in zip(whole.allocations, half.allocations, strict=True):
             assert one.what == other.what and other.nbytes * 2 == one.nbytes * (2 if one.what in weights else 1)
-        assert half.spare_rings == tuple(nbytes // 2 for nbytes in whole.spare_rings)
 
 
 def test_gradient_buffers_count() -> None:
     ring = replace(NEEDS, held_bytes=0, ring=4)
     assert make_plan(UNITS, ring, BUDGETS).host_bytes == (OUTER + 4 * BLOCK) * 12 + (4 * BLOCK + OUTER) * 2
+
+
+def test_gradients_of_a_second_backward_need_no_more_than_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_slide.plan.allocations.PIECE_BYTES", 1000)
+    assert plan().host_bytes == HOST_BYTES - PIECES_BYTES + PIECES * 1000
+    assert plan(gpu_states=PLENTY).host_bytes == 0
 
 
 @pytest.mark.parametrize("source", ["gpu_memory", "gpu_free"])
@@ -119,7 +126,8 @@ def test_refusals_name_what_takes_most() -> None:
         SlideError, match=rf"GPU tier: .*; the largest entries are whole weights of outer \({2 * OUTER:,}"
     ):
         plan(gpu_memory=1)
-    with pytest.raises(SlideError, match=rf"host tier: .*; the largest entries are {moments}, {weights}$"):
+    passing = f"{PIECES_RING} \\({PIECES_BYTES:,} bytes\\)"
+    with pytest.raises(SlideError, match=rf"host tier: .*; the largest entries are {moments}, {passing}$"):
         plan(host_free=1)
     with pytest.raises(SlideError, match=rf"host tier: the states .*; the largest entries are {moments}, {weights}$"):
         plan(host_memory=1)

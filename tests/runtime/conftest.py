@@ -19,9 +19,11 @@ from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.transfers.handoff import Failures, Future
+from ds_slide.runtime.transfers.pool import BufferPool
 from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.updates.update_worker import UpdateWorker
+from ds_slide.store.host_memory import HostMemory
 from ds_slide.store.in_memory import InMemory, NotHeld, StatesInMemory, WeightsInMemory
 from ds_slide.store.state import UnitState
 from ds_slide.store.state_buffers import optimizer_buffers
@@ -32,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 NUMEL = 64
 
 MakeWorker = Callable[[str], StreamWorker]
+MakePool = Callable[[int], BufferPool]
 MakeUnits = Callable[[int], list[Unit]]
 
 
@@ -43,6 +46,13 @@ def device() -> Device:
 @pytest.fixture
 def failures() -> Failures:
     return Failures()
+
+
+@pytest.fixture
+def make_pool(failures: Failures) -> MakePool:
+    """So many buffers of one byte."""
+    memory = HostMemory(page_lock=False, huge_pages=False)
+    return lambda count: BufferPool(memory.pool(1, count, transfers=False), failures, "buffers")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import torch
 from ds_slide.plan.allocations import Allocation
 from ds_slide.runtime.allocator import Allocator
 from ds_slide.runtime.device import Device
+from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.store.host_memory import HostMemory
 
 ENTRIES = [
@@ -29,15 +30,16 @@ def allocator(memory: HostMemory, device: Device) -> Allocator:
     return Allocator(ENTRIES, memory, device)
 
 
-def test_each_entry_has_its_bytes(allocator: Allocator, memory: HostMemory) -> None:
+def test_each_entry_has_its_bytes(allocator: Allocator, memory: HostMemory, failures: Failures) -> None:
     assert allocator.tier("slots") == "gpu" and allocator.tier("no such") is None
     weight, frozen = allocator.tensor("weight", torch.bfloat16), allocator.tensor("frozen", torch.float32)
     assert (weight.numel(), weight.dtype, frozen.numel()) == (2048, torch.bfloat16, 0)
     assert memory.total_bytes == 4096
     slots = allocator.buffers("slots")
     assert [slot.numel() for slot in slots] == [512] * 3 and memory.total_bytes == 4096
-    chunks = allocator.leased("chunks")
-    assert [chunk.numel() for chunk in chunks] == [8192] * 2 and memory.total_bytes == 4096 + 2 * 8192
+    chunks = allocator.pool("chunks", failures)
+    assert (chunks.buffer_bytes, len(chunks.addresses)) == (8192, 2) and memory.total_bytes == 4096 + 2 * 8192
+    assert allocator.pools == {"chunks": chunks}
     assert allocator.on_ssd("moments") == 12_288
     allocator.require_all_given()
 

@@ -1,9 +1,8 @@
-"""The pool: a fixed number of buffers, lent out fairly, never lost and never lent twice."""
+"""The pool: a fixed number of buffers, never lost and never lent twice. Waiting for one: `tests/runtime/transfers`."""
 
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -15,16 +14,6 @@ import torch
 from ds_slide import _native
 
 BYTES = 8192
-LONG_S = 60.0
-
-
-def until(condition: Callable[[], bool], pause: threading.Event) -> None:
-    """Return once `condition` holds; other threads get the processor meanwhile."""
-    for _ in range(60_000):
-        if condition():
-            return
-        pause.wait(0.001)
-    raise AssertionError("nothing happened within a minute")
 
 
 def start(function: Callable[[], object]) -> threading.Thread:
@@ -36,37 +25,24 @@ def start(function: Callable[[], object]) -> threading.Thread:
 @pytest.mark.parametrize("huge_pages", [False, True])
 def test_buffers_are_apart_aligned_and_writable(huge_pages):
     pool = _native.Pool(BYTES + 100, 3, False, huge_pages)
-    leases = [pool.lease(0) for _ in range(3)]
+    leases = [pool.try_lease() for _ in range(3)]
     arrays = [np.frombuffer(lease, np.uint8) for lease in leases]
     for index, (lease, array) in enumerate(zip(leases, arrays, strict=True)):
         assert (lease.nbytes, array.size, array.ctypes.data) == (BYTES + 100, BYTES + 100, lease.ptr)
         assert lease.ptr % (2 << 20 if huge_pages else 4096) == 0
         array[:] = index
     assert [set(array) for array in arrays] == [{0}, {1}, {2}]
-
-
-def test_an_empty_pool_says_so_without_waiting_or_after_the_time_given():
-    pool = _native.Pool(BYTES, 1, False, False)
-    lease = pool.lease(0)
+    assert {lease.ptr for lease in leases} == {*pool.addresses} and pool.buffer_bytes == BYTES + 100
     assert pool.try_lease() is None
-    assert pool.stats()["waits"] == 0
-    assert pool.lease(0.02) is None
-    statistics = pool.stats()
-    assert statistics["waits"] == 1
-    assert 0.02 <= statistics["waited_s"] < 10
-    lease.release()
-    assert pool.try_lease() is not None
 
 
 def test_statistics_follow_the_leases():
     pool = _native.Pool(BYTES, 3, False, False)
-    first, second = pool.lease(0), pool.lease(0)
+    first, second = pool.try_lease(), pool.try_lease()
     assert pool.stats() == {
         "buffers": 3,
         "free": 1,
         "leased_peak": 2,
-        "waits": 0,
-        "waited_s": 0.0,
         "bytes": 3 * BYTES,
         "pinned": False,
     }
@@ -77,9 +53,9 @@ def test_statistics_follow_the_leases():
 
 def test_release_may_be_repeated_and_never_returns_the_next_users_buffer():
     pool = _native.Pool(BYTES, 1, False, False)
-    stale = pool.lease(0)
+    stale = pool.try_lease()
     stale.release()
-    current = pool.lease(0)
+    current = pool.try_lease()
     stale.release()
     assert pool.try_lease() is None
     with pytest.raises(ValueError, match="released"):
@@ -91,7 +67,7 @@ def test_release_may_be_repeated_and_never_returns_the_next_users_buffer():
 
 def test_a_dropped_lease_goes_back_only_after_its_last_view():
     pool = _native.Pool(BYTES, 1, False, False)
-    tensor = torch.frombuffer(pool.lease(0), dtype=torch.float32)
+    tensor = torch.frombuffer(pool.try_lease(), dtype=torch.float32)
     part = tensor[5:]
     del tensor
     gc.collect()
@@ -101,55 +77,13 @@ def test_a_dropped_lease_goes_back_only_after_its_last_view():
     assert pool.try_lease() is not None
 
 
-def test_waiting_threads_are_served_in_the_order_they_came():
-    pool = _native.Pool(BYTES, 1, False, False)
-    held, pause, order = pool.lease(0), threading.Event(), []
-
-    def wait_and_note(number: int) -> None:
-        lease = pool.lease(LONG_S)
-        order.append(number)
-        lease.release()
-
-    threads = []
-    for number in range(6):
-        threads.append(start(lambda number=number: wait_and_note(number)))
-        until(lambda: pool.stats()["waits"] == len(threads), pause)
-    held.release()
-    for thread in threads:
-        thread.join(LONG_S)
-    assert order == list(range(6))
-
-
-def test_who_comes_later_cannot_overtake_a_waiting_thread():
-    """The buffer is handed over at release: even before the waiting thread runs, nobody else can take it."""
-    for _ in range(50):
-        pool = _native.Pool(BYTES, 1, False, False)
-        held, pause, got = pool.lease(0), threading.Event(), []
-        thread = start(lambda pool=pool, got=got: got.append(pool.lease(LONG_S)))
-        until(lambda pool=pool: pool.stats()["waits"] == 1, pause)
-        held.release()
-        overtaken = pool.try_lease()
-        thread.join(LONG_S)
-        assert overtaken is None
-        assert got[0] is not None
-
-
-def test_a_thread_that_gave_up_is_not_served():
-    pool = _native.Pool(BYTES, 1, False, False)
-    held = pool.lease(0)
-    assert pool.lease(0.001) is None
-    held.release()
-    assert pool.try_lease() is not None
-
-
 def test_many_threads_share_few_buffers():
     pool = _native.Pool(BYTES, 3, False, False)
     damaged = []
 
     def use(value: int) -> None:
         for round_ in range(150):
-            lease = pool.lease(LONG_S) if round_ % 3 else pool.try_lease()
-            if lease is None:
+            if (lease := pool.try_lease()) is None:
                 continue
             array = np.frombuffer(lease, np.uint8)
             array[:] = value
@@ -158,46 +92,25 @@ def test_many_threads_share_few_buffers():
             del array
             if round_ % 2:
                 lease.release()
-            del lease  # else the thread holds one buffer while it waits for the next
+            del lease
 
     threads = [start(lambda value=value: use(value)) for value in range(12)]
     for thread in threads:
-        thread.join(LONG_S)
+        thread.join()
     assert not damaged
     assert pool.stats()["free"] == 3
     assert pool.stats()["leased_peak"] <= 3
 
 
-def test_other_python_threads_run_while_one_waits():
-    pool = _native.Pool(BYTES, 1, False, False)
-    held = pool.lease(0)
-    release = start(held.release)  # cannot run if lease() keeps the interpreter lock
-    assert pool.lease(LONG_S) is not None
-    release.join(LONG_S)
-
-
-def test_close_ends_waits_with_an_error_and_keeps_what_is_lent():
+def test_what_is_lent_at_the_close_is_freed_when_it_comes_back():
     pool = _native.Pool(BYTES, 2, False, False)
-    lent, other, errors = pool.lease(0), pool.lease(0), []
+    lent, other = pool.try_lease(), pool.try_lease()
     array = np.frombuffer(lent, np.uint8)
-
-    def wait() -> None:
-        try:
-            pool.lease(LONG_S)
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    threads = [start(wait) for _ in range(3)]
-    until(lambda: pool.stats()["waits"] == 3, threading.Event())
-    pool.close()
-    pool.close()
-    for thread in threads:
-        thread.join(LONG_S)
-    assert errors == ["this Pool was closed while a thread waited for a buffer"] * 3
     other.release()
-    for call in (lambda: pool.lease(0), pool.try_lease):
-        with pytest.raises(RuntimeError, match="Pool is closed"):
-            call()
+    pool.close()
+    pool.close()
+    with pytest.raises(RuntimeError, match="Pool is closed"):
+        pool.try_lease()
     array[:] = 3
     assert pool.stats()["bytes"] == BYTES
     del array
@@ -212,7 +125,7 @@ def test_memory_is_freed_when_pool_and_leases_are_gone():
 
     before = resident()
     pool = _native.Pool(16 << 20, 4, False, False)
-    lease = pool.lease(0)
+    lease = pool.try_lease()
     assert resident() - before >= 63 << 20, "all pages are there at once"
     del pool
     gc.collect()
@@ -225,13 +138,9 @@ def test_memory_is_freed_when_pool_and_leases_are_gone():
 def test_what_does_not_fit_is_refused_with_the_bytes():
     with pytest.raises(RuntimeError, match=rf"host tier: buffer 1 of 2 of a pool of {1 << 62}-byte.*lower the host"):
         _native.Pool(1 << 62, 2, False, False)
-    for nbytes, count in itertools.product([0, BYTES], [0, 1]):
-        if not (nbytes and count):
-            with pytest.raises(ValueError, match="at least one"):
-                _native.Pool(nbytes, count, False, False)
-    for timeout in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match="cannot wait"):
-            _native.Pool(BYTES, 1, False, False).lease(timeout)
+    with pytest.raises(ValueError, match="at least one byte"):
+        _native.Pool(0, 1, False, False)
+    assert _native.Pool(0, 0, False, False).try_lease() is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a driver page-locking works")
@@ -242,7 +151,7 @@ def test_page_locking_without_a_driver_is_an_error():
 
 def test_a_forked_child_neither_uses_nor_damages_the_pool():
     pool = _native.Pool(BYTES, 2, False, False)
-    lease = pool.lease(0)
+    lease = pool.try_lease()
     child = os.fork()
     if child == 0:
         try:

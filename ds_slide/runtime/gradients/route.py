@@ -25,7 +25,7 @@ from ds_slide.runtime.device import PASSED, Device, Marker
 from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Staging
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.transfers.handoff import Failures, Future
-from ds_slide.runtime.transfers.ring import HostRing
+from ds_slide.runtime.transfers.pool import BufferPool, Lease
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.unit import Unit, Update
 from ds_slide.runtime.updates.update_worker import UpdateWorker
@@ -63,7 +63,7 @@ class Gradients:
         updater: CpuUpdater,
         failures: Failures,
         stagings: Sequence[Staging],
-        ring: Callable[[Unit], HostRing],
+        ring: Callable[[Unit], BufferPool],
         num_units: int,
         square_sum: Callable[[torch.Tensor], torch.Tensor],
         updating: Updating,
@@ -181,7 +181,7 @@ class Gradients:
             arrival.arrived.keep(self._copy_all(arrival, target))
 
         def stage(store: Callable[[torch.Tensor], None]) -> None:
-            def run(buffer: torch.Tensor) -> int:
+            def run(_: slice, buffer: torch.Tensor) -> int:  # of a whole gradient: the buffers are for that
                 store(buffer)
                 return 0
 
@@ -193,37 +193,43 @@ class Gradients:
         # Here, not on the update lane: the last step's update may not have come to that lane yet, from the SSD.
         for future in arrival.before if arrival.first else ():
             future.wait()
-        numel = arrival.unit.codec.numel
-        self._through_ring(arrival, lambda buffer: self._accumulate(arrival, held, buffer[:numel]))
 
-    def _through_ring(self, arrival: _Arrival, use: Callable[[torch.Tensor], int]) -> None:
-        """Copy the gradient to a ring buffer; `use` it on the update lane; then it has arrived."""
-        unit = arrival.unit
-        ring = self._ring(unit)
-        buffer = ring.lease()
-        gradient = _of_dtype(buffer, unit.codec.dtype)
-        marker = self._copy_all(arrival, gradient)
+        def add(piece: slice, buffer: torch.Tensor) -> int:
+            return self._accumulate(arrival, held, piece, buffer[: piece.stop - piece.start])
 
-        def run() -> int:
-            moved = use(gradient)
-            ring.give_back(buffer)
-            arrival.arrived.keep()
+        self._through_ring(arrival, add)
+
+    def _through_ring(self, arrival: _Arrival, use: Callable[[slice, torch.Tensor], int]) -> None:
+        """Copy the gradient to a ring buffer, piece by piece where that cannot take it as a whole; `use` each piece on
+        the update lane, in order; then it has arrived."""
+        unit, ring = arrival.unit, self._ring(arrival.unit)
+        numel, most = unit.codec.numel, ring.buffer_bytes // unit.codec.dtype.itemsize
+        marker = PASSED
+
+        def run(lease: Lease, piece: slice, gradient: torch.Tensor) -> int:
+            moved = use(piece, gradient)
+            lease.release()
+            if piece.stop == numel:
+                arrival.arrived.keep()
             return moved
 
-        self._updates.submit(unit.order, marker, run, "gradient kept")
+        for start in range(0, numel, most):
+            lease, piece = ring.lease(), slice(start, min(start + most, numel))
+            gradient = _of_dtype(lease.buffer, unit.codec.dtype)
+            marker = self._copy(arrival, piece, gradient, start)
+            self._updates.submit(unit.order, marker, functools.partial(run, lease, piece, gradient), "gradient kept")
+        arrival.source.release(marker)
 
     def _update_on_arrival(self, arrival: _Arrival, update: Update, hypers: Sequence[Hyper]) -> None:
-        unit = arrival.unit
-        ring = self._ring(unit)
-        buffer = ring.lease()
-        whole = _of_dtype(buffer, unit.codec.dtype)
+        unit, lease = arrival.unit, self._ring(arrival.unit).lease()
+        whole = _of_dtype(lease.buffer, unit.codec.dtype)
         left = len(unit.spans)
 
         def span_is_done() -> None:  # on the update lane, one thread
             nonlocal left
             left -= 1
             if not left:
-                ring.give_back(buffer)
+                lease.release()
 
         marker = PASSED
         for index, span in enumerate(unit.spans):
@@ -241,12 +247,13 @@ class Gradients:
         arrival.source.release(marker)
         return marker
 
-    def _copy(self, arrival: _Arrival, span: slice, target: torch.Tensor) -> Marker:
+    def _copy(self, arrival: _Arrival, span: slice, target: torch.Tensor, target_start: int = 0) -> Marker:
+        """`target_start`: the element of the gradient that `target` begins with."""
         self._device.wait(arrival.packed, self._d2h.stream)
         end = PASSED
         for part in arrival.source.parts(span):
             start = self._device.mark(self._d2h.stream, timed=True)
-            arrival.source.copy(part, target)
+            arrival.source.copy(part, target[part.start - target_start : part.stop - target_start])
             end = self._device.mark(self._d2h.stream, timed=True, host_waits=True)
             moved = (part.stop - part.start) * target.element_size()
             self._d2h.meter.add_interval(start, end, moved, ("gradient", arrival.unit.order))
@@ -268,16 +275,17 @@ class Gradients:
             staging.free.keep(self._device.mark())
             raise
 
-    def _accumulate(self, arrival: _Arrival, held: Held, gradient: torch.Tensor) -> int:
+    def _accumulate(self, arrival: _Arrival, held: Held, piece: slice, gradient: torch.Tensor) -> int:
+        """Add the elements `piece` of a gradient to those that are held; the last piece comes last."""
         if arrival.first:
             for future in arrival.before:
                 future.synchronize()
-        with held.sum(first=arrival.first) as total:
-            self._updater.accumulate_(total, gradient)
-        if arrival.final:
+        with held.sum(first=arrival.first and not piece.start) as total:
+            self._updater.accumulate_(total[piece], gradient)
+        if arrival.final and piece.stop == total.numel():
             arrival.unit.host_square_sum = self._updater.sum_of_squares(total)
             arrival.unit.square_sum_on = "host"
-        return 2 * total.nbytes + gradient.nbytes
+        return (2 * total.element_size() + gradient.element_size()) * gradient.numel()
 
     def _take_staging(self) -> Staging:
         staging = self._stagings[self._turn]

@@ -25,7 +25,9 @@ class Source(Protocol):
     def parts(self, span: slice) -> Iterator[slice]:
         """What `span` is made of, each when it can be copied; it has been copied when the next is asked for."""
 
-    def copy(self, part: slice, target: torch.Tensor) -> None: ...
+    def copy(self, part: slice, target: torch.Tensor) -> None:
+        """To `target`, which has its elements alone."""
+
     def release(self, after: Marker) -> None: ...
 
 
@@ -61,7 +63,7 @@ class Packed:
         yield span
 
     def copy(self, span: slice, target: torch.Tensor) -> None:
-        target[span].copy_(self.own[span], non_blocking=True)
+        target.copy_(self.own[span], non_blocking=True)
 
     def release(self, after: Marker) -> None:
         self.free.keep(after)
@@ -94,10 +96,11 @@ class Scattered:
             first, last = max(place.start, span.start), min(place.start + place.numel, span.stop)
             if first >= last:
                 continue
+            part = target[first - span.start : last - span.start]
             if place.flat is None:
-                target[first:last].zero_()
+                part.zero_()
             else:
-                target[first:last].copy_(place.flat[first - place.start : last - place.start], non_blocking=True)
+                part.copy_(place.flat[first - place.start : last - place.start], non_blocking=True)
 
     def release(self, after: Marker) -> None:  # noqa: ARG002 - the allocator knows of the stream: see `of`
         self.places = []

@@ -73,10 +73,10 @@ class StreamedGradient:
     def copy(self, part: slice, target: torch.Tensor) -> None:
         piece = self._piece
         if piece is None:
-            target[part].zero_()
+            target.zero_()
         else:
             start = part.start - piece.start
-            target[part].copy_(piece.flat[start : start + part.stop - part.start], non_blocking=True)
+            target.copy_(piece.flat[start : start + part.stop - part.start], non_blocking=True)
 
     def release(self, after: Marker) -> None:
         """Nothing: each piece was handed back when it had been copied."""

@@ -8,6 +8,9 @@ copied to the GPU, updated, written back). An entry is one key in one buffer; wh
     writes > 0  the store reads it; so may users
     otherwise   nobody: it is clean, and its buffer may be given to another key at any time
 
+The buffers are leases of a pool that is the cache's alone, taken when they are first needed and given back when a key
+is forgotten, or at the end. Nobody waits for the pool: who gets a buffer next is decided here.
+
 Updates of one generation may be under way together, from their use to the end of their writes; those of another wait
 for them. Two writes of one place would reach the disk in any order.
 
@@ -23,8 +26,9 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
@@ -32,6 +36,7 @@ from typing import Generic, Literal, TypeVar
 import torch
 
 from ds_slide.runtime.transfers.handoff import Failures
+from ds_slide.runtime.transfers.pool import BufferPool, Lease
 
 Key = TypeVar("Key")
 Use = Callable[[torch.Tensor], None]
@@ -43,7 +48,7 @@ _NEVER = 1 << 60
 
 @dataclass
 class _Entry:
-    buffer: torch.Tensor
+    lease: Lease
     loading: bool = True
     users: int = 0
     writes: int = 0
@@ -75,17 +80,17 @@ class BufferCache(Generic[Key]):
 
     def __init__(
         self,
-        buffers: Sequence[torch.Tensor],
+        pool: BufferPool | None,
         load: Load[Key],
         failures: Failures,
         cycle: Iterable[Key] = (),
         what: str = "a buffer",
     ) -> None:
-        """`cycle`: keys that are used once a step, in this order; they need no `expect`. `what`: what the buffers hold,
-        for messages."""
+        """`pool`: None until `provide`. `cycle`: keys that are used once a step, in this order; they need no `expect`.
+        `what`: what the buffers hold, for messages."""
         self._what = what
         self._cycle = frozenset(cycle)
-        self._free = list(buffers)
+        self._pool = pool
         self._load = load
         self._failures = failures
         self._changed = threading.Condition()
@@ -94,6 +99,8 @@ class BufferCache(Generic[Key]):
         """Keys that are asked for and in no buffer yet, first in, first out, by urgency."""
         self._demands: defaultdict[Key, list[_Demand]] = defaultdict(list)
         """What they are asked for."""
+        self._unserved: dict[Key, float] = {}
+        """Of these, when those began to wait that had to."""
         self._reserved: Counter[Key] = Counter()
         self._upcoming = {key: place for place, key in enumerate(cycle)}
         """When a key is needed next: places that only compare. In this order."""
@@ -124,10 +131,10 @@ class BufferCache(Generic[Key]):
         with self._changed:
             self._reserved[key] += count
 
-    def add(self, buffers: Sequence[torch.Tensor]) -> None:
-        """More of them, before the first use."""
+    def provide(self, pool: BufferPool) -> None:
+        """Before the first use."""
         with self._changed:
-            self._free += buffers
+            self._pool = pool
 
     # ---- use ---------------------------------------------------------------------------------------------------------
 
@@ -160,6 +167,8 @@ class BufferCache(Generic[Key]):
                 self._demands[key].append(demand)
                 self._asked[urgent or (pressed is not None and pressed())].append(key)
             actions = self._pump()
+            if key in self._demands:
+                self._unserved.setdefault(key, time.perf_counter())
         _run(actions)
 
     def press(self, key: Key) -> None:
@@ -201,7 +210,7 @@ class BufferCache(Generic[Key]):
         with self._changed:
             entry = self._entries[key]
             entry.writes += 1
-            return entry.buffer
+            return entry.lease.buffer
 
     def end_write(self, key: Key) -> None:
         with self._changed:
@@ -242,12 +251,20 @@ class BufferCache(Generic[Key]):
         with self._changed:
             self._abandoned = True
 
+    def close(self) -> None:
+        """After `abandon`, when neither store nor lanes use a buffer any more: give back all, and forget the demands,
+        which may have leases of other pools. Harmless when called twice."""
+        with self._changed:
+            self._demands.clear()
+            while self._entries:
+                self._entries.popitem()[1].lease.release()
+
     # ---- with the lock held ------------------------------------------------------------------------------------------
 
     def _dropped(self, of: Callable[[Key], bool]) -> bool:
         """Drop the idle entries of these keys. -> whether none is left."""
         for key in [key for key, entry in self._entries.items() if of(key) and entry.idle]:
-            self._free.append(self._entries.pop(key).buffer)
+            self._entries.pop(key).lease.release()
         return not any(of(key) for key in self._entries)
 
     def _loaded(self, key: Key) -> None:
@@ -277,20 +294,22 @@ class BufferCache(Generic[Key]):
                 if demand.generation is not None:
                     entry.changes += 1
                     entry.generation = demand.generation
-                actions.append(functools.partial(demand.use, entry.buffer))
+                actions.append(functools.partial(demand.use, entry.lease.buffer))
         return actions
 
     def _start(self, key: Key, how: How, actions: list[Callable[[], None]]) -> bool:
-        buffer = self._buffer_for(key, how)
-        if buffer is None:
+        lease = self._lease_for(key, how)
+        if lease is None:
             return False
-        self._entries[key] = _Entry(buffer, waiting=self._demands.pop(key, []))
-        actions.append(lambda: self._load(key, buffer, lambda: self._loaded(key)))
+        self._entries[key] = _Entry(lease, waiting=self._demands.pop(key, []))
+        if (began := self._unserved.pop(key, None)) is not None:
+            lease.pool.count_wait(began)
+        actions.append(lambda: self._load(key, lease.buffer, lambda: self._loaded(key)))
         return True
 
-    def _buffer_for(self, key: Key, how: How) -> torch.Tensor | None:
-        if self._free:
-            return self._free.pop()
+    def _lease_for(self, key: Key, how: How) -> Lease | None:
+        if self._pool is not None and (lease := self._pool.try_lease()) is not None:
+            return lease
         idle = [other for other, entry in self._entries.items() if entry.idle]
         clean = [other for other in idle if other not in self._kept and self._reserved[other] <= 0]
         if not clean and (how == "urgent" or self._hurry) and len(idle) == len(self._entries):
@@ -302,7 +321,7 @@ class BufferCache(Generic[Key]):
             return None
         if how == "ahead" and self._rank(victim) <= self._rank(key):
             return None
-        return self._entries.pop(victim).buffer
+        return self._entries.pop(victim).lease
 
     def _rank(self, key: Key) -> int:
         return self._upcoming.get(key, _NEVER)

@@ -19,6 +19,7 @@ import torch
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.transfers.buffers import BufferCache
 from ds_slide.runtime.transfers.handoff import Failures
+from ds_slide.runtime.transfers.pool import BufferPool
 from ds_slide.runtime.unit import Unit
 from ds_slide.store.ssd.store import SsdStore
 from ds_slide.store.ssd.unit import ChunkKey, GradientBuffer, HeldOnSsd, SsdOptimizerStates, SsdWeights
@@ -43,21 +44,18 @@ class SsdStates:
         self.store = store
         self.parts = SsdParts()
         self.chunks: BufferCache[ChunkKey] = BufferCache(
-            (), self._load_chunk, failures, update_order, "the optimizer states (unit, chunk)"
+            None, self._load_chunk, failures, update_order, "the optimizer states (unit, chunk)"
         )
-        self.weights: BufferCache[int] = BufferCache((), self._load_weights, failures, what="the weights of unit")
+        self.weights: BufferCache[int] = BufferCache(None, self._load_weights, failures, what="the weights of unit")
         self.gradient = GradientBuffer(update_meter)
         self.ahead = 0
         """Blocks whose weights may be read ahead."""
 
-    def provide(
-        self, chunk_buffers: Sequence[torch.Tensor], weight_buffers: Sequence[torch.Tensor], gradient: torch.Tensor
-    ) -> None:
-        """Before `start`. `gradient`: for one held gradient, empty where none is on SSD."""
-        self.chunks.add(chunk_buffers)
-        self.weights.add(weight_buffers)
-        self.gradient.buffer = gradient
-        self.ahead = len(weight_buffers)
+    def provide(self, chunk_buffers: BufferPool, weight_buffers: BufferPool) -> None:
+        """Before `start`."""
+        self.chunks.provide(chunk_buffers)
+        self.weights.provide(weight_buffers)
+        self.ahead = len(weight_buffers.addresses)
 
     def start(self) -> None:
         """From here on chunks are read ahead, in the order of the updates, whenever a buffer is free: the disk does
@@ -81,6 +79,8 @@ class SsdStates:
     def close(self) -> None:
         """After the lanes have ended. The files are removed."""
         self.store.close()
+        self.chunks.close()
+        self.weights.close()
 
     def _on_ssd(self, units: Sequence[Unit]) -> list[int]:
         return [unit.order for unit in units if unit.order in self.parts.weights]

@@ -40,7 +40,7 @@ def test_every_element_arrives_and_what_was_not_put_is_zero(pieces: list[int], s
         start = 0
         for size in spans:
             for part in gradient.parts(slice(start, start + size)):
-                gradient.copy(part, target)
+                gradient.copy(part, target[part])
             start += size
         done.keep()
 

@@ -13,6 +13,7 @@ import torch
 from ds_slide.errors import SlideError
 from ds_slide.runtime.transfers.buffers import BufferCache
 from ds_slide.runtime.transfers.handoff import Failures
+from ds_slide.runtime.transfers.pool import BufferPool
 
 SECONDS = 30.0
 
@@ -47,14 +48,15 @@ class Disk:
             self.finish()
 
 
+MakePool = Callable[[int], BufferPool]
 Made = tuple[BufferCache[int], Disk]
 
 
 @pytest.fixture
-def cache_of(failures: Failures) -> Callable[[int], Made]:
+def cache_of(make_pool: MakePool, failures: Failures) -> Callable[[int], Made]:
     def make(count: int) -> Made:
         disk = Disk()
-        return BufferCache([torch.zeros(1) for _ in range(count)], disk.load, failures), disk
+        return BufferCache(make_pool(count), disk.load, failures), disk
 
     return make
 
@@ -181,10 +183,10 @@ def test_an_update_waits_for_the_one_before_also_until_its_write_has_begun(cache
     assert used == ["first", "same", "next"]
 
 
-def test_what_is_forgotten_is_not_read_ahead_before_it_is_taken(failures: Failures) -> None:
+def test_what_is_forgotten_is_not_read_ahead_before_it_is_taken(make_pool: MakePool, failures: Failures) -> None:
     """Between `settle` and the next update somebody may write the file: a record read before that is an old one."""
     disk = Disk()
-    cache = BufferCache([torch.zeros(1)], disk.load, failures, cycle=range(4))
+    cache = BufferCache(make_pool(1), disk.load, failures, cycle=range(4))
     cache.take(3, lambda _: None, urgent=True)
     cache.forget(lambda key: key < 2)
     disk.finish_all()
@@ -252,7 +254,7 @@ def test_a_waiting_thread_raises_when_the_disk_has_failed(cache_of: Callable[[in
 
 
 @pytest.fixture
-def busy_disk(failures: Failures) -> Iterator[Callable[[int], Made]]:
+def busy_disk(make_pool: MakePool, failures: Failures) -> Iterator[Callable[[int], Made]]:
     """Ends reads in another thread, in any order."""
     stop = threading.Event()
     threads = []
@@ -274,7 +276,7 @@ def busy_disk(failures: Failures) -> Iterator[Callable[[int], Made]]:
 
         threads.append(threading.Thread(target=run))
         threads[-1].start()
-        return BufferCache([torch.zeros(1) for _ in range(count)], disk.load, failures), disk
+        return BufferCache(make_pool(count), disk.load, failures), disk
 
     yield make
     stop.set()

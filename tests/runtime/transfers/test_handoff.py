@@ -12,13 +12,14 @@ import pytest
 import torch
 from markers import Passing
 
+from ds_slide import _native
 from ds_slide.errors import SlideError
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import PASSED, Device, Marker
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.transfers.buffers import BufferCache
 from ds_slide.runtime.transfers.handoff import Failures, Future
-from ds_slide.runtime.transfers.ring import HostRing
+from ds_slide.runtime.transfers.pool import BufferPool
 from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
 from ds_slide.runtime.updates.update_worker import UpdateWorker
 
@@ -52,14 +53,20 @@ def begun(failures: Failures) -> str:
     return wait.what
 
 
+def pool_of(count: int, failures: Failures) -> BufferPool:
+    return BufferPool(_native.Pool(1, count, False, False), failures, "buffers for gradients")
+
+
 def held(failures: Failures) -> None:
-    cache: BufferCache[int] = BufferCache([torch.zeros(1)], lambda *_: None, failures, what="the weights of unit")
+    cache: BufferCache[int] = BufferCache(pool_of(1, failures), lambda *_: None, failures, what="the weights of unit")
     with cache.held(3):
         pass
 
 
 def forgotten(failures: Failures) -> None:
-    cache: BufferCache[int] = BufferCache([torch.zeros(1)], lambda _key, _buffer, then: then(), failures, what="states")
+    cache: BufferCache[int] = BufferCache(
+        pool_of(1, failures), lambda _key, _buffer, then: then(), failures, what="states"
+    )
     cache.take(0, lambda _: None, urgent=True)
     cache.forget(lambda key: key == 0)
 
@@ -80,7 +87,7 @@ def piece(failures: Failures) -> None:
 
 WAITS: dict[str, tuple[Callable[[Failures], Any], str]] = {
     "future": (lambda failures: Future(failures, "the sunrise").wait(), "the sunrise"),
-    "ring": (lambda failures: HostRing([], failures).lease(), "a host buffer for a gradient"),
+    "pool": (lambda failures: pool_of(0, failures).lease(), "one of the buffers for gradients"),
     "buffer": (held, "the weights of unit 3 to be read from SSD"),
     "forget": (forgotten, "states to be written to SSD"),
     "drain": (drained, "the updates that are under way"),

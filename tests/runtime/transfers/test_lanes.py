@@ -1,4 +1,4 @@
-"""Lanes, futures and rings: order, back pressure, and what becomes of those who wait for a lane that has failed."""
+"""Lanes and futures: order, and what becomes of those who wait for a lane that has failed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.runtime.device import PASSED, Marker
 from ds_slide.runtime.transfers.handoff import Failures, Future
-from ds_slide.runtime.transfers.ring import HostRing
 from ds_slide.runtime.transfers.stream_worker import Delay
 from ds_slide.runtime.updates.update_worker import UpdateWorker
 
@@ -132,41 +130,6 @@ def test_close_runs_what_is_queued_and_can_be_repeated(make_worker: Any, updates
     assert sorted(seen) == sorted([*range(20)] * 2)
 
 
-def test_ring_holds_back_who_takes_too_much(failures: Failures) -> None:
-    ring = HostRing([torch.zeros(4), torch.zeros(4)], failures)
-    first, second = ring.lease(), ring.lease()
-    assert first is not second
-    asked, got = threading.Event(), threading.Event()
-
-    def third() -> torch.Tensor:
-        asked.set()
-        buffer = ring.lease()
-        got.set()
-        return buffer
-
-    result = in_thread(third)
-    assert asked.wait(SECONDS)
-    assert not got.wait(0.1)
-    ring.give_back(second)
-    assert result() is second
-
-
-def test_ring_without_buffers_makes_one(failures: Failures) -> None:
-    made: list[torch.Tensor] = []
-
-    def make() -> torch.Tensor:
-        made.append(torch.zeros(4))
-        return made[-1]
-
-    ring = HostRing([], failures, spare=make)
-    for _ in range(3):
-        ring.give_back(ring.lease())
-    assert len(made) == 1
-    full = HostRing([torch.zeros(4)], failures, spare=make)
-    full.lease()
-    assert len(made) == 1
-
-
 def test_kept_future_gives_its_marker(failures: Failures) -> None:
     future, marker = Future(failures), Marker()
     assert not future.is_kept
@@ -181,10 +144,10 @@ def fail() -> int:
     return 1 // 0
 
 
-@pytest.mark.parametrize("waiting", ["future", "ring", "drain", "other-drain", "updates-drain"])
+@pytest.mark.parametrize("waiting", ["future", "pool", "drain", "other-drain", "updates-drain"])
 @pytest.mark.parametrize("failing", ["d2h", "update"])
 def test_a_failed_lane_wakes_everyone(
-    make_worker: Any, updates: UpdateWorker, failures: Failures, waiting: str, failing: str
+    make_worker: Any, make_pool: Any, updates: UpdateWorker, failures: Failures, waiting: str, failing: str
 ) -> None:
     d2h, h2d = make_worker("d2h"), make_worker("h2d")
     owed = Future(failures)
@@ -194,7 +157,7 @@ def test_a_failed_lane_wakes_everyone(
         updates.submit(0, PASSED, lambda: owed.wait() and 0)
     waits = {
         "future": owed.wait,
-        "ring": HostRing([], failures).lease,
+        "pool": make_pool(0).lease,
         "drain": d2h.drain if failing == "d2h" else updates.drain,
         "other-drain": h2d.drain,
         "updates-drain": updates.drain,
