@@ -44,6 +44,12 @@ from ds_slide.store.directories.owned_directory import (
 LOCK = "lock"
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 
+
+class StillOpen(OSError):
+    """What is left of a directory: files that NFS and FUSE keep because they are open somewhere. A start that looks for
+    dead owners has the lock open for a moment and removes the directory then; the next start removes the rest."""
+
+
 Prepare = Callable[[Path, int, int], str]
 """Called before a directory is emptied, with its path and the descriptors of its parent and itself, under its lock:
 raises OSError where it must be left, and returns the name that the directory has from then on."""
@@ -168,14 +174,15 @@ def require_known(directory: int, known: Known, owner: str) -> None:
 
 def remove_unlocked(name: str, parent: int, directory: int) -> None:
     """Remove the directory open as `directory` with all that is in it; the lock goes last, so that whatever is left
-    after a kill can still be recognised as dead. Raises OSError, also where a part of it is not ours."""
+    after a kill can still be recognised as dead. Raises OSError, also where a part of it is not ours; StillOpen where
+    only files that are open somewhere are left."""
     remove_contents(directory, last=LOCK)
     try:
         was_there = remove_empty(name, parent, directory)
     except OSError as error:
-        if error.errno not in _NOT_EMPTY or not _holds_open_files_only(directory):
-            raise
-        return
+        if error.errno in _NOT_EMPTY and _holds_open_files_only(directory):
+            raise StillOpen(error.errno, error.strerror, name) from None
+        raise
     if not was_there:
         raise OSError(errno.ESTALE, "somebody has renamed it; an empty directory is left", name)
 
@@ -203,8 +210,7 @@ def _remove_if_empty(name: str, parent: int, directory: int) -> None:
 
 
 def _holds_open_files_only(directory: int) -> bool:
-    """Whether nothing is in it but what is still open somewhere. A start that looks for dead owners has the lock open
-    for a moment and removes the directory then; what this process has open the next start removes."""
+    """Whether nothing is in it but what is still open somewhere."""
     try:
         return all(map(is_hidden, os.listdir(directory)))
     except OSError as error:

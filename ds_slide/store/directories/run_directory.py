@@ -21,6 +21,7 @@ from ds_slide.errors import SlideError
 from ds_slide.store.directories.locked_directory import (
     LOCK,
     LockedDirectory,
+    StillOpen,
     make_locked,
     remove_dead,
     require_known,
@@ -82,8 +83,8 @@ def remove_dead_runs(parent: int, parent_path: Path) -> None:
     for name in filter(NAME.fullmatch, os.listdir(parent)):
         try:
             remove_dead(parent_path / name, parent, _check)
-        except FileNotFoundError:
-            continue  # another start was faster
+        except (FileNotFoundError, StillOpen):
+            continue  # another start was faster, or is at it
         except OSError as error:
             # Other users' directories are no concern of this one.
             level = logging.INFO if error.errno == errno.EPERM else logging.WARNING
@@ -98,5 +99,7 @@ def _check(path: Path, _parent: int, directory: int) -> str:
 def _remove_own(made: LockedDirectory) -> None:
     try:
         made.remove(_check)
+    except StillOpen:
+        pass  # the next start removes the rest
     except OSError as error:
         _log.warning("the run directory %s could not be removed (%s); remove it", made.path, error.strerror)
