@@ -197,7 +197,7 @@ def _read_by_modules(unit: UnitSize, index: int, needs: Needs, placement: Placem
         if unit.layout.trainable_numel:
             yield Allocation(row_gradients_of(unit.name), "gpu", rows, "gradients on their way", ROW_BUFFERS)
     elif unit.stays:
-        own = unit.share if _is_gathered(index, needs, placement) else 0
+        own = unit.share if _is_gathered(index, needs, placement.home) else 0
         yield Allocation(whole_weights_of(unit.name), "gpu", whole + own, "weights that modules read")
 
 

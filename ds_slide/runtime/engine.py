@@ -543,9 +543,9 @@ class SlideRuntime:
         unit.version += 1
         unit.publish(unit.version)
         unit.state.drain()
+        self._fetched.pop(unit.order, None)
         if unit.resident is not None and unit.resident is not unit.state.weights.buffer.tensor:
             self.parts.workers.outer_h2d.drain()
-            self._fetched.pop(unit.order, None)
             self._renew(unit, unit.resident)
             self.device.synchronize()
 

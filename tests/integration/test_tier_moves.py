@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -72,10 +71,15 @@ CASES: dict[str, Case] = {
     "two passes": ({"debug": {"update_passes": 2, **DELAYS}}, {}, llama),
     "Lion": ({}, LION, llama),
     "some on the GPU from the start": ({"gpu_states": 1_800_000}, {}, llama),
-    "fp16": ({}, {"bf16": None, "fp16": {"enabled": True, "initial_scale_power": 8}}, llama),
     "fp32": ({}, {"bf16": None}, llama),
     "frozen blocks": ({}, {}, with_frozen_blocks),
     "adapters in fp32": ({}, {}, functools.partial(adapted, trained=("input_layernorm", "lm_head"))),
+    "weights narrowed by autocast": (
+        {},
+        {"bf16": None, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        llama,
+    ),
+    "a part on SSD": ({"host_memory": 2_000_000, "debug": DELAYS}, {}, llama),
     "tied": ({"window": 9}, {"clip": 0.0}, functools.partial(llama, tie_word_embeddings=True)),
 }
 
@@ -85,14 +89,17 @@ def config(slide: dict[str, Any] | None = None, **settings: Any) -> dict[str, An
 
 
 @pytest.mark.parametrize(("slide", "settings", "make"), CASES.values(), ids=CASES)
-def test_moves_change_no_bit(slide: dict[str, Any], settings: dict[str, Any], make: Callable[[], nn.Module]) -> None:
+def test_moves_change_no_bit(
+    slide: dict[str, Any], settings: dict[str, Any], make: Callable[[], nn.Module], disk: Path
+) -> None:
     accumulation = settings.get("accumulation", 1)
     data, moves = batches(STEPS * accumulation), RandomMoves(len(slide) + accumulation)
     keys = ("exp_avg",) if "optimizer" in settings else ("exp_avg", "exp_avg_sq")
 
     def run(loss_of: Any) -> Result:
         model = make()
-        with engine_for(model, config(slide, **settings)) as engine:
+        given = config(slide, **settings)
+        with engine_for(model, on_ssd(given, disk) if "host_memory" in slide else given) as engine:
             result = train(engine, data, loss_of)
             result.states = states_of(model, keys)
         return result
@@ -160,8 +167,7 @@ def test_every_byte_is_in_the_plan() -> None:
         runtime = engine.optimizer.runtime
         start = runtime.parts.memory_report
         for orders in ((0, 1), tuple(range(7)), (5,), ()):
-            train(engine, batches(1))
-            before = runtime.parts.memory_report
+            train(engine, batches(2))  # statistics are of a step that has ended
             planned = runtime.parts.plan.with_promoted(frozenset(orders), 3).gpu_bytes
             assert promote(runtime, *orders) is not None
             assert count.difference(engine) == []
@@ -172,7 +178,7 @@ def test_every_byte_is_in_the_plan() -> None:
             assert memory["gpu_bytes"] == planned
             costs = sum(gpu_cost(runtime, runtime.units[order]) for order in orders)
             assert planned == start["gpu_bytes"] + costs - start["window_bytes"] + memory["window_bytes"]
-            assert engine.optimizer.slide_stats()["memory"] == memory != before
+            assert engine.optimizer.slide_stats()["memory"] == memory
         assert memory == start
 
 
@@ -192,20 +198,21 @@ def test_moving_to_and_fro_leaves_nothing() -> None:
     with engine_for(llama(), config()) as engine:
         runtime = engine.optimizer.runtime
 
-        def there_and_back() -> tuple[int, int, int, int]:
-            assert promote(runtime, *range(7)) is not None
+        def taken() -> tuple[int, int, int, int]:
             assert promote(runtime) is not None
             gc.collect()
             window = runtime.parts.window
             return sum(storages().values()), threading.active_count(), len(window.slots), len(window.by_storage)
 
         train(engine, batches(2))
-        first = there_and_back()
+        promote(runtime, *range(7))
+        first = taken()
         for number in range(50):
+            assert promote(runtime, *range(number % 2, 7)) is not None
             if number % 10 == 0:
                 train(engine, batches(1))
-            last = there_and_back()
-        assert last == first
+            assert promote(runtime) is not None
+        assert taken() == first
 
 
 def test_nothing_moves_in_the_middle_of_a_step() -> None:
@@ -221,17 +228,17 @@ def test_nothing_moves_in_the_middle_of_a_step() -> None:
         assert promote(runtime, 1) is None
         engine.step()
         with zero.GatheredParameters(list(model.model.layers[1].parameters())):
-            assert promote(runtime, 1) is None
-            assert promote(runtime, 2) is not None
+            assert promote(runtime, 2) is None
+            assert promote(runtime, 1) is not None
         with zero.GatheredParameters(list(model.model.embed_tokens.parameters())):
-            assert promote(runtime, 0, 2) is None
+            assert promote(runtime, 0, 1) is None
         seen = []
         handle = model.model.layers[3].register_forward_hook(lambda *_: seen.append(promote(runtime, 1)))
         with torch.no_grad():
             engine(**first)
         handle.remove()
         assert seen == [None]
-        assert promote(runtime, 1) is not None
+        assert promote(runtime) is not None
 
 
 @pytest.mark.parametrize("failing", [0, 2])
@@ -295,7 +302,6 @@ def test_what_cannot_move_is_refused(slide: dict[str, Any], name: str, why: str,
         unit = next(unit for unit in runtime.units if any(name in entry.name for entry in unit.layout.entries))
         assert why in (why_fixed(runtime, unit) or "")
         with pytest.raises(SlideError, match=f"the states of {unit.name} cannot move .*{why}"):
-            move(runtime, frozenset() if "gpu_states" in slide else frozenset((unit.order,)))
+            move(runtime, runtime.parts.plan.placement.on_gpu ^ {unit.order})
         assert runtime.parts.memory_report["promoted_units"] == 0
         train(engine, batches(1))
-        json.dumps(engine.optimizer.slide_stats()["memory"])
