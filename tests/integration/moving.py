@@ -29,6 +29,8 @@ class RandomMoves:
         self.made: list[Moved | None] = []
 
     def __call__(self, engine: Any, batch: Batch) -> torch.Tensor:
-        runtime = engine.optimizer.runtime
-        self.made.append(promote(runtime, *(order for order in movable(runtime) if self._random.random() < 0.5)))
+        self.move(engine.optimizer.runtime)
         return causal_loss(engine, batch)
+
+    def move(self, runtime: Any) -> None:
+        self.made.append(promote(runtime, *(order for order in movable(runtime) if self._random.random() < 0.5)))

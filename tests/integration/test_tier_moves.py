@@ -36,6 +36,7 @@ from ds_slide.errors import SlideError
 from ds_slide.runtime import tier_moves
 from ds_slide.runtime.allocator import Allocator
 from ds_slide.runtime.tier_moves import gpu_cost, move, why_fixed
+from ds_slide.runtime.weights.hooks import RootHooks
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -107,6 +108,41 @@ def test_moves_change_no_bit(
     assert differences(run(moves), run(causal_loss)) == []
     assert [made is None for made in moves.made] == [number % accumulation > 0 for number in range(len(data))]
     assert any(made.promoted for made in moves.made if made) and any(made.demoted for made in moves.made if made)
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipping", "under backward"])
+def test_the_engine_itself_may_move_them(clip: float) -> None:
+    """When a step has been taken, and when a forward of the whole model begins."""
+    moves, data = RandomMoves(), batches(STEPS)
+    with engine_for(model := llama(), config({"debug": DELAYS}, clip=clip)) as engine:
+        runtime = engine.optimizer.runtime
+        step, (root,) = runtime.step, [hooks for hooks in runtime.hooks if isinstance(hooks, RootHooks)]
+        begin_forward = root._begin
+
+        def step_and_move(*given: Any) -> None:
+            step(*given)
+            moves.move(runtime)
+
+        def move_and_begin_forward() -> None:
+            moves.move(runtime)
+            begin_forward()
+
+        runtime.step, root._begin = step_and_move, move_and_begin_forward
+        result = train(engine, data)
+        result.states = states_of(model)
+    assert len(moves.made) == 2 * STEPS and all(moves.made)
+    assert differences(result, trained(llama(), config(clip=clip), data)) == []
+
+
+def test_the_next_engine_takes_promoted_weights() -> None:
+    model = llama()
+    with engine_for(model, config()) as engine:
+        train(engine, batches(2))
+        before = states_of(model, ())
+        promote(engine.optimizer.runtime, 0, 2, 3)
+    with engine_for(model, config()):
+        after = states_of(model, ())
+    assert all(same_bits(before[name]["weight"], after[name]["weight"]) for name in before)
 
 
 def test_every_reader_sees_the_states_where_they_are() -> None:

@@ -94,7 +94,7 @@ class Window:
 
     def refit(self, order: Sequence[Unit], slots: int, more: Sequence[torch.Tensor]) -> None:
         """Serve these blocks from now on, with so many slots, of which `more` are new. No slot is bound, and no fetch
-        under way. A block that has been away comes back with another version, so that no slot holds it."""
+        under way. Blocks that do not pass any more are in no slot, so that none is taken for one that has come back."""
         with self._lock:
             self._order = list(order)
             self._position = {unit.order: position for position, unit in enumerate(order)}
