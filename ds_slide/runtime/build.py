@@ -108,7 +108,7 @@ def build_runtime(
         join_parts(units)
         if shared is not None:
             shared.map_others([unit for unit in units if not unit.is_gathered])
-        parts = _wire(context, units, ssd, empty, started)
+        parts = _wire(context, units, adopt, ssd, empty, started)
         allocator.require_all_given()
         runtime = SlideRuntime(module, parts, availability)
     except BaseException:
@@ -166,7 +166,9 @@ def _choices(unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettin
     }
 
 
-def _wire(context: BuildContext, units: list[Unit], ssd: SsdStates | None, empty: Empty, started: ExitStack) -> Parts:
+def _wire(
+    context: BuildContext, units: list[Unit], adopt: Adopt, ssd: SsdStates | None, empty: Empty, started: ExitStack
+) -> Parts:
     """`started`: gets what ends the threads, for a caller that is left with them when this fails."""
     settings, ranks, device, failures = context.settings, context.ranks, context.device, context.failures
     shared, allocator = context.shared, context.allocator
@@ -212,6 +214,7 @@ def _wire(context: BuildContext, units: list[Unit], ssd: SsdStates | None, empty
         memory=context.memory,
         pools=context.allocator.pools,
         units=units,
+        adopt=adopt,
         window=window,
         empty=empty,
         deferred=settings.held_dtype is not None,

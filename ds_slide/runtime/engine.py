@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -70,6 +70,8 @@ class Parts:
     pools: dict[str, BufferPool]
     """Of host buffers, by their names in the plan."""
     units: list[Unit]
+    adopt: Callable[[Unit], None]
+    """Tells the clients of a unit's parameters where its state buffers are, and empties the parameters."""
     window: Window | None
     empty: Empty
     deferred: bool
@@ -541,9 +543,9 @@ class SlideRuntime:
         unit.version += 1
         unit.publish(unit.version)
         unit.state.drain()
+        self._fetched.pop(unit.order, None)
         if unit.resident is not None and unit.resident is not unit.state.weights.buffer.tensor:
             self.parts.workers.outer_h2d.drain()
-            self._fetched.pop(unit.order, None)
             self._renew(unit, unit.resident)
             self.device.synchronize()
 
