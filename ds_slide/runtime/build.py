@@ -31,6 +31,8 @@ from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
 from ds_slide.report.trace import Trace
 from ds_slide.runtime import running
+from ds_slide.runtime.activations.activations import Activations
+from ds_slide.runtime.activations.spare_memory import Budget, SpareMemory
 from ds_slide.runtime.allocator import Allocator
 from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.build_ssd import announcer, open_ssd, provide_buffers
@@ -221,10 +223,22 @@ def _wire(context: BuildContext, units: list[Unit], ssd: SsdStates | None, empty
         shared=shared,
         gathers=Gathers(ranks, _scratch(context, GATHERED), all_fit=all_fit),
         updating=updating,
+        spare=_spare(context, units),
         ssd=ssd,
         make_rows=_make_rows(context, units, workers, gradients),
         watchdog=_watchdog(settings, ranks, device, failures, None if ssd is None else ssd.store),
     )
+
+
+def _spare(context: BuildContext, units: Sequence[Unit]) -> SpareMemory | None:
+    settings, device = context.settings, context.device
+    if not settings.trains:
+        return None
+    budget = Budget(device if device.is_cuda else None, settings.slide.gpu_memory, lambda: running.taken().gpu)
+    if not budget.exists:
+        return None
+    blocks = [unit for unit in units if unit.spec.kind == "block" and settings.slide.activations == "auto"]
+    return SpareMemory(Activations(blocks, device), budget, context.ranks, context.recorder)
 
 
 def _make_workers(context: BuildContext, units: Sequence[Unit]) -> Workers:
