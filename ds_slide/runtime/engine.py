@@ -98,6 +98,10 @@ class Parts:
         """Statistics of the pools that have buffers (`slide_stats()["pools"]`)."""
         return {what: pool.statistics() for what, pool in self.pools.items() if pool.addresses}
 
+    def activation_report(self) -> dict[str, int]:
+        """What became of checkpointed blocks in the newest forward (`slide_stats()["activations"]`)."""
+        return {} if self.spare is None else dict(self.spare.activations.statistics)
+
     @property
     def taken(self) -> Taken:
         """Bytes that are taken of the limits that all engines of a process share."""

@@ -67,10 +67,12 @@ class Activations:
         """By kind of block, at the largest shape so far."""
         self._asked: set[Hashable] = set()
         """Kinds that are to be measured by the next recomputation of one of their blocks."""
+        self._has_said = False
         self.times_forward = False
         self._marks: list[tuple[int, Marker, Marker]] = []
         self._seconds: dict[int, float] = {}
-        self.statistics: dict[str, Any] = {"checkpointed": 0, Handling.KEEP.value: 0, "kept_bytes": 0}
+        self.statistics = _statistics(0, 0, 0)
+        """Of the newest forward with gradients."""
 
     # ---- a forward ---------------------------------------------------------------------------------------------------
 
@@ -79,9 +81,10 @@ class Activations:
         self._taken.begin()
         checkpointed = self._orders = self._taken.orders
         if not checkpointed:
-            self._shape, self._kept = None, frozenset()
+            self._shape, self._kept, self.statistics = None, frozenset(), _statistics(0, 0, 0)
             return
-        if not self.statistics["checkpointed"]:
+        if not self._has_said:
+            self._has_said = True
             log.info(
                 f"the activation checkpointing of {len(checkpointed)} blocks, which the script has asked for, is taken "
                 'over: a block is recomputed only where memory is short ("ds_slide": {"activations": "as_written"} '
@@ -94,12 +97,7 @@ class Activations:
         candidates = self.keepable(shape)
         self._kept = kept_within(room, candidates)
         kept_bytes = sum(each.nbytes for each in candidates if each.order in self._kept)
-        self.statistics = {
-            "checkpointed": len(checkpointed),
-            Handling.KEEP.value: len(self._kept),
-            Handling.RECOMPUTE.value: len(checkpointed) - len(self._kept),
-            "kept_bytes": kept_bytes,
-        }
+        self.statistics = _statistics(len(checkpointed), len(self._kept), kept_bytes)
 
     def end(self) -> None:
         """The forward has ended, with an exception perhaps."""
@@ -147,7 +145,7 @@ class Activations:
     @property
     def kept_bytes(self) -> int:
         """Of the newest forward."""
-        return int(self.statistics["kept_bytes"])
+        return self.statistics["kept_bytes"]
 
     @property
     def kept_seconds(self) -> float:
@@ -169,6 +167,11 @@ class Activations:
             self._seconds[order] = self._seconds.get(order, 0.0) + before.seconds_until(after)
         self._marks.clear()
         self.times_forward = False
+
+
+def _statistics(checkpointed: int, kept: int, kept_bytes: int) -> dict[str, int]:
+    handled = {Handling.KEEP.value: kept, Handling.RECOMPUTE.value: checkpointed - kept}
+    return {"checkpointed": checkpointed, **handled, "kept_bytes": kept_bytes}
 
 
 def _kind_of(unit: Unit) -> Hashable:

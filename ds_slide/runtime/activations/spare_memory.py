@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_slide.plan.spare import MARGIN_SHARE, Keepable, Movable, Shape, StepTimes, choose, given_back
+from ds_slide.plan.spare import MARGIN_SHARE, Handling, Keepable, Movable, Shape, StepTimes, choose, given_back
 from ds_slide.report.log import log, size
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime.activations.activations import Activations, shape_of
@@ -239,7 +239,8 @@ class SpareMemory:
                 orders | with_states.states
             ):
                 choice = with_states
-        if self._ranks.rank == 0 and (choice.states or choice.kept):
+        news = bool(choice.states) or choice.kept != self.activations.statistics[Handling.KEEP.value]
+        if self._ranks.rank == 0 and news:
             log.info(
                 f"{size(room)} of the GPU are spare: room for the states of {len(choice.states)} more units and the "
                 f"activations of {choice.kept} of {len(keepable)} checkpointed blocks; expected: "
