@@ -54,7 +54,7 @@ def log_start(engine: Any) -> None:
             ranks=parts.ranks.world_size,
             deferred=parts.deferred if parts.trains else None,
             kernels=kernels,
-            shares_out=parts.spare is not None,
+            shares_out=parts.spare.is_shared_out,
         )
     )
 

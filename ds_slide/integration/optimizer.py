@@ -297,7 +297,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         own = {
             "kernels": self.kernels.as_dict(),
             "update_passes": 2 if self.runtime.passes.two else 1,
-            "activations": self.runtime.parts.activation_report(),
+            "activations": dict(self.runtime.parts.spare.activations.statistics),
         }
         return statistics and {**statistics, "pools": self.runtime.parts.pool_report(), **own}
 

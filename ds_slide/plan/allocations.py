@@ -81,6 +81,11 @@ def state_buffer_of(unit: str, state_buffer: str) -> str:
     return f"{state_buffer} of {unit}"
 
 
+def promoted_buffer_of(unit: str, state_buffer: str) -> str:
+    """The name of the same on the GPU, of a unit that is there for now."""
+    return f"{state_buffer} of {unit} on the GPU"
+
+
 def whole_weights_of(unit: str) -> str:
     """The name of the weights of a unit that is on the GPU all the time, as modules read them."""
     return f"whole weights of {unit}"
@@ -114,7 +119,25 @@ def make_allocations(units: Sequence[UnitSize], needs: Needs, placement: Placeme
 
 def of_unit(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> list[Allocation]:
     """What unit number `index` takes for itself."""
-    return [*_states(unit, index, needs, placement), *_read_by_modules(unit, index, needs, placement)]
+    made = [*_states(unit, index, needs, placement), *_read_by_modules(unit, index, needs, placement)]
+    return made + of_promoted(unit, needs) if index in placement.promoted else made
+
+
+def of_promoted(unit: UnitSize, needs: Needs) -> list[Allocation]:
+    """What a unit takes on the GPU for as long as its states are there, beside all that it has elsewhere: the place
+    that it goes back to, where nothing has to be had then. One rank's weights are the ones that modules read."""
+
+    def state_buffer(name: str, nbytes: int, why: Why = "states") -> Allocation:
+        return Allocation(promoted_buffer_of(unit.name, name), "gpu", nbytes, why)
+
+    made = [state_buffer(spec.name, spec.nbytes(unit.codec.numel)) for spec in unit.specs]
+    made.append(state_buffer("gradient", held_bytes(unit, needs) or unit.codec.nbytes, "held gradients"))
+    if needs.world_size > 1 or not unit.stays:
+        made.append(state_buffer("weight", unit.share))
+    if needs.world_size > 1 and not unit.stays:
+        whole = unit.layout.slot_numel * unit.weight_bytes
+        made.append(Allocation(whole_weights_of(unit.name), "gpu", whole, "weights that modules read"))
+    return made
 
 
 def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> Iterator[Allocation]:
@@ -174,7 +197,7 @@ def _read_by_modules(unit: UnitSize, index: int, needs: Needs, placement: Placem
         if unit.layout.trainable_numel:
             yield Allocation(row_gradients_of(unit.name), "gpu", rows, "gradients on their way", ROW_BUFFERS)
     elif unit.stays:
-        own = unit.share if _is_gathered(index, needs, placement) else 0
+        own = unit.share if _is_gathered(index, needs, placement.home) else 0
         yield Allocation(whole_weights_of(unit.name), "gpu", whole + own, "weights that modules read")
 
 
@@ -182,17 +205,19 @@ def _is_gathered(index: int, needs: Needs, placement: Placement) -> bool:
     """Whether the unit's weights come together on the GPU by a collective: not those that all ranks can read."""
     if needs.world_size == 1:
         return False
-    return not needs.shares_weights or index in placement.on_gpu or index in placement.weights_on_ssd
+    return not needs.shares_weights or index in placement.on_gpu | placement.promoted | placement.weights_on_ssd
 
 
 def streamed(units: Sequence[UnitSize], placement: Placement) -> dict[int, UnitSize]:
     """Blocks that pass through the window, by their index."""
-    return {index: unit for index, unit in enumerate(units) if not unit.stays and index not in placement.on_gpu}
+    on_gpu = placement.on_gpu | placement.promoted
+    return {index: unit for index, unit in enumerate(units) if not unit.stays and index not in on_gpu}
 
 
 def slot_bytes(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> int:
-    """Of one slot of the window: the largest block, and room for this rank's part where blocks are gathered."""
-    blocks = streamed(units, placement)
+    """Of one slot of the window: the largest block, and room for this rank's part where blocks are gathered. Promoted
+    blocks come back."""
+    blocks, placement = streamed(units, placement.home), placement.home
     gathered = (unit.share for index, unit in blocks.items() if _is_gathered(index, needs, placement))
     whole = max((unit.layout.slot_numel * unit.weight_bytes for unit in blocks.values()), default=0)
     return whole + max(gathered, default=0)
@@ -215,7 +240,8 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
     yield Allocation(STAGED_PARTS, "gpu", STAGINGS * staged, "gradients on their way", STAGINGS)
     gathered = [unit.share for index, unit in enumerate(units) if _is_gathered(index, needs, placement)]
     yield Allocation(GATHERED, "gpu", ranks * max(gathered, default=0), "weights on their way")
-    shared = [unit.share for index, unit in blocks.items() if not _is_gathered(index, needs, placement)]
+    home = placement.home
+    shared = [unit.share for index, unit in streamed(units, home).items() if not _is_gathered(index, needs, home)]
     yield Allocation(UPLOADED, "gpu", ranks * max(shared, default=0), "weights on their way")
 
 

@@ -85,6 +85,7 @@ class Plan:
     """Where every state is, and all that this takes."""
 
     units: tuple[UnitSize, ...]
+    needs: Needs
     placement: Placement
     allocations: tuple[Allocation, ...]
     gpu_states_used: int
@@ -93,7 +94,15 @@ class Plan:
     @classmethod
     def of(cls, units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Plan:
         used = sum(gpu_cost(units[index], needs) for index in placement.on_gpu)
-        return cls(tuple(units), placement, make_allocations(units, needs, placement), used)
+        return cls(tuple(units), needs, placement, make_allocations(units, needs, placement), used)
+
+    def with_promoted(self, promoted: frozenset[int], window: int) -> Plan:
+        """With these units on the GPU for now, and so many slots at most."""
+        return Plan.of(self.units, self.needs, replace(self.placement, promoted=promoted, window=window))
+
+    def entry(self, what: str) -> Allocation:
+        """By its name."""
+        return next(each for each in self.allocations if each.what == what)
 
     @property
     def gpu_bytes(self) -> int:
@@ -107,6 +116,12 @@ class Plan:
     def host_state_bytes(self) -> int:
         """Bytes of the states, without held gradients and buffers: what `ds_slide.host_memory` limits."""
         return total(self.allocations, "host", "states")
+
+    @property
+    def host_reserved_bytes(self) -> int:
+        """Bytes of states and held gradients that nobody uses while their units are on the GPU."""
+        promoted = (of_unit(self.units[index], index, self.needs, self.placement) for index in self.placement.promoted)
+        return sum(total(entries, "host") for entries in promoted)
 
     @property
     def ssd_bytes(self) -> int:
@@ -130,12 +145,14 @@ class Plan:
             "window_bytes": self.window_bytes,
             "host_bytes": self.host_bytes,
             "host_state_bytes": self.host_state_bytes,
+            "host_reserved_bytes": self.host_reserved_bytes,
             "ssd_bytes": self.ssd_bytes,
             "ssd_units": len(placement.on_ssd),
             "ssd_gradient_units": len(placement.gradients_on_ssd),
             "pinned_bytes": sum(each.nbytes for each in self.allocations if each.page_locked),
             "parameters": sum(entry.numel for unit in self.units for entry in unit.layout.entries),
-            "gpu_units": len(placement.on_gpu),
+            "gpu_units": len(placement.on_gpu | placement.promoted),
+            "promoted_units": len(placement.promoted),
             "units": len(self.units),
             "blocks": sum(unit.kind == "block" for unit in self.units),
             "slots": min(placement.window, len(streamed(self.units, placement))),

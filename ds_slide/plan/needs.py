@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ds_slide.compression.codec import GradientCodec
@@ -92,13 +92,20 @@ class Needs:
 @dataclass(frozen=True)
 class Placement:
     """Indices of the units with states on the GPU, and of the others with weights, optimizer states or held
-    gradients on SSD. `window`: slots, of which there are no more than blocks that pass through them."""
+    gradients on SSD. `window`: slots, of which there are no more than blocks that pass through them. `promoted`: of
+    those in host memory, the units whose states are on the GPU for now (`ds_slide.runtime.tier_moves`)."""
 
     on_gpu: frozenset[int] = frozenset()
     weights_on_ssd: frozenset[int] = frozenset()
     chunks_on_ssd: frozenset[int] = frozenset()
     gradients_on_ssd: frozenset[int] = frozenset()
     window: int = 0
+    promoted: frozenset[int] = frozenset()
+
+    @property
+    def home(self) -> Placement:
+        """With every unit where it goes back to."""
+        return replace(self, promoted=frozenset())
 
     @property
     def on_ssd(self) -> frozenset[int]:

@@ -33,6 +33,7 @@ from ds_slide.report.trace import Trace
 from ds_slide.runtime import running
 from ds_slide.runtime.activations.activations import Activations
 from ds_slide.runtime.activations.spare_memory import Budget, SpareMemory
+from ds_slide.runtime.activations.states import RunningStates
 from ds_slide.runtime.allocator import Allocator
 from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.build_ssd import announcer, open_ssd, provide_buffers
@@ -110,9 +111,11 @@ def build_runtime(
         join_parts(units)
         if shared is not None:
             shared.map_others([unit for unit in units if not unit.is_gathered])
-        parts = _wire(context, units, ssd, empty, started)
+        parts = _wire(context, units, adopt, ssd, empty, started)
         allocator.require_all_given()
         runtime = SlideRuntime(module, parts, availability)
+        if settings.slide.gpu_states == "auto":
+            parts.spare.states = RunningStates(runtime)
     except BaseException:
         # No lane has been given anything yet, so none waits for another one, or for the disk.
         started.close()
@@ -168,7 +171,9 @@ def _choices(unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettin
     }
 
 
-def _wire(context: BuildContext, units: list[Unit], ssd: SsdStates | None, empty: Empty, started: ExitStack) -> Parts:
+def _wire(
+    context: BuildContext, units: list[Unit], adopt: Adopt, ssd: SsdStates | None, empty: Empty, started: ExitStack
+) -> Parts:
     """`started`: gets what ends the threads, for a caller that is left with them when this fails."""
     settings, ranks, device, failures = context.settings, context.ranks, context.device, context.failures
     shared, allocator = context.shared, context.allocator
@@ -214,6 +219,7 @@ def _wire(context: BuildContext, units: list[Unit], ssd: SsdStates | None, empty
         memory=context.memory,
         pools=context.allocator.pools,
         units=units,
+        adopt=adopt,
         window=window,
         empty=empty,
         deferred=settings.held_dtype is not None,
@@ -230,13 +236,11 @@ def _wire(context: BuildContext, units: list[Unit], ssd: SsdStates | None, empty
     )
 
 
-def _spare(context: BuildContext, units: Sequence[Unit]) -> SpareMemory | None:
+def _spare(context: BuildContext, units: Sequence[Unit]) -> SpareMemory:
     settings, device = context.settings, context.device
-    if not settings.trains:
-        return None
-    budget = Budget(device if device.is_cuda else None, settings.slide.gpu_memory, lambda: running.taken().gpu)
-    if not budget.exists:
-        return None
+    gpu = device if device.is_cuda and settings.trains else None
+    limit = settings.slide.gpu_memory if settings.trains else None
+    budget = Budget(gpu, limit, lambda: running.taken().gpu)
     blocks = [unit for unit in units if unit.spec.kind == "block" and settings.slide.activations == "auto"]
     return SpareMemory(Activations(blocks, device), budget, context.ranks, context.recorder)
 

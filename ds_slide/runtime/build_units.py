@@ -11,6 +11,7 @@ from ds_slide.model.layout import Entry
 from ds_slide.optim.reference import encode_split
 from ds_slide.plan.allocations import state_buffer_of, whole_weights_of
 from ds_slide.runtime.build_context import BuildContext
+from ds_slide.runtime.device import Device
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.settings import UnitPlan
 from ds_slide.runtime.transfers.handoff import Future
@@ -27,6 +28,7 @@ from ds_slide.store.in_memory import (
 )
 from ds_slide.store.memory_file import SharedHostMemory
 from ds_slide.store.state import UnitState
+from ds_slide.store.state_buffers import StateBufferSpec
 from ds_slide.store.tiers import GradientSink, OptimizerStates, Weights
 
 SPLIT_NUMEL = 1 << 22
@@ -54,15 +56,26 @@ def make_unit(context: BuildContext, unit_plan: UnitPlan, order: int, ssd: SsdPa
 
 
 def _state_on_gpu(context: BuildContext, unit_plan: UnitPlan, gradient_dtype: torch.dtype) -> UnitState:
-    def on_gpu(name: str, dtype: torch.dtype) -> InMemory:
-        return InMemory(context.allocator.tensor(state_buffer_of(unit_plan.spec.name, name), dtype), "gpu")
+    def on_gpu(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return context.allocator.tensor(state_buffer_of(unit_plan.spec.name, name), dtype)
 
-    specs = context.settings.specs(unit_plan.dtype)
+    specs, weight = context.settings.specs(unit_plan.dtype), on_gpu("weight", unit_plan.dtype)
+    return state_on_gpu(specs, weight, gradient_dtype, on_gpu, context.device)
+
+
+def state_on_gpu(
+    specs: Sequence[StateBufferSpec],
+    weight: torch.Tensor,
+    gradient_dtype: torch.dtype,
+    take: Callable[[str, torch.dtype], torch.Tensor],
+    device: Device,
+) -> UnitState:
+    """States that are updated on the GPU. `take`: GPU memory for a state buffer, by its name."""
     return UnitState(
         specs,
-        WeightsOnGpu(on_gpu("weight", unit_plan.dtype), context.device.synchronize),
-        StatesInMemory(specs, {spec.name: on_gpu(spec.name, spec.dtype) for spec in specs}),
-        KeptOnGpu(on_gpu("gradient", gradient_dtype)),
+        WeightsOnGpu(InMemory(weight, "gpu"), device.synchronize),
+        StatesInMemory(specs, {spec.name: InMemory(take(spec.name, spec.dtype), "gpu") for spec in specs}),
+        KeptOnGpu(InMemory(take("gradient", gradient_dtype), "gpu")),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +72,8 @@ class Parts:
     pools: dict[str, BufferPool]
     """Of host buffers, by their names in the plan."""
     units: list[Unit]
+    adopt: Callable[[Unit], None]
+    """Tells the clients of a unit's parameters where its state buffers are, and empties the parameters."""
     window: Window | None
     empty: Empty
     deferred: bool
@@ -80,8 +82,7 @@ class Parts:
     gathers: Gathers
     shared: SharedWeights | None
     updating: Updating
-    spare: SpareMemory | None = None
-    """None: activations are as the script has written them, and states where the plan has them."""
+    spare: SpareMemory
     trains: bool = True
     """False: weights only, for forwards that no step follows."""
     ssd: SsdStates | None = None
@@ -97,10 +98,6 @@ class Parts:
     def pool_report(self) -> dict[str, dict[str, int | float | bool]]:
         """Statistics of the pools that have buffers (`slide_stats()["pools"]`)."""
         return {what: pool.statistics() for what, pool in self.pools.items() if pool.addresses}
-
-    def activation_report(self) -> dict[str, int]:
-        """What became of checkpointed blocks in the newest forward (`slide_stats()["activations"]`)."""
-        return {} if self.spare is None else dict(self.spare.activations.statistics)
 
     @property
     def taken(self) -> Taken:
@@ -167,8 +164,7 @@ class SlideRuntime:
 
     def detach(self) -> None:
         """Take them out."""
-        if self.parts.spare is not None:
-            self.parts.spare.end_forward()
+        self.parts.spare.end_forward()
         for hooks in self.hooks:
             hooks.remove()
         self.hooks = []
@@ -240,8 +236,7 @@ class SlideRuntime:
 
     def _release_all(self) -> None:
         """Release all slots after an exception: nobody computes any more with what is bound."""
-        if self.parts.spare is not None:
-            self.parts.spare.end_forward()
+        self.parts.spare.end_forward()
         for unit in self.units:
             self._unbind_slot(unit)
         if self._window is not None:
@@ -273,12 +268,10 @@ class SlideRuntime:
                 "a forward began after backward() at an accumulation boundary and before engine.step(), but the "
                 f"weights are being updated under backward; call engine.step() first, or {HOLD_HINT}"
             )
-        if self.parts.spare is not None:
-            self.parts.spare.begin_forward(args, kwargs)
+        self.parts.spare.begin_forward(args, kwargs)
 
     def _end_forward(self) -> None:
-        if self.parts.spare is not None:
-            self.parts.spare.end_forward()
+        self.parts.spare.end_forward()
         for unit in self.blocks:  # only after an exception: a block that was entered and never left
             if unit.order in self._bound and not unit.in_backward:
                 self._unbind_slot(unit)
@@ -419,8 +412,7 @@ class SlideRuntime:
         self.accumulation.clear()
         self.step_count += 1
         self.parts.recorder.end_step(self.step_count)
-        if self.parts.spare is not None:
-            self.parts.spare.end_step()
+        self.parts.spare.end_step()
 
     def _apply(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
         for unit in self.units:
@@ -559,9 +551,9 @@ class SlideRuntime:
         unit.version += 1
         unit.publish(unit.version)
         unit.state.drain()
+        self._fetched.pop(unit.order, None)
         if unit.resident is not None and unit.resident is not unit.state.weights.buffer.tensor:
             self.parts.workers.outer_h2d.drain()
-            self._fetched.pop(unit.order, None)
             self._renew(unit, unit.resident)
             self.device.synchronize()
 

@@ -79,6 +79,13 @@ class Interruptions:
         if graph_task() != NO_TASK:
             self._accumulation.nest()
 
+    def is_between_steps(self) -> bool:
+        """Whether nothing is accumulated, and no forward or backward is under way, or waited for by a graph."""
+        self.notice()
+        if self._root.active or self._accumulation.is_open or self._accumulation.micro_batches:
+            return False
+        return not any(unit.gradient_ready or unit.awaits_backward for unit in self._units)
+
     def backward_is_under_way(self) -> bool:
         """Whether the calling thread is in the backward that has begun last."""
         return self._accumulation.is_open and not self._accumulation.is_another(graph_task())

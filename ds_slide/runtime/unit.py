@@ -128,8 +128,8 @@ class Unit:
         """Of shared weights: tells the other ranks that this rank's part of that version is there."""
         self.await_others: Callable[[int], None] = _nothing
         """Of shared weights: waits, on a lane, for the other ranks' parts of that version."""
-        self.is_uploaded = state.weights.buffer.tier != "gpu"
-        """Its new weights come to the GPU from host memory or SSD. Otherwise they are updated there."""
+        self.home: UnitState | None = None
+        """Of a unit whose states are on the GPU for now: the state buffers that it goes back to, which are older."""
         self.is_gathered = False
         """Its weights are gathered from the ranks by the compute thread each time that they are bound."""
         self.uses = 0
@@ -166,6 +166,11 @@ class Unit:
     def parameter_dtype(self) -> torch.dtype:
         """What a script sees of its parameters outside of a forward."""
         return self.spec.precision.parameter
+
+    @property
+    def is_uploaded(self) -> bool:
+        """Whether its new weights come to the GPU from host memory or SSD. Otherwise they are updated there."""
+        return self.state.weights.buffer.tier != "gpu"
 
     @property
     def is_streamed(self) -> bool:

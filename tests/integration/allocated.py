@@ -136,16 +136,22 @@ def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
     found: dict[str, list[torch.Tensor]] = {}
     parts, gradients = runtime.parts, runtime.gradients
     for unit in runtime.units:
-        for name, state_buffer in unit.state.buffers.items():
+        home = unit.state if unit.home is None else unit.home
+        for name, state_buffer in home.buffers.items():
             if state_buffer.tensor is not None:
                 found[names.state_buffer_of(unit.name, name)] = [state_buffer.tensor]
-        if unit.resident is not None and unit.resident is not unit.state.buffers["weight"].tensor:
+        lends = unit.spec.kind != "block" and parts.ranks.world_size == 1  # its weights are those that modules read
+        for name, state_buffer in unit.state.buffers.items() if unit.home is not None else ():
+            if name != "weight" or not lends:
+                found[names.promoted_buffer_of(unit.name, name)] = [state_buffer.tensor]
+        own = unit.state.buffers["weight"].tensor
+        if unit.resident is not None and (unit.resident is not own or (unit.home is not None and lends)):
             found[names.whole_weights_of(unit.name)] = [unit.resident]
     found[names.SLOTS] = [] if parts.window is None else [slot.buffer for slot in parts.window.slots]
     found[names.STAGED] = [staging.packed for staging in gradients._stagings]
     if parts.ranks.world_size > 1:
         found[names.STAGED_PARTS] = [staging.own for staging in gradients._stagings]
-    for what, scratch in ((names.GATHERED, parts.gathers._scratch), (names.UPLOADED, parts.uploads._scratch)):
+    for what, scratch in ((names.GATHERED, parts.gathers.scratch), (names.UPLOADED, parts.uploads._scratch)):
         if scratch is not None:
             found[what] = [scratch]
     if runtime.rows is not None:

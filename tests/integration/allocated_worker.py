@@ -8,6 +8,7 @@ from typing import Any
 import two_ranks
 from allocated import counted
 from harness import ds_config, engine_for, llama, on_ssd
+from moving import movable, promote
 
 from ds_slide.plan import ssd_settings
 
@@ -31,6 +32,9 @@ def main(rank: int, folder: Path) -> None:
                 on_ssd(config, folder / "disk")
             with counted() as count, engine_for(llama(), config) as engine:
                 results[name] = count.difference(engine)
+                for orders in (slice(None, None, 2), slice(1, None, 3), slice(0)):
+                    assert promote(engine.optimizer.runtime, *movable(engine.optimizer.runtime)[orders]) is not None
+                    results[name] += count.difference(engine)
 
 
 if __name__ == "__main__":

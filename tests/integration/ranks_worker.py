@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import two_ranks
 from harness import Batch, batches, causal_loss, ds_config, llama, on_ssd, trained
+from moving import RandomMoves
 from tight_memory import room_for_gradients_of
 
 from ds_slide.integration import assemble
@@ -41,6 +42,10 @@ RUNS = {
     "gathered-gpu-states": ({"window": 2, "gpu_states": 900_000, "share_weights": False}, {"clip": 0.0}),
     "ssd-states": ({"window": 2, "host_memory": 500_000, "share_weights": True}, {"clip": 1.0}),
     "ssd-less-memory": ({"window": 2}, {"clip": 1.0}),
+    "moves": ({"window": 2, "debug": {"lane_delay_ms": 2.0, "seed": 15}}, {"clip": 1.0}),
+    "moves-immediate": ({"window": 2, "gpu_states": 900_000}, {"clip": 0.0}),
+    "moves-gathered": ({"window": 2, "share_weights": False}, {"clip": 1.0, "accumulation": 2}),
+    "moves-gathered-kept": ({"window": 9, "share_weights": False}, {"clip": 0.0}),
     "stock": (None, {"clip": 1.0}),
 }
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_gather_object")
@@ -110,7 +115,9 @@ def main(rank: int, folder: Path) -> None:
             found = LESS_MEMORY if name == "ssd-less-memory" and rank == 1 else None
             with room_for_gradients_of(1 if name == "ssd-gradients" else None) as plan, host_memory(found):
                 evaluates = name in ("clipping", "immediate") and rank == 1
-                result = trained(llama(seed=rank), config, data[rank::2], loss_of=Watched(data[0], evaluates))
+                loss_of = RandomMoves() if name.startswith("moves") else Watched(data[0], evaluates)
+                result = trained(llama(seed=rank), config, data[rank::2], loss_of=loss_of)
+            assert not isinstance(loss_of, RandomMoves) or any(made.demoted for made in loss_of.made if made)
             assert slide is None or bool(plan().placement.gradients_on_ssd) == (name == "ssd-gradients")
             assert name != "ssd-less-memory" or plan().placement.chunks_on_ssd
             results[name] = {"losses": result.losses, "norms": result.norms, "states": result.states}

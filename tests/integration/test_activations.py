@@ -161,14 +161,14 @@ def test_graphs_that_wait_for_backward_count() -> None:
     """Two forwards before one backward, as in contrastive training: the limit holds for both together."""
     limit = OWN_BYTES + 4 * BLOCK_BYTES
     with engine_for(checkpointed(llama(), False), config_of({"gpu_memory": limit})) as engine:
-        spare = engine.optimizer.runtime.parts.spare
+        parts = engine.optimizer.runtime.parts
+        spare = parts.spare
         for first, second in zip(batches(STEPS), batches(STEPS, seed=2), strict=True):
             losses = [engine(**first).loss]
             alive, kept = spare.activations.alive(), spare.activations.kept_bytes
             assert alive == kept
             losses.append(engine(**second).loss)
-            placed = engine.optimizer.runtime.parts.plan.gpu_bytes
-            assert placed + spare.activations.alive() <= limit
+            assert parts.plan.gpu_bytes + spare.activations.alive() <= limit
             engine.backward(sum(losses))
             engine.step()
             assert spare.activations.alive() == 0

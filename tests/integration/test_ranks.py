@@ -27,6 +27,10 @@ SAME_BITS = {
     "gathered-gpu-states": "immediate",
     "ssd-states": "clipping",
     "ssd-less-memory": "clipping",
+    "moves": "clipping",
+    "moves-immediate": "immediate",
+    "moves-gathered": "accumulation",
+    "moves-gathered-kept": "immediate",
 }
 SLIDE_RUNS = ["clipping", "immediate", "accumulation", *SAME_BITS]
 

@@ -108,6 +108,11 @@ class SpareMemory:
         self._margin = 0.0
         self._retries: int | None = None
 
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether there is any that could be."""
+        return self._budget.exists
+
     # ---- a forward ---------------------------------------------------------------------------------------------------
 
     def begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

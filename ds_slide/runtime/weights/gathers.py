@@ -25,10 +25,16 @@ class Gathers:
     def __init__(self, ranks: Ranks, scratch: torch.Tensor | None, *, all_fit: bool) -> None:
         """The gathers of an engine. `all_fit`: the window has a slot for each block that passes through it."""
         self._ranks = ranks
-        self._scratch = scratch
+        self.scratch = scratch
         self._all_fit = all_fit
         self._gathered: dict[int, Future] = {}
         """The upload that was gathered last, by slot."""
+
+    def forget(self, *, all_fit: bool) -> None:
+        """What a slot holds counts as not gathered, whoever has gathered it: the slots of another rank may have held
+        something else."""
+        self._all_fit = all_fit
+        self._gathered.clear()
 
     def into_slot(self, unit: Unit, slot: Slot) -> Marker:
         """Gather the unit into the slot that holds it, behind its upload. -> when it is there."""
@@ -42,7 +48,7 @@ class Gathers:
 
     def into(self, unit: Unit, buffer: torch.Tensor, *after: Marker) -> Marker:
         """Gather the unit into a buffer in slot layout, from its weights on the GPU or from what was uploaded."""
-        assert self._scratch is not None
+        assert self.scratch is not None
         buffer = buffer.view(unit.dtype)
         own = unit.state.weights.own_part(own_part(unit, buffer))
-        return self._ranks.gather_weights(unit, own, self._scratch.view(unit.dtype), buffer, *after)
+        return self._ranks.gather_weights(unit, own, self.scratch.view(unit.dtype), buffer, *after)

@@ -92,6 +92,20 @@ class Window:
         self.misses = 0
         """Blocks that nobody had requested before they were needed."""
 
+    def refit(self, order: Sequence[Unit], slots: int, more: Sequence[torch.Tensor]) -> None:
+        """Serve these blocks from now on, with so many slots, of which `more` are new. No slot is bound, and no fetch
+        under way. Blocks that do not pass any more are in no slot, so that none is taken for one that has come back."""
+        with self._lock:
+            self._order = list(order)
+            self._position = {unit.order: position for position, unit in enumerate(order)}
+            kept = self.slots[: slots - len(more)]
+            for slot in kept:
+                slot.unit = None if slot.unit is None or slot.unit.order not in self._position else slot.unit
+            self.slots = [*kept, *(Slot(len(kept) + index, buffer) for index, buffer in enumerate(more))]
+            self._slots_of = {order: slot for order, slot in self._slots_of.items() if slot in kept}
+            self.by_storage.clear()
+            self.by_storage.update((slot.buffer.untyped_storage().data_ptr(), slot) for slot in self.slots)
+
     def nbytes(self) -> int:
         """Bytes of the slots."""
         return sum(slot.buffer.numel() * slot.buffer.element_size() for slot in self.slots)

@@ -1,0 +1,36 @@
+"""States that move between host memory and GPU while a model is trained."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from harness import Batch, causal_loss
+
+from ds_slide.runtime.tier_moves import Moved, move, why_fixed
+
+
+def movable(runtime: Any) -> list[int]:
+    """The units that may move, by their order."""
+    return [unit.order for unit in runtime.units if why_fixed(runtime, unit) is None]
+
+
+def promote(runtime: Any, *orders: int) -> Moved | None:
+    """Promote these units, and no others."""
+    return move(runtime, frozenset(orders) | runtime.parts.plan.placement.on_gpu)
+
+
+class RandomMoves:
+    """`causal_loss` behind an attempt to move a random set of units, in which all ranks draw the same."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self.made: list[Moved | None] = []
+
+    def __call__(self, engine: Any, batch: Batch) -> torch.Tensor:
+        self.move(engine.optimizer.runtime)
+        return causal_loss(engine, batch)
+
+    def move(self, runtime: Any) -> None:
+        self.made.append(promote(runtime, *(order for order in movable(runtime) if self._random.random() < 0.5)))
