@@ -214,6 +214,14 @@ class SlideConfig(_Block):
     0 keeps all states in host memory; "auto" takes 5 % of the GPU, as far as the GPU budget leaves that.
     """
 
+    activations: Literal["auto", "as_written"] = Field(default="auto", description='"auto" or "as_written"')
+    """Whether activation checkpointing that the script has asked for through transformers is taken over: a block's
+    saved tensors then stay on the GPU where memory is left, and it is recomputed where it is not, step by step and with
+    the same bits. Checkpointing by a script's own calls is left alone.
+
+    "as_written" recomputes what the script says, always.
+    """
+
     share_weights: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
     """Whether the ranks of one machine read each other's weights in host memory, so that each uploads whole units.
 

@@ -54,6 +54,7 @@ def log_start(engine: Any) -> None:
             ranks=parts.ranks.world_size,
             deferred=parts.deferred if parts.trains else None,
             kernels=kernels,
+            shares_out=parts.spare.is_shared_out,
         )
     )
 
@@ -79,5 +80,14 @@ def _report(engine: Any, statistics: dict[str, Any]) -> None:
         log.info(
             f"step={engine.global_steps}, time={statistics['step_s']:.3f} s, "
             f"bound={statistics['bound_s']:.3f} s ({statistics['bound_lane']}), "
-            f"efficiency={statistics['efficiency']:.1%}{wear}"
+            f"efficiency={statistics['efficiency']:.1%}{wear}{_decided(statistics)}"
         )
+
+
+def _decided(statistics: dict[str, Any]) -> str:
+    """What the GPU's memory is used for, as the end of a line."""
+    memory, activations = statistics["memory"], statistics["activations"]
+    said = f", {memory['gpu_units']} of {memory['units']} units updated on the GPU" if memory["gpu_units"] else ""
+    if not activations.get("checkpointed"):
+        return said
+    return f"{said}, activations of {activations['keep']} of {activations['checkpointed']} checkpointed blocks kept"

@@ -294,7 +294,11 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def slide_stats(self) -> dict[str, Any]:
         """Statistics of the newest finished step (see `ds_slide.report.statistics`); empty before the first."""
         statistics = self.runtime.parts.recorder.as_dict(self.runtime.parts.memory_report)
-        own = {"kernels": self.kernels.as_dict(), "update_passes": 2 if self.runtime.passes.two else 1}
+        own = {
+            "kernels": self.kernels.as_dict(),
+            "update_passes": 2 if self.runtime.passes.two else 1,
+            "activations": dict(self.runtime.parts.spare.activations.statistics),
+        }
         return statistics and {**statistics, "pools": self.runtime.parts.pool_report(), **own}
 
     # ---- states, for deepspeed.utils.safe_* ------------------------------------------------------------------

@@ -47,10 +47,16 @@ def size(nbytes: float) -> str:
 
 
 def start_line(
-    version: str, memory: dict[str, int], *, ranks: int, deferred: bool | None, kernels: dict[str, Any]
+    version: str,
+    memory: dict[str, int],
+    *,
+    ranks: int,
+    deferred: bool | None,
+    kernels: dict[str, Any],
+    shares_out: bool,
 ) -> str:
     """The line that says what an engine has decided. `memory`: `Parts.memory_report`. `deferred`: None without an
-    optimizer. `kernels`: replaced modules by kind."""
+    optimizer. `kernels`: replaced modules by kind. `shares_out`: spare GPU memory is shared out once it is known."""
     blocks, parameters = memory["blocks"], memory["parameters"]
     replaced = ", ".join(f"{kind} {count}" for kind, count in kernels.items()) or "none"
     return (
@@ -58,6 +64,7 @@ def start_line(
         f"window of {memory['slots']} slots ({size(memory['window_bytes'])}); states: "
         f"{size(memory['gpu_state_bytes'])} on the GPU, {size(memory['host_state_bytes'])} in host memory, "
         f"{size(memory['ssd_bytes'])} on SSD; ranks: {ranks}; {_UPDATES[deferred]}; kernels: {replaced}"
+        f"{'; spare GPU memory: shared out after step 3' if shares_out else ''}"
     )
 
 

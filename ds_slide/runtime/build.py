@@ -31,6 +31,9 @@ from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
 from ds_slide.report.trace import Trace
 from ds_slide.runtime import running
+from ds_slide.runtime.activations.activations import Activations
+from ds_slide.runtime.activations.spare_memory import Budget, SpareMemory
+from ds_slide.runtime.activations.states import RunningStates
 from ds_slide.runtime.allocator import Allocator
 from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.build_ssd import announcer, open_ssd, provide_buffers
@@ -111,6 +114,8 @@ def build_runtime(
         parts = _wire(context, units, adopt, ssd, empty, started)
         allocator.require_all_given()
         runtime = SlideRuntime(module, parts, availability)
+        if settings.slide.gpu_states == "auto":
+            parts.spare.states = RunningStates(runtime)
     except BaseException:
         # No lane has been given anything yet, so none waits for another one, or for the disk.
         started.close()
@@ -224,10 +229,20 @@ def _wire(
         shared=shared,
         gathers=Gathers(ranks, _scratch(context, GATHERED), all_fit=all_fit),
         updating=updating,
+        spare=_spare(context, units),
         ssd=ssd,
         make_rows=_make_rows(context, units, workers, gradients),
         watchdog=_watchdog(settings, ranks, device, failures, None if ssd is None else ssd.store),
     )
+
+
+def _spare(context: BuildContext, units: Sequence[Unit]) -> SpareMemory:
+    settings, device = context.settings, context.device
+    gpu = device if device.is_cuda and settings.trains else None
+    limit = settings.slide.gpu_memory if settings.trains else None
+    budget = Budget(gpu, limit, lambda: running.taken().gpu)
+    blocks = [unit for unit in units if unit.spec.kind == "block" and settings.slide.activations == "auto"]
+    return SpareMemory(Activations(blocks, device), budget, context.ranks, context.recorder)
 
 
 def _make_workers(context: BuildContext, units: Sequence[Unit]) -> Workers:

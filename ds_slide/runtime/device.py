@@ -93,4 +93,19 @@ class Device:
         if hasattr(torch.cuda, "get_per_process_memory_fraction"):
             total = int(total * torch.cuda.get_per_process_memory_fraction(self.torch))
         reserved = torch.cuda.memory_reserved(self.torch)
-        return min(free + reserved, total) - torch.cuda.memory_allocated(self.torch), total
+        return min(free + reserved, total) - self.allocated(), total
+
+    def allocated(self) -> int:
+        """Bytes of tensors on the GPU, as torch counts them on the host."""
+        return torch.cuda.memory_allocated(self.torch)
+
+    def peak(self) -> int:
+        """The most of them since `reset_peak`."""
+        return torch.cuda.max_memory_allocated(self.torch)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch)
+
+    def allocation_retries(self) -> int:
+        """How often torch had to give its unused memory back, which stops the GPU, to find room for a tensor."""
+        return int(torch.cuda.memory_stats(self.torch).get("num_alloc_retries", 0))

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from ds_slide.plan.memory import Plan, Taken
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime import running
 from ds_slide.runtime.accumulation import Accumulation
+from ds_slide.runtime.activations.spare_memory import SpareMemory
 from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
@@ -80,6 +82,7 @@ class Parts:
     gathers: Gathers
     shared: SharedWeights | None
     updating: Updating
+    spare: SpareMemory
     trains: bool = True
     """False: weights only, for forwards that no step follows."""
     ssd: SsdStates | None = None
@@ -161,6 +164,7 @@ class SlideRuntime:
 
     def detach(self) -> None:
         """Take them out."""
+        self.parts.spare.end_forward()
         for hooks in self.hooks:
             hooks.remove()
         self.hooks = []
@@ -232,6 +236,7 @@ class SlideRuntime:
 
     def _release_all(self) -> None:
         """Release all slots after an exception: nobody computes any more with what is bound."""
+        self.parts.spare.end_forward()
         for unit in self.units:
             self._unbind_slot(unit)
         if self._window is not None:
@@ -253,7 +258,7 @@ class SlideRuntime:
 
     # ---- forward ---------------------------------------------------------------------------------------------
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         for hooks in self.hooks:
             if isinstance(hooks, BlockHooks | WideHooks):
                 hooks.close_left_open()
@@ -263,8 +268,10 @@ class SlideRuntime:
                 "a forward began after backward() at an accumulation boundary and before engine.step(), but the "
                 f"weights are being updated under backward; call engine.step() first, or {HOLD_HINT}"
             )
+        self.parts.spare.begin_forward(args, kwargs)
 
     def _end_forward(self) -> None:
+        self.parts.spare.end_forward()
         for unit in self.blocks:  # only after an exception: a block that was entered and never left
             if unit.order in self._bound and not unit.in_backward:
                 self._unbind_slot(unit)
@@ -405,6 +412,7 @@ class SlideRuntime:
         self.accumulation.clear()
         self.step_count += 1
         self.parts.recorder.end_step(self.step_count)
+        self.parts.spare.end_step()
 
     def _apply(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
         for unit in self.units:

@@ -233,17 +233,18 @@ class RootHooks:
         self,
         module: nn.Module,
         root: RootState,
-        begin: Callable[[], None],
+        begin: Callable[[Any, Any], None],
         end: Callable[[], None],
         begin_backward: Callable[[], None],
     ) -> None:
-        """`begin_backward` is called when a gradient reaches an output, once in each backward."""
+        """`begin` gets the arguments of the call. `begin_backward` is called when a gradient reaches an output, once in
+        each backward."""
         self._root = root
         self._begin = begin
         self._end = end
         self._begin_backward = begin_backward
         self._handles = [
-            module.register_forward_pre_hook(self._before),
+            module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),
         ]
 
@@ -251,9 +252,9 @@ class RootHooks:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, module: nn.Module, args: Any) -> None:
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not in_backward() and (not self._root.active or self._root.is_left_open()):
-            self._begin()
+            self._begin(args, kwargs)
             self._root.begin(None if torch.compiler.is_compiling() else sys._getframe(1))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -1,0 +1,140 @@
+"""What spare GPU memory is used for: states of blocks, which are then updated there, or activations that are kept.
+
+Pure functions over what the first steps have shown. Seconds are those of one step, bytes those of the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+
+MARGIN_SHARE = 1 / 16
+"""Of the GPU, and left free. Torch takes memory from the driver in steps of 2 MiB, so that a saved tensor of 32 MiB (8k
+tokens of a model 2,048 wide) may take a sixteenth more, and it cannot always use what lies between two live tensors.
+What differs from step to step without a longer batch (experts that get more tokens) has to fit in here, too."""
+UPDATE_BYTES_PER_SECOND = 1e12
+"""Of states that an update on the GPU reads and writes; of a card of the middle class, so that no state is moved for a
+gain that its own update takes back."""
+
+
+class Handling(Enum):
+    """What becomes of a block's saved tensors between its forward and its backward."""
+
+    KEEP = "keep"
+    """They stay on the GPU."""
+    RECOMPUTE = "recompute"
+    """The block's input stays, and its forward runs again in backward."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a batch. `tokens`: in all. `length`: of a sequence."""
+
+    tokens: int
+    length: int
+
+    def growth(self, other: Shape) -> float:
+        """The most by which what was measured at this shape can grow at `other`; below 1 where that is smaller.
+
+        Attention that saves its probabilities takes memory by tokens times length, everything else by tokens.
+        """
+        return other.tokens / self.tokens * max(1.0, other.length / self.length)
+
+
+@dataclass(frozen=True)
+class Keepable:
+    """A block whose activations may be kept. `seconds`: of its recomputation."""
+
+    order: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Movable:
+    """A block whose states may go to the GPU. `share`: of all elements that the host updates."""
+
+    order: int
+    nbytes: int
+    share: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One measured step. `compute`: when the GPU computed. `stall`: when it waited for transfers and updates. `lane`:
+    of the busiest of the other lanes."""
+
+    compute: float
+    stall: float
+    lane: float
+
+    def predicted(self, recomputed_less: float, moved_share: float, updates: float) -> float:
+        """Of a step with so many seconds less of recomputation, so much of the host's work gone, and seconds of updates
+        on the GPU: what is hidden costs nothing, until what hides it has become shorter."""
+        computes = self.compute - recomputed_less + updates
+        left = 1.0 - moved_share
+        return max(computes + self.stall * left, self.lane * left)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`states`: blocks whose states go to the GPU. `kept`: number of blocks whose activations then fit. `seconds`: of
+    the step that is expected."""
+
+    states: frozenset[int]
+    kept: int
+    seconds: float
+
+
+def by_value(activations: Iterable[Keepable]) -> list[Keepable]:
+    """The most seconds for a byte first; of equal ones the last block, whose tensors backward frees first."""
+    return sorted(activations, key=lambda each: (-each.seconds / max(each.nbytes, 1), -each.order))
+
+
+def kept_within(room: float, activations: Iterable[Keepable]) -> frozenset[int]:
+    """Blocks whose activations are kept in `room` bytes."""
+    chosen = []
+    for each in by_value(activations):
+        if each.nbytes <= room:
+            chosen.append(each.order)
+            room -= each.nbytes
+    return frozenset(chosen)
+
+
+def choose(room: float, states: Sequence[Movable], activations: Iterable[Keepable], times: StepTimes) -> Choice:
+    """The shortest step that `room` bytes allow, of those the one that takes the fewest bytes.
+
+    `states` go in the order in which they are given, and activations by their value, so that a choice is two numbers,
+    and all pairs of them are looked at. `kept` is what is expected; what is left in the end decides in each forward.
+    """
+    ordered = by_value(activations)
+    state_bytes = list(accumulate((each.nbytes for each in states), initial=0))
+    shares = list(accumulate((each.share for each in states), initial=0.0))
+    kept_bytes = list(accumulate((each.nbytes for each in ordered), initial=0))
+    saved = list(accumulate((each.seconds for each in ordered), initial=0.0))
+    best = Choice(frozenset(), 0, times.predicted(0.0, 0.0, 0.0))
+    least = best.seconds, 0
+    for moved, (taken, share) in enumerate(zip(state_bytes, shares, strict=True)):
+        updates = 2 * taken / UPDATE_BYTES_PER_SECOND
+        for kept, (more, seconds) in enumerate(zip(kept_bytes, saved, strict=True)):
+            if taken + more > room:
+                break
+            expected = times.predicted(seconds, share, updates)
+            if (expected, taken + more) < least:
+                least = expected, taken + more
+                best = Choice(frozenset(each.order for each in states[:moved]), kept, expected)
+    return best
+
+
+def given_back(missing: float, claimed: Sequence[Movable]) -> frozenset[int]:
+    """Blocks whose states leave the GPU so that `missing` bytes come free: those that went there last, first. All of
+    them where that does not suffice."""
+    chosen = []
+    for each in reversed(claimed):
+        if missing <= 0:
+            break
+        chosen.append(each.order)
+        missing -= each.nbytes
+    return frozenset(chosen)

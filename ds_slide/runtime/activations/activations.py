@@ -1,0 +1,179 @@
+"""Which blocks keep their saved tensors, call by call, and what a block's saved tensors and its forward cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ds_slide.plan.spare import Handling, Keepable, Shape, kept_within
+from ds_slide.report.log import log
+from ds_slide.runtime.activations.checkpointing import Checkpoint, TakenOver, goes_through
+from ds_slide.runtime.activations.saved_bytes import counted
+from ds_slide.runtime.device import Device, Marker
+from ds_slide.runtime.unit import Unit
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The bytes of a block's saved tensors at a shape."""
+
+    shape: Shape
+    nbytes: int
+
+    def at(self, shape: Shape) -> int:
+        """The most that they can take there."""
+        return int(self.nbytes * self.shape.growth(shape))
+
+
+def shape_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shape | None:
+    """Of the batch that the model's forward is called with; None where that has no tensor of two dimensions.
+
+    Where a token is fed to a long cache, only the input itself has that shape; in calls of other models token numbers
+    say it best ([batch, sequence]), and otherwise what there is ([batch, sequence, hidden])."""
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(given := kwargs.get(name), torch.Tensor) and given.dim() >= 2:
+            return _shape_of(given)
+    leaves = pytree.tree_leaves((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2]
+    whole = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.dim() == 2]
+    shapes = [shape for shape in map(_shape_of, whole or tensors) if shape is not None]
+    return max(shapes, key=lambda shape: shape.tokens, default=None)
+
+
+def _shape_of(tensor: torch.Tensor) -> Shape | None:
+    batch, length = tensor.shape[:2]
+    return Shape(batch * length, length) if batch * length else None
+
+
+class Activations:
+    """All methods are called by the thread that computes: the caller's, and autograd's for recomputations."""
+
+    def __init__(self, blocks: Sequence[Unit], device: Device) -> None:
+        self._blocks = list(blocks)
+        self._device = device
+        self._kind = {unit.order: _kind_of(unit) for unit in blocks}
+        self._taken = TakenOver(blocks, self._run)
+        self._orders: frozenset[int] = frozenset()
+        """Blocks that were taken over in the newest forward."""
+        self._shape: Shape | None = None
+        self._kept: frozenset[int] = frozenset()
+        self._bytes: dict[int, int] = {}
+        """Of each block that was kept in its newest forward."""
+        self._measured: dict[Hashable, Measured] = {}
+        """By kind of block, at the largest shape so far."""
+        self._asked: set[Hashable] = set()
+        """Kinds that are to be measured by the next recomputation of one of their blocks."""
+        self._has_said = False
+        self.times_forward = False
+        self._marks: list[tuple[int, Marker, Marker]] = []
+        self._seconds: dict[int, float] = {}
+        self.statistics = _statistics(0, 0, 0)
+        """Of the newest forward with gradients."""
+
+    # ---- a forward ---------------------------------------------------------------------------------------------------
+
+    def begin(self, shape: Shape | None, room: float) -> None:
+        """A forward of the whole model begins, with gradients, in which `room` bytes may be kept."""
+        self._taken.begin()
+        checkpointed = self._orders = self._taken.orders
+        if not checkpointed:
+            self._shape, self._kept, self.statistics = None, frozenset(), _statistics(0, 0, 0)
+            return
+        if not self._has_said:
+            self._has_said = True
+            log.info(
+                f"the activation checkpointing of {len(checkpointed)} blocks, which the script has asked for, is taken "
+                'over: a block is recomputed only where memory is short ("ds_slide": {"activations": "as_written"} '
+                "leaves it alone)"
+            )
+        self._shape = shape
+        if shape is not None:
+            of = {kind: self._measured.get(kind) for kind in self._kind.values()}
+            self._asked = {kind for kind, known in of.items() if known is None or known.shape.growth(shape) > 1}
+        candidates = self.keepable(shape)
+        self._kept = kept_within(room, candidates)
+        kept_bytes = sum(each.nbytes for each in candidates if each.order in self._kept)
+        self.statistics = _statistics(len(checkpointed), len(self._kept), kept_bytes)
+
+    def end(self) -> None:
+        """The forward has ended, with an exception perhaps."""
+        self._taken.end()
+
+    def _run(self, unit: Unit, written: Checkpoint, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Run a block for its caller. `written`: as the script has it."""
+        before = self._device.mark(timed=True) if self.times_forward else None
+        if not torch.is_grad_enabled():
+            result = written(function, *inputs)
+        elif unit.order in self._kept and goes_through(written, function, inputs):
+            self._bytes[unit.order] = self._bytes_of(unit.order, self._shape)
+            result = function(*inputs)
+        else:
+            self._bytes.pop(unit.order, None)
+            result = written(self._measuring(unit, function), *inputs)
+        if before is not None:
+            self._marks.append((unit.order, before, self._device.mark(timed=True)))
+        return result
+
+    def _measuring(self, unit: Unit, function: Callable[..., Any]) -> Callable[..., Any]:
+        kind, shape = self._kind[unit.order], self._shape
+        if shape is None or kind not in self._asked:
+            return function
+        self._asked.discard(kind)
+
+        def report(nbytes: int) -> None:
+            self._measured[kind] = Measured(shape, nbytes)
+
+        return counted(unit, function, report)
+
+    # ---- what it costs -----------------------------------------------------------------------------------------------
+
+    def keepable(self, shape: Shape | None) -> list[Keepable]:
+        """Blocks that might be kept in a batch of `shape`; none before they have been measured."""
+        if shape is None:
+            return []
+        orders = [order for order in self._orders if self._kind[order] in self._measured]
+        return [Keepable(order, self._bytes_of(order, shape), self._seconds.get(order, 0.0)) for order in orders]
+
+    def _bytes_of(self, order: int, shape: Shape | None) -> int:
+        assert shape is not None
+        return self._measured[self._kind[order]].at(shape)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the newest forward."""
+        return self.statistics["kept_bytes"]
+
+    @property
+    def kept_seconds(self) -> float:
+        """Of the recomputations that are left out since."""
+        return sum(self._seconds.get(order, 0.0) for order in self._kept)
+
+    def alive(self) -> int:
+        """Bytes of what is kept for backwards that are to come."""
+        of = {unit.order: unit for unit in self._blocks if unit.awaits_backward}
+        return sum(
+            nbytes * (of[order].uses - of[order].uses_done) for order, nbytes in self._bytes.items() if order in of
+        )
+
+    def take_times(self) -> None:
+        """Sum up, for each block, the seconds of the forwards since `times_forward` was set. Waits for the GPU."""
+        self._device.synchronize()
+        self._seconds = {}
+        for order, before, after in self._marks:
+            self._seconds[order] = self._seconds.get(order, 0.0) + before.seconds_until(after)
+        self._marks.clear()
+        self.times_forward = False
+
+
+def _statistics(checkpointed: int, kept: int, kept_bytes: int) -> dict[str, int]:
+    handled = {Handling.KEEP.value: kept, Handling.RECOMPUTE.value: checkpointed - kept}
+    return {"checkpointed": checkpointed, **handled, "kept_bytes": kept_bytes}
+
+
+def _kind_of(unit: Unit) -> Hashable:
+    """Blocks of one class with weights of the same shapes save the same."""
+    return type(unit.spec.module), tuple(entry.shape for each in (unit, *unit.parts) for entry in each.layout.entries)

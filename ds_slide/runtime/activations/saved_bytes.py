@@ -1,0 +1,57 @@
+"""How much GPU memory the saved tensors of a block take: counted while it is recomputed, which needs no memory more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.weights.hooks import in_backward
+from ds_slide.runtime.weights.saved_weights import OpenHooks
+
+
+def counted(unit: Unit, function: Callable[..., Any], report: Callable[[int], None]) -> Callable[..., Any]:
+    """`function`, a block's forward, which counts in its recomputation, and tells `report`, the bytes of what it saves.
+
+    Each storage counts once; those of weights and inputs do not, which are there anyway, nor that of the output, which
+    is the next block's input.
+    """
+
+    def run(*inputs: Any) -> Any:
+        if not in_backward():
+            return function(*inputs)
+        there = {_address(tensor) for tensor in _tensors((inputs, getattr(function, "keywords", {})))}
+        there |= {_address(parameter) for each in (unit, *unit.parts) for parameter in each.parameters}
+        saved: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> None:
+            if (address := _address(tensor)) not in there:
+                saved[address] = tensor.untyped_storage().nbytes()
+
+        hooks = OpenHooks(note, _never)
+        try:
+            outputs = function(*inputs)
+            for tensor in _tensors(outputs):
+                saved.pop(_address(tensor), None)
+            return outputs
+        finally:  # checkpointing ends a recomputation by an exception, behind the last tensor that it needs
+            hooks.close()
+            report(sum(saved.values()))
+
+    return run
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
+
+
+def _never(_reference: Any) -> torch.Tensor:
+    raise AssertionError("nothing is remembered by its place here")

@@ -1,0 +1,277 @@
+"""Who gets the GPU memory that is left: measured in the first steps, decided between two steps, given back when a batch
+needs it.
+
+After a warm-up the peak of a step as the script has it shows what a batch needs beside what lies on the GPU all the
+time (`Need`). Of the rest, states of blocks are moved there where that shortens the step more than activations would,
+and each forward keeps the activations of as many blocks as its own size leaves room for. Nobody waits for the GPU but
+when something is decided, after steps 3 and 6.
+
+All ranks decide alike about states, because that sets which collectives they call; about activations each for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from ds_slide.plan.spare import MARGIN_SHARE, Handling, Keepable, Movable, Shape, StepTimes, choose, given_back
+from ds_slide.report.log import log, size
+from ds_slide.report.statistics import StepRecorder
+from ds_slide.runtime.activations.activations import Activations, shape_of
+from ds_slide.runtime.ranks.collectives import Ranks
+
+LOOKS = (3, 6)
+"""Steps after which it is decided. Step 1 allocates what all later ones use again and compiles kernels; so does the one
+that follows a decision, and one more is measured in between."""
+WARM_UPS = tuple(step - 2 for step in LOOKS)
+LEAST_GAIN = 0.01
+"""Of a step. What is less is no more than its noise, and moving states takes a second or two."""
+RANKS_HEADROOM = 0.5
+"""Of a batch's need, left free beside it where there are several ranks: a longer batch of one of them can take back the
+activations that this rank keeps, but no states, which all ranks have to move together."""
+
+
+class GpuMemory(Protocol):
+    """What torch knows of a GPU's memory (`ds_slide.runtime.device.Device`)."""
+
+    def memory(self) -> tuple[int, int]: ...
+    def allocated(self) -> int: ...
+    def peak(self) -> int: ...
+    def reset_peak(self) -> None: ...
+    def allocation_retries(self) -> int: ...
+
+
+class States(Protocol):
+    """Moves states of units between host memory and GPU."""
+
+    def movable(self) -> Sequence[Movable]:
+        """Units in host memory that may go to the GPU, in the order in which they should."""
+
+    def promoted(self) -> Sequence[Movable]:
+        """Units that have gone there, in that order."""
+
+    def move(self, orders: frozenset[int]) -> bool:
+        """Make them the promoted ones. -> whether this was the moment for it. Collective."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """`gpu`: None where the accelerator has no memory of its own; nothing is placed there unasked then. `limit`: of
+    `ds_slide.gpu_memory`. `placed`: bytes that count against it so far."""
+
+    gpu: GpuMemory | None
+    limit: int | None
+    placed: Callable[[], int]
+
+    @property
+    def exists(self) -> bool:
+        return self.gpu is not None or self.limit is not None
+
+
+@dataclass(frozen=True)
+class Need:
+    """The most bytes that batches have taken beside what was on the GPU when they began, without kept activations.
+    `shape`: of the largest."""
+
+    shape: Shape
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank has measured: bytes that are spare while nothing is kept, its step with `kept_s` seconds of
+    recomputation left out, and what its blocks could keep."""
+
+    room: float
+    times: StepTimes
+    kept_s: float
+    keepable: Sequence[Keepable]
+
+
+class SpareMemory:
+    """All methods are called by the thread that computes, between backwards."""
+
+    def __init__(self, activations: Activations, budget: Budget, ranks: Ranks, recorder: StepRecorder) -> None:
+        self.activations = activations
+        self.states: States | None = None
+        """None: they stay where the plan has them."""
+        self._budget = budget
+        self._ranks = ranks
+        self._recorder = recorder
+        self._steps = 0
+        self._need: Need | None = None
+        self._watched = Watched()
+        self._usable = 0
+        self._margin = 0.0
+        self._retries: int | None = None
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether there is any that could be."""
+        return self._budget.exists
+
+    # ---- a forward ---------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A forward of the whole model begins with these arguments."""
+        if not self._budget.exists or torch.compiler.is_compiling():
+            return
+        shape = shape_of(args, kwargs)
+        with_gradient = torch.is_grad_enabled()
+        room = self._room(shape, with_gradient=with_gradient)
+        if room < 0 and self._give_back(-room):
+            room = self._room(shape, with_gradient=with_gradient)
+        if with_gradient:
+            self.activations.begin(shape, room)
+            self._watched = self._watched.with_forward(self._allocated(), shape, self.activations.kept_bytes)
+
+    def end_forward(self) -> None:
+        """It has ended, with an exception perhaps."""
+        self.activations.end()
+
+    def _allocated(self) -> int:
+        return 0 if self._budget.gpu is None else self._budget.gpu.allocated()
+
+    def _room(self, shape: Shape | None, *, with_gradient: bool) -> float:
+        """Bytes that a batch of `shape` leaves, of the GPU and of the limit; 0 as long as nothing has been measured."""
+        if self._need is None:
+            return 0.0
+        rooms = []
+        if self._budget.gpu is not None:
+            growth = 1.0 if shape is None else self._need.shape.growth(shape)
+            # Not everything that a batch needs shrinks with it; but without gradients it needs little to begin with.
+            needed = self._need.nbytes * (max(1.0, growth) if with_gradient else growth)
+            rooms.append(self._usable - self._margin - self._allocated() - needed)
+        if self._budget.limit is not None:
+            rooms.append(self._budget.limit - self._budget.placed() - self.activations.alive())
+        return min(rooms)
+
+    def _give_back(self, missing: float) -> bool:
+        """Take states from the GPU for a batch that needs their place. -> whether that was possible."""
+        if self.states is None or self._ranks.world_size > 1 or not (promoted := self.states.promoted()):
+            return False
+        gone = given_back(missing, promoted)
+        left = frozenset(each.order for each in promoted if each.order not in gone)
+        moved = self.states.move(left)
+        if moved:
+            log.info(
+                f"a batch needs {size(missing)} of the GPU more than those before it, so the states of {len(gone)} "
+                "units have gone back to host memory"
+            )
+        return moved
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """A step has ended: nothing is accumulated, and no graph waits for its backward."""
+        if not self._budget.exists:
+            return
+        self._steps += 1
+        if self._steps in WARM_UPS:
+            self._watch_anew()
+        elif self._steps + 1 in LOOKS:
+            self.activations.times_forward = True
+        elif self._steps in LOOKS:
+            self._measure()
+            self._look()
+        elif self._steps > WARM_UPS[-1]:
+            self._measure()
+            self._widen_margin()
+
+    def _watch_anew(self) -> None:
+        self._watched = Watched()
+        if self._budget.gpu is not None:
+            self._budget.gpu.reset_peak()
+            self._retries = self._budget.gpu.allocation_retries()
+
+    def _measure(self) -> None:
+        """Learn what the batches since the last warm-up have needed, where one was larger than those before."""
+        watched = self._watched
+        if watched.shape is None:
+            return
+        gpu, known = self._budget.gpu, self._need
+        growth = 0.0 if known is None else known.shape.growth(watched.shape)
+        if known is not None and growth <= 1 and self._steps not in LOOKS:
+            return
+        peak = 0 if gpu is None else gpu.peak() - watched.base - watched.kept
+        if known is None:
+            self._need = Need(watched.shape, max(0, peak))
+        elif growth > 1:
+            # The peak may be that of an earlier batch, which kept more; the prediction is the most that it can be.
+            self._need = Need(watched.shape, int(min(known.nbytes * growth, max(known.nbytes, peak))))
+        else:
+            self._need = replace(known, nbytes=max(known.nbytes, peak))
+
+    def _widen_margin(self) -> None:
+        """Leave more free where torch had to give back what it keeps for reuse, which stops the GPU."""
+        if self._budget.gpu is None or self._retries is None:
+            return
+        retries = self._budget.gpu.allocation_retries()
+        if retries > self._retries:
+            self._margin *= 2
+        self._retries = retries
+
+    def _look(self) -> None:
+        """Decide about states."""
+        self.activations.take_times()
+        if self._budget.gpu is not None:
+            free, total = self._budget.gpu.memory()
+            self._usable, self._margin = free + self._budget.gpu.allocated(), total * MARGIN_SHARE
+        latest = self._recorder.latest
+        if latest is None or self._need is None:
+            return
+        room = self._room(None, with_gradient=True)
+        if self._ranks.world_size > 1:
+            room -= RANKS_HEADROOM * self._need.nbytes
+        times, kept_s = _times(latest.lanes, latest.step_s), self.activations.kept_seconds
+        times = replace(times, compute=times.compute + kept_s)
+        own = Record(room, times, kept_s, self.activations.keepable(self._need.shape))
+        self._share_out(min(self._ranks.exchange(own, "sharing out spare GPU memory"), key=lambda each: each.room))
+
+    def _share_out(self, record: Record) -> None:
+        room, keepable, times = record.room, record.keepable, record.times
+        choice = choose(room, (), keepable, times)
+        if self.states is not None:
+            promoted = self.states.promoted()
+            orders = frozenset(each.order for each in promoted)
+            with_states = choose(room, self.states.movable(), keepable, times)
+            if room < 0 and promoted:
+                self.states.move(orders - given_back(-room, promoted))
+            elif with_states.seconds <= choice.seconds * (1 - LEAST_GAIN) and self.states.move(
+                orders | with_states.states
+            ):
+                choice = with_states
+        news = bool(choice.states) or choice.kept != self.activations.statistics[Handling.KEEP.value]
+        if self._ranks.rank == 0 and news:
+            log.info(
+                f"{size(room)} of the GPU are spare: room for the states of {len(choice.states)} more units and the "
+                f"activations of {choice.kept} of {len(keepable)} checkpointed blocks; expected: "
+                f"{choice.seconds:.3f} s a step, after {times.predicted(record.kept_s, 0.0, 0.0):.3f} s"
+            )
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Of the forwards since the last warm-up: the least that was on the GPU when one began, the most that one kept, and
+    the largest shape."""
+
+    base: int = 0
+    kept: int = 0
+    shape: Shape | None = None
+
+    def with_forward(self, allocated: int, shape: Shape | None, kept: int) -> Watched:
+        if shape is None:
+            return self
+        if self.shape is None:
+            return Watched(allocated, kept, shape)
+        largest = shape if self.shape.growth(shape) > 1 else self.shape
+        return Watched(min(self.base, allocated), max(self.kept, kept), largest)
+
+
+def _times(lanes: Mapping[str, Mapping[str, float | int]], step_s: float) -> StepTimes:
+    compute = float(lanes["compute"]["busy_s"])
+    others = (float(totals["busy_s"]) for lane, totals in lanes.items() if lane != "compute")
+    return StepTimes(compute, max(0.0, step_s - compute), max(others, default=0.0))

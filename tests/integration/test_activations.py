@@ -1,0 +1,264 @@
+"""Activation checkpointing that the script has asked for through transformers: taken over, with the same bits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from adapters import adapted
+from harness import Batch, Result, batches, differences, ds_config, engine_for, llama, states_of, to_bf16, train
+from interrupting import Failure, Interrupt
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint as torch_checkpoint
+
+from ds_slide.runtime.activations.spare_memory import LOOKS
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+STEPS = 6
+FUNCTION = "_gradient_checkpointing_func"
+FORMS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+SCHEDULES = {"clipping": (1.0, 1), "immediate": (0.0, 1), "accumulation": (1.0, 3)}
+OWN_BYTES = 800_000
+"""More than the engine itself places on the GPU of these models (window of 2, states in host memory)."""
+BLOCK_BYTES = 260_000
+"""A little more than a block of these models saves in a batch of 2 x 32."""
+
+DROPOUT = {"attention_dropout": 0.1, "attn_implementation": "eager"}
+
+
+def qwen2() -> nn.Module:
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    return transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**sizes, **heads, **DROPOUT, use_cache=False, tie_word_embeddings=True)
+    )
+
+
+def lora() -> nn.Module:
+    model = adapted()
+    model.enable_input_require_grads()
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"llama": lambda: llama(**DROPOUT), "qwen2": qwen2, "adapters": lora}
+
+
+def checkpointed(model: nn.Module, reentrant: bool, **options: Any) -> nn.Module:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant, **options})
+    return model
+
+
+def config_of(slide: dict[str, Any], schedule: str = "clipping") -> dict[str, Any]:
+    clip, accumulation = SCHEDULES[schedule]
+    config = ds_config({"window": 2, "cpu_threads": 1, "gpu_states": 0, **slide}, clip=clip, accumulation=accumulation)
+    return config
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, transformers.GradientCheckpointingLayer)]
+
+
+def run(model: nn.Module, slide: dict[str, Any], data: list[Batch], schedule: str = "clipping") -> tuple[Result, Any]:
+    """-> what came out, and the report on activations."""
+    before = [vars(layer).get(FUNCTION) for layer in layers_of(model)]
+    torch.manual_seed(3)
+    with engine_for(model, config_of(slide, schedule)) as engine:
+        result = train(engine, data)
+        result.states = states_of(model)
+        assert [vars(layer).get(FUNCTION) for layer in layers_of(model)] == before
+        return result, engine.optimizer.slide_stats()["activations"]
+
+
+@functools.cache
+def reference(name: str, reentrant: bool, schedule: str) -> Result:
+    data = batches(STEPS * SCHEDULES[schedule][1])
+    model = checkpointed(MODELS[name](), reentrant)
+    result, report = run(model, {"activations": "as_written", "gpu_memory": "1GiB"}, data, schedule)
+    assert report.get("checkpointed", 0) == 0
+    return result
+
+
+CASES = [("llama", schedule) for schedule in SCHEDULES] + [("qwen2", "clipping"), ("adapters", "clipping")]
+
+
+@FORMS
+@pytest.mark.parametrize(("name", "schedule"), CASES)
+def test_what_is_kept_changes_no_bit(name: str, schedule: str, reentrant: bool) -> None:
+    """Some blocks and all of them, with dropout in their attention."""
+    data, blocks = batches(STEPS * SCHEDULES[schedule][1]), len(layers_of(MODELS[name]()))
+    for limit in (OWN_BYTES + 3 * BLOCK_BYTES, "1GiB"):
+        result, report = run(checkpointed(MODELS[name](), reentrant), {"gpu_memory": limit}, data, schedule)
+        assert differences(result, reference(name, reentrant, schedule)) == []
+        assert report["keep"] + report["recompute"] == report["checkpointed"] == blocks
+        assert 0 < report["keep"] <= blocks
+    assert report["keep"] == blocks
+
+
+def test_beside_kernels() -> None:
+    results = []
+    for activations in ("as_written", "auto"):
+        model = checkpointed(to_bf16(llama(num_hidden_layers=2, hidden_size=32, intermediate_size=48)), False)
+        slide = {"kernels": ["mlp"], "activations": activations, "gpu_memory": "1GiB"}
+        results.append(run(model, slide, batches(LOOKS[0] + 1, length=4)))
+    assert differences(results[0][0], results[1][0]) == []
+    assert [report.get("keep", 0) for _, report in results] == [0, 2]
+
+
+def test_what_is_counted_is_what_is_saved() -> None:
+    """In a recomputation of either form, to the byte: what a block saves without checkpointing, but for weights and
+    for what other blocks hold."""
+    of: dict[bool, int] = {}
+    for reentrant in (True, False):
+        _, report = run(checkpointed(to_bf16(llama()), reentrant), {"gpu_memory": "1GiB"}, batches(STEPS))
+        assert report["keep"] == 6
+        of[reentrant] = report["kept_bytes"]
+
+    model, saved = to_bf16(llama()), {}
+    layers = layers_of(model)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    beside: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def given(_layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        beside.extend([*args, *kwargs["position_embeddings"], output])
+
+    for layer in layers:
+        layer.register_forward_hook(given, with_kwargs=True)
+    embedded = model.model.embed_tokens(batches(1)[0]["input_ids"])
+    positions = torch.arange(embedded.size(1))[None]
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        hidden, around = embedded, model.model.rotary_emb(embedded, positions)
+        for layer in layers:
+            hidden = layer(hidden, position_ids=positions, position_embeddings=around)
+    others = weights | {tensor.untyped_storage().data_ptr() for tensor in beside}
+    expected = sum(nbytes for address, nbytes in saved.items() if address not in others)
+    assert of == {True: expected, False: expected}
+
+
+@FORMS
+def test_a_longer_batch_keeps_fewer_and_a_shorter_one_more(reentrant: bool) -> None:
+    """The first of its length may take more than four times as much; the next one is known to take twice."""
+    data = [batch for length in (32, 32, 32, 32, 64, 16, 32, 64) for batch in batches(1, length=length)]
+    kept = []
+    with engine_for(checkpointed(llama(), reentrant), config_of({"gpu_memory": 1_060_000})) as engine:
+        for batch in data:
+            train(engine, [batch])
+            kept.append(engine.optimizer.slide_stats().get("activations", {}).get("keep"))
+    assert kept == [None, 0, 0, 3, 0, 6, 3, 1]
+
+
+def test_graphs_that_wait_for_backward_count() -> None:
+    """Two forwards before one backward, as in contrastive training: the limit holds for both together."""
+    limit = OWN_BYTES + 4 * BLOCK_BYTES
+    with engine_for(checkpointed(llama(), False), config_of({"gpu_memory": limit})) as engine:
+        parts = engine.optimizer.runtime.parts
+        spare = parts.spare
+        for first, second in zip(batches(STEPS), batches(STEPS, seed=2), strict=True):
+            losses = [engine(**first).loss]
+            alive, kept = spare.activations.alive(), spare.activations.kept_bytes
+            assert alive == kept
+            losses.append(engine(**second).loss)
+            assert parts.plan.gpu_bytes + spare.activations.alive() <= limit
+            engine.backward(sum(losses))
+            engine.step()
+            assert spare.activations.alive() == 0
+        assert kept > 0
+
+
+@FORMS
+def test_frozen_inputs_get_the_gradients_that_the_script_gives_them(reentrant: bool) -> None:
+    """Re-entrant checkpointing gives none to a block without an input that has some."""
+    results = []
+    for activations in ("as_written", "auto"):
+        model = llama()
+        model.model.embed_tokens.requires_grad_(False)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.disable_input_require_grads()
+        slide = {"activations": activations, "gpu_memory": "1GiB", "defer_updates": True}
+        results.append(run(model, slide, batches(LOOKS[0] + 1))[0])
+    assert differences(*results) == []
+
+
+def _selective(*_args: Any) -> Any:
+    return torch_checkpoint.noop_context_fn()
+
+
+@pytest.mark.parametrize("options", [{"context_fn": _selective}, {"preserve_rng_state": False}], ids=["context", "rng"])
+def test_other_checkpointing_is_left_alone(options: dict[str, Any]) -> None:
+    _, report = run(checkpointed(llama(), False, **options), {"gpu_memory": "1GiB"}, batches(LOOKS[0] + 1))
+    assert report["checkpointed"] == 0
+
+
+def test_a_function_of_the_script_is_left_alone() -> None:
+    calls = []
+
+    def own(function: Any, *inputs: Any) -> Any:
+        calls.append(function)
+        return torch_checkpoint.checkpoint(function, *inputs, use_reentrant=False)
+
+    model = checkpointed(llama(), False)
+    for layer in layers_of(model):
+        vars(layer)[FUNCTION] = own
+    _, report = run(model, {"gpu_memory": "1GiB"}, batches(LOOKS[0] + 1))
+    assert report["checkpointed"] == 0 and len(calls) == 6 * (LOOKS[0] + 1)
+
+
+def test_it_can_be_switched_between_steps() -> None:
+    """Off and on again by the script, in evaluation, and as Trainer does before it trains."""
+    model, data = checkpointed(llama(), False), batches(STEPS + 2)
+    with engine_for(model, config_of({"gpu_memory": "1GiB"})) as engine:
+        report = lambda: engine.optimizer.slide_stats()["activations"]  # noqa: E731
+        train(engine, data[:STEPS])
+        assert report()["keep"] == 6
+        model.eval()
+        with torch.no_grad():
+            engine(**data[0])
+        engine(**data[0])  # with gradients: evaluation checkpoints nothing
+        model.train()
+        model.gradient_checkpointing_disable()
+        train(engine, data[:1])
+        assert report()["checkpointed"] == 0
+        checkpointed(model, True)
+        train(engine, data[:1])
+        assert report()["keep"] == 6
+
+
+@pytest.mark.parametrize("error", [Failure, Interrupt])
+def test_nothing_is_left_behind_an_exception(error: type[BaseException]) -> None:
+    model, data = checkpointed(llama(), False), batches(STEPS)
+    written = vars(layers_of(model)[0])[FUNCTION]
+    with engine_for(model, config_of({"gpu_memory": "1GiB"})) as engine:
+        train(engine, data)
+
+        def fail(*_args: Any) -> None:
+            raise error
+
+        handle = layers_of(model)[3].mlp.register_forward_pre_hook(fail)
+        with pytest.raises(error):
+            engine(**data[0])
+        handle.remove()
+        model.eval()
+        with torch.no_grad():
+            engine(**data[0])
+        assert all(vars(layer)[FUNCTION] is written for layer in layers_of(model))
+        model.train()
+        train(engine, data[:1])
+        assert engine.optimizer.slide_stats()["activations"]["keep"] == 6
+
+
+def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="ds_slide"):
+        run(checkpointed(llama(), False), {"gpu_memory": "1GiB"}, batches(STEPS))
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("is taken over" in line for line in said) == 1
+    assert sum("activations of 6 of 6 checkpointed blocks" in line for line in said) == 1

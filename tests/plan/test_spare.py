@@ -1,0 +1,100 @@
+"""Who gets spare GPU memory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_slide.plan.spare import Keepable, Movable, Shape, StepTimes, choose, given_back, kept_within
+
+GB = 10**9
+BLOCKS = 36
+
+# A 3 B model, 8 x 2048 tokens, on an H200 (docs/results): 77 M parameters a block.
+ACTIVATIONS = [Keepable(order, int(1.32 * GB), 0.0033) for order in range(1, BLOCKS + 1)]
+STATES = [Movable(order, int(1.2 * GB), 1 / BLOCKS) for order in range(1, BLOCKS + 1)]
+CLIPPED = StepTimes(compute=0.69, stall=0.31, lane=0.5)
+HIDDEN = StepTimes(compute=0.70, stall=0.0, lane=0.45)
+
+
+def test_what_waits_for_updates_gets_states_first() -> None:
+    choice = choose(10 * GB, STATES, ACTIVATIONS, CLIPPED)
+    assert choice.states == frozenset(range(1, 9)) and choice.kept == 0
+    everything = choose(200 * GB, STATES, ACTIVATIONS, CLIPPED)
+    assert len(everything.states) == BLOCKS and everything.kept == BLOCKS
+    assert everything.seconds == pytest.approx(0.69 - BLOCKS * 0.0033 + BLOCKS * 2.4e-3)
+
+
+def test_where_updates_are_hidden_activations_go_first() -> None:
+    choice = choose(20 * GB, STATES, ACTIVATIONS, HIDDEN)
+    assert choice.states == frozenset() and choice.kept == 15
+
+
+def test_when_the_hidden_lane_comes_out_states_follow() -> None:
+    """Keeping shortens the step until the update is the bound; then only both together shorten it further."""
+    times = StepTimes(compute=0.70, stall=0.0, lane=0.69)
+    choice = choose(60 * GB, STATES, ACTIVATIONS, times)
+    assert choice.states and choice.kept
+    assert choice.seconds < choose(60 * GB, (), ACTIVATIONS, times).seconds
+
+
+amounts = st.floats(0, 2, allow_nan=False)
+keepables = st.lists(st.tuples(st.integers(0, 50), amounts), max_size=6).map(
+    lambda given: [Keepable(order, *each) for order, each in enumerate(given)]
+)
+movables = st.lists(st.integers(1, 50), max_size=6).map(
+    lambda given: [Movable(100 + order, nbytes, 1 / (len(given) + 1)) for order, nbytes in enumerate(given)]
+)
+times = st.builds(StepTimes, amounts, amounts, amounts)
+
+
+@given(st.integers(-10, 200), movables, keepables, times)
+def test_a_choice_fits_and_harms_nothing(
+    room: int, states: list[Movable], activations: list[Keepable], measured: StepTimes
+) -> None:
+    choice = choose(room, states, activations, measured)
+    moved = [each for each in states if each.order in choice.states]
+    assert moved == states[: len(moved)]
+    smallest = sum(sorted(each.nbytes for each in activations)[: choice.kept])
+    assert not (moved or choice.kept) or sum(each.nbytes for each in moved) + smallest <= room
+    assert choice.seconds <= measured.predicted(0.0, 0.0, 0.0)
+    assert choose(room + 10, states, activations, measured).seconds <= choice.seconds
+
+
+@given(st.integers(0, 120), keepables)
+def test_what_is_kept_fits_and_leaves_no_room_for_another(room: int, activations: list[Keepable]) -> None:
+    kept = kept_within(room, activations)
+    left = room - sum(each.nbytes for each in activations if each.order in kept)
+    assert left >= 0
+    assert all(each.nbytes > left for each in activations if each.order not in kept)
+
+
+def test_of_equal_blocks_the_last_are_kept() -> None:
+    assert kept_within(4 * GB, ACTIVATIONS) == {34, 35, 36}
+
+
+@given(movables, st.floats(-5, 400))
+def test_as_much_is_given_back_as_is_missing(claimed: list[Movable], missing: float) -> None:
+    gone = given_back(missing, claimed)
+    left = [each for each in claimed if each.order not in gone]
+    assert left == claimed[: len(left)]
+    freed = sum(each.nbytes for each in claimed) - sum(each.nbytes for each in left)
+    assert freed >= missing or not left
+    if gone:
+        assert freed - claimed[len(left)].nbytes < missing
+
+
+shapes = st.builds(Shape, st.integers(1, 10**6), st.integers(1, 10**5))
+
+
+@given(shapes, shapes)
+def test_growth_bounds_what_is_linear_and_what_is_quadratic(known: Shape, other: Shape) -> None:
+    def linear(shape: Shape) -> float:
+        return float(shape.tokens)
+
+    def attention(shape: Shape) -> float:
+        return float(shape.tokens * shape.length)
+
+    for taken in (linear, attention):
+        assert taken(other) <= taken(known) * known.growth(other) * (1 + 1e-9)
