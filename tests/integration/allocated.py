@@ -139,6 +139,8 @@ def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
         for name, state_buffer in unit.state.buffers.items():
             if state_buffer.tensor is not None:
                 found[names.state_buffer_of(unit.name, name)] = [state_buffer.tensor]
+        if unit.undo_log is not None:
+            found[names.undo_log_of(unit.name)] = [unit.undo_log.arrays.weight]  # the first of its arrays
         if unit.resident is not None and unit.resident is not unit.state.buffers["weight"].tensor:
             found[names.whole_weights_of(unit.name)] = [unit.resident]
     found[names.SLOTS] = [] if parts.window is None else [slot.buffer for slot in parts.window.slots]
