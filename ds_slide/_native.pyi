@@ -229,6 +229,8 @@ def update(
     step: int = 1,
     first: int = 0,
     part: Literal["whole", "weights", "states"] = "whole",
+    log_ptrs: Sequence[int] = (),
+    keep_weight: bool = False,
 ) -> None:
     """One step of ``rule`` in place, in one pass over memory; ``step`` is 1 at the first update.
 
@@ -243,7 +245,13 @@ def update(
 
     The states are all float, all bf16, or all bytes with a float scale for every 64 of them. Those that are not float
     are rounded by random bits of (``seed``, ``step``, ``first`` + index); ``first`` is a multiple of 64.
+
+    ``log_ptrs``: nothing, or where the old bytes of weight, remainder, states and scales go, 0 where there is none of
+    them. ``keep_weight``: the weight stays, and the new one goes to the first of them.
     """
+
+def copy(workers: Workers, to_ptr: int, from_ptr: int, nbytes: int) -> None:
+    """Copy bytes to memory that is not read soon."""
 
 def accumulate(
     workers: Workers, dst_ptr: int, dst_dtype: _Dtype, src_ptr: int, src_dtype: _Dtype, numel: int, isa: _Isa = "auto"

@@ -97,13 +97,48 @@ void require_count(char const* argument, std::size_t count, std::size_t needed) 
                               " elements but the rule has " + std::to_string(needed));
 }
 
+std::size_t weight_size(WeightFormat format) { return format == WeightFormat::fp32 ? 4 : 2; }
+std::size_t remainder_size(WeightFormat format) { return format == WeightFormat::fp16_master ? 4 : 2; }
+std::size_t state_size(StateFormat state) {
+  return state == StateFormat::fp32 ? 4 : state == StateFormat::bf16 ? 2 : 1;
+}
+
+/// Number `index` of the log's addresses: weight, remainder, states and scales.
+void* log_pointer(std::vector<std::uintptr_t> const& log_ptrs, std::size_t index, std::size_t numel) {
+  return pointer("log_ptrs", log_ptrs[index], 1, numel);
+}
+
+UndoLog log_of(UpdateArrays const& arrays, WeightFormat format, StateFormat state, std::size_t states,
+               std::vector<std::uintptr_t> const& log_ptrs, bool keep_weight, std::size_t numel) {
+  UndoLog log;
+  bool const has_scales = state == StateFormat::block8;
+  require_count("log_ptrs", log_ptrs.size(),
+                keep_weight || !log_ptrs.empty() ? 2 + (has_scales ? 2 : 1) * states : 0);
+  if (log_ptrs.empty()) return log;
+  auto const add = [&](std::size_t index, void const* from, std::size_t bytes, std::size_t elements) {
+    log.arrays[log.count++] = {log_pointer(log_ptrs, index, numel), from, bytes, elements};
+  };
+  if (!keep_weight) add(0, arrays.weight, weight_size(format), 1);
+  if (format != WeightFormat::fp32) add(1, arrays.remainder, remainder_size(format), 1);
+  for (std::size_t k = 0; k < states; ++k) {
+    add(2 + k, arrays.states[k], state_size(state), 1);
+    if (has_scales) add(2 + states + k, arrays.scales[k], sizeof(float), kStateGroup);
+  }
+  return log;
+}
+
+void copy_binding(Workers& workers, std::uintptr_t to_ptr, std::uintptr_t from_ptr, std::size_t nbytes) {
+  copy(workers, pointer("to_ptr", to_ptr, 1, nbytes), pointer("from_ptr", from_ptr, 1, nbytes), nbytes);
+}
+
 void update_binding(Workers& workers, std::string const& rule_name, std::string const& weight_format,
                     std::uintptr_t weight_ptr, std::uintptr_t remainder_ptr,
                     std::vector<std::uintptr_t> const& state_ptrs, std::uintptr_t grad_ptr,
                     std::string const& grad_dtype, std::size_t numel, std::vector<float> const& numbers,
                     std::string const& isa, std::string const& state_format,
                     std::vector<std::uintptr_t> const& scale_ptrs, std::uint64_t seed, std::int64_t step,
-                    std::uint64_t first, std::string const& part) {
+                    std::uint64_t first, std::string const& part, std::vector<std::uintptr_t> const& log_ptrs,
+                    bool keep_weight) {
   Rule const rule = rule_of(rule_name);
   KernelTable const& kernels = kernels_named(isa);
   RuleKernels const& own = kernels.rules[static_cast<int>(rule)];
@@ -115,26 +150,26 @@ void update_binding(Workers& workers, std::string const& rule_name, std::string 
   require_count("scale_ptrs", scale_ptrs.size(), state == StateFormat::block8 ? own.states : 0);
   if (step < 1) throw std::invalid_argument("step is " + std::to_string(step) + " but counts from 1");
   UpdateArrays arrays{};
-  arrays.weight = pointer("weight_ptr", weight_ptr, format == WeightFormat::fp32 ? 4 : 2, numel);
-  if (format == WeightFormat::bf16_split)
-    arrays.remainder = pointer("remainder_ptr", remainder_ptr, 2, numel);
-  if (format == WeightFormat::fp16_master)
-    arrays.remainder = pointer("remainder_ptr", remainder_ptr, 4, numel);
+  arrays.weight = pointer("weight_ptr", weight_ptr, weight_size(format), numel);
+  if (format != WeightFormat::fp32)
+    arrays.remainder = pointer("remainder_ptr", remainder_ptr, remainder_size(format), numel);
   if (first % kStateGroup != 0) {
     throw std::invalid_argument("first is " + std::to_string(first) + " but must be a multiple of " +
                                 std::to_string(kStateGroup));
   }
-  std::size_t const state_bytes = state == StateFormat::fp32 ? 4 : state == StateFormat::bf16 ? 2 : 1;
   for (std::size_t k = 0; k < state_ptrs.size(); ++k)
-    arrays.states[k] = pointer("state_ptrs", state_ptrs[k], state_bytes, numel);
+    arrays.states[k] = pointer("state_ptrs", state_ptrs[k], state_size(state), numel);
   for (std::size_t k = 0; k < scale_ptrs.size(); ++k)
     arrays.scales[k] = static_cast<float*>(pointer("scale_ptrs", scale_ptrs[k], 4, numel));
+  arrays.new_weight = arrays.weight;
+  UndoLog const log = log_of(arrays, format, state, own.states, log_ptrs, keep_weight, numel);
+  if (keep_weight) arrays.new_weight = log_pointer(log_ptrs, 0, numel);
   arrays.first = first;
   arrays.grad = pointer("grad_ptr", grad_ptr, size_of(gradient), numel);
   UpdateNumbers constants{};
   std::copy(numbers.begin(), numbers.end(), constants.values);
   constants.rounding_key = rounding_key_of(seed, static_cast<std::uint64_t>(step));
-  update(workers, kernels, rule, pass_of(part), state, format, gradient, arrays, numel, constants);
+  update(workers, kernels, rule, pass_of(part), state, format, gradient, arrays, numel, constants, log);
 }
 
 void accumulate_binding(Workers& workers, std::uintptr_t dst_ptr, std::string const& dst_dtype,
@@ -162,7 +197,10 @@ void register_update(py::module_& module) {
              py::arg("remainder_ptr"), py::arg("state_ptrs"), py::arg("grad_ptr"), py::arg("grad_dtype"),
              py::arg("numel"), py::arg("numbers"), py::arg("isa") = "auto", py::arg("state_format") = "fp32",
              py::arg("scale_ptrs") = std::vector<std::uintptr_t>{}, py::arg("seed") = 0, py::arg("step") = 1,
-             py::arg("first") = 0, py::arg("part") = "whole", Release());
+             py::arg("first") = 0, py::arg("part") = "whole",
+             py::arg("log_ptrs") = std::vector<std::uintptr_t>{}, py::arg("keep_weight") = false, Release());
+  module.def("copy", &copy_binding, "Copy bytes.", py::arg("workers"), py::arg("to_ptr"), py::arg("from_ptr"),
+             py::arg("nbytes"), Release());
   module.def("accumulate", &accumulate_binding, "dst = round(float(dst) + float(src)).", py::arg("workers"),
              py::arg("dst_ptr"), py::arg("dst_dtype"), py::arg("src_ptr"), py::arg("src_dtype"),
              py::arg("numel"), py::arg("isa") = "auto", Release());

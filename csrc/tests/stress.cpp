@@ -54,6 +54,7 @@ struct StateBuffers {
   UpdateArrays arrays() {
     // The last groups of this unit have numbers beyond 2^32.
     return {words[0].data(),
+            words[0].data(),
             words[1].data(),
             words[4].data(),
             {words[2].data(), words[3].data()},

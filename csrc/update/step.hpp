@@ -43,13 +43,13 @@ inline typename V::Float load_weight(UpdateArrays const& arrays, std::size_t ind
 template <class V, WeightFormat format>
 inline void store_weight(UpdateArrays const& arrays, std::size_t index, typename V::Float value) {
   if constexpr (format == WeightFormat::bf16_split) {
-    V::store_split(static_cast<std::uint16_t*>(arrays.weight) + index,
+    V::store_split(static_cast<std::uint16_t*>(arrays.new_weight) + index,
                    static_cast<std::uint16_t*>(arrays.remainder) + index, value);
   }
-  if constexpr (format == WeightFormat::fp32) store<V, Dtype::fp32>(arrays.weight, index, value);
+  if constexpr (format == WeightFormat::fp32) store<V, Dtype::fp32>(arrays.new_weight, index, value);
   if constexpr (format == WeightFormat::fp16_master) {
     store<V, Dtype::fp32>(arrays.remainder, index, value);
-    store<V, Dtype::fp16>(arrays.weight, index, value);
+    store<V, Dtype::fp16>(arrays.new_weight, index, value);
   }
 }
 

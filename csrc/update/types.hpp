@@ -62,6 +62,7 @@ struct UpdateNumbers {
 /// First elements of the arrays of one update. Only element alignment is assumed.
 struct UpdateArrays {
   void* weight;
+  void* new_weight;  // where the new weight is written; `weight` itself, but where others still read that
   void* remainder;
   void const* grad;
   void* states[kMaxStates];        // in the order of the rule

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "update/rounding.hpp"
+#include "update/stream_copy.hpp"
 
 namespace ds_slide {
 namespace {
@@ -13,6 +14,7 @@ namespace {
 constexpr std::size_t kUpdateSlice = 16 * 1024;
 static_assert(kUpdateSlice % kStateGroup == 0, "a slice begins where a group of 8-bit moments begins");
 constexpr std::size_t kAccumulateSlice = 64 * 1024;
+constexpr std::size_t kCopySlice = 1024 * 1024;
 constexpr std::size_t kSumSegment = 64 * 1024;  // part of the result: another length sums in another order
 
 constexpr std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
@@ -24,6 +26,14 @@ void for_slices(Workers& workers, std::size_t numel, std::size_t slice, Body con
     std::size_t const begin = index * slice;
     body(index, begin, smaller(begin + slice, numel));
   });
+}
+
+/// The old bytes of elements [begin, end), which the kernel then finds in the cache.
+void log_slice(UndoLog::Array const& array, std::size_t begin, std::size_t end) {
+  std::size_t const first = begin / array.elements_per_item * array.item_bytes;
+  std::size_t const last = ceil_div(end, array.elements_per_item) * array.item_bytes;
+  stream_copy(static_cast<char*>(array.to) + first, static_cast<char const*>(array.from) + first,
+              last - first);
 }
 
 }  // namespace
@@ -57,7 +67,7 @@ std::uint64_t rounding_key_of(std::uint64_t seed, std::uint64_t step) { return r
 
 void update(Workers& workers, KernelTable const& kernels, Rule rule, Pass pass, StateFormat state,
             WeightFormat format, Dtype grad_dtype, UpdateArrays const& arrays, std::size_t numel,
-            UpdateNumbers const& numbers) {
+            UpdateNumbers const& numbers, UndoLog const& log) {
   auto const& passes = kernels.rules[static_cast<int>(rule)].update;
   auto const kernel = passes[static_cast<int>(pass)][static_cast<int>(state)][static_cast<int>(format)]
                             [static_cast<int>(grad_dtype)];
@@ -65,8 +75,16 @@ void update(Workers& workers, KernelTable const& kernels, Rule rule, Pass pass, 
     throw std::invalid_argument(state != StateFormat::fp32 ? "this update rule keeps its states in fp32 only"
                                                            : "this update rule has no two passes");
   }
-  for_slices(workers, numel, kUpdateSlice,
-             [&](std::size_t, std::size_t begin, std::size_t end) { kernel(arrays, numbers, begin, end); });
+  for_slices(workers, numel, kUpdateSlice, [&](std::size_t, std::size_t begin, std::size_t end) {
+    for (std::size_t k = 0; k < log.count; ++k) log_slice(log.arrays[k], begin, end);
+    kernel(arrays, numbers, begin, end);
+  });
+}
+
+void copy(Workers& workers, void* to, void const* from, std::size_t bytes) {
+  for_slices(workers, bytes, kCopySlice, [&](std::size_t, std::size_t begin, std::size_t end) {
+    stream_copy(static_cast<char*>(to) + begin, static_cast<char const*>(from) + begin, end - begin);
+  });
 }
 
 void accumulate(Workers& workers, KernelTable const& kernels, void* dst, Dtype dst_dtype, void const* src,

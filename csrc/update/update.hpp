@@ -18,12 +18,27 @@ namespace ds_slide {
 /// the first update.
 [[nodiscard]] std::uint64_t rounding_key_of(std::uint64_t seed, std::uint64_t step);
 
-/// One step of `rule` on `numel` elements, in place, or one of its two passes. Same bits for any thread count
-/// and instruction set. Throws std::invalid_argument where the rule has no kernels for states of this format,
-/// or none that do the step in two passes.
+/// The old bytes of an update, on the way back from it: each array is copied before it is overwritten.
+struct UndoLog {
+  struct Array {
+    void* to;
+    void const* from;
+    std::size_t item_bytes;
+    std::size_t elements_per_item;
+  };
+  Array arrays[2 + 2 * kMaxStates];
+  std::size_t count = 0;
+};
+
+/// One step of `rule` on `numel` elements, in place, or one of its two passes, with what it overwrites in
+/// `log`. Same bits for any thread count and instruction set. Throws std::invalid_argument where the rule has
+/// no kernels for states of this format, or none that do the step in two passes.
 void update(Workers& workers, KernelTable const& kernels, Rule rule, Pass pass, StateFormat state,
             WeightFormat format, Dtype grad_dtype, UpdateArrays const& arrays, std::size_t numel,
-            UpdateNumbers const& numbers);
+            UpdateNumbers const& numbers, UndoLog const& log = {});
+
+/// Copies `bytes` to memory that is not read soon.
+void copy(Workers& workers, void* to, void const* from, std::size_t bytes);
 
 /// dst[i] = round(float(dst[i]) + float(src[i])).
 void accumulate(Workers& workers, KernelTable const& kernels, void* dst, Dtype dst_dtype, void const* src,

@@ -116,6 +116,16 @@ class DebugConfig(_Block):
     weights under the forward and the states under its backward; "auto": 2 where the updates take longer than the
     forward."""
 
+    speculate: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
+    """Whether deferred updates of blocks in host memory begin under backward, before the norm is known, as if it was
+    below the limit, and are taken back where it is not. "auto": while the last four norms were below the limit and the
+    updates take longer than the forward. With false no memory is set aside for the way back."""
+
+    take_back: float = Field(
+        default=0.0, ge=0, le=1, allow_inf_nan=False, strict=True, description="a number from 0 to 1"
+    )
+    """The part of such updates, chosen at random, that are taken back although they would count."""
+
 
 class CheckpointConfig(_Block):
     """How checkpoints are loaded."""

@@ -181,7 +181,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._leave_interrupted_backward()
         # DeepSpeed finds the begin of backward by the tensors in the model's output. Where it finds none (an output
         # that is no tuple, list or dictionary) there is no prologue, and these are the hyper-parameters.
-        self.runtime.begin_backward(self._hypers())
+        self.runtime.begin_backward(self._hypers(), 1.0 / float(self.loss_scale))
 
     def scale_if_loss(self, value: Any) -> Any:
         """The loss with its scale, before each backward, also of one whose first backward has ended with an exception,
@@ -192,7 +192,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def backward_prologue(self) -> None:
         self.parameter_offload.require_hooks()
         self._leave_interrupted_backward()
-        self.runtime.begin_backward(self._hypers())
+        self.runtime.begin_backward(self._hypers(), 1.0 / float(self.loss_scale))
 
     def _leave_interrupted_backward(self) -> None:
         """DeepSpeed counts the backwards that have begun and not ended. One that has ended with an exception stays in
@@ -298,6 +298,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             "kernels": self.kernels.as_dict(),
             "update_passes": 2 if self.runtime.passes.two else 1,
             "activations": dict(self.runtime.parts.spare.activations.statistics),
+            "speculation": self.runtime.speculating.statistics(),
         }
         return statistics and {**statistics, "pools": self.runtime.parts.pool_report(), **own}
 

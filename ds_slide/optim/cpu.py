@@ -72,6 +72,8 @@ class CpuUpdater:
         seed: int = 0,
         first: int = 0,
         part: Part = "whole",
+        log: Sequence[torch.Tensor | None] = (),
+        keeps_weight: bool = False,
     ) -> None:
         """One step of ``hyper.rule`` in place, in one pass over memory; all tensors have the same number of elements.
         ``part``: "weights" and then "states", for hyper-parameters with ``two_passes``, leave the same bits.
@@ -84,6 +86,9 @@ class CpuUpdater:
         (ds_slide.optim.low_precision). bf16 and codes are rounded stochastically by random bits of (``seed``, step,
         element), where ``seed`` is the unit's and ``first``, a multiple of 64, is the number of element 0 within the
         unit: chunks of a unit give the bits of the whole. An infinity or NaN in a state makes its group of codes NaN.
+
+        ``log``, where it is not empty, has a tensor for each of weight, remainder, states and scales (of codes only),
+        which gets its old bytes. ``keeps_weight``: the weight stays as it is; the new one goes to the first of them.
         """
         weight_format = _WEIGHT_FORMATS.get((weight.dtype, None if remainder is None else remainder.dtype))
         if weight_format is None:
@@ -115,7 +120,15 @@ class CpuUpdater:
             step=hyper.step,
             first=first,
             part=part,
+            log_ptrs=_log_pointers(log, [weight, remainder, *states, *(scales if state.has_scales else ())]),
+            keep_weight=keeps_weight,
         )
+
+    def copy_(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """``dst`` becomes the bytes of ``src``, of the same data type and size."""
+        numel, dtype = src.numel(), src.dtype
+        to_ptr, from_ptr = _pointer("copy_", "dst", dst, numel, dtype), _pointer("copy_", "src", src, numel)
+        _native.copy(self._workers, to_ptr, from_ptr, src.nbytes)
 
     def accumulate_(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """``dst += src``: added in fp32, rounded to the dtype of ``dst``; bf16, fp16 and fp32 in any combination."""
@@ -164,6 +177,15 @@ def _scale_pointer(argument: str, scale: torch.Tensor | None, numel: int, state:
             f"update_: {argument} has {scale.numel()} elements but {numel} elements need {state.scale_numel(numel)}."
         )
     return _pointer("update_", argument, scale, scale.numel(), torch.float32)
+
+
+def _log_pointers(log: Sequence[torch.Tensor | None], logged: Sequence[torch.Tensor | None]) -> list[int]:
+    if not log:
+        return []
+    return [
+        0 if each is None or old is None else _pointer("update_", "log", old, each.numel(), each.dtype)
+        for old, each in zip(log, logged, strict=True)
+    ]
 
 
 def _pointer(function: str, argument: str, tensor: torch.Tensor, numel: int, dtype: torch.dtype | None = None) -> int:

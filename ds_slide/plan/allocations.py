@@ -17,6 +17,7 @@ from typing import Literal
 from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize, held_bytes, is_held
 from ds_slide.store.ssd.extents import chunk_bytes, sum_table_bytes, unit_extents, whole_pages
 from ds_slide.store.tiers import Tier
+from ds_slide.store.undo_log import undo_log_bytes
 
 Why = Literal[
     "states",
@@ -26,6 +27,7 @@ Why = Literal[
     "weights on their way",
     "gradients on their way",
     "states on their way",
+    "undo logs",
     "checksums",
     "whole pages",
 ]
@@ -84,6 +86,11 @@ def state_buffer_of(unit: str, state_buffer: str) -> str:
 def promoted_buffer_of(unit: str, state_buffer: str) -> str:
     """The name of the same on the GPU, of a unit that is there for now."""
     return f"{state_buffer} of {unit} on the GPU"
+
+
+def undo_log_of(unit: str) -> str:
+    """The name of a unit's undo log."""
+    return f"undo log of {unit}"
 
 
 def whole_weights_of(unit: str) -> str:
@@ -161,6 +168,9 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
     elif where == "gpu":
         made.append(state_buffer("gradient", where, unit.codec.nbytes, "held gradients"))
     yield from made
+    if index in placement.undo_logs:
+        nbytes = undo_log_bytes(unit.weight_bytes, unit.specs, unit.codec.numel)
+        yield Allocation(undo_log_of(unit.name), "host", nbytes, "undo logs")
     if index in placement.on_ssd:
         yield Allocation(
             state_buffer_of(unit.name, "padding"),

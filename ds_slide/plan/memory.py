@@ -19,8 +19,9 @@ from ds_slide.plan.allocations import (
     streamed,
     total,
 )
-from ds_slide.plan.needs import Needs, Placement, UnitSize
-from ds_slide.plan.placement import place_on_host
+from ds_slide.plan.needs import Needs, Placement, UnitSize, is_held
+from ds_slide.plan.placement import USABLE_SHARE, place_on_host
+from ds_slide.store.undo_log import undo_log_bytes
 
 # 5 %: on a 141 GB card that covers the vocabulary matrix of a 3 B model and some blocks, on a 24 GB card a block or
 # two; activations, which DS-Slide does not place yet, need the rest.
@@ -28,6 +29,8 @@ AUTO_GPU_STATE_SHARE = 0.05
 # For slots beyond those that hide a fetch: 14 GB on a 141 GB card hold all blocks of a 7 B model, 2.4 GB on a 24 GB
 # card 15 of the 36 blocks of a 3 B model.
 AUTO_WINDOW_SHARE = 0.10
+# Of the host memory that everything else leaves, for undo logs.
+UNDO_LOG_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,10 @@ class Plan:
         return sum(total(entries, "host") for entries in promoted)
 
     @property
+    def undo_log_bytes(self) -> int:
+        return total(self.allocations, "host", "undo logs")
+
+    @property
     def ssd_bytes(self) -> int:
         """Bytes of states and held gradients; the state files hold them in whole pages."""
         return total(self.allocations, "ssd", "states", "held gradients")
@@ -134,7 +141,8 @@ class Plan:
 
     @property
     def taken(self) -> Taken:
-        return Taken(self.gpu_bytes, self.gpu_states_used, self.window_bytes, self.host_state_bytes)
+        host_states = self.host_state_bytes + self.undo_log_bytes
+        return Taken(self.gpu_bytes, self.gpu_states_used, self.window_bytes, host_states)
 
     def report(self) -> dict[str, int]:
         """The sums that users see (`slide_stats()["memory"]`)."""
@@ -146,6 +154,7 @@ class Plan:
             "host_bytes": self.host_bytes,
             "host_state_bytes": self.host_state_bytes,
             "host_reserved_bytes": self.host_reserved_bytes,
+            "undo_log_bytes": self.undo_log_bytes,
             "ssd_bytes": self.ssd_bytes,
             "ssd_units": len(placement.on_ssd),
             "ssd_gradient_units": len(placement.gradients_on_ssd),
@@ -175,7 +184,32 @@ def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan
     placement = replace(placement, window=_window(units, needs, placement, budgets))
     plan = Plan.of(units, needs, placement)
     _check(plan, budgets, needs)
-    return plan
+    logs = _undo_logs(plan, budgets, needs)
+    return Plan.of(units, needs, replace(placement, undo_logs=logs)) if logs else plan
+
+
+def _undo_logs(plan: Plan, budgets: Budgets, needs: Needs) -> frozenset[int]:
+    """Blocks with an undo log: those in host memory, from the last one on, whose gradients arrive first, as far as the
+    memory reaches that `plan` leaves."""
+    if not needs.speculates:
+        return frozenset()
+    left = int((int(budgets.host_free * USABLE_SHARE) - _in_host_memory(plan, budgets)) * UNDO_LOG_SHARE)
+    if budgets.host_limit is not None:
+        left = min(left, budgets.host_limit - plan.host_state_bytes)
+    chosen = set()
+    for index, unit in sorted(streamed(plan.units, plan.placement).items(), reverse=True):
+        if index in plan.placement.on_ssd or not is_held(unit, needs) or not unit.codec.numel:
+            continue
+        left -= undo_log_bytes(unit.weight_bytes, unit.specs, unit.codec.numel)
+        if left < 0:
+            break
+        chosen.add(index)
+    return frozenset(chosen)
+
+
+def _in_host_memory(plan: Plan, budgets: Budgets) -> int:
+    """Bytes of all that is there: an accelerator that is the host computes in the same memory."""
+    return plan.host_bytes if budgets.gpu_is_own else plan.host_bytes + plan.gpu_bytes
 
 
 def _updated_on_gpu(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> list[int]:

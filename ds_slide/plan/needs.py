@@ -87,6 +87,8 @@ class Needs:
     """False: nothing is updated, so that there are weights only."""
     page_locks: bool = True
     """Whether host memory that the GPU copies from or to is page-locked: not where the accelerator is the host."""
+    speculates: bool = False
+    """Whether updates of blocks may begin before the norm is known, with an undo log each."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ class Placement:
     gradients_on_ssd: frozenset[int] = frozenset()
     window: int = 0
     promoted: frozenset[int] = frozenset()
+    undo_logs: frozenset[int] = frozenset()
+    """Of the units with an undo log."""
 
     @property
     def home(self) -> Placement:

@@ -55,6 +55,7 @@ from ds_slide.runtime.transfers.uploads import Uploads
 from ds_slide.runtime.unit import Availability, Empty, Unit
 from ds_slide.runtime.updates.apply import host_update
 from ds_slide.runtime.updates.passes import Passes
+from ds_slide.runtime.updates.speculation import Speculating
 from ds_slide.runtime.updates.threads import update_cores
 from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.runtime.updates.updating import Updating
@@ -186,7 +187,7 @@ def _wire(
         started.callback(worker.close)
     uploads = Uploads({} if shared is None else shared.parts, _scratch(context, UPLOADED), device, failures)
     streamed = [unit for unit in units if unit.is_streamed]
-    updating = Updating(workers.update, host_update(updater), Passes(settings.slide.debug.update_passes))
+    updating = _updating(settings, workers.update, updater, failures)
     window, slots = None, allocator.buffers(SLOTS)
     if streamed:
         announce = announcer(ssd, settings)
@@ -260,6 +261,15 @@ def _make_workers(context: BuildContext, units: Sequence[Unit]) -> Workers:
         d2h=StreamWorker("d2h", device, failures, meters["d2h"], delays[1], idle=idle),
         update=UpdateWorker(device, failures, meters["update"], delays[2], idle=idle),
     )
+
+
+def _updating(settings: RuntimeSettings, lane: UpdateWorker, updater: CpuUpdater, failures: Failures) -> Updating:
+    debug, update = settings.slide.debug, host_update(updater)
+    passes = Passes(debug.update_passes)
+    speculating = Speculating(
+        lane, update, updater, passes, failures, wanted=debug.speculate, in_vain=debug.take_back, seed=debug.seed
+    )
+    return Updating(lane, update, passes, speculating)
 
 
 def _scratch(context: BuildContext, what: str) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_slide.model.layout import Entry
 from ds_slide.optim.reference import encode_split
-from ds_slide.plan.allocations import state_buffer_of, whole_weights_of
+from ds_slide.plan.allocations import state_buffer_of, undo_log_of, whole_weights_of
 from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.ranks.collectives import Ranks
@@ -30,6 +30,7 @@ from ds_slide.store.memory_file import SharedHostMemory
 from ds_slide.store.state import UnitState
 from ds_slide.store.state_buffers import StateBufferSpec
 from ds_slide.store.tiers import GradientSink, OptimizerStates, Weights
+from ds_slide.store.undo_log import UndoLog
 
 SPLIT_NUMEL = 1 << 22
 """Of narrowed weights that are split at once: 16 MiB a temporary."""
@@ -47,6 +48,9 @@ def make_unit(context: BuildContext, unit_plan: UnitPlan, order: int, ssd: SsdPa
     first = Future.kept(context.failures)
     unit = Unit(unit_plan.spec, unit_plan.layout, unit_plan.parameters, state, order, first, codec, held)
     unit.chunk_rows = unit_plan.chunk_rows
+    if context.allocator.tier(undo_log_of(name)) is not None:
+        memory, specs = context.allocator.tensor(undo_log_of(name), torch.uint8), settings.specs(unit_plan.dtype)
+        unit.undo_log = UndoLog.of(memory, unit_plan.dtype, specs, codec.numel, keeps_weight=several)
     unit.is_gathered = several and (context.shared is None or on_gpu or order in ssd.weights)
     if on_gpu and not several:
         unit.resident = state.weights.buffer.tensor

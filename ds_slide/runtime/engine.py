@@ -115,6 +115,7 @@ class SlideRuntime:
         self.blocks = [unit for unit in parts.units if unit.spec.kind == "block"]
         self.deferred = parts.deferred
         self.passes = parts.updating.passes
+        self.speculating = parts.updating.speculating
         self.gradients = parts.gradients
         self.step_count = 0
         self._availability = availability
@@ -218,6 +219,7 @@ class SlideRuntime:
 
     def _bind_slot(self, unit: Unit, direction: str) -> Slot:
         assert self._window is not None
+        self.take_back((unit,))
         slot = self._window.acquire(unit, direction)  # type: ignore[arg-type]
         assert slot.ready is not None
         self._bound[unit.order] = slot
@@ -237,6 +239,7 @@ class SlideRuntime:
     def _release_all(self) -> None:
         """Release all slots after an exception: nobody computes any more with what is bound."""
         self.parts.spare.end_forward()
+        self.take_back(self.units)
         for unit in self.units:
             self._unbind_slot(unit)
         if self._window is not None:
@@ -263,6 +266,7 @@ class SlideRuntime:
             if isinstance(hooks, BlockHooks | WideHooks):
                 hooks.close_left_open()
         self.interruptions.begin_forward(with_gradient=torch.is_grad_enabled())
+        self.take_back(self.units)
         if self._unstepped:
             raise SlideError(
                 "a forward began after backward() at an accumulation boundary and before engine.step(), but the "
@@ -326,11 +330,12 @@ class SlideRuntime:
             for finished in (*unit.parts, unit):
                 self._finalize(finished)
 
-    def begin_backward(self, hypers: Sequence[Hyper]) -> None:
-        """Prepare for the first gradient. `hypers`: of the coming step, for updates that do not wait for it."""
+    def begin_backward(self, hypers: Sequence[Hyper], grad_scale: float = 1.0) -> None:
+        """Prepare for the first gradient. `hypers`: of the coming step, for updates that do not wait for it.
+        `grad_scale`: the factor on its gradients where nothing is clipped."""
         self.interruptions.begin_backward()
         self.passes.begin_backward()
-        self.gradients.hypers = tuple(hypers)
+        self.gradients.hypers, self.gradients.grad_scale = tuple(hypers), grad_scale
 
     def set_final(self, final: bool) -> None:
         """Whether the backward under way is the last one before the step."""
@@ -365,6 +370,7 @@ class SlideRuntime:
                 f"{unit.name} received gradients again after its update had begun (used more than once under "
                 f"re-entrant checkpointing, or a streamed head more than once in one backward); {HOLD_HINT}"
             )
+        self.take_back((unit,))  # one more gradient of the same step is added to those of before
         before = unit.arrived, unit.updated
         # A unit without gradients is taken for zero, which makes no mixture as long as it is only held.
         counts = source is not None or any(parameter.grad is not None for parameter, _ in unit.trainable)
@@ -401,7 +407,8 @@ class SlideRuntime:
 
     def step(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
         """Apply the update. Held gradients: queue all units by deadline. Otherwise the host units are under way."""
-        self.passes.begin_step()
+        expected = self.gradients.grad_scale
+        self.passes.begin_step(speculated=self.speculating.begin_step(self.units, hypers, grad_scale, expected))
         try:
             self._apply(hypers, grad_scale)
         except BaseException:
@@ -435,6 +442,8 @@ class SlideRuntime:
         """Forget the gradients of this accumulation window (overflow, `zero_grad`)."""
         if self._unstepped:
             raise SlideError(f"the gradients cannot be discarded: their updates are under way; {HOLD_HINT}")
+        self.take_back(self.units)
+        self.speculating.skip_step()
         for unit in self.units:
             unit.gradient_ready = False
         self.accumulation.clear()
@@ -464,11 +473,17 @@ class SlideRuntime:
         self._fetched[unit.order] = Future.kept(self.parts.failures, gathered)
 
     def _queue_update(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, held: Held) -> None:
-        two_passes = self.passes.two and unit.state.in_memory and all(hyper.two_passes for hyper in hypers)
+        speculation, unit.speculation = unit.speculation, None
+        two_passes = (
+            self.passes.two
+            and unit.state.in_memory
+            and all(hyper.two_passes for hyper in hypers)
+            and not (speculation is not None and speculation.agrees(hypers, grad_scale))
+        )
         ready, update = unit.arrived.wait(), unit.open_update(self.parts.failures, two_passes=two_passes)
         for index, span in enumerate(unit.spans):
             gradient = functools.partial(held.load, span)
-            self.parts.updating.start(unit, index, update, ready, gradient, hypers, grad_scale)
+            self.parts.updating.start(unit, index, update, ready, gradient, hypers, grad_scale, speculation=speculation)
 
     def _fetch_outer_units(self) -> None:
         """Bring the updated weights of host-tier outer modules to their GPU buffers, behind what compute has submitted.
@@ -521,7 +536,9 @@ class SlideRuntime:
             raise SlideError(f"{what} needs the gradients between backward() and step(); {HOLD_HINT}")
 
     def settle(self, unit: Unit) -> None:
-        """Wait until the unit's state buffers belong to the caller: its pending update and transfers have run."""
+        """Wait until the unit's state buffers belong to the caller: its pending update and transfers have run, and an
+        update that no step has confirmed is taken back."""
+        self.take_back((unit,))
         unit.arrived.synchronize()
         unit.state.settle(unit.completed.synchronize)
         if unit.chunk_rows:
@@ -529,6 +546,14 @@ class SlideRuntime:
             self.parts.workers.outer_h2d.drain()
         if (future := self._fetched.get(unit.order)) is not None:
             future.synchronize()
+
+    def take_back(self, units: Sequence[Unit]) -> None:
+        """Give the units the bits that they had before updates that no step has confirmed, and wait for that."""
+        if speculated := [unit for unit in units if unit.speculation is not None]:
+            self.speculating.take_back(speculated)
+            if self._window is not None:
+                for unit in speculated:
+                    self._window.forget(unit)
 
     def reload_weights(self) -> None:
         """The state buffers may have been written from outside (a checkpoint was loaded): every GPU copy is renewed."""
@@ -577,6 +602,8 @@ class SlideRuntime:
         running.leave(self)
         atexit.unregister(self._at_exit)
         self.detach()
+        if not self.parts.failures.message:
+            self.take_back(self.units)
         if self.rows is not None:
             self.rows.close()
         for unit in self.units:

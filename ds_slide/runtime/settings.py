@@ -76,6 +76,7 @@ class RuntimeSettings:
             shares_weights=shares_weights,
             ssd=None if self.ssd is None else self._ssd_needs(self.ssd),
             page_locks=gpu_is_own,
+            speculates=held is not None and self.trains and self.slide.debug.speculate is not False,
         )
 
     def _ssd_needs(self, ssd: SsdSettings) -> SsdNeeds:

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -16,6 +16,10 @@ from ds_slide.model.layout import UnitLayout
 from ds_slide.model.structure import UnitSpec
 from ds_slide.runtime.transfers.handoff import Failures, Future
 from ds_slide.store.state import UnitState
+from ds_slide.store.undo_log import UndoLog
+
+if TYPE_CHECKING:
+    from ds_slide.runtime.updates.speculation import Speculation
 
 Availability = Callable[[Sequence[nn.Parameter], bool], None]
 
@@ -91,6 +95,8 @@ class Unit:
       The update leases them (`UnitState.lease`), span by span, and puts them back. Whoever else wants to read or
       write them waits for it first, and for state buffers on SSD also until they are written
       (`SlideRuntime.settle`). States on the GPU belong to the compute stream.
+    * they belong to the update lane, too, while `speculation` is not None: others take it back before they read or
+      write them (`SlideRuntime.take_back`). The compute thread sets it, and whoever else has it got it from there.
     """
 
     def __init__(
@@ -146,6 +152,10 @@ class Unit:
         self.chunk_rows = 0
         """Rows of a chunk of an outer module, one matrix, that passes through the GPU
         (`ds_slide.runtime.weights.rows`)."""
+        self.undo_log: UndoLog | None = None
+        """For updates that begin before the norm is known; None where there is no way back from one."""
+        self.speculation: Speculation | None = None
+        """Such an update, from the finalization of its gradient until it counts or is taken back."""
         self.square_sum_on: Literal["device", "host"] | None = None
         """Where the square sum of the current gradient is; None: nobody has computed it yet."""
         self.host_square_sum = 0.0

@@ -29,6 +29,12 @@ RUNS = {
     "immediate": ({"window": 2}, {"clip": 0.0}),
     "accumulation": ({"window": 2}, {"clip": 1.0, "accumulation": 2}),
     "delays": ({"window": 3, "debug": {"lane_delay_ms": 3.0, "seed": 5}}, {"clip": 1.0}),
+    "speculative": ({"window": 2, "debug": {"speculate": True, "lane_delay_ms": 2.0, "seed": 7}}, {"clip": 1.9}),
+    "speculative-gathered": (
+        {"window": 2, "share_weights": False, "debug": {"speculate": True, "take_back": 0.3}},
+        {"clip": 1.9},
+    ),
+    "held": ({"window": 2, "debug": {"speculate": False}}, {"clip": 1.9}),
     "gpu-states": ({"window": 2, "gpu_states": 900_000}, {"clip": 1.0}),
     "ssd": ({"window": 2, "host_memory": 0, "debug": {"lane_delay_ms": 2.0, "seed": 9}}, {"clip": 1.0}),
     "ssd-immediate": ({"window": 2, "host_memory": 0, "ssd_buffers": 2, "weight_buffers": 3}, {"clip": 0.0}),
@@ -118,6 +124,8 @@ def main(rank: int, folder: Path) -> None:
                 loss_of = RandomMoves() if name.startswith("moves") else Watched(data[0], evaluates)
                 result = trained(llama(seed=rank), config, data[rank::2], loss_of=loss_of)
             assert not isinstance(loss_of, RandomMoves) or any(made.demoted for made in loss_of.made if made)
+            if name.startswith("speculative"):
+                assert plan().placement.undo_logs
             assert slide is None or bool(plan().placement.gradients_on_ssd) == (name == "ssd-gradients")
             assert name != "ssd-less-memory" or plan().placement.chunks_on_ssd
             results[name] = {"losses": result.losses, "norms": result.norms, "states": result.states}

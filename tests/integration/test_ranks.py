@@ -17,6 +17,8 @@ LOSS_TOLERANCE = 2.0**-8
 # Run, and the run in host memory whose bits it has.
 SAME_BITS = {
     "delays": "clipping",
+    "speculative": "held",
+    "speculative-gathered": "held",
     "gpu-states": "clipping",
     "ssd": "clipping",
     "ssd-immediate": "immediate",
@@ -32,7 +34,7 @@ SAME_BITS = {
     "moves-gathered": "accumulation",
     "moves-gathered-kept": "immediate",
 }
-SLIDE_RUNS = ["clipping", "immediate", "accumulation", *SAME_BITS]
+SLIDE_RUNS = ["clipping", "immediate", "accumulation", "held", *SAME_BITS]
 
 RankResults = Callable[[str], list[Result]]
 

@@ -30,6 +30,17 @@ TWO_PASSES = [
     replace(_MEMORY, name="two passes, all states read between steps", passes=2, between="all", steps=3),
 ]
 
+_SPECULATIVE = replace(_MEMORY, speculates=True, clips_first=False)
+
+SPECULATIVE = [
+    replace(_SPECULATIVE, name="speculation", blocks=3, steps=3),
+    replace(_SPECULATIVE, name="speculation, two passes, an outer module", passes=2, outer_units=1),
+    replace(_SPECULATIVE, name="speculation, accumulation", accumulation=2),
+    replace(_SPECULATIVE, name="speculation, accumulation unannounced", accumulation=2, announced=False),
+    replace(_SPECULATIVE, name="speculation, skipped steps", between="overflow", steps=3),
+    replace(_SPECULATIVE, name="speculation, two ranks", ranks=2, outer_units=1),
+]
+
 ON_SSD = [
     HANG_1,
     Configuration("everything on SSD, 2 slots, inference", steps=2, inference=True),
@@ -102,6 +113,7 @@ _SHARED = replace(_TWO, shared=True)
 SHARED = [
     replace(_SHARED.in_memory(), name="shared weights", shared=True),
     replace(_SHARED.in_memory(), name="shared weights, under backward", shared=True, held=False),
+    replace(_SHARED.in_memory(), name="shared weights, speculation", shared=True, speculates=True, clips_first=False),
     replace(_SHARED.in_memory(), name="shared weights, 3 blocks, accumulation", shared=True, blocks=3, accumulation=2),
     replace(_SHARED.in_memory(), name="shared weights, one queue of collectives each", shared=True, one_at_a_time=True),
     replace(
@@ -140,4 +152,4 @@ BESIDE = [
 if not HAS_SHARED_WEIGHTS:
     BESIDE.clear()
 
-ALL = [*EXHAUSTIVE, *TWO_PASSES, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *BESIDE]
+ALL = [*EXHAUSTIVE, *TWO_PASSES, *SPECULATIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *BESIDE]

@@ -54,10 +54,17 @@ class Updater:
         hyper: Any,
         grad_scale: float = 1.0,
         part: Part = "whole",
+        log: Sequence[torch.Tensor | None] = (),
+        keeps_weight: bool = False,
         **_others: Any,
     ) -> None:
         assert self._has_threads
         exp_avg, exp_avg_sq = states
+        for old, logged in zip(log, (weight, remainder, *states) if log else (), strict=True):
+            if old is not None and logged is not None:
+                old.copy_(logged)
+        if keeps_weight:
+            weight = log[0]
         new = exp_avg.mul(0.9).add_(grad, alpha=grad_scale)
         if part != "states":
             weight.sub_(new, alpha=0.01 * hyper.step)
@@ -66,6 +73,10 @@ class Updater:
         if part != "weights":
             exp_avg.copy_(new)
             exp_avg_sq.mul_(0.5).addcmul_(exp_avg, exp_avg)
+
+    def copy_(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        assert self._has_threads
+        dst.copy_(src)
 
     def accumulate_(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         assert self._has_threads

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liveness.configurations import ALL, BESIDE, DEFAULTS, EXHAUSTIVE, ON_SSD, SHARED, TWO_PASSES, TWO_RANKS
+from liveness.configurations import (
+    ALL,
+    BESIDE,
+    DEFAULTS,
+    EXHAUSTIVE,
+    ON_SSD,
+    SHARED,
+    SPECULATIVE,
+    TWO_PASSES,
+    TWO_RANKS,
+)
 from liveness.engine import Count
 from liveness.explore import explore_all, explore_by_chance, explore_orders
 from liveness.tiny import Configuration
@@ -32,7 +42,9 @@ def test_all_schedules(configuration: Configuration) -> None:
 
 
 @pytest.mark.parametrize(
-    "configuration", [*TWO_PASSES, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *BESIDE], ids=lambda each: each.name
+    "configuration",
+    [*TWO_PASSES, *SPECULATIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *BESIDE],
+    ids=lambda each: each.name,
 )
 def test_lanes_of_any_speed(configuration: Configuration) -> None:
     """Each lane the slowest of all, and a few random orders."""

@@ -50,6 +50,10 @@ class Configuration:
     held: bool = True
     passes: Literal[1, 2] = 1
     """In which held gradients are applied."""
+    speculates: bool = False
+    """Updates of blocks begin under backward."""
+    clips_first: bool = True
+    """False: the first step's norm is below the limit."""
     accumulation: int = 1
     announced: bool = True
     """False: by backwards of which nobody has told the engine. A gradient passes in four pieces."""
@@ -86,6 +90,7 @@ class Configuration:
             chunks_on_ssd=False,
             outer_chunks_on_ssd=False,
             gradients_on_ssd=False,
+            speculates=False,
             shared=self.only_rank_0_infers,
             one_at_a_time=False,
             ending="read",
@@ -151,6 +156,7 @@ def _placement(configuration: Configuration) -> Placement:
         chunks_on_ssd=on_ssd,
         gradients_on_ssd=some if configuration.gradients_on_ssd else frozenset(),
         window=configuration.slots,
+        undo_logs=frozenset(configuration.block_orders()) if configuration.speculates else frozenset(),
     )
 
 
@@ -177,7 +183,7 @@ def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
         cpu_cores="none",
         checksums=False,
         hang_timeout=0.0,  # a watchdog is no part of what is explored
-        debug=DebugConfig(update_passes=configuration.passes),
+        debug=DebugConfig(update_passes=configuration.passes, speculate=configuration.speculates),
     )
     return RuntimeSettings(
         slide=slide,

@@ -48,7 +48,7 @@ class Training:
                 runtime.square_sum()
                 runtime.discard_gradients()
             else:
-                self._step()
+                self._step(clips=bool(step) or configuration.clips_first)
             self._between()
             if configuration.inference and not (configuration.only_rank_0_infers and self.rank):
                 with torch.no_grad():
@@ -57,11 +57,11 @@ class Training:
     def _hypers(self) -> list[AdamWHyper]:
         return [dataclasses.replace(HYPER, step=self.runtime.step_count + 1)]
 
-    def _step(self) -> None:
+    def _step(self, *, clips: bool) -> None:
         runtime = self.runtime
         if runtime.deferred:
             norm = runtime.square_sum() ** 0.5
-            runtime.step(self._hypers(), 1.0 / max(1.0, norm))
+            runtime.step(self._hypers(), 1.0 / max(1.0, norm) if clips else 1.0)
         else:
             runtime.norm_on_device()
             runtime.step(self._hypers(), 1.0)

@@ -28,6 +28,7 @@ from ds_slide.runtime.transfers.handoff import Failures, Future
 from ds_slide.runtime.transfers.pool import BufferPool, Lease
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.unit import Unit, Update
+from ds_slide.runtime.updates.speculation import Speculation
 from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.runtime.updates.updating import Updating
 from ds_slide.store.tiers import Held, Ways
@@ -49,6 +50,8 @@ class _Arrival:
     final: bool
     adds: bool
     """It is converted to the data type of the held gradient, or added to it, by the CPU."""
+    speculation: Speculation | None
+    """The update that may begin when it is held."""
 
 
 class Gradients:
@@ -81,6 +84,8 @@ class Gradients:
         self._updating = updating
         self.hypers: Sequence[Hyper] = ()
         """Hyper-parameters, by parameter group, of updates that start as soon as a gradient arrives."""
+        self.grad_scale = 1.0
+        """The factor that such gradients get where nothing is clipped."""
         self.square_sums = torch.zeros(num_units, dtype=torch.float64, device=device.torch)
         """Square sum of every unit's gradient on this rank, by `Unit.order`; `Unit.square_sum_on`
         says which entries count. Written on the collectives stream where there are several ranks."""
@@ -95,6 +100,8 @@ class Gradients:
         unit.finalized = True
         if not unit.codec.numel:
             return
+        if final:
+            self._updating.speculating.begin(unit, self.hypers, self.grad_scale)
 
         def send(submit: Callable[[_Arrival], None]) -> None:
             self._send_to_host(unit, final, source or self._prepare(unit), submit)
@@ -156,7 +163,8 @@ class Gradients:
         try:
             before = unit.arrived, unit.completed
             unit.arrived = Future(self._failures, f"the gradient of {unit.name} in host memory")
-            submit(_Arrival(unit, source, packed, unit.arrived, before, not unit.gradient_ready, final, adds))
+            first = not unit.gradient_ready
+            submit(_Arrival(unit, source, packed, unit.arrived, before, first, final, adds, unit.speculation))
         except BaseException as error:  # an interrupt: whether the lane has the gradient is not known
             self._failures.record("compute", error)
             raise
@@ -178,7 +186,9 @@ class Gradients:
             future.wait()
 
         def copy(target: torch.Tensor) -> None:
-            arrival.arrived.keep(self._copy_all(arrival, target))
+            end = self._copy_all(arrival, target)
+            arrival.arrived.keep(end)
+            self._is_held(arrival, end)
 
         def stage(store: Callable[[torch.Tensor], None]) -> None:
             def run(_: slice, buffer: torch.Tensor) -> int:  # of a whole gradient: the buffers are for that
@@ -211,6 +221,7 @@ class Gradients:
             lease.release()
             if piece.stop == numel:
                 arrival.arrived.keep()
+                self._is_held(arrival, PASSED)
             return moved
 
         for start in range(0, numel, most):
@@ -219,6 +230,10 @@ class Gradients:
             marker = self._copy(arrival, piece, gradient, start)
             self._updates.submit(unit.order, marker, functools.partial(run, lease, piece, gradient), "gradient kept")
         arrival.source.release(marker)
+
+    def _is_held(self, arrival: _Arrival, end: Marker) -> None:
+        if arrival.speculation is not None:
+            self._updating.speculating.submit(arrival.speculation, end)
 
     def _update_on_arrival(self, arrival: _Arrival, update: Update, hypers: Sequence[Hyper]) -> None:
         unit, lease = arrival.unit, self._ring(arrival.unit).lease()

@@ -12,13 +12,14 @@ import torch
 
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.reference import reference_update_
-from ds_slide.optim.rule import Hyper, Part
+from ds_slide.optim.rule import Hyper, Part, UpdateRule
 from ds_slide.runtime.unit import Unit
 from ds_slide.store.state_buffers import StateBuffers
+from ds_slide.store.undo_log import UndoLog
 
-HostUpdate = Callable[[Unit, slice, StateBuffers, torch.Tensor, Sequence[Hyper], float, Part], int]
+HostUpdate = Callable[[Unit, slice, StateBuffers, torch.Tensor, Sequence[Hyper], float, Part, UndoLog | None], int]
 """(unit, span, state buffers of the span, gradient of the span, hyper-parameters by group, factor on the gradient,
-part of the step) -> bytes moved."""
+part of the step, where the old bytes of the span go) -> bytes moved."""
 
 
 def _segments(
@@ -44,9 +45,11 @@ def host_update(updater: CpuUpdater) -> HostUpdate:
         hypers: Sequence[Hyper],
         grad_scale: float,
         part: Part,
+        log: UndoLog | None,
     ) -> int:
         for buffers, span, group, first in _segments(unit, within, state_buffers, gradient):
-            hyper = hypers[group]
+            hyper, place = hypers[group], slice(first - within.start, first - within.start + span.numel())
+            old = () if log is None else _arrays(log.arrays.part(place, unit.state.specs), hyper.rule)
             updater.update_(
                 buffers.weight,
                 buffers.remainder,
@@ -58,12 +61,19 @@ def host_update(updater: CpuUpdater) -> HostUpdate:
                 seed=unit.order,
                 first=first,
                 part=part,
+                log=old,
+                keeps_weight=log is not None and log.keeps_weight,
             )
         weights, states = state_buffers.weight_bytes(), state_buffers.nbytes() - state_buffers.weight_bytes()
         moved = {"whole": 2 * (weights + states), "weights": 2 * weights + states, "states": 2 * states}
-        return moved[part] + gradient.nbytes
+        return moved[part] + gradient.nbytes + (0 if log is None else log.arrays.nbytes())
 
     return update
+
+
+def _arrays(log: StateBuffers, rule: UpdateRule) -> list[torch.Tensor | None]:
+    """In the order of `CpuUpdater.update_`."""
+    return [log.weight, log.remainder, *log.states(rule), *filter(lambda scale: scale is not None, log.scales(rule))]
 
 
 def device_update(unit: Unit, gradient: torch.Tensor, hypers: Sequence[Hyper], grad_scale: float) -> None:

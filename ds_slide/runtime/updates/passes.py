@@ -28,6 +28,8 @@ class Passes:
         self._wanted = wanted
         self.two = wanted == 2
         """For the updates that the coming step queues."""
+        self.exceed_forward = False
+        """Whether the updates of a step take longer than its forward."""
         self._lock = threading.Lock()
         self._update_s = 0.0  # written by the update lane, taken by the compute thread
         self._step_ended: float | None = None
@@ -46,15 +48,17 @@ class Passes:
         if self._backward_began is None:
             self._backward_began = time.perf_counter()
 
-    def begin_step(self) -> None:
-        """Before the step queues its updates."""
+    def begin_step(self, *, speculated: bool = False) -> None:
+        """Before the step queues its updates. `speculated`: some of them, whole, have been done under backward."""
         with self._lock:
             taken, self._update_s = self._update_s, 0.0
-        if self._wanted != "auto" or self._step_ended is None or self._backward_began is None:
-            return
-        whole = taken / (2 * PASS_SHARE) if self.two else taken
-        forward, backward = self._backward_began - self._step_ended, time.perf_counter() - self._backward_began
-        self.two = whole > UPDATE_BOUND * forward and whole * PASS_SHARE < backward
+        two = self._wanted == 2
+        if self._step_ended is not None and self._backward_began is not None:
+            whole = taken / (2 * PASS_SHARE) if self.two else taken
+            forward, backward = self._backward_began - self._step_ended, time.perf_counter() - self._backward_began
+            self.exceed_forward = whole > UPDATE_BOUND * forward
+            two |= self._wanted == "auto" and self.exceed_forward and whole * PASS_SHARE < backward
+        self.two = two and not speculated
 
     def end_step(self) -> None:
         """After the step has queued its updates."""

@@ -12,11 +12,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.transfers.handoff import THREAD_PREFIX, Failures, synchronize
 from ds_slide.runtime.transfers.stream_worker import Delay
+
+Turn = Literal["next", "later", "spare"]
+"""When a task is done: of the first the one that the next forward needs soonest; after these, of those that no forward
+waits for, the one that backward comes to first; after all others those that need not be done, in the order of the
+first."""
+TURNS: tuple[Turn, ...] = get_args(Turn)
 
 
 @dataclass(frozen=True)
@@ -26,9 +33,7 @@ class UpdateTask:
 
     order: int
     """Of the unit (`Unit.order`)."""
-    later: bool
-    """Nothing in the next forward waits for it: after all others, the unit that backward comes to first before the
-    rest."""
+    turn: Turn
     sequence: int
     ready: Marker
     run: Callable[[], int]
@@ -36,9 +41,9 @@ class UpdateTask:
     """For the trace."""
 
     @property
-    def urgency(self) -> tuple[bool, int, int]:
+    def urgency(self) -> tuple[int, int, int]:
         """The least is the most urgent."""
-        return self.later, -self.order if self.later else self.order, self.sequence
+        return TURNS.index(self.turn), -self.order if self.turn == "later" else self.order, self.sequence
 
 
 class UpdateWorker:
@@ -66,17 +71,17 @@ class UpdateWorker:
             failures.end_idle(self._end)
 
     def submit(
-        self, order: int, ready: Marker, run: Callable[[], int], what: str = "update", *, later: bool = False
+        self, order: int, ready: Marker, run: Callable[[], int], what: str = "update", turn: Turn = "next"
     ) -> None:
         assert self._thread is not None, "the update lane is idle"
         with self._changed:
-            self._tasks.append(UpdateTask(order, later, self._sequence, ready, run, what))
+            self._tasks.append(UpdateTask(order, turn, self._sequence, ready, run, what))
             self._sequence += 1
-            self._unfinished += 1
+            self._unfinished += turn != "spare"
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Block until every task submitted so far has run."""
+        """Block until every task submitted so far has run, but for those that are of use only when they have."""
         with self._changed:
             self._failures.wait_for(self._changed, lambda: not self._unfinished, "the updates that are under way")
 
@@ -98,11 +103,11 @@ class UpdateWorker:
                 self._delay()
                 synchronize(self._failures, task.ready, "a gradient on its way to its update")
                 started = time.perf_counter()
-                moved, label = task.run(), (task.what, task.order)
+                moved, label, counts = task.run(), (task.what, task.order), task.turn != "spare"
                 task = None  # as in `StreamWorker`
                 self._meter.add_span(started, time.perf_counter(), moved, label)
                 with self._changed:
-                    self._unfinished -= 1
+                    self._unfinished -= counts
                     self._changed.notify_all()
                 self._failures.progressed()
         except BaseException as error:

@@ -11,6 +11,7 @@ from ds_slide.runtime.device import Marker
 from ds_slide.runtime.unit import Unit, Update
 from ds_slide.runtime.updates.apply import HostUpdate
 from ds_slide.runtime.updates.passes import Passes
+from ds_slide.runtime.updates.speculation import Speculating, Speculation
 from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.store.state import Leased
 
@@ -18,10 +19,11 @@ from ds_slide.store.state import Leased
 class Updating:
     """Called by the compute thread (held gradients) or the d2h lane (gradients on arrival)."""
 
-    def __init__(self, lane: UpdateWorker, apply: HostUpdate, passes: Passes) -> None:
+    def __init__(self, lane: UpdateWorker, apply: HostUpdate, passes: Passes, speculating: Speculating) -> None:
         self._lane = lane
         self._apply = apply
         self.passes = passes
+        self.speculating = speculating
 
     def start(
         self,
@@ -35,17 +37,21 @@ class Updating:
         after: Callable[[], None] | None = None,
         *,
         reserved: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         """Update span `index` from `gradient()` ([its elements], in host memory) once `ready` has passed, then call
-        `after()`; all on the update lane. `reserved`: after `UnitState.reserve`."""
+        `after()`; all on the update lane. `reserved`: after `UnitState.reserve`.
+        `speculation`: of the unit, which has one span then; it counts or is taken back."""
         span = unit.spans[index]
 
         def apply(leased: Leased, part: Part) -> int:
             with self.passes.timed():
-                return self._apply(unit, span, leased(), gradient(), hypers, grad_scale, part)
+                return self._apply(unit, span, leased(), gradient(), hypers, grad_scale, part, None)
 
         def run(leased: Leased) -> int:
-            moved = apply(leased, "weights" if update.two_passes else "whole")
+            moved = 0
+            if not self.speculating.end(speculation, hypers, grad_scale):
+                moved = apply(leased, "weights" if update.two_passes else "whole")
             update.finish(index)
             if after is not None:
                 after()
@@ -62,6 +68,6 @@ class Updating:
         def submit(leased: Leased) -> None:
             self._lane.submit(unit.order, ready, lambda: run(leased))
             if update.two_passes:
-                self._lane.submit(unit.order, ready, lambda: run_states(leased), "update of states", later=True)
+                self._lane.submit(unit.order, ready, lambda: run_states(leased), "update of states", "later")
 
         unit.state.lease(index, span, update, submit, reserved=reserved)

@@ -140,6 +140,12 @@ class Window:
                     slot.bound = 0
                     slot.free = self._device.mark()
 
+    def forget(self, unit: Unit) -> None:
+        """What the slots have of the unit may have been copied while its weights were being written."""
+        with self._lock:
+            if (slot := self._slot_of(unit)) is not None:
+                slot.version = -1
+
     def prefetch(self, current: Unit | None, direction: Direction) -> None:
         """Request the blocks that follow `current` (None: the first forward) as far as the slots go."""
         with self._lock:

@@ -1,0 +1,348 @@
+"""Deferred updates that begin under backward, before the norm is known: the same bits as without, whether they count or
+are taken back, and whoever comes in between."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+)
+from harness import (
+    Batch,
+    Result,
+    batches,
+    causal_loss,
+    differences,
+    ds_config,
+    engine_for,
+    llama,
+    on_ssd,
+    same_bits,
+    states_of,
+    train,
+    trained,
+)
+from torch import nn
+
+from ds_slide.runtime.device import PASSED
+from ds_slide.runtime.transfers.handoff import Future
+
+STEPS = 6
+DELAYS = {"lane_delay_ms": 3.0, "seed": 2}
+# Norms of these models are between 2.0 and 3.3.
+ALWAYS, NEVER, SOMETIMES = 1e3, 1e-3, 2.2
+SGD = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}}
+LION = {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}}
+ADAM_L2 = {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.1, "adam_w_mode": False}}
+STATES = {"SGD": ("momentum_buffer",), "Lion": ("exp_avg",)}
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "below the limit": ({}, {"clip": ALWAYS}),
+    "above the limit": ({}, {"clip": NEVER}),
+    "across the limit": ({}, {"clip": SOMETIMES}),
+    "window 2": ({"window": 2}, {"clip": SOMETIMES}),
+    "all blocks in slots": ({"window": 6}, {"clip": SOMETIMES}),
+    "accumulation": ({}, {"clip": SOMETIMES, "accumulation": 2}),
+    "moments in bf16": ({"state_dtype": "bf16"}, {"clip": SOMETIMES}),
+    "moments in 8 bits": ({"state_dtype": "8bit"}, {"clip": SOMETIMES}),
+    "some states on the GPU": ({"gpu_states": 1_800_000}, {"clip": SOMETIMES}),
+    "Lion": ({}, {"clip": SOMETIMES, "optimizer": LION}),
+    "SGD": ({}, {"clip": SOMETIMES, "optimizer": SGD, "zero_allow_untested_optimizer": True}),
+    "Adam with L2": ({}, {"clip": SOMETIMES, "optimizer": ADAM_L2}),
+}
+
+
+def config(slide: dict[str, Any], other: dict[str, Any], speculate: Any, **debug: Any) -> dict[str, Any]:
+    fixed = {"window": 3, "cpu_threads": 1, "gpu_states": 0, "debug": {"speculate": speculate, **debug}}
+    return ds_config({**fixed, **slide}, **{"clip": ALWAYS, **other})
+
+
+def trained_with_pauses(engine: Any, data: list[Batch]) -> Result:
+    """`train`, in which all updates that can be done before the step are."""
+    result = Result()
+    for batch in data:
+        loss = causal_loss(engine, batch)
+        engine.backward(loss)
+        _let_run(engine)
+        boundary = engine.is_gradient_accumulation_boundary()
+        engine.step()
+        result.losses.append(loss.item())
+        if boundary:
+            result.norms.append(float(engine.get_global_grad_norm() or 0.0))
+    return result
+
+
+def _let_run(engine: Any) -> None:
+    """Wait until all blocks have been updated ahead whose gradients are final."""
+    parts = engine.optimizer.runtime.parts
+    parts.workers.d2h.drain()
+    parts.workers.update.drain()
+    last = Future(parts.failures)
+
+    def run() -> int:
+        last.keep()
+        return 0
+
+    parts.workers.update.submit(len(parts.units), PASSED, run, turn="spare")
+    last.wait()
+
+
+def run(
+    given: dict[str, Any], data: list[Batch], make: Callable[[], nn.Module] = llama
+) -> tuple[Result, dict[str, Any]]:
+    """-> what training left, and the statistics."""
+    rule = given.get("optimizer", {}).get("type")
+    with engine_for(make(), given) as engine:
+        if given["ds_slide"]["debug"].get("lane_delay_ms"):
+            found = train(engine, data)
+        else:
+            found = trained_with_pauses(engine, data)
+        found.states = states_of(engine.module, STATES.get(rule, ("exp_avg", "exp_avg_sq")))
+        return found, engine.optimizer.slide_stats()["speculation"]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("slide", "other"), CASES.values(), ids=CASES)
+def test_speculation_changes_no_bit(slide: dict[str, Any], other: dict[str, Any]) -> None:
+    data = batches(STEPS * other.get("accumulation", 1))
+    held, none = run(config(slide, other, speculate=False), data)
+    assert not any(none.values())
+    for debug in ({}, DELAYS, {"take_back": 1.0}, {"take_back": 0.5, "update_passes": 2}):
+        found, speculation = run(config(slide, other, speculate=True, **debug), data)
+        assert differences(found, held) == []
+        bitten = sum(norm > other["clip"] for norm in found.norms)
+        if debug != DELAYS:  # nothing else keeps the updates from being begun
+            assert speculation["steps"] == STEPS
+            in_vain = debug.get("take_back", 0.0)
+            assert speculation["taken_back"] == (STEPS if in_vain == 1.0 else bitten) or in_vain == 0.5
+
+
+def frozen() -> nn.Module:
+    """Its first two blocks and some of the others' weights do not train."""
+    model = llama()
+    for layer in model.model.layers[:2]:
+        layer.requires_grad_(requires_grad=False)
+    for layer in model.model.layers[2:4]:
+        layer.mlp.gate_proj.requires_grad_(requires_grad=False)
+    return model
+
+
+def of_two_dtypes() -> nn.Module:
+    """Blocks with a part in another data type."""
+    model = llama().bfloat16()
+    for layer in model.model.layers:
+        layer.input_layernorm.float()
+    return model
+
+
+class _Nothing(nn.Module):
+    def forward(self, hidden_states: torch.Tensor, **_others: Any) -> torch.Tensor:
+        return hidden_states
+
+
+class Skipping(nn.Module):
+    """A Llama that leaves out a block in every other forward, which is then fetched in backward for nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llama = llama()
+        self.forwards = itertools.count()
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        layers = self.llama.model.layers
+        left_out, first = next(self.forwards) % 2, layers[0]
+        if left_out:
+            layers[0] = _Nothing()
+        try:
+            return self.llama(**batch)
+        finally:
+            layers[0] = first
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("make", [frozen, of_two_dtypes, Skipping])
+def test_of_models_that_train_in_part_or_have_parts(make: Callable[[], nn.Module]) -> None:
+    data = batches(STEPS)
+    held, _ = run(config({}, {"clip": SOMETIMES}, speculate=False), data, make)
+    found, speculation = run(config({}, {"clip": SOMETIMES}, speculate=True, **DELAYS), data, make)
+    assert differences(found, held) == []
+    assert speculation["steps"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_limit_that_changes_and_gradients_that_overflow() -> None:
+    def of(speculate: bool) -> Result:
+        with engine_for(llama(), config({}, {}, speculate)) as engine:
+            found = Result()
+            for number, batch in enumerate(batches(STEPS)):
+                loss = causal_loss(engine, batch)
+                engine.backward(loss * (float("inf") if number == 2 else 1.0))
+                engine.optimizer.clip_grad = (ALWAYS, NEVER)[number % 2]  # after the updates have begun
+                engine.step()
+                found.losses.append(loss.item())
+            found.states = states_of(engine.module)
+            return found
+
+    assert differences(of(speculate=True), of(speculate=False)) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_gradients_with_a_loss_scale_are_expected_to_have_it() -> None:
+    """fp16 is for GPUs, but the scale is the same in any data type."""
+
+    def of(speculate: bool) -> tuple[Result, dict[str, Any]]:
+        with engine_for(llama(), config({}, {}, speculate)) as engine:
+            engine.optimizer.loss_scaler.cur_scale = 1024.0
+            found = trained_with_pauses(engine, batches(STEPS))
+            found.states = states_of(engine.module)
+            return found, engine.optimizer.slide_stats()["speculation"]
+
+    (found, speculation), (held, _) = of(speculate=True), of(speculate=False)
+    assert differences(found, held) == []
+    assert max(found.norms) < 4.0
+    assert (speculation["steps"], speculation["taken_back"]) == (STEPS, 0)
+
+
+# What comes between backward and step, and must meet the bits of before.
+
+
+def read(_engine: Any, model: nn.Module, _batch: Batch) -> list[torch.Tensor]:
+    found = []
+    for layer in model.model.layers:
+        parameter = next(layer.parameters())
+        found += [safe_get_full_optimizer_state(parameter, name) for name in ("exp_avg", "exp_avg_sq")]
+        found += [safe_get_full_fp32_param(parameter), safe_get_full_grad(parameter)]
+        with deepspeed.zero.GatheredParameters([parameter]):
+            found.append(parameter.detach().clone())
+    return found
+
+
+def write(_engine: Any, model: nn.Module, _batch: Batch) -> list[torch.Tensor]:
+    first, last = (next(model.model.layers[number].parameters()) for number in (0, -1))
+    safe_set_full_grad(first, torch.full_like(safe_get_full_grad(first), 1e-3))
+    safe_set_full_fp32_param(last, torch.zeros_like(safe_get_full_fp32_param(last)))
+    return []
+
+
+def evaluate(engine: Any, _model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [causal_loss(engine, batch)]
+
+
+def begin_anew(engine: Any, _model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    engine.optimizer.zero_grad()
+    engine.backward(causal_loss(engine, batch))
+    return []
+
+
+def go_backward_again(engine: Any, _model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    engine.backward(causal_loss(engine, batch))
+    return []
+
+
+def fail(engine: Any, model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    """A backward that has sent off some gradients ends with an exception."""
+
+    def stop(_gradient: torch.Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    engine.optimizer.zero_grad()
+    handle = model.model.layers[1].register_full_backward_hook(lambda *_: stop(_[1]))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        engine.backward(causal_loss(engine, batch))
+    handle.remove()
+    engine.backward(causal_loss(engine, batch))
+    return []
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("between", [read, write, evaluate, begin_anew, go_backward_again, fail])
+def test_whoever_comes_before_the_step_meets_the_old_bits(between: Callable[..., list[torch.Tensor]]) -> None:
+    def of(speculate: bool) -> tuple[list[torch.Tensor], Result]:
+        model, seen, result = llama(), [], Result()
+        with engine_for(model, config({}, {}, speculate)) as engine:
+            for batch, other in itertools.pairwise(batches(STEPS)):
+                engine.backward(causal_loss(engine, batch))
+                if speculate:  # as far as this can be before the norm is known
+                    _let_run(engine)
+                seen += [tensor.clone() for tensor in between(engine, model, other)]
+                engine.step()
+            result.states = states_of(model)
+        return seen, result
+
+    (found, left), (expected, held) = of(speculate=True), of(speculate=False)
+    assert all(itertools.starmap(same_bits, zip(found, expected, strict=True)))
+    assert differences(left, held) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_engine_that_ends_before_the_step_leaves_the_old_weights() -> None:
+    model = llama()
+    with engine_for(model, config({}, {}, speculate=True)) as engine:
+        train(engine, batches(2))
+        old = [parameter.ds_tensor.clone() for parameter in model.model.layers.parameters()]
+        engine.backward(causal_loss(engine, batches(1)[0]))
+        _let_run(engine)
+    now = [parameter.ds_tensor for parameter in model.model.layers.parameters()]
+    assert all(itertools.starmap(same_bits, zip(now, old, strict=True)))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_before_the_step_resumes_with_the_old_bits(tmp_path: Path) -> None:
+    data = batches(STEPS)
+
+    def of(speculate: bool) -> Result:
+        folder = str(tmp_path / str(speculate))
+        given = config({}, {"clip": SOMETIMES}, speculate)
+        with engine_for(llama(), given) as engine:
+            train(engine, data[:3])
+            engine.backward(causal_loss(engine, data[3]))
+            if speculate:
+                _let_run(engine)
+            engine.save_checkpoint(folder)
+        with engine_for(llama(seed=7), given) as engine:
+            engine.load_checkpoint(folder)
+            result = train(engine, data[3:])
+            result.states = states_of(engine.module)
+        return result
+
+    expected = trained(llama(), config({}, {"clip": SOMETIMES}, speculate=False), data)
+    for speculate in (True, False):
+        found = of(speculate)
+        found.losses = expected.losses[:3] + found.losses
+        assert differences(found, expected) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_states_on_ssd_wait_for_the_norm(tmp_path: Path) -> None:
+    def of(speculate: bool) -> tuple[Result, dict[str, Any]]:
+        given = config({"host_memory": 2_000_000}, {"clip": SOMETIMES}, speculate)
+        return run(on_ssd(given, tmp_path, "offload_optimizer"), batches(STEPS))
+
+    (found, speculation), (held, _) = of(speculate=True), of(speculate=False)
+    assert differences(found, held) == []
+    assert not speculation["blocks"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_auto_begins_after_calm_steps_and_ends_with_a_norm_above_the_limit() -> None:
+    with engine_for(llama(), config({}, {}, "auto")) as engine:
+        runtime, seen = engine.optimizer.runtime, []
+        for number, batch in enumerate(batches(12)):
+            runtime.passes.exceed_forward = True
+            engine.optimizer.clip_grad = NEVER if number == 5 else ALWAYS
+            engine.backward(causal_loss(engine, batch))
+            seen.append(any(unit.speculation is not None for unit in runtime.units))
+            engine.step()
+    assert seen == [False] * 4 + [True] * 2 + [False] * 4 + [True] * 2
