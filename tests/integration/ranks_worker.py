@@ -21,6 +21,8 @@ from tight_memory import room_for_gradients_of
 from ds_slide.integration import assemble
 from ds_slide.plan import ssd_settings
 from ds_slide.plan.memory import Budgets
+from ds_slide.plan.spare import StepTimes
+from ds_slide.runtime.activations import spare_memory
 
 STEPS = 4
 LESS_MEMORY = 1_700_000
@@ -52,6 +54,8 @@ RUNS = {
     "moves-immediate": ({"window": 2, "gpu_states": 900_000}, {"clip": 0.0}),
     "moves-gathered": ({"window": 2, "share_weights": False}, {"clip": 1.0, "accumulation": 2}),
     "moves-gathered-kept": ({"window": 9, "share_weights": False}, {"clip": 0.0}),
+    "spare": ({"window": 2, "gpu_memory": "4MiB"}, {"clip": 1.0}),
+    "spare-gathered": ({"window": 2, "gpu_memory": "4MiB", "share_weights": False}, {"clip": 0.0}),
     "stock": (None, {"clip": 1.0}),
 }
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_gather_object")
@@ -108,8 +112,25 @@ class Watched:
         return causal_loss(engine, batch)
 
 
+class Sharing:
+    """`causal_loss` of a model that checkpoints its blocks, and what spare memory is used for by then."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        self._form = {"use_reentrant": reentrant}
+        self.promoted = self.kept = 0
+
+    def __call__(self, engine: Any, batch: Batch) -> torch.Tensor:
+        engine.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=self._form)
+        loss = causal_loss(engine, batch)
+        parts = engine.optimizer.runtime.parts
+        self.promoted, self.kept = len(parts.plan.placement.promoted), parts.spare.activations.statistics["keep"]
+        return loss
+
+
 def main(rank: int, folder: Path) -> None:
     ssd_settings.CHUNK_NUMEL = 4096  # several chunks a block
+    # Spare memory goes to states: which of the lanes stands still is a matter of chance here.
+    spare_memory._times = lambda _lanes, _step_s: StepTimes(compute=1.0, stall=1.0, lane=0.5)
     with two_ranks.as_rank(rank, folder) as results:
         callers = threads_by_collective()
         for name, (slide, settings) in RUNS.items():
@@ -121,8 +142,11 @@ def main(rank: int, folder: Path) -> None:
             found = LESS_MEMORY if name == "ssd-less-memory" and rank == 1 else None
             with room_for_gradients_of(1 if name == "ssd-gradients" else None) as plan, host_memory(found):
                 evaluates = name in ("clipping", "immediate") and rank == 1
-                loss_of = RandomMoves() if name.startswith("moves") else Watched(data[0], evaluates)
+                loss_of: Any = RandomMoves() if name.startswith("moves") else Watched(data[0], evaluates)
+                if name.startswith("spare"):
+                    loss_of = Sharing(reentrant=name == "spare")
                 result = trained(llama(seed=rank), config, data[rank::2], loss_of=loss_of)
+            assert not isinstance(loss_of, Sharing) or (loss_of.promoted and loss_of.kept)
             assert not isinstance(loss_of, RandomMoves) or any(made.demoted for made in loss_of.made if made)
             if name.startswith("speculative"):
                 assert plan().placement.undo_logs

@@ -15,6 +15,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
+from ds_slide.plan.spare import StepTimes
+from ds_slide.runtime.activations import spare_memory
 from ds_slide.runtime.activations.spare_memory import LOOKS
 
 transformers = pytest.importorskip("transformers")
@@ -254,6 +256,22 @@ def test_nothing_is_left_behind_an_exception(error: type[BaseException]) -> None
         model.train()
         train(engine, data[:1])
         assert engine.optimizer.slide_stats()["activations"]["keep"] == 6
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_states_and_activations_share_the_limit(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which lane stands still is a matter of chance here, so that is given; the rest is as it comes."""
+    monkeypatch.setattr(spare_memory, "_times", lambda _lanes, _step_s: StepTimes(1.0, 1.0, 0.5))
+    limit, data = 2_500_000, batches(STEPS * SCHEDULES[schedule][1])
+    model = checkpointed(MODELS["llama"](), False)
+    torch.manual_seed(3)
+    with engine_for(model, config_of({"gpu_memory": limit, "gpu_states": "auto"}, schedule)) as engine:
+        result = train(engine, data)
+        result.states = states_of(model)
+        parts, report = engine.optimizer.runtime.parts, engine.optimizer.slide_stats()
+    assert 0 < report["memory"]["promoted_units"] < report["memory"]["units"] and report["activations"]["keep"]
+    assert parts.plan.gpu_bytes + report["activations"]["kept_bytes"] <= limit
+    assert differences(result, reference("llama", False, schedule)) == []
 
 
 def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

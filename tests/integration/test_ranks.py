@@ -33,6 +33,8 @@ SAME_BITS = {
     "moves-immediate": "immediate",
     "moves-gathered": "accumulation",
     "moves-gathered-kept": "immediate",
+    "spare": "clipping",
+    "spare-gathered": "immediate",
 }
 SLIDE_RUNS = ["clipping", "immediate", "accumulation", "held", *SAME_BITS]
 

@@ -29,9 +29,10 @@ that follows a decision, and one more is measured in between."""
 WARM_UPS = tuple(step - 2 for step in LOOKS)
 LEAST_GAIN = 0.01
 """Of a step. What is less is no more than its noise, and moving states takes a second or two."""
-RANKS_HEADROOM = 0.5
-"""Of a batch's need, left free beside it where there are several ranks: a longer batch of one of them can take back the
-activations that this rank keeps, but no states, which all ranks have to move together."""
+HEADROOM, HEADROOM_OF_VARYING = 0.25, 1.0
+"""Of a batch's need: left free of states where these cannot go when a longer batch begins, because all ranks would have
+to move them together, or gradients have been accumulated by then. So little where all batches had one shape; where they
+differ, room for one that is twice as long as any so far. Activations, which go at once, may be kept there."""
 
 
 class GpuMemory(Protocol):
@@ -107,6 +108,12 @@ class SpareMemory:
         self._usable = 0
         self._margin = 0.0
         self._retries: int | None = None
+        self._forwards = 0
+        """Forwards with gradients since the last step."""
+        self._shapes: set[Shape] = set()
+        """Of the first two batches that differ."""
+        self._is_tied = ranks.world_size > 1
+        """States cannot always go when a batch begins."""
 
     @property
     def is_shared_out(self) -> bool:
@@ -125,6 +132,10 @@ class SpareMemory:
         if room < 0 and self._give_back(-room):
             room = self._room(shape, with_gradient=with_gradient)
         if with_gradient:
+            self._forwards += 1
+            self._is_tied |= self._forwards > 1
+            if shape is not None and len(self._shapes) < 2:
+                self._shapes.add(shape)
             self.activations.begin(shape, room)
             self._watched = self._watched.with_forward(self._allocated(), shape, self.activations.kept_bytes)
 
@@ -170,6 +181,7 @@ class SpareMemory:
         if not self._budget.exists:
             return
         self._steps += 1
+        self._forwards = 0
         if self._steps in WARM_UPS:
             self._watch_anew()
         elif self._steps + 1 in LOOKS:
@@ -224,8 +236,8 @@ class SpareMemory:
         if latest is None or self._need is None:
             return
         room = self._room(None, with_gradient=True)
-        if self._ranks.world_size > 1:
-            room -= RANKS_HEADROOM * self._need.nbytes
+        if self._is_tied:
+            room -= (HEADROOM if len(self._shapes) < 2 else HEADROOM_OF_VARYING) * self._need.nbytes
         times, kept_s = _times(latest.lanes, latest.step_s), self.activations.kept_seconds
         times = replace(times, compute=times.compute + kept_s)
         own = Record(room, times, kept_s, self.activations.keepable(self._need.shape))

@@ -1,0 +1,209 @@
+"""Spare GPU memory is measured, shared out after step 3, and given back for a longer batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_slide.plan.spare import MARGIN_SHARE, Movable
+from ds_slide.report.statistics import StepRecorder, StepStatistics
+from ds_slide.runtime.activations.activations import Activations
+from ds_slide.runtime.activations.spare_memory import HEADROOM, HEADROOM_OF_VARYING, LOOKS, Budget, SpareMemory
+from ds_slide.runtime.device import Device
+from ds_slide.runtime.ranks.collectives import Ranks
+
+TOTAL, RESIDENT, UNIT = 16_000, 2_000, 1_000
+MARGIN = int(TOTAL * MARGIN_SHARE)
+TOKENS, BYTES_PER_TOKEN = 16, 100
+UNITS = 12
+
+
+class Gpu:
+    """A GPU on which a batch takes 100 bytes a token beside what is there all the time."""
+
+    def __init__(self) -> None:
+        self.on_gpu = RESIDENT
+        self.most = RESIDENT
+        self.retries = 0
+
+    def memory(self) -> tuple[int, int]:
+        return TOTAL - self.on_gpu, TOTAL
+
+    def allocated(self) -> int:
+        return self.on_gpu
+
+    def peak(self) -> int:
+        return self.most
+
+    def reset_peak(self) -> None:
+        self.most = self.on_gpu
+
+    def allocation_retries(self) -> int:
+        return self.retries
+
+    def compute(self, tokens: int) -> None:
+        self.most = max(self.most, self.on_gpu + tokens * BYTES_PER_TOKEN)
+        assert self.most <= TOTAL, "out of memory"
+
+
+@dataclass
+class Units:
+    """States of units that take UNIT bytes each. `closed`: it is not the moment to move any."""
+
+    gpu: Gpu
+    orders: list[int] = field(default_factory=list)
+    closed: bool = False
+
+    def movable(self) -> list[Movable]:
+        return [Movable(order, UNIT, 1 / UNITS) for order in range(UNITS) if order not in self.orders]
+
+    def promoted(self) -> list[Movable]:
+        return [Movable(order, UNIT, 1 / UNITS) for order in self.orders]
+
+    def move(self, orders: frozenset[int]) -> bool:
+        if self.closed:
+            return False
+        self.gpu.on_gpu += UNIT * (len(orders) - len(self.orders))
+        self.orders = sorted(orders)
+        return True
+
+
+class Two(Ranks):
+    """Two ranks, of which the other one has measured `other` bytes less."""
+
+    def __init__(self, less: float) -> None:
+        super().__init__(0, 2)
+        self._less = less
+
+    def exchange(self, own: Any, what: str) -> list[Any]:  # noqa: ARG002
+        return [own, replace(own, room=own.room - self._less)]
+
+
+class Run:
+    """A training. `stall`: seconds of a step of 1 s in which the GPU waits for the host."""
+
+    def __init__(self, *, ranks: Ranks | None = None, stall: float = 0.5, limit: int | None = None) -> None:
+        self.gpu = Gpu()
+        self.units = Units(self.gpu)
+        device = Device(torch.device("cpu"))
+        self.recorder = StepRecorder(device)
+        lanes: dict[str, dict[str, float | int]] = {"compute": {"busy_s": 1 - stall, "bytes": 0}}
+        self.recorder.latest = StepStatistics(1, 1.0, 1.0, "compute", lanes, {})
+        budget = Budget(self.gpu, limit, lambda: self.gpu.on_gpu)
+        self.spare = SpareMemory(Activations([], device), budget, ranks or Ranks(), self.recorder)
+        self.spare.states = self.units
+
+    def forward(self, batch: Sequence[int] = (1, TOKENS)) -> None:
+        self.spare.begin_forward((), {"input_ids": torch.zeros(*batch, dtype=torch.long)})
+        self.gpu.compute(batch[0] * batch[1])
+        self.spare.end_forward()
+
+    def step(self, *shapes: Sequence[int]) -> None:
+        for shape in shapes or [(1, TOKENS)]:
+            self.forward(shape)
+        self.spare.end_step()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+
+def test_states_take_what_the_measured_peak_and_the_margin_leave() -> None:
+    run = Run()
+    run.gpu.most = TOTAL  # of the model's loading, which is no part of a step
+    run.steps(LOOKS[0] - 1)
+    assert run.units.orders == []
+    run.step()
+    room = TOTAL - MARGIN - RESIDENT - TOKENS * BYTES_PER_TOKEN
+    assert run.units.orders == list(range(room // UNIT))
+    before = list(run.units.orders)
+    run.steps(10)
+    assert run.units.orders == before and run.gpu.most <= TOTAL - MARGIN
+
+
+def test_nothing_is_moved_for_nothing() -> None:
+    run = Run(stall=0.0)
+    run.steps(10)
+    assert run.units.orders == []
+
+
+def test_the_limit_is_hard() -> None:
+    run = Run(limit=RESIDENT + 2 * UNIT + 1)
+    run.steps(10)
+    assert run.units.orders == [0, 1]
+
+
+@pytest.mark.parametrize("with_gradient", [True, False], ids=["training", "evaluation"])
+def test_a_longer_batch_gets_the_memory_of_as_many_states_as_it_needs(with_gradient: bool) -> None:
+    run = Run()
+    run.steps(LOOKS[0])
+    moved = len(run.units.orders)
+    with torch.set_grad_enabled(with_gradient):
+        run.forward((4, TOKENS))
+    needed = 4 * TOKENS * BYTES_PER_TOKEN
+    assert run.units.orders == list(range((TOTAL - MARGIN - RESIDENT - needed) // UNIT))
+    assert len(run.units.orders) < moved
+
+
+@pytest.mark.parametrize(("lengths", "headroom"), [((16, 16), HEADROOM), ((16, 8), HEADROOM_OF_VARYING)])
+def test_in_an_accumulation_states_stay_and_leave_room_for_a_longer_batch(
+    lengths: Sequence[int], headroom: float
+) -> None:
+    run = Run()
+    for _ in range(LOOKS[0]):
+        run.step(*((1, length) for length in lengths))
+    need = TOKENS * BYTES_PER_TOKEN
+    assert run.units.orders == list(range(int((TOTAL - MARGIN - RESIDENT - need * (1 + headroom)) // UNIT)))
+    moved, run.units.closed = list(run.units.orders), True
+    run.forward((1, int(TOKENS * (1 + headroom))))
+    assert run.units.orders == moved
+
+
+def test_a_longer_batch_is_known_once_it_has_run() -> None:
+    """Its first prediction is for attention that grows with the square; the next one of its length is measured."""
+    run = Run()
+    run.steps(LOOKS[0])
+    run.step((1, 2 * TOKENS))
+    left = list(run.units.orders)
+    assert left == list(range((TOTAL - MARGIN - RESIDENT - 4 * TOKENS * BYTES_PER_TOKEN) // UNIT))
+    need = run.spare._need
+    assert need is not None and need.nbytes < 4 * TOKENS * BYTES_PER_TOKEN
+    run.step((1, 2 * TOKENS))
+    assert run.units.orders == left
+
+
+def test_the_margin_grows_where_torch_finds_no_room() -> None:
+    run = Run()
+    run.steps(LOOKS[0] + 1)
+    before = run.spare._margin
+    run.step()
+    assert run.spare._margin == before
+    run.steps(2)
+    run.gpu.retries += 1
+    run.step()
+    assert run.spare._margin == 2 * before
+
+
+def test_ranks_decide_by_the_one_with_the_least_room() -> None:
+    run = Run(ranks=Two(2_500.0))
+    run.steps(LOOKS[0])
+    need = TOKENS * BYTES_PER_TOKEN
+    room = TOTAL - MARGIN - RESIDENT - need - HEADROOM * need - 2_500
+    assert run.units.orders == list(range(int(room // UNIT)))
+    before = list(run.units.orders)
+    run.forward((2, TOKENS))  # on this rank alone: nothing that the other one would have to take part in
+    assert run.units.orders == before
+
+
+def test_a_second_look_takes_back_what_the_first_has_given_too_much() -> None:
+    run = Run()
+    run.steps(LOOKS[0] + 1)
+    run.gpu.on_gpu += 3 * UNIT  # of another engine, say
+    run.steps(LOOKS[1] - LOOKS[0] - 1)
+    moved = len(run.units.orders)
+    assert RESIDENT + 3 * UNIT + moved * UNIT + TOKENS * BYTES_PER_TOKEN <= TOTAL - MARGIN
+    assert moved == (TOTAL - MARGIN - RESIDENT - TOKENS * BYTES_PER_TOKEN) // UNIT - 3
