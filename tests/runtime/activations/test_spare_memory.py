@@ -42,6 +42,9 @@ class Gpu:
     def reset_peak(self) -> None:
         self.most = self.on_gpu
 
+    def release_cached(self) -> None:
+        pass
+
     def allocation_retries(self) -> int:
         return self.retries
 
