@@ -85,14 +85,18 @@ def move(runtime: SlideRuntime, on_gpu: frozenset[int], *, slots: int | None = N
     Units are promoted in their order as far as the GPU has memory. Collective: all ranks call it with the same values
     at the same place of the program. SlideError for units that cannot move (`why_fixed`).
     """
-    units, ranks = runtime.units, runtime.parts.ranks
-    window = runtime.parts.plan.placement.window if slots is None else slots
+    units, ranks, present = runtime.units, runtime.parts.ranks, runtime.parts.plan.placement.window
+    window = present if slots is None else slots
     moving = [units[order] for order in sorted(on_gpu ^ {unit.order for unit in units if not unit.is_uploaded})]
     is_moment = runtime.interruptions.is_between_steps() and not any(_is_gathered_by_script(unit) for unit in moving)
     if ranks.world_size > 1:
         ranks.require_equal({"the units": sorted(on_gpu), "the number of slots": window}, "what is to move")
     if not ranks.least([is_moment])[0]:
         return None
+    if not moving and window == present:
+        return Moved()
+    if window < 1:
+        raise SlideError(f"the window cannot have {window} slots; give it one at least")
     for unit in moving:
         if (reason := why_fixed(runtime, unit)) is not None:
             raise SlideError(f"the states of {unit.name} cannot move between host memory and GPU: {reason}")

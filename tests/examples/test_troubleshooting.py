@@ -13,7 +13,15 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "ds_slide"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 # Arguments of functions that only this project's own code calls, and errors that pass another one on.
-NOT_FOR_USERS = {"cpu.py", "low_precision.py", "striping.py", "layout.py", "reference.py", "rounding.py"}
+NOT_FOR_USERS = {
+    "cpu.py",
+    "low_precision.py",
+    "striping.py",
+    "layout.py",
+    "reference.py",
+    "rounding.py",
+    "tier_moves.py",
+}
 
 
 VALUE = "\0"

@@ -17,6 +17,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "other delays": {"window": 2, "gpu_states": 0, "debug": {"lane_delay_ms": 3.0, "seed": 2}},
     "states on the GPU": {"window": 2, "gpu_states": "auto"},
     "checkpointing as written": {"window": 2, "gpu_states": 0, "activations": "as_written"},
+    "moves": {"window": 3, "gpu_states": 0},
+    "moves, delays": {"window": 2, "gpu_states": 0, "debug": {"lane_delay_ms": 3.0, "seed": 3}},
     "all on SSD": {"window": 3, "gpu_states": 0, "host_memory": 0},
     "all on SSD, delays, few buffers": {
         "window": 2,
@@ -30,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 CLIPS = (0.0, 1.0)
 ON_HOST = "weights from host memory"
-WITH_KERNELS = ("the same again", "window 4", "states on the GPU", "all on SSD")
+WITH_KERNELS = ("the same again", "window 4", "states on the GPU", "moves", "all on SSD")
 KERNELS_CLIP = 1.0
 # Of the worker's Llama: two norms a block and the last one.
 REPLACED = {"loss": 1, "norm": 17, "rope": 8, "mlp": 8}
@@ -38,7 +40,13 @@ REPLACED = {"loss": 1, "norm": 17, "rope": 8, "mlp": 8}
 
 def scenario(name: str, clip: float, kernels: str) -> dict[str, Any]:
     slide = {"kernels": kernels, **(REFERENCE if name == "reference" else VARIANTS[name])}
-    named = {"name": f"{name}, clip {clip:g}", "clip": clip, "slide": slide, "ssd": "SSD" in name}
+    named = {
+        "name": f"{name}, clip {clip:g}",
+        "clip": clip,
+        "slide": slide,
+        "ssd": "SSD" in name,
+        "moves": "moves" in name,
+    }
     return {"steps": STEPS, "exact": True, "record": ["states"], **named}
 
 

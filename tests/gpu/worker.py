@@ -55,6 +55,8 @@ class Scenario:
     """Whether states may go to SSD: into a folder that is gone afterwards."""
     on_host: bool = False
     """Whether the model is in host memory when the engine gets it."""
+    moves: bool = False
+    """Whether other units have their states on the GPU in every step."""
     slide: dict[str, Any] = field(default_factory=dict)
     """Additions to the "ds_slide" block. Without "kernels" the model's own modules are replaced on a GPU."""
     record: tuple[str, ...] = ()
@@ -227,6 +229,16 @@ class Recorder:
             self.result["states"] = state_digests(self._engine)
 
 
+def move_states(engine: Any, step: int) -> None:
+    """Promote other units than in the last step, all and none of them among others."""
+    from ds_slide.runtime.tier_moves import move
+
+    orders = range(len(engine.optimizer.runtime.units))
+    chosen = (orders[::2], orders[1::2], orders, orders[:0])[step % 4]
+    moved = move(engine.optimizer.runtime, frozenset(chosen))
+    assert moved is not None and moved.no_room == ()
+
+
 def gpu_bytes_in_use(*, restart: bool = False) -> int:
     """The most of torch's allocator since the last restart; with `restart` what is in use now."""
     if device().type != "cuda":
@@ -258,6 +270,8 @@ def run(scenario: Scenario) -> dict[str, Any]:
     try:
         for step in range(scenario.steps):
             recorder.before_forward(step)
+            if scenario.moves:
+                move_states(engine, step)
             losses = []
             for micro in range(scenario.grad_accum):
                 tokens = data[(step * scenario.grad_accum + micro) % len(data)]

@@ -206,7 +206,7 @@ def test_ranks_decide_by_the_one_with_the_least_room() -> None:
 
 def test_what_others_take_is_counted_once() -> None:
     """Another engine comes: what it has on the GPU is no part of what a batch needs."""
-    run = Run()
+    run = Run(stall=0.0)
     run.steps(LOOKS[1] + 2)
     run.gpu.on_gpu += UNIT
     run.steps(3)
