@@ -168,7 +168,8 @@ class SlideConfig(_Block):
     """
 
     gpu_memory: Budget = Field(default=None, description=f"{SIZE_HELP}, above 0, or null for what is free")
-    """Limit in bytes of everything that DS-Slide itself places on the GPU; null: what is free."""
+    """Limit in bytes of everything that DS-Slide itself places on the GPU, activations that it keeps included; null:
+    what is free."""
 
     host_memory: StateBudget = Field(default=None, description=f"{SIZE_HELP}, 0, or null for what is free")
     """Limit in bytes of the states in host memory; null: what is free of the machine, of the container's control groups
@@ -221,7 +222,8 @@ class SlideConfig(_Block):
     """GPU memory in bytes for optimizer states: outer modules first, then the first blocks, which are then updated on
     the GPU.
 
-    0 keeps all states in host memory; "auto" takes 5 % of the GPU, as far as the GPU budget leaves that.
+    0 keeps all states in host memory; "auto" takes 5 % of the GPU, as far as the GPU budget leaves that, and
+    more once the first steps have shown [what is spare](budgets.md#spare-gpu-memory).
     """
 
     activations: Literal["auto", "as_written"] = Field(default="auto", description='"auto" or "as_written"')

@@ -14,6 +14,8 @@ MARGIN_SHARE = 1 / 16
 """Of the GPU, and left free. Torch takes memory from the driver in steps of 2 MiB, so that a saved tensor of 32 MiB (8k
 tokens of a model 2,048 wide) may take a sixteenth more, and it cannot always use what lies between two live tensors.
 What differs from step to step without a longer batch (experts that get more tokens) has to fit in here, too."""
+MOST_MARGIN_SHARE = 4 * MARGIN_SHARE
+"""Where torch has had to search for room again and again."""
 UPDATE_BYTES_PER_SECOND = 1e12
 """Of states that an update on the GPU reads and writes; of a card of the middle class, so that no state is moved for a
 gain that its own update takes back."""

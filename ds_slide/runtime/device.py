@@ -106,6 +106,10 @@ class Device:
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch)
 
+    def release_cached(self) -> None:
+        """Give the memory that torch keeps for reuse back to the driver. Waits for the GPU."""
+        torch.cuda.empty_cache()
+
     def allocation_retries(self) -> int:
         """How often torch had to give its unused memory back, which stops the GPU, to find room for a tensor."""
         return int(torch.cuda.memory_stats(self.torch).get("num_alloc_retries", 0))

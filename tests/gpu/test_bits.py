@@ -16,6 +16,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "delays": {"window": 3, "gpu_states": 0, "debug": {"lane_delay_ms": 3.0, "seed": 1}},
     "other delays": {"window": 2, "gpu_states": 0, "debug": {"lane_delay_ms": 3.0, "seed": 2}},
     "states on the GPU": {"window": 2, "gpu_states": "auto"},
+    "checkpointing as written": {"window": 2, "gpu_states": 0, "activations": "as_written"},
     "moves": {"window": 3, "gpu_states": 0},
     "moves, delays": {"window": 2, "gpu_states": 0, "debug": {"lane_delay_ms": 3.0, "seed": 3}},
     "all on SSD": {"window": 3, "gpu_states": 0, "host_memory": 0},

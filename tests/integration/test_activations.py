@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from ds_slide.plan.spare import StepTimes
 from ds_slide.runtime.activations import spare_memory
-from ds_slide.runtime.activations.spare_memory import LOOKS
+from ds_slide.runtime.activations.spare_memory import LOOKS, Budget
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -272,6 +273,61 @@ def test_states_and_activations_share_the_limit(schedule: str, monkeypatch: pyte
     assert 0 < report["memory"]["promoted_units"] < report["memory"]["units"] and report["activations"]["keep"]
     assert parts.plan.gpu_bytes + report["activations"]["kept_bytes"] <= limit
     assert differences(result, reference("llama", False, schedule)) == []
+
+
+class Counted:
+    """A GPU that holds what the engine places, what is kept, and while a batch runs 3,000 bytes a token: as much as two
+    blocks keep."""
+
+    def __init__(self, parts: Any, total: int) -> None:
+        self.parts, self.total, self.most = parts, total, 0
+
+    def allocated(self) -> int:
+        return int(self.parts.plan.gpu_bytes + self.parts.spare.activations.alive())
+
+    def memory(self) -> tuple[int, int]:
+        return self.total - self.allocated(), self.total
+
+    def peak(self) -> int:
+        return self.most
+
+    def reset_peak(self) -> None:
+        self.most = self.allocated()
+
+    def release_cached(self) -> None:
+        pass
+
+    def allocation_retries(self) -> int:
+        return 0
+
+    def compute(self, batch: Batch) -> None:
+        self.most = max(self.most, self.allocated() + 3_000 * batch["input_ids"].numel())
+        assert self.most <= self.total, "out of memory"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_of_any_length_fit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All memory is in use, by states and by activations, and the longest batch that fits as written still does."""
+    monkeypatch.setattr(spare_memory, "_times", lambda _lanes, _step_s: StepTimes(1.0, 1.0, 0.5))
+    model, random = checkpointed(llama(), False), Random(seed)
+    with engine_for(model, config_of({"gpu_states": "auto"})) as engine:
+        parts = engine.optimizer.runtime.parts
+        gpu = Counted(parts, parts.plan.gpu_bytes + 3_000 * 2 * 64 + 600_000)
+        monkeypatch.setattr(parts.spare, "_budget", Budget(gpu, None, lambda: 0))
+
+        def loss(engine: Any, batch: Batch) -> torch.Tensor:
+            result = engine(**batch).loss
+            gpu.compute(batch)
+            return result
+
+        used: list[tuple[int, int]] = []
+        for step in range(25):
+            longest = 16 if step < LOOKS[1] else 64
+            train(engine, batches(1, length=random.choice([8, 12, longest])), loss)
+            used.append((len(parts.plan.placement.promoted), parts.spare.activations.statistics["keep"]))
+        assert max(promoted for promoted, _ in used) > used[-1][0]  # they have gone back
+        assert max(kept for _, kept in used) == 6
+        gpu.compute(batches(1, length=64)[0])
 
 
 def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

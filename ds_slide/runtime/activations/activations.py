@@ -70,7 +70,9 @@ class Activations:
         self._has_said = False
         self.times_forward = False
         self._marks: list[tuple[int, Marker, Marker]] = []
-        self._seconds: dict[int, float] = {}
+        self._seconds: dict[Hashable, float] = {}
+        """Of a block's forwards in a step, by kind: of blocks that are alike none is chosen for the noise of its
+        time."""
         self.statistics = _statistics(0, 0, 0)
         """Of the newest forward with gradients."""
 
@@ -136,7 +138,7 @@ class Activations:
         if shape is None:
             return []
         orders = [order for order in self._orders if self._kind[order] in self._measured]
-        return [Keepable(order, self._bytes_of(order, shape), self._seconds.get(order, 0.0)) for order in orders]
+        return [Keepable(order, self._bytes_of(order, shape), self._seconds_of(order)) for order in orders]
 
     def _bytes_of(self, order: int, shape: Shape | None) -> int:
         assert shape is not None
@@ -150,7 +152,10 @@ class Activations:
     @property
     def kept_seconds(self) -> float:
         """Of the recomputations that are left out since."""
-        return sum(self._seconds.get(order, 0.0) for order in self._kept)
+        return sum(self._seconds_of(order) for order in self._kept)
+
+    def _seconds_of(self, order: int) -> float:
+        return self._seconds.get(self._kind[order], 0.0)
 
     def alive(self) -> int:
         """Bytes of what is kept for backwards that are to come."""
@@ -160,11 +165,15 @@ class Activations:
         )
 
     def take_times(self) -> None:
-        """Sum up, for each block, the seconds of the forwards since `times_forward` was set. Waits for the GPU."""
+        """Take the times of the forwards since `times_forward` was set. Waits for the GPU."""
         self._device.synchronize()
-        self._seconds = {}
+        blocks: dict[Hashable, set[int]] = {}
+        total: dict[Hashable, float] = {}
         for order, before, after in self._marks:
-            self._seconds[order] = self._seconds.get(order, 0.0) + before.seconds_until(after)
+            kind = self._kind[order]
+            blocks.setdefault(kind, set()).add(order)
+            total[kind] = total.get(kind, 0.0) + before.seconds_until(after)
+        self._seconds = {kind: seconds / len(blocks[kind]) for kind, seconds in total.items()}
         self._marks.clear()
         self.times_forward = False
 

@@ -17,7 +17,17 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_slide.plan.spare import MARGIN_SHARE, Handling, Keepable, Movable, Shape, StepTimes, choose, given_back
+from ds_slide.plan.spare import (
+    MARGIN_SHARE,
+    MOST_MARGIN_SHARE,
+    Handling,
+    Keepable,
+    Movable,
+    Shape,
+    StepTimes,
+    choose,
+    given_back,
+)
 from ds_slide.report.log import log, size
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime.activations.activations import Activations, shape_of
@@ -42,6 +52,7 @@ class GpuMemory(Protocol):
     def allocated(self) -> int: ...
     def peak(self) -> int: ...
     def reset_peak(self) -> None: ...
+    def release_cached(self) -> None: ...
     def allocation_retries(self) -> int: ...
 
 
@@ -107,7 +118,8 @@ class SpareMemory:
         self._watched = Watched()
         self._usable = 0
         self._margin = 0.0
-        self._retries: int | None = None
+        self._most_margin = 0.0
+        self._retries = 0
         self._forwards = 0
         """Forwards with gradients since the last step."""
         self._shapes: set[Shape] = set()
@@ -133,6 +145,7 @@ class SpareMemory:
             room = self._room(shape, with_gradient=with_gradient)
         if with_gradient:
             self._forwards += 1
+            self._notice_others()
             self._is_tied |= self._forwards > 1
             if shape is not None and len(self._shapes) < 2:
                 self._shapes.add(shape)
@@ -142,6 +155,12 @@ class SpareMemory:
     def end_forward(self) -> None:
         """It has ended, with an exception perhaps."""
         self.activations.end()
+
+    def _notice_others(self) -> None:
+        """Measure anew where a step begins with another amount on the GPU: states have moved, an engine has come."""
+        if self._forwards == 1 and self._watched.shape is not None and self._margin:
+            if abs(self._allocated() - self._watched.base) > self._margin / 4:
+                self._watch_anew()
 
     def _allocated(self) -> int:
         return 0 if self._budget.gpu is None else self._budget.gpu.allocated()
@@ -197,51 +216,53 @@ class SpareMemory:
         self._watched = Watched()
         if self._budget.gpu is not None:
             self._budget.gpu.reset_peak()
-            self._retries = self._budget.gpu.allocation_retries()
 
     def _measure(self) -> None:
-        """Learn what the batches since the last warm-up have needed, where one was larger than those before."""
+        """Learn what the batches since the last warm-up have needed, where one needed more than those before."""
         watched = self._watched
         if watched.shape is None:
             return
         gpu, known = self._budget.gpu, self._need
-        growth = 0.0 if known is None else known.shape.growth(watched.shape)
-        if known is not None and growth <= 1 and self._steps not in LOOKS:
-            return
         peak = 0 if gpu is None else gpu.peak() - watched.base - watched.kept
         if known is None:
             self._need = Need(watched.shape, max(0, peak))
-        elif growth > 1:
+        elif (growth := known.shape.growth(watched.shape)) > 1:
             # The peak may be that of an earlier batch, which kept more; the prediction is the most that it can be.
             self._need = Need(watched.shape, int(min(known.nbytes * growth, max(known.nbytes, peak))))
-        else:
-            self._need = replace(known, nbytes=max(known.nbytes, peak))
+        elif peak > known.nbytes:
+            self._need = replace(known, nbytes=peak)  # as many tokens, and more images
 
     def _widen_margin(self) -> None:
-        """Leave more free where torch had to give back what it keeps for reuse, which stops the GPU."""
-        if self._budget.gpu is None or self._retries is None:
+        """Leave more free where torch had to give back what it keeps for reuse, which stops the GPU. In the step after
+        a decision it makes room for what has been decided."""
+        if self._budget.gpu is None:
             return
-        retries = self._budget.gpu.allocation_retries()
-        if retries > self._retries:
-            self._margin *= 2
-        self._retries = retries
+        before, self._retries = self._retries, self._budget.gpu.allocation_retries()
+        if self._steps > LOOKS[-1] + 1 and self._retries > before:
+            self._margin = min(1.25 * self._margin, self._most_margin)
 
     def _look(self) -> None:
         """Decide about states."""
         self.activations.take_times()
         if self._budget.gpu is not None:
             free, total = self._budget.gpu.memory()
-            self._usable, self._margin = free + self._budget.gpu.allocated(), total * MARGIN_SHARE
+            self._usable = free + self._budget.gpu.allocated()
+            self._margin, self._most_margin = total * MARGIN_SHARE, total * MOST_MARGIN_SHARE
+        given = self._ranks.exchange(self._record(), "sharing out spare GPU memory")
+        if None not in given:
+            self._share_out(min(given, key=lambda each: each.room))
+
+    def _record(self) -> Record | None:
+        """None where batches have no shape."""
         latest = self._recorder.latest
         if latest is None or self._need is None:
-            return
+            return None
         room = self._room(None, with_gradient=True)
         if self._is_tied:
             room -= (HEADROOM if len(self._shapes) < 2 else HEADROOM_OF_VARYING) * self._need.nbytes
         times, kept_s = _times(latest.lanes, latest.step_s), self.activations.kept_seconds
         times = replace(times, compute=times.compute + kept_s)
-        own = Record(room, times, kept_s, self.activations.keepable(self._need.shape))
-        self._share_out(min(self._ranks.exchange(own, "sharing out spare GPU memory"), key=lambda each: each.room))
+        return Record(room, times, kept_s, self.activations.keepable(self._need.shape))
 
     def _share_out(self, record: Record) -> None:
         room, keepable, times = record.room, record.keepable, record.times
@@ -252,10 +273,9 @@ class SpareMemory:
             with_states = choose(room, self.states.movable(), keepable, times)
             if room < 0 and promoted:
                 self.states.move(orders - given_back(-room, promoted))
-            elif with_states.seconds <= choice.seconds * (1 - LEAST_GAIN) and self.states.move(
-                orders | with_states.states
-            ):
-                choice = with_states
+            elif with_states.seconds <= choice.seconds * (1 - LEAST_GAIN):
+                self._release_cached()
+                choice = with_states if self.states.move(orders | with_states.states) else choice
         news = bool(choice.states) or choice.kept != self.activations.statistics[Handling.KEEP.value]
         if self._ranks.rank == 0 and news:
             log.info(
@@ -263,6 +283,12 @@ class SpareMemory:
                 f"activations of {choice.kept} of {len(keepable)} checkpointed blocks; expected: "
                 f"{choice.seconds:.3f} s a step, after {times.predicted(record.kept_s, 0.0, 0.0):.3f} s"
             )
+
+    def _release_cached(self) -> None:
+        # What stays would otherwise lie in the middle of memory that batches use again: a state of 150 MB cut from the
+        # 1 GB of a batch's logits leaves the next batch no place for these.
+        if self._budget.gpu is not None:
+            self._budget.gpu.release_cached()
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,9 @@ class Gpu:
     def reset_peak(self) -> None:
         self.most = self.on_gpu
 
+    def release_cached(self) -> None:
+        pass
+
     def allocation_retries(self) -> int:
         return self.retries
 
@@ -178,14 +181,16 @@ def test_a_longer_batch_is_known_once_it_has_run() -> None:
 
 def test_the_margin_grows_where_torch_finds_no_room() -> None:
     run = Run()
-    run.steps(LOOKS[0] + 1)
-    before = run.spare._margin
-    run.step()
-    assert run.spare._margin == before
-    run.steps(2)
-    run.gpu.retries += 1
-    run.step()
-    assert run.spare._margin == 2 * before
+    run.steps(LOOKS[1])
+    run.gpu.retries += 5  # for what has just been decided
+    run.steps(3)
+    assert run.spare._margin == MARGIN
+    margins = [run.spare._margin]
+    for _ in range(20):
+        run.gpu.retries += 1
+        run.step()
+        margins.append(run.spare._margin)
+    assert margins[1] > MARGIN and margins == sorted(margins) and margins[-1] == 4 * MARGIN
 
 
 def test_ranks_decide_by_the_one_with_the_least_room() -> None:
@@ -197,6 +202,15 @@ def test_ranks_decide_by_the_one_with_the_least_room() -> None:
     before = list(run.units.orders)
     run.forward((2, TOKENS))  # on this rank alone: nothing that the other one would have to take part in
     assert run.units.orders == before
+
+
+def test_what_others_take_is_counted_once() -> None:
+    """Another engine comes: what it has on the GPU is no part of what a batch needs."""
+    run = Run(stall=0.0)
+    run.steps(LOOKS[1] + 2)
+    run.gpu.on_gpu += UNIT
+    run.steps(3)
+    assert run.spare._need is not None and run.spare._need.nbytes == TOKENS * BYTES_PER_TOKEN
 
 
 def test_a_second_look_takes_back_what_the_first_has_given_too_much() -> None:
