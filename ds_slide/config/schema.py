@@ -222,8 +222,9 @@ class SlideConfig(_Block):
     """GPU memory in bytes for optimizer states: outer modules first, then the first blocks, which are then updated on
     the GPU.
 
-    0 keeps all states in host memory; "auto" takes 5 % of the GPU, as far as the GPU budget leaves that, and
-    more once the first steps have shown [what is spare](budgets.md#spare-gpu-memory).
+    0 keeps all states in host memory; "auto" takes 5 % of the GPU, as far as the GPU budget leaves that, up to
+    60 % where host memory has no place for the rest and there is no SSD tier, and more once the first steps have shown
+    [what is spare](budgets.md#spare-gpu-memory).
     """
 
     activations: Literal["auto", "as_written"] = Field(default="auto", description='"auto" or "as_written"')

@@ -26,6 +26,8 @@ from ds_slide.store.undo_log import undo_log_bytes
 # 5 %: on a 141 GB card that covers the vocabulary matrix of a 3 B model and some blocks, on a 24 GB card a block or
 # two; activations, which DS-Slide does not place yet, need the rest.
 AUTO_GPU_STATE_SHARE = 0.05
+# Where host memory has no place for the rest: then the run has the states there, or does not begin.
+SHORT_HOST_SHARE = 0.6
 # For slots beyond those that hide a fetch: 14 GB on a 141 GB card hold all blocks of a 7 B model, 2.4 GB on a 24 GB
 # card 15 of the 36 blocks of a 3 B model.
 AUTO_WINDOW_SHARE = 0.10
@@ -214,7 +216,25 @@ def _in_host_memory(plan: Plan, budgets: Budgets) -> int:
 
 def _updated_on_gpu(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> list[int]:
     """Units whose states are on the GPU, the most useful first."""
-    left = _gpu_states_allowance(units, needs, budgets)
+    chosen = _first_within(_gpu_states_allowance(units, needs, budgets, AUTO_GPU_STATE_SHARE), units, needs)
+    if budgets.gpu_states is None:
+        more = _first_within(_gpu_states_allowance(units, needs, budgets, SHORT_HOST_SHARE), units, needs)
+        while len(chosen) < len(more) and _host_is_short(units, needs, budgets, chosen):
+            chosen = more[: len(chosen) + 1]
+    return chosen
+
+
+def _host_is_short(units: Sequence[UnitSize], needs: Needs, budgets: Budgets, on_gpu: Sequence[int]) -> bool:
+    """Whether a plan with these units on the GPU would be refused for the others' place in host memory."""
+    if needs.ssd is not None or not budgets.gpu_is_own:
+        return False
+    plan = Plan.of(units, needs, _placed(units, needs, budgets, on_gpu))
+    limit = plan.host_state_bytes if budgets.host_limit is None else budgets.host_limit
+    return plan.host_bytes > budgets.host_free or plan.host_state_bytes > limit
+
+
+def _first_within(left: int, units: Sequence[UnitSize], needs: Needs) -> list[int]:
+    """Units in the order of their use, as many as take `left` bytes of the GPU for their states."""
     chosen: list[int] = []
     candidates = [index for index, unit in enumerate(units) if needs.trains and not unit.passing_numel]
     for index in sorted(candidates, key=lambda index: (not units[index].stays, index)):
@@ -235,13 +255,13 @@ def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, placement: Placement) ->
     return total(make_allocations(units, needs, placement), "gpu")
 
 
-def _gpu_states_allowance(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> int:
-    """Bytes of the GPU for optimizer states of this engine."""
+def _gpu_states_allowance(units: Sequence[UnitSize], needs: Needs, budgets: Budgets, share: float) -> int:
+    """Bytes of the GPU for optimizer states of this engine. `share`: of the GPU, where none are configured."""
     if not needs.trains:
         return 0
     if budgets.gpu_states is not None:
         return max(0, budgets.gpu_states - budgets.taken.gpu_states)
-    allowance = int(budgets.gpu_total * AUTO_GPU_STATE_SHARE) - budgets.taken.gpu_states
+    allowance = int(budgets.gpu_total * share) - budgets.taken.gpu_states
     without = _gpu_bytes(units, needs, _placed(units, needs, budgets, ()))
     return max(0, min(allowance, budgets.gpu_limit - without))
 

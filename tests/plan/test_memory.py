@@ -251,6 +251,24 @@ def test_an_outer_module_that_passes_takes_its_buffers_and_is_never_placed_on_th
     assert made.gpu_bytes == WINDOW_BYTES - 2 * OUTER + 2 * 1_000
 
 
+@pytest.mark.parametrize("missing, on_gpu", [(0, {0}), (1, {0, 1}), (12 * BLOCK, {0, 1}), (14 * BLOCK + 1, {0, 1, 2})])
+def test_where_host_memory_is_short_more_states_go_to_the_gpu(missing: int, on_gpu: set[int]) -> None:
+    """As few as suffice, and no more than their share of it: of 20 times the outer module's, 5 % hold it alone."""
+    total = 20 * OUTER_COST
+    budgets = replace(BUDGETS, gpu_total=total, gpu_states=None)
+    host_bytes = make_plan(UNITS, NEEDS, budgets).host_bytes
+    assert make_plan(UNITS, NEEDS, replace(budgets, host_free=host_bytes - missing)).placement.on_gpu == on_gpu
+    too_little = replace(budgets, gpu_total=OUTER_COST, host_free=host_bytes - missing)
+    if missing:
+        with pytest.raises(SlideError, match=r"host tier: .*free"):
+            make_plan(UNITS, NEEDS, too_little)
+
+
+def test_states_whose_place_is_configured_stay_there_where_host_memory_is_short() -> None:
+    with pytest.raises(SlideError, match=r"ds_slide.gpu_states \(now 0 bytes"):
+        plan(host_free=HOST_BYTES - 1)
+
+
 # ---- several engines in a process ------------------------------------------------------------------------------------
 
 TOTAL = 1_000_000
