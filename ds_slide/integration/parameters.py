@@ -12,12 +12,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.partition_parameters import (
-    Init,
-    PartitionedParamStatus,
-    ZeroParamStatus,
-    is_zero_param,
-)
+from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamStatus, ZeroParamStatus, is_zero_param
 from torch import nn
 
 from ds_slide.checkpoint import state_buffers

@@ -75,10 +75,7 @@ TIGHT = {
 
 @pytest.mark.parametrize(("place", "schedule"), (CROSSED | TIGHT).values(), ids=CROSSED | TIGHT)
 def test_weights_and_moments_have_the_same_bits_as_in_memory(
-    ssd_config: Callable[..., dict[str, Any]],
-    place: dict[str, Any],
-    schedule: tuple[float, int],
-    tmp_path: Path,
+    ssd_config: Callable[..., dict[str, Any]], place: dict[str, Any], schedule: tuple[float, int], tmp_path: Path
 ) -> None:
     clip, accumulation = schedule
     result = trained(llama(), ssd_config(place, clip=clip, accumulation=accumulation), batches(STEPS * accumulation))
@@ -89,9 +86,7 @@ def test_weights_and_moments_have_the_same_bits_as_in_memory(
 @pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 def test_only_the_device_that_says_nvme_moves(
-    ssd_config: Callable[..., dict[str, Any]],
-    section: str,
-    clip: float,
+    ssd_config: Callable[..., dict[str, Any]], section: str, clip: float
 ) -> None:
     with engine_for(llama(), ssd_config(ALL, section, clip=clip)) as engine:
         result = train(engine, batches(STEPS))
@@ -211,9 +206,7 @@ def test_states_can_be_read_and_written_between_steps(ssd_config: Callable[..., 
 
 
 def test_several_directories_are_striped(
-    ssd_config: Callable[..., dict[str, Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    ssd_config: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "mixed_bandwidth", lambda *_: 1.0)  # one disk that is busy may seem three of any speed
     disks = [tmp_path / "one", tmp_path / "two", tmp_path / "three"]

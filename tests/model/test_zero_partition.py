@@ -39,11 +39,7 @@ def compare_with_deepspeed(rank: int, rendezvous: str) -> None:
     # Gloo alone does: DeepSpeed's shared-memory collectives would first be compiled, half a minute on two cores.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
-        "gloo",
-        auto_mpi_discovery=False,
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=WORLD_SIZE,
+        "gloo", auto_mpi_discovery=False, init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD_SIZE
     )
     whole = dict(build_model().named_parameters())
     with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": WORLD_SIZE, "zero_optimization": {"stage": 3}}):
