@@ -56,7 +56,7 @@ def _require_weights(module: nn.Module) -> None:
 
 
 def _placeholder(parameter: Any, group: Any) -> torch.Tensor:
-    """Stands for the partition until there is one: whoever asks for sizes gets them."""
+    """A stand-in for the partition until there is one: it has the sizes, and no elements."""
     tensor = torch.empty(0, dtype=parameter.dtype)
     return _as_partition(tensor, -(-parameter.ds_numel // dist.get_world_size(group)))
 
