@@ -86,13 +86,14 @@ $(VENV)/.requirements: requirements/torch.txt requirements/test.txt requirements
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -r requirements/test.txt
 	@touch $@
 
-# DeepSpeed would compile these at their first use, about a minute in the middle of a run or a test with a time limit.
+# DeepSpeed would compile these at their first use, a minute each in the middle of a run or a test with a time limit.
 # A compilation that was killed leaves its lock behind, and the next one would wait for it for ever.
 $(VENV)/.operators: $(VENV)/.requirements
-	@echo "Compiling DeepSpeed's CPU operators: about a minute, once."
+	@echo "Compiling DeepSpeed's CPU operators: about two minutes, once."
 	@rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
 	@$(ACTIVATE) $(BIN)/python -c 'from deepspeed.accelerator import get_accelerator as get; \
-		[get().create_op_builder(name).load(verbose=False) for name in ("CPUAdamBuilder", "ShareMemCommBuilder")]'
+		[get().create_op_builder(f"{name}Builder").load(verbose=False) \
+		for name in ("CPUAdam", "FusedAdam", "ShareMemComm")]'
 	@touch $@
 
 # Editable, so that a change of Python needs no new installation; a change of C++ or of the metadata makes one.

@@ -112,12 +112,7 @@ NORMS: dict[str, tuple[System, bool, bool, dict[str, Factory]]] = {
         False,
         {"ours": _ours_add_rms_norm, "liger": rivals.liger_add_rms_norm},
     ),
-    "layer_norm": (
-        rivals.eager_layer_norm,
-        False,
-        True,
-        {"ours": _ours_layer_norm, "liger": rivals.liger_layer_norm},
-    ),
+    "layer_norm": (rivals.eager_layer_norm, False, True, {"ours": _ours_layer_norm, "liger": rivals.liger_layer_norm}),
     "add_layer_norm": (rivals.eager_add_layer_norm, True, True, {"ours": _ours_add_layer_norm}),
 }
 
@@ -174,12 +169,7 @@ def rotary(shape: tuple[int, ...], device: torch.device) -> Problem:
         _name(shape),
         inputs,
         outputs,
-        {
-            "ours": _ours_rope,
-            "liger": rivals.liger_rope,
-            "eager": lambda: formula,
-            "compile": compiled(formula),
-        },
+        {"ours": _ours_rope, "liger": rivals.liger_rope, "eager": lambda: formula, "compile": compiled(formula)},
         lambda: by_autograd(formula, inputs, outputs, gradients, upstream),
         forward_bytes=moved,
         backward_bytes=moved,

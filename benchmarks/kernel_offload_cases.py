@@ -188,10 +188,7 @@ def makers(device: torch.device, tiny: bool) -> Iterator[tuple[str, Makers]]:
             kernel,
             [lambda shape=shape, accumulate=accumulate: pack(accumulate, shape, device) for shape in blocks],  # type: ignore[misc]
         )
-    flat: dict[str, Callable[[int, torch.device], Problem]] = {
-        "square_sum": square_sums,
-        "adamw": adamw,
-    }
+    flat: dict[str, Callable[[int, torch.device], Problem]] = {"square_sum": square_sums, "adamw": adamw}
     for kernel, make in flat.items():
         numels = TINY_NUMELS if tiny else NUMELS
         yield kernel, [lambda numel=numel, make=make: make(numel, device) for numel in numels]  # type: ignore[misc]

@@ -251,9 +251,7 @@ def main() -> None:
     parser.add_argument("--compile-shapes", type=int, default=3, help="shapes of each kernel to torch.compile for")
     parser.add_argument("--compile-seconds", type=float, default=100.0, help="for all compilations together")
     parser.add_argument(
-        "--compile-only",
-        action="store_true",
-        help="fill the compilers' caches; parts may run at the same time",
+        "--compile-only", action="store_true", help="fill the compilers' caches; parts may run at the same time"
     )
     arguments = parser.parse_args()
     if not ON_GPU and not arguments.quick:

@@ -6,16 +6,25 @@ import argparse
 import dataclasses
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 SYSTEMS = ("slide", "stock", "gpu-only")
-CHECKPOINTING = ("non-reentrant", "reentrant", "none")
-OFFLOADS = ("cpu", "nvme")
 BUILDS = ("accelerator", "host")
 PATCHES = ("", "ours", "liger", "liger-plain-loss")
 # What a page shows in place of a folder of the machine that it was made on.
 HIDDEN_FOLDER = "DIR"
+
+
+def option(default: Any, text: str, choices: Sequence[str] = ()) -> Any:
+    """A field of `Setting` with what `--help` says of its option."""
+    return dataclasses.field(default=default, metadata={"help": text, "choices": choices or None})
+
+
+def json_option(text: str) -> Any:
+    """The same for a JSON object, empty by default."""
+    return dataclasses.field(default_factory=dict, metadata={"help": text + ", as JSON"})
 
 
 @dataclass(frozen=True)
@@ -24,46 +33,30 @@ class Setting:
 
     system: str
     """`slide` and `stock` share one DeepSpeed JSON, apart from the "ds_slide" key; `gpu-only` is plain torch."""
-    model: str = "qwen2.5-3b"
-    """Preset of examples/finetune_models.py, shape of shapes.py or a local Hugging Face directory."""
-    batch: int = 8
-    """Sequences of one micro batch."""
-    seq: int = 2048
-    """Tokens of one sequence."""
-    grad_accum: int = 1
-    """Micro batches of one optimizer step."""
-    steps: int = 8
-    """Timed steps."""
-    warmup: int = 3
-    """Steps before the clock starts: stock ZeRO-3 prefetches nothing until it has recorded a trace."""
-    clip: float = 1.0
-    """Global gradient norm limit; 0 switches clipping off."""
-    lr: float = 1e-5
-    """Constant learning rate."""
-    seed: int = 0
-    """Seed of the weights; the tokens use seed + 1."""
-    distinct_batches: int = 4
-    """Different micro batches, repeated in turn: the loss then falls, so that equal losses say something."""
-    checkpointing: str = "non-reentrant"
-    """Gradient checkpointing: non-reentrant, reentrant or none."""
-    gpu_fraction: float = 1.0
-    """Share of the GPU that torch may allocate, which imitates a smaller card."""
-    patch: str = ""
-    """Kernels put into the model before the system sees it: `ours`, `liger`, or Liger's without its fused loss."""
-    item: bool = True
-    """Read the loss on the host after every step, as a training loop that prints it does."""
-    build: str = "accelerator"
-    """Where the weights are made: on the accelerator, or module by module there and kept in host memory."""
-    offload: str = "cpu"
-    """Device of offload_optimizer and offload_param: cpu, or nvme (ZeRO-Infinity for `stock`)."""
-    nvme_path: str = ""
-    """Folder on the disk of `--offload nvme`; every run uses and removes a folder of its own in it."""
-    slide: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Additions to the "ds_slide" block (system `slide`). `"host_memory": "half"`: half of the states' bytes."""
-    aio: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Changes to the "aio" block (with nvme)."""
-    zero: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Changes to "zero_optimization" (systems `slide` and `stock`)."""
+    model: str = option("qwen2.5-3b", "preset of examples/finetune_models.py, shape of shapes.py or a local directory")
+    batch: int = option(8, "sequences of one micro batch")
+    seq: int = option(2048, "tokens of one sequence")
+    grad_accum: int = option(1, "micro batches of one optimizer step")
+    steps: int = option(8, "timed steps")
+    # Stock ZeRO-3 prefetches nothing until it has recorded a trace.
+    warmup: int = option(3, "steps before the clock starts")
+    clip: float = option(1.0, "global gradient norm limit, 0: no clipping")
+    lr: float = option(1e-5, "constant learning rate")
+    seed: int = option(0, "seed of the weights; the tokens use seed + 1")
+    # Repeated in turn, so that the loss falls and equal losses say something.
+    distinct_batches: int = option(4, "different micro batches")
+    checkpointing: str = option("non-reentrant", "of activations", ("non-reentrant", "reentrant", "none"))
+    gpu_fraction: float = option(1.0, "share of the GPU that torch may allocate, which imitates a smaller card")
+    patch: str = option("", "kernels put into the model before the system sees it", PATCHES)
+    item: bool = option(True, "do not read the loss after every step, as a training loop that prints it does")
+    build: str = option(
+        "accelerator", "where the weights are made: there, or module by module and kept on the host", BUILDS
+    )
+    offload: str = option("cpu", "of optimizer and parameters; nvme is ZeRO-Infinity for `stock`", ("cpu", "nvme"))
+    nvme_path: str = option("", "folder on the disk of --offload nvme; every run uses and removes a folder in it")
+    slide: dict[str, Any] = json_option('additions to "ds_slide"; "host_memory": "half" is half of the states')  # noqa: RUF009
+    aio: dict[str, Any] = json_option('changes to "aio", with nvme')  # noqa: RUF009
+    zero: dict[str, Any] = json_option('changes to "zero_optimization" of slide and stock')  # noqa: RUF009
 
     @property
     def tokens_per_step(self) -> int:
@@ -77,11 +70,13 @@ class Setting:
             default = field.default_factory() if callable(field.default_factory) else field.default
             if field.name == "system" or value == default:
                 continue
-            option = "--" + field.name.replace("_", "-")
             if field.name == "item":
                 words.append("--no-item")
             else:
-                words += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
+                words += [
+                    "--" + field.name.replace("_", "-"),
+                    json.dumps(value) if isinstance(value, dict) else str(value),
+                ]
         return words
 
     def shown(self) -> Setting:
@@ -94,28 +89,15 @@ class Setting:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option per field of `Setting`."""
-    defaults = Setting("slide")
     parser.add_argument("--system", choices=SYSTEMS, required=True)
-    parser.add_argument("--model", default=defaults.model, help="preset, shape of shapes.py, or a directory")
-    parser.add_argument("--batch", type=int, default=defaults.batch, help="sequences of one micro batch")
-    parser.add_argument("--seq", type=int, default=defaults.seq, help="tokens of one sequence")
-    parser.add_argument("--grad-accum", type=int, default=defaults.grad_accum, help="micro batches of one step")
-    parser.add_argument("--steps", type=int, default=defaults.steps, help="timed steps")
-    parser.add_argument("--warmup", type=int, default=defaults.warmup, help="steps before the clock starts")
-    parser.add_argument("--clip", type=float, default=defaults.clip, help="global gradient norm limit, 0: no clipping")
-    parser.add_argument("--lr", type=float, default=defaults.lr)
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--distinct-batches", type=int, default=defaults.distinct_batches)
-    parser.add_argument("--checkpointing", choices=CHECKPOINTING, default=defaults.checkpointing)
-    parser.add_argument("--gpu-fraction", type=float, default=defaults.gpu_fraction, help="share of the GPU to use")
-    parser.add_argument("--patch", choices=PATCHES, default=defaults.patch, help="kernels to put into the model")
-    parser.add_argument("--no-item", dest="item", action="store_false", help="do not read the loss after every step")
-    parser.add_argument("--build", choices=BUILDS, default=defaults.build, help="where the weights are made and kept")
-    parser.add_argument("--offload", choices=OFFLOADS, default=defaults.offload, help="where states and weights go")
-    parser.add_argument("--nvme-path", default="", help="folder on the disk of --offload nvme")
-    parser.add_argument("--aio", type=json.loads, default={}, help='changes to "aio", as JSON')
-    parser.add_argument("--slide", type=json.loads, default={}, help='additions to "ds_slide", as JSON')
-    parser.add_argument("--zero", type=json.loads, default={}, help='changes to "zero_optimization", as JSON')
+    for field in dataclasses.fields(Setting)[1:]:
+        default = getattr(Setting("slide"), field.name)
+        name, text = "--" + field.name.replace("_", "-"), field.metadata["help"]
+        if default is True:
+            parser.add_argument(f"--no-{field.name}", dest=field.name, action="store_false", help=text)
+            continue
+        kind = json.loads if default == {} else type(default)
+        parser.add_argument(name, type=kind, default=default, choices=field.metadata.get("choices"), help=text)
 
 
 def from_arguments(arguments: argparse.Namespace) -> Setting:

@@ -65,7 +65,7 @@ def svg(panels: list[Panel]) -> str:
     parts += _axis(top, scale, longest)
     parts += _legend(top + 44, {bar.what for panel in bars for bar in panel})
     caption = _caption(panels)
-    parts += [_text(LEFT, top + 92 + 16 * number, line, size=11, colour="#555") for number, line in enumerate(caption)]
+    parts += [text(LEFT, top + 92 + 16 * number, line, size=11, colour="#555") for number, line in enumerate(caption)]
     height = top + 92 + 16 * len(caption)
     return "\n".join(
         [
@@ -82,10 +82,10 @@ def _panel(panel: Panel, bars: list[Bar], top: int, scale: float) -> Iterator[st
     title = SYSTEMS[panel.system]
     if panel.facts["GPU"] != "none":
         title += f": {panel.step_s:.2f} s a step"
-    yield _text(LEFT, top + 22, title, size=15, weight="bold")
+    yield text(LEFT, top + 22, title, size=15, weight="bold")
     for number, (row, name) in enumerate(ROWS.items()):
         y = top + TITLE + number * (ROW + GAP)
-        yield _text(LEFT - 10, y + ROW - 7, name, anchor="end")
+        yield text(LEFT - 10, y + ROW - 7, name, anchor="end")
         yield f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="{ROW}" fill="#f1f3f4"/>'
         for bar in bars:
             if bar.row == row:
@@ -103,7 +103,7 @@ def _axis(top: int, scale: float, longest: float) -> Iterator[str]:
     for number in range(int(longest / spacing) + 1):
         x = LEFT + number * spacing * scale
         yield f'<line x1="{x:.2f}" y1="{top}" x2="{x:.2f}" y2="{top + 5}" stroke="#000"/>'
-        yield _text(x, top + 19, f"{number * spacing:g} s", anchor="middle", size=11)
+        yield text(x, top + 19, f"{number * spacing:g} s", anchor="middle", size=11)
 
 
 def _legend(top: int, used: set[str]) -> Iterator[str]:
@@ -111,7 +111,7 @@ def _legend(top: int, used: set[str]) -> Iterator[str]:
     for number, (what, name) in enumerate(shown):
         x, y = LEFT + (number % 4) * 205, top + (number // 4) * 20
         yield f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLOURS[what]}"/>'
-        yield _text(x + 18, y, name, size=12)
+        yield text(x + 18, y, name, size=12)
 
 
 def _caption(panels: list[Panel]) -> list[str]:
@@ -126,10 +126,10 @@ def _caption(panels: list[Panel]) -> list[str]:
     return lines + [panel.command for panel in panels]
 
 
-def _text(
+def text(
     x: float,
     y: float,
-    text: str,
+    words: str,
     *,
     size: int = 12,
     anchor: str = "start",
@@ -138,5 +138,5 @@ def _text(
 ) -> str:
     return (
         f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size}" text-anchor="{anchor}" font-weight="{weight}" '
-        f'fill="{colour}">{html.escape(text)}</text>'
+        f'fill="{colour}">{html.escape(words)}</text>'
     )

@@ -120,13 +120,7 @@ def python_topics() -> list[str]:
 
 
 def load_batches(
-    data: str | None,
-    shape: Shape,
-    *,
-    vocabulary: int,
-    encode: Callable[[str], list[int]],
-    document_end: int,
-    seed: int,
+    data: str | None, shape: Shape, *, vocabulary: int, encode: Callable[[str], list[int]], document_end: int, seed: int
 ) -> Batches:
     """The source named by `--data`: a text file, "random", or None for the help topics of the Python library.
 

@@ -19,14 +19,7 @@ from torch import nn
 
 from ds_slide.checkpoint.mapped import MappedFiles
 from ds_slide.checkpoint.pickle_writer import PIECE, Planned
-from ds_slide.checkpoint.state_buffers import (
-    MASTER,
-    HasState,
-    as_weights,
-    pieces,
-    read_values,
-    write_values,
-)
+from ds_slide.checkpoint.state_buffers import MASTER, HasState, as_weights, pieces, read_values, write_values
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry
 from ds_slide.runtime.engine import SlideRuntime

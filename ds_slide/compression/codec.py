@@ -22,7 +22,7 @@ import torch
 from ds_slide.model.layout import Segment
 
 Gradients = Sequence[torch.Tensor | None]
-"""Of a unit's trainable parameters in the order of its layout, as autograd left them; None for one that has none."""
+"""Gradients of a unit's trainable parameters in the order of its layout, as autograd left them; None: no gradient."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class GradientCodec(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which they are reduced and leave the GPU."""
+        """The data type in which gradients are reduced and leave the GPU."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Of the encoded gradient on its way."""
+        """Bytes of the encoded gradient that leave the GPU."""
         ...
 
     @property
@@ -59,7 +59,7 @@ class GradientCodec(Protocol):
         ...
 
     def encode(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor | None:
-        """Of one rank: write or add the encoded gradient, rounded to `dtype`, to `out` ([>= numel], of any dtype).
+        """Write or add the encoded gradient, rounded to `dtype`, to `out` ([>= numel], any dtype). With one rank only.
 
         -> the square sum of the gradient that `out` then holds, [] fp64, where the same pass gives it; None where it
         is that of the elements of `out`.
@@ -67,15 +67,15 @@ class GradientCodec(Protocol):
         ...
 
     def encode_for_ranks(self, gradients: Gradients, out: torch.Tensor) -> None:
-        """Of several ranks: write what each of them gets of this rank's gradient, to be averaged, to `out`
-        ([world_size * numel] of `dtype`, rank-major)."""
+        """Write what each rank gets of this rank's gradient, to be averaged, to `out` ([world_size * numel] of `dtype`,
+        rank-major). With several ranks only."""
         ...
 
     def encode_in_place(self, gradients: Gradients) -> list[Place]:
-        """Of one rank: the encoded gradient without a buffer of its size, [0, numel) ascending and without gaps."""
+        """The encoded gradient without a buffer of its size, [0, numel) ascending, without gaps. With one rank only."""
         ...
 
     def apply(self, written: torch.Tensor, span: slice, weights: torch.Tensor) -> int:
-        """Of one rank: bring the elements `span` of what an update has `written` (the weights' state buffer, page-
-        locked) to the `weights` on the GPU ([slot_numel], in slot layout), on the current stream. -> bytes moved."""
+        """Bring the elements `span` of what an update has `written` (the weights' state buffer, page-locked) to the
+        `weights` on the GPU ([slot_numel], in slot layout), on the current stream. -> bytes moved. One rank only."""
         ...

@@ -2,11 +2,11 @@
 SlideZeroOffload in place of what stands there when no optimizer is given.
 
 Four methods of DeepSpeedEngine are wrapped. The constructor checks first (DeepSpeed's names, then the config), so that
-a run that cannot work ends before it has taken memory. `_configure_zero_optimizer` chooses its class by a name
-of a module, so replacing that for the length of the call is enough; its ~45 keyword
-arguments remain DeepSpeed's business. `_configure_basic_optimizer` is spared the compilation of kernels that are never
-called, `_configure_distributed_model` the move of all weights to the accelerator. An engine without the key runs the
-originals. So is the DeepSpeedCPUAdam that accelerate builds before the engine, where accelerate's config has the key.
+a run that cannot work ends before it has taken memory. `_configure_zero_optimizer` chooses its class by a name of a
+module, so replacing that for the length of the call is enough; its ~45 keyword arguments are passed on as they are.
+`_configure_basic_optimizer` compiles no kernels, which would never be called (neither does the DeepSpeedCPUAdam that
+accelerate builds before the engine, where its config has the key), and `_configure_distributed_model` does not move
+the weights to the accelerator. An engine without the key runs the originals.
 """
 
 import difflib
@@ -93,7 +93,7 @@ def _typed(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def warn_if_meant(parsed: Any) -> None:
-    """DeepSpeed accepts any key at the top level, so that a misspelt block would run stock without a word."""
+    """Warn of a misspelt block: DeepSpeed accepts any key at the top level, and would run stock with no message."""
     raw = getattr(parsed, "_param_dict", None)
     if not isinstance(raw, Mapping):
         return

@@ -1,4 +1,4 @@
-"""From DeepSpeed's arguments to a running engine: structure, layouts, plan, runtime."""
+"""A running engine made from DeepSpeed's arguments: structure, layouts, plan, runtime."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class _NoKernels:
         """DeepSpeedCPUAdam makes its C++ object here."""
 
     def destroy_adam(self, *args: Any) -> None:
-        """And frees it here."""
+        """DeepSpeedCPUAdam frees it here."""
 
     create_lion, destroy_lion = create_adam, destroy_adam
 

@@ -21,7 +21,7 @@ _MODULE = "deepspeed.utils.zero_to_fp32"
 
 
 class _Torch(ModuleType):
-    """torch, but for `load`."""
+    """torch with another `load`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

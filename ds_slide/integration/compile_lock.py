@@ -44,7 +44,7 @@ def _saying(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _baton_of(stock: Any, operator: str) -> type:
-    """torch's lock file, whose wait is no silent one."""
+    """torch's lock file, with a wait that says what it waits for."""
 
     class Baton(stock):
         def wait(self) -> None:

@@ -93,8 +93,7 @@ def has_optimizer(json_name: str | None, client_optimizer: Any) -> bool:
 
 
 def require_stage(stage: Any) -> None:
-    """Raise SlideConfigError for another stage, alone: what else is wrong for an engine of stage 3 was not meant for
-    one."""
+    """Raise SlideConfigError for another stage, and for nothing else: the other settings were made for that stage."""
     if stage != 3:
         problem = f"zero_optimization.stage is {shown(stage)}, but DS-Slide is an engine for stage 3"
         raise SlideConfigError(f'{problem}; set it to 3 or remove "ds_slide"')

@@ -22,7 +22,7 @@ from ds_slide.report.refusals import end_in_one_sentence
 def enabled_block(raw: Mapping[str, Any]) -> SlideConfig | None:
     """The "ds_slide" block of `raw`, None where it is off. Raises SlideConfigError for a fault in it.
 
-    Every way into DS-Slide leads through here. From the first one on, refusals end the process in one sentence.
+    Every entry point of DS-Slide calls it first. From the first call on, refusals end the process in one sentence.
     """
     try:
         slide = SlideConfig.from_deepspeed(raw)

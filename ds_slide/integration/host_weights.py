@@ -1,7 +1,7 @@
 """Weights that the script made in host memory wait there for their state buffers.
 
 Stock moves a model that was not built under `deepspeed.zero.Init` to the accelerator as a whole before it partitions
-it, so that a model which offloading is for does not fit in the first place: 24 GB for 12 G parameters. Only buffers
+it, where a model that needs offloading does not fit: 24 GB for 12 G parameters. Only buffers
 belong there; `parameters.take_weights` reads each unit's weights where they are.
 """
 

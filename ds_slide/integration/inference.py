@@ -81,7 +81,7 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
         self.parameter_offload._register_deepspeed_module(module)
 
     def partition_all_parameters(self) -> None:
-        """A forward leaves nothing behind that could be let go of."""
+        """Nothing: a forward leaves no gathered parameters behind."""
 
     def release_backward_leftovers(self) -> None:
         pass

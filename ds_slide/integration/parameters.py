@@ -12,12 +12,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.partition_parameters import (
-    Init,
-    PartitionedParamStatus,
-    ZeroParamStatus,
-    is_zero_param,
-)
+from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamStatus, ZeroParamStatus, is_zero_param
 from torch import nn
 
 from ds_slide.checkpoint import state_buffers
@@ -61,7 +56,7 @@ def _require_weights(module: nn.Module) -> None:
 
 
 def _placeholder(parameter: Any, group: Any) -> torch.Tensor:
-    """Stands for the partition until there is one: whoever asks for sizes gets them."""
+    """A stand-in for the partition until there is one: it has the sizes, and no elements."""
     tensor = torch.empty(0, dtype=parameter.dtype)
     return _as_partition(tensor, -(-parameter.ds_numel // dist.get_world_size(group)))
 

@@ -1,7 +1,7 @@
 """The private names of DeepSpeed that this room relies on, and the check that they are there and look as expected.
 
 The check runs when an engine with "ds_slide" enabled is built, before anything else: a DeepSpeed that has changed is
-reported as what it is instead of failing somewhere in the middle, and an engine without the key never meets the check.
+reported as what it is instead of failing somewhere in the middle, and it does not run for an engine without the key.
 """
 
 import functools

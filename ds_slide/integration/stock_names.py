@@ -1,4 +1,4 @@
-"""Attributes of DeepSpeedZeroOptimizer_Stage3 that tools read, though they are its private affair.
+"""Attributes of DeepSpeedZeroOptimizer_Stage3 that tools read, though they are private.
 
 Those that cost nothing have the value that they would have in stock. The rest describe partitions, buffers and hooks
 that DS-Slide does not have: whoever asks for one is told so, and what to use instead.

@@ -78,7 +78,7 @@ def asked_for(json_name: str | None, client_optimizer: Any) -> UpdateRule | None
 
 
 def names() -> str:
-    """All optimizers, as a sentence ends that begins with "updates with"."""
+    """All optimizers, as the end of a sentence that begins with "updates with"."""
     *others, last = (known.name for known in OPTIMIZERS)
     return f"{', '.join(others)} and {last}" if others else last
 

@@ -37,7 +37,7 @@ class LossState:
     """One of a patched model and its head."""
 
     weight_dtype: torch.dtype
-    """Of the head. To read it off the weight would gather one that is streamed."""
+    """The head's data type, kept here because reading it off a streamed weight would gather the weight."""
     forwards: int = 0
     """Training forwards with labels that are under way."""
     active: bool = True

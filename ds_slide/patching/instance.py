@@ -36,7 +36,7 @@ class ForwardPatch:
     def undo(self) -> None:
         current = self.module.__dict__.get("forward")
         if getattr(current, "__func__", None) is not self.function:
-            # Somebody has wrapped ours meanwhile (accelerate does): theirs must stay, so ours only steps aside.
+            # Somebody has wrapped ours meanwhile (accelerate does): theirs must stay, and ours calls the original.
             setattr(self.function, _MARK, None)
         elif self.before is None:
             del self.module.__dict__["forward"]

@@ -124,11 +124,7 @@ def _rms_forward(original: Forward, form: RmsForm) -> Forward:
         if len(args) == 1 and not kwargs and args[0].dtype == weight.dtype and gains_on(args[0]):
             epsilon = getattr(self, form.epsilon_name)
             return rms_norm(
-                args[0],
-                weight,
-                epsilon,
-                offset=form.weight_offset,
-                round_before_weight=form.round_before_weight,
+                args[0], weight, epsilon, offset=form.weight_offset, round_before_weight=form.round_before_weight
             )
         _say_unused(weight, args)
         return original(self, *args, **kwargs)

@@ -54,7 +54,7 @@ class Allocator:
         return None if entry is None else entry.tier
 
     def require_all_given(self) -> None:
-        """Of what the budgets were checked with, nothing was left out."""
+        """Raise KeyError where an entry that the budgets were checked with has not been given out."""
         if self._left:
             raise KeyError(f"in the plan, and not allocated: {', '.join(self._left)}")
 

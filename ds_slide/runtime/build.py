@@ -316,7 +316,7 @@ def _rings(context: BuildContext) -> Callable[[Unit], BufferPool]:
 
 
 def _make_rows(context: BuildContext, units: Sequence[Unit], workers: Workers, gradients: Gradients) -> MakeRows | None:
-    """Of the outer module whose rows pass through the GPU, None where there is none."""
+    """The rows of the outer module whose weight passes through the GPU, None where there is none."""
     unit = next((unit for unit in units if unit.chunk_rows), None)
     if unit is None:
         return None

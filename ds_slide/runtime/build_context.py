@@ -30,6 +30,6 @@ class BuildContext:
     allocator: Allocator
     shared: SharedWeights | None
     cpu_threads: int
-    """Of the update."""
+    """Threads of the update."""
     cpu_cores: Sequence[int]
-    """That they are pinned to; none are where it is empty."""
+    """The cores that these threads are pinned to; empty where they are not pinned."""

@@ -87,7 +87,7 @@ def _update_order(
 
 
 def _extents(context: BuildContext, unit_plan: UnitPlan, order: int, start: int, chunk_numel: int) -> UnitExtents:
-    """Of the unit's entries in the plan, from byte `start` on."""
+    """The extents of the unit's entries in the plan, from byte `start` on."""
     placement, allocator, specs = context.plan.placement, context.allocator, context.settings.specs(unit_plan.dtype)
 
     def nbytes(state_buffer: str, on_ssd: frozenset[int]) -> int:

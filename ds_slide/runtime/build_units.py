@@ -33,7 +33,7 @@ from ds_slide.store.tiers import GradientSink, OptimizerStates, Weights
 from ds_slide.store.undo_log import UndoLog
 
 SPLIT_NUMEL = 1 << 22
-"""Of narrowed weights that are split at once: 16 MiB a temporary."""
+"""Elements of narrowed weights that are split at once: 16 MiB a temporary."""
 
 TakeWeights = Callable[[nn.Parameter, Entry], torch.Tensor]
 """This rank's elements of a parameter, flat, on any device ([<= partition_numel])."""

@@ -54,7 +54,7 @@ class HostMemory:
         return whole.view(dtype)
 
     def untouched_bytes(self) -> int:
-        """Of the tensors, which are all in use still: what the operating system counts as free."""
+        """Bytes of the tensors, all of them still in use, that the operating system counts as free."""
         return untouched_bytes((tensor.data_ptr(), tensor.numel()) for tensor in self._tensors)
 
     def pool(self, nbytes: int, count: int, *, transfers: bool) -> Any:

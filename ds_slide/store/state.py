@@ -29,11 +29,11 @@ class UnitState:
 
     @cached_property
     def buffers(self) -> dict[str, StateBuffer]:
-        """By name: weight, the names of `specs`, and gradient where it is held."""
+        """The state buffers by name: weight, the names of `specs`, and gradient where it is held."""
         return {"weight": self.weights.buffer, **self.optimizer.buffers, **self.gradient.buffers}
 
     def nbytes(self) -> int:
-        """In memory."""
+        """Bytes of the states that are in memory."""
         return sum(each.tensor.nbytes for each in self.buffers.values() if each.tensor is not None)
 
     def has(self, name: str) -> bool:
@@ -41,11 +41,11 @@ class UnitState:
 
     @cached_property
     def in_memory(self) -> bool:
-        """Whether all of it is: a lease then is had at once, and costs nothing."""
+        """Whether all of it is in memory, where a lease is given at once and costs nothing."""
         return all(each.tensor is not None for each in self.buffers.values())
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Of a state buffer as it is stored."""
+        """The data type of a state buffer as it is stored."""
         return self.buffers[name].dtype
 
     @property

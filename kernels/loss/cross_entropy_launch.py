@@ -152,13 +152,7 @@ class CrossEntropyRows(_Launches):
     """
 
     def __init__(
-        self,
-        rows: int,
-        vocabulary: int,
-        stride: int,
-        bias: torch.Tensor | None,
-        scales: torch.Tensor,
-        terms: LossTerms,
+        self, rows: int, vocabulary: int, stride: int, bias: torch.Tensor | None, scales: torch.Tensor, terms: LossTerms
     ) -> None:
         super().__init__(vocabulary, bias, scales, terms)
         self.stride, self.segments = stride, _Segments(vocabulary)
@@ -186,12 +180,7 @@ class CrossEntropyColumns(_Launches):
     """
 
     def __init__(
-        self,
-        labels: torch.Tensor,
-        vocabulary: int,
-        bias: torch.Tensor | None,
-        scales: torch.Tensor,
-        terms: LossTerms,
+        self, labels: torch.Tensor, vocabulary: int, bias: torch.Tensor | None, scales: torch.Tensor, terms: LossTerms
     ) -> None:
         super().__init__(vocabulary, bias, scales, terms)
         self.labels = labels

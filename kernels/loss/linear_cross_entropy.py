@@ -34,8 +34,8 @@ COLUMN_MULTIPLE = 64
 
 
 def chunk_bytes(device: torch.device, summed: int) -> int:
-    """Of a chunk on `device`, beside `summed` bytes of the weight's sum. The same for each call of one shape there: the
-    order of sums depends on it."""
+    """Bytes of a chunk on `device`, beside `summed` bytes of the weight's sum: the same for each call of one shape,
+    because the order of sums depends on it."""
     if device.type != "cuda":
         return CHUNK_BYTES
     memory = torch.cuda.get_device_properties(device).total_memory

@@ -10,7 +10,7 @@ from ds_slide.kernels.loss.products import add_product_
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the sum for a weight of `dtype`.
+    """The data type of the sum for a weight of `dtype`.
 
     fp16 stays fp32 until the incoming gradient is known: a sum over rows can pass 65,504 before it is divided.
     """

@@ -82,7 +82,7 @@ def anchor(weight: WeightRows, device: torch.device) -> torch.Tensor | None:
 
 
 def weight_is_wanted(ctx, bias: torch.Tensor | None, anchor: torch.Tensor | None) -> bool:
-    """In backward of a function of hidden, bias, anchor, ...: whether this pass is to make the gradient of the weight.
+    """Whether this backward pass of a function of hidden, bias, anchor, ... is to make the gradient of the weight.
 
     Not when it was asked for other inputs alone (torch.autograd.grad, backward(inputs=...)): a plain weight gets no
     gradient from such a pass either.

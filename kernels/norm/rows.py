@@ -95,7 +95,6 @@ def _norm_tiles(
     rstd,
     row,
     end,
-    column,
     eps,
     offset,
     ROUND: tl.constexpr,
@@ -103,6 +102,7 @@ def _norm_tiles(
     TILES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
+    column = tl.arange(0, WIDTH)[None, :]
     place = row.to(tl.int64) * COLUMNS + column
     if other is not None:
         summed = ()
@@ -187,23 +187,7 @@ def forward_kernel(
                     residual, residual_strides, ahead, end, column, COLUMNS, TILES, WIDTH, FORWARD_EVICTION
                 )
             _norm_tiles(
-                value,
-                other,
-                scale,
-                shift,
-                y,
-                total,
-                mean,
-                rstd,
-                row,
-                end,
-                column,
-                eps,
-                offset,
-                ROUND,
-                COLUMNS,
-                TILES,
-                WIDTH,
+                value, other, scale, shift, y, total, mean, rstd, row, end, eps, offset, ROUND, COLUMNS, TILES, WIDTH
             )
             value = value_ahead
             if residual is not None:
@@ -211,21 +195,5 @@ def forward_kernel(
             start += TILE_ROWS
     else:
         _norm_tiles(
-            value,
-            other,
-            scale,
-            shift,
-            y,
-            total,
-            mean,
-            rstd,
-            row,
-            end,
-            column,
-            eps,
-            offset,
-            ROUND,
-            COLUMNS,
-            TILES,
-            WIDTH,
+            value, other, scale, shift, y, total, mean, rstd, row, end, eps, offset, ROUND, COLUMNS, TILES, WIDTH
         )

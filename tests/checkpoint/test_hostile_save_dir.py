@@ -17,7 +17,7 @@ from ds_slide.checkpoint.leftovers import REPLACED, SAVING, recover, remove_dead
 from ds_slide.checkpoint.publish import Staging, new_name
 from ds_slide.checkpoint.sums import Sum, sum_of_file
 from ds_slide.errors import SlideError
-from ds_slide.store.directories import locked_directory, owned_directory, writable_by_others
+from ds_slide.store.directories import writable_by_others
 from ds_slide.store.directories.owned_directory import opened
 
 SWAPS = 2000
@@ -217,25 +217,6 @@ def test_a_save_whose_directory_is_renamed_ends_cleanly(saves, theirs, exchange,
     assert tree(theirs) == before
     assert content_of(saves) == b"states"
     assert not (saves / "moved").exists()
-
-
-def test_a_directory_put_in_the_place_of_a_new_one_is_not_used(saves, monkeypatch):
-    """All that is in the directory of a save goes at its end."""
-    mine = saves / "mine"
-    mine.mkdir()
-    (mine / "thesis").write_text("precious")
-    open_owned = owned_directory.open_owned
-
-    def swapped(name: str, parent: int) -> int:
-        (saves / name).rmdir()
-        mine.rename(saves / name)
-        return open_owned(name, parent)
-
-    monkeypatch.setattr(locked_directory, "open_owned", swapped)
-    with pytest.raises(FileExistsError, match="another user has put another directory"):
-        save(saves)
-    (path,) = saves.glob("*/thesis")
-    assert path.read_text() == "precious"
 
 
 @AS_ROOT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from workers import distance
+from workers import assert_stocks
 
 # Two runs of one process each, with the imports before the first.
 pytestmark = pytest.mark.timeout(600)
@@ -18,17 +18,7 @@ CASES = ["sft-full", "sft-full-offload", "sft-lora", "sft-lora-offload", "dpo-fu
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_weights_are_stocks(case: str, llamafactory_worker: Any) -> None:
     stock, slide = (llamafactory_worker.run(case, engine) for engine in ("stock", "slide"))
-    assert stock["optimizer"] == "DeepSpeedZeroOptimizer_Stage3"
-    assert slide["optimizer"] == "SlideZeroOptimizer"
-    assert len(slide["log"]) == len(stock["log"]) == 4
+    assert_stocks(slide, stock, steps=4, loss=LOSS_TOLERANCE, weights=0.03)
     for ours, theirs in zip(slide["log"], stock["log"], strict=True):
-        assert ours.keys() == theirs.keys()
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=LOSS_TOLERANCE)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.02)
-    names = sorted(stock["before"])
-    assert names == sorted(stock["weights"]) == sorted(slide["weights"])
-    assert ("lora" in case) == all("lora" in name for name in names)
-    start, ours, theirs = (
-        [weights[name] for name in names] for weights in (stock["before"], slide["weights"], stock["weights"])
-    )
-    assert distance(ours, theirs) < 0.03 * distance(theirs, start)
+    assert ("lora" in case) == all("lora" in name for name in stock["weights"])

@@ -19,16 +19,7 @@ from peft import LoraConfig
 from serving import serve
 from trainer_json import trainer_json
 from transformers import TrainerCallback
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 STEPS = 4
 BF16 = {"dtype": "bfloat16"}

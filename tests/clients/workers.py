@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
@@ -47,6 +48,23 @@ class Worker:
 def distance(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
     """Euclidean, over all elements."""
     return sum(float((a.double() - b.double()).square().sum()) for a, b in zip(left, right, strict=True)) ** 0.5
+
+
+def assert_stocks(slide: dict[str, Any], stock: dict[str, Any], *, steps: int, loss: float, weights: float) -> None:
+    """Both have trained alike: losses within `loss`, weights within `weights` of the way they have come."""
+    assert stock["optimizer"] == "DeepSpeedZeroOptimizer_Stage3"
+    assert slide["optimizer"] == "SlideZeroOptimizer"
+    assert len(slide["log"]) == len(stock["log"]) == steps
+    for ours, theirs in zip(slide["log"], stock["log"], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=loss)
+        assert ours["learning_rate"] == theirs["learning_rate"]
+    names = sorted(stock["before"])
+    assert names == sorted(stock["weights"]) == sorted(slide["weights"])
+    ours, theirs, start = (
+        [tensors[name] for name in names] for tensors in (slide["weights"], stock["weights"], stock["before"])
+    )
+    assert distance(ours, theirs) < weights * distance(theirs, start)
 
 
 def _end_of(log: Path) -> str:

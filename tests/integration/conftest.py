@@ -6,9 +6,22 @@ their own; an engine that is destroyed must leave nothing behind, and two engine
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import two_ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_linear() -> Iterator[None]:
+    """`zero.Init` puts a linear function of its own in the place of torch's for good. It rounds otherwise, so the bits
+    of a module's trainings would depend on the modules that ran before."""
+    linear = torch.nn.functional.linear
+    yield
+    torch.nn.functional.linear = linear
 
 
 @pytest.fixture
@@ -17,3 +30,15 @@ def disk(tmp_path: Path) -> Path:
     path = tmp_path / "disk"
     path.mkdir()
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks have left that have run the script `WORKER` of the module, once for all its tests."""
+    return two_ranks.run(request.module.WORKER, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> list[dict[str, Any]]:
+    """What each of these ranks saw."""
+    return two_ranks.seen_by(folder)

@@ -160,6 +160,14 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left.view(bits), right.view(bits))
 
 
+def unequal(left: Any, right: Any) -> list[str]:
+    """Names under which two nested dictionaries of tensors differ in any bit."""
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        return [f"{key}.{name}" for key in left for name in unequal(left[key], right[key])]
+    return [] if same_bits(left, right) else [""]
+
+
 def half_up(masters: torch.Tensor) -> torch.Tensor:
     """The bf16 weights of fp32 masters. Torch's cast differs from it in ties (low half 0x8000) with an even upper half:
     it rounds half to even, by which masters could not be told from their weights and remainders."""
@@ -186,12 +194,7 @@ def with_every_low_half(masters: torch.Tensor, first: int = 0) -> torch.Tensor:
 
 def differences(left: Result, right: Result) -> list[str]:
     """Names of the states in which two runs differ; empty when they agree to the bit, losses included."""
-    found = ["losses"] if left.losses != right.losses else []
-    assert left.states.keys() == right.states.keys()
-    for name, tensors in left.states.items():
-        assert tensors.keys() == right.states[name].keys()
-        found += [f"{name}.{key}" for key in tensors if not same_bits(tensors[key], right.states[name][key])]
-    return found
+    return ["losses"] * (left.losses != right.losses) + unequal(left.states, right.states)
 
 
 def to_bf16(model: nn.Module) -> nn.Module:

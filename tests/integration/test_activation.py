@@ -280,10 +280,7 @@ def with_deepspeed(installed, tmp_path_factory):
     on, off = config_of({"enabled": True}), config_of(None)
     four = json.dumps([(off, "AdamW"), (on, "Adagrad"), (on, "AdamW"), (off, "AdamW")])
     misspelt = config_file(folder, None, **{"ds-slide": {"enabled": True}})
-    engines = {
-        "four engines": case(ENGINES, four),
-        "misspelt": case(TRAIN, "--deepspeed_config", misspelt),
-    }
+    engines = {"four engines": case(ENGINES, four), "misspelt": case(TRAIN, "--deepspeed_config", misspelt)}
     for name, (damage, _) in DAMAGES.items():
         engines[name] = case(f"{damage}\n{ENGINES}", json.dumps([(off, "AdamW"), (on, "AdamW")]))
     for name, slide in OFF.items():

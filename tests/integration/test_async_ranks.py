@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import two_ranks
 from async_worker import KILLS, engine_of
-from harness import same_bits, states_of
+from harness import states_of, unequal
 from test_checkpoint_safety import leftovers
 from world_two_worker import tokens_of, train
 
@@ -18,14 +18,7 @@ from ds_slide.checkpoint.manifest import Manifest
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return two_ranks.run("async_ranks_worker.py", tmp_path_factory.mktemp("async_ranks"))
-
-
-@pytest.fixture(scope="module")
-def seen(folder: Path) -> list[dict[str, Any]]:
-    return two_ranks.seen_by(folder)
+WORKER = "async_ranks_worker.py"
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -33,8 +26,7 @@ def test_the_rank_that_ends_last_publishes(slow, seen, folder):
     for rank in range(2):
         run = seen[rank][f"slow{slow}"]
         assert run["before"] == ("" if slow == 0 else "slow0") and run["after"] == f"slow{slow}"
-        for name, tensors in run["states"].items():
-            assert all(same_bits(run["loaded"][name][key], tensor) for key, tensor in tensors.items()), name
+        assert unequal(run["loaded"], run["states"]) == []
     manifest = Manifest.read(folder / "saves" / f"slow{slow}")
     assert manifest is not None and len(manifest.files) == 4
     manifest.check(folder / "saves" / f"slow{slow}", lambda _name: True)
@@ -91,7 +83,7 @@ def loaded(saves: Path) -> tuple[int, Any]:
 def test_the_interpreter_waits_for_the_write(ended, states):
     assert (ended / "exit" / "saves" / "latest").read_text() == "tag" and leftovers(ended / "exit" / "saves") == []
     steps, found = loaded(ended / "exit" / "saves")
-    assert all(same_bits(found[name][key], value) for name, of in states(steps).items() for key, value in of.items())
+    assert unequal(found, states(steps)) == []
 
 
 def test_a_fault_is_told_at_the_interpreters_end(ended):
@@ -109,6 +101,5 @@ def test_a_kill_at_any_instant_leaves_the_last_complete_checkpoint(ended, states
         if not (saves / "latest").exists():
             continue  # killed within the first save
         steps, found = loaded(saves)
-        for name, tensors in states(steps).items():
-            assert all(same_bits(found[name][key], tensor) for key, tensor in tensors.items()), (number, name)
+        assert unequal(found, states(steps)) == [], number
     assert interrupted >= KILLS // 4

@@ -5,21 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import two_ranks
 from autocast_worker import STEPS
 from harness import Result, differences
 
+WORKER = "autocast_worker.py"
 # As in test_autocast; and the gradients' averages are rounded once more.
 TOLERANCE = 2.0**-9
 
 
 pytestmark = pytest.mark.slow  # half a minute; one rank is in test_autocast
-
-
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank saw."""
-    return two_ranks.seen_by(two_ranks.run("autocast_worker.py", tmp_path_factory.mktemp("autocast")))
 
 
 @pytest.mark.parametrize(("name", "stock"), [("shared", "stock"), ("gathered", "stock"), ("tied", "stock tied")])

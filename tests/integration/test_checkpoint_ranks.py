@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
-import two_ranks
-from harness import same_bits
+from harness import same_bits, unequal
 
 from ds_slide.checkpoint.manifest import NAME as MANIFEST
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return two_ranks.run("checkpoint_worker.py", tmp_path_factory.mktemp("two_ranks"))
-
-
-@pytest.fixture(scope="module")
-def seen(folder: Path) -> list[dict[str, Any]]:
-    """What each rank saw."""
-    return two_ranks.seen_by(folder)
+WORKER = "checkpoint_worker.py"
 
 
 def test_the_manifest_has_the_files_of_both_ranks(folder):
@@ -43,8 +31,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_both(failing, seen):
 
 def test_the_old_checkpoint_of_that_tag_loads(seen):
     for rank in range(2):
-        for name, tensors in seen[rank]["states"].items():
-            assert all(same_bits(seen[rank]["loaded"][name][key], tensor) for key, tensor in tensors.items()), name
+        assert unequal(seen[rank]["loaded"], seen[rank]["states"]) == []
 
 
 def test_a_broken_file_of_one_rank_stops_both(seen):
@@ -64,6 +51,5 @@ def test_a_file_of_one_rank_that_would_run_something_stops_both_before_anything_
         prefix = "rank 1: " if rank == 0 else ""
         path = folder / "saves" / "hostile" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
         assert seen[rank]["hostile"].startswith(f"{prefix}the checkpoint file {path} holds posix.system")
-        for name, tensors in seen[rank]["weights"].items():
-            assert all(same_bits(seen[rank]["unchanged"][name][key], tensor) for key, tensor in tensors.items()), name
+        assert unequal(seen[rank]["unchanged"], seen[rank]["weights"]) == []
     assert not (folder / "marker").exists()

@@ -17,7 +17,7 @@ import pytest
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from harness import batches, ds_config, engine_for, llama, same_bits, states_of, train
+from harness import batches, ds_config, engine_for, llama, same_bits, states_of, train, unequal
 from torch import nn
 
 from ds_slide.checkpoint import archive, publish
@@ -68,10 +68,6 @@ def folder(engine, old, tmp_path) -> Path:
     engine.load_checkpoint(tmp_path / "run")
     train(engine, batches(1, seed=2))
     return tmp_path / "run"
-
-
-def differing(left: States, right: States) -> list[str]:
-    return [f"{name}.{key}" for name in left for key in left[name] if not same_bits(left[name][key], right[name][key])]
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -153,11 +149,11 @@ def check_after_kill(engine: Any, folder: Path, expected: States, latest: str) -
     assert (folder / "latest").read_text() == latest
     path, _ = engine.load_checkpoint(folder)
     assert path is not None
-    assert differing(states_of(engine.module), expected) == []
+    assert unequal(states_of(engine.module), expected) == []
     engine.save_checkpoint(folder, "next")
     assert leftovers(folder) == []
     engine.load_checkpoint(folder, "next")
-    assert differing(states_of(engine.module), expected) == []
+    assert unequal(states_of(engine.module), expected) == []
 
 
 @pytest.mark.parametrize("phase", [*WRITING, *RENAMED, "published"])
@@ -194,7 +190,7 @@ def test_saving_twice_to_one_tag(engine, folder):
     engine.save_checkpoint(folder, "old", save_latest=False)
     train(engine, batches(1, seed=4))
     engine.load_checkpoint(folder)
-    assert differing(states_of(engine.module), new) == []
+    assert unequal(states_of(engine.module), new) == []
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "old", "zero_to_fp32.py", "zero_to_torch.py"]
     assert sorted(path.name for path in (folder / "old").iterdir()) == sorted([MODEL, OPTIMIZER, MANIFEST])
 
@@ -231,7 +227,7 @@ def test_a_broken_checkpoint_is_refused_and_the_newest_whole_one_named(name, dam
     flip(folder / "newer" / OPTIMIZER)
     with pytest.raises(SlideError, match=rf"{name} .*broken; load another tag.*newest whole tag there is 'old'"):
         engine.load_checkpoint(folder)
-    assert differing(states_of(engine.module), before) == []
+    assert unequal(states_of(engine.module), before) == []
     train(engine, batches(1))  # it still can
     assert engine.load_checkpoint(folder, "old")[1]["note"] == "kept"
 
@@ -250,7 +246,7 @@ def test_a_latest_that_names_nothing(engine, folder):
 def test_a_checkpoint_without_manifest_loads(engine, old, folder):
     (folder / "old" / MANIFEST).unlink()
     engine.load_checkpoint(folder)
-    assert differing(states_of(engine.module), old[1]) == []
+    assert unequal(states_of(engine.module), old[1]) == []
     truncate(folder / "old" / OPTIMIZER)
     with pytest.raises(SlideError, match=rf"{OPTIMIZER} cannot be loaded"):
         engine.load_checkpoint(folder)
@@ -290,10 +286,10 @@ def small_disk(engine, old, tmp_path) -> Iterator[Path]:
 
 def check_after_failure(engine: Any, disk: Path, old: States, before: States) -> None:
     assert leftovers(disk) == [] and not (disk / "new").exists()
-    assert differing(states_of(engine.module), before) == []
+    assert unequal(states_of(engine.module), before) == []
     train(engine, batches(1))
     engine.load_checkpoint(disk)
-    assert differing(states_of(engine.module), old) == []
+    assert unequal(states_of(engine.module), old) == []
 
 
 @pytest.mark.parametrize("checked", [True, False], ids=["seen_before", "while_writing"])

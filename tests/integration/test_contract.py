@@ -10,12 +10,7 @@ from torch import nn
 
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideConfigError
-from ds_slide.integration.contract import (
-    check_supported,
-    model_problems,
-    optimizer_choice_problems,
-    optimizer_problems,
-)
+from ds_slide.integration.contract import check_supported, model_problems, optimizer_choice_problems, optimizer_problems
 
 
 class TestOptimizers:

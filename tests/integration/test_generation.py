@@ -14,9 +14,7 @@ import torch
 from deepspeed.runtime.zero import stage3
 from harness import (
     PlainAdamW,
-    Result,
     batches,
-    differences,
     ds_config,
     engine_for,
     half_up,
@@ -25,6 +23,7 @@ from harness import (
     sum_gradients_by_block,
     to_bf16,
     train,
+    unequal,
 )
 
 from ds_slide.errors import SlideError
@@ -83,7 +82,7 @@ def test_tokens_and_training_are_those_of_plain_torch(way: str, states: str, cli
                 tokens = engine.module.generate(prompt, **OPTIONS)
             assert tokens.shape == (2, 14)
             assert torch.equal(tokens, plain.generate(prompt, **OPTIONS))
-        assert differences(Result(states=states_of(model)), Result(states=reference.states())) == []
+        assert unequal(states_of(model), reference.states()) == []
 
 
 def test_while_the_hooks_are_away_no_block_passes_through_the_window() -> None:
@@ -166,7 +165,7 @@ def test_what_is_done_to_gathered_weights_without_a_modifier_is_forgotten(states
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             for parameter in model.parameters():
                 parameter.data += 1.0
-        assert differences(Result(states=states_of(model)), Result(states=before)) == []
+        assert unequal(states_of(model), before) == []
         with torch.no_grad():
             again = engine(**batches(1)[0]).loss.item()
         plain = to_bf16(llama())

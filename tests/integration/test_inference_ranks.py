@@ -6,19 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import two_ranks
 from harness import Result, batches, differences, llama, same_bits, to_bf16
 from reference_worker import FORWARDS, PAIRS, SECOND_SEED, logits_of
 
+WORKER = "reference_worker.py"
 OURS = [name for name, slide in FORWARDS.items() if slide is not None]
 # The average of two gradients in bf16, and single roundings after the first update (see test_ranks.py).
 TOLERANCE = 2.0**-8
-
-
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank saw."""
-    return two_ranks.seen_by(two_ranks.run("reference_worker.py", tmp_path_factory.mktemp("reference")))
 
 
 @pytest.mark.usefixtures("one_rank")

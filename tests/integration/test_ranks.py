@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import two_ranks
-from harness import Result, batches, differences, ds_config, llama, trained
+from harness import Result, batches, differences, ds_config, llama, trained, unequal
 from two_ranks import RANKS
 
+WORKER = "ranks_worker.py"
 STEPS = 4
 # The average of two gradients in bf16 is not the gradient of the mean in bf16: 2^-9 each, and so for the norm.
 LOSS_TOLERANCE = 2.0**-8
@@ -42,12 +42,6 @@ RankResults = Callable[[str], list[Result]]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What `ranks_worker` has left, by rank; one pair of processes does all of its runs."""
-    return two_ranks.seen_by(two_ranks.run("ranks_worker.py", tmp_path_factory.mktemp("ranks")))
-
-
-@pytest.fixture(scope="module")
 def of_ranks(seen: list[dict[str, Any]]) -> RankResults:
     """Results of a run of `ranks_worker.RUNS` by rank."""
     return lambda name: [Result(**results[name]) for results in seen]
@@ -67,7 +61,7 @@ def test_all_ranks_have_the_same_weights(of_ranks: RankResults, name: str) -> No
     first, second = of_ranks(name)
     assert first.losses != second.losses  # each its own half of the data
     assert first.norms == second.norms
-    assert differences(Result(states=first.states), Result(states=second.states)) == []
+    assert unequal(first.states, second.states) == []
 
 
 @pytest.mark.parametrize(("name", "reference"), SAME_BITS.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,19 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from harness import Result, batches, differences, ds_config, engine_for, llama, same_bits, states_of, train
+from harness import (
+    Result,
+    batches,
+    differences,
+    ds_config,
+    engine_for,
+    llama,
+    same_bits,
+    states_of,
+    train,
+    trained,
+    unequal,
+)
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.integrations import HfDeepSpeedConfig
@@ -68,13 +79,6 @@ def on_ssd(
     return config
 
 
-def trained(model: nn.Module, config: dict[str, Any]) -> Result:
-    with engine_for(model, config) as engine:
-        result = train(engine, batches(STEPS))
-        result.states = states_of(engine.module)
-    return result
-
-
 def small_llama(checkpointing: bool | None = None) -> nn.Module:
     """`checkpointing`: None, or whether activation checkpointing is re-entrant."""
     model = llama(**SMALL)
@@ -85,13 +89,13 @@ def small_llama(checkpointing: bool | None = None) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def in_memory() -> Callable[[bool | None], Result]:
-    return cache(lambda checkpointing: trained(small_llama(checkpointing), on_host({})))
+    return cache(lambda checkpointing: trained(small_llama(checkpointing), on_host({}), batches(STEPS)))
 
 
 def test_the_default_pipeline_trains(in_memory: Callable[..., Result], tmp_path: Path) -> None:
     """Stock stops at its first step: AssertionError: new_alloc_buffers is not None (buffer_count is 4)."""
     config = on_ssd(tmp_path, optimizer={"pipeline_read": True, "pipeline_write": True})
-    assert differences(trained(small_llama(), config), in_memory(None)) == []
+    assert differences(trained(small_llama(), config, batches(STEPS)), in_memory(None)) == []
     assert not list(tmp_path.iterdir())
 
 
@@ -99,7 +103,7 @@ def test_the_default_buffers_are_enough(in_memory: Callable[..., Result], tmp_pa
     """Stock: "Not enough buffers 0 for swapping 1" by default; here also with the fewest that one can ask for."""
     for slide in ({}, {"weight_buffers": 2, "ssd_buffers": 2, "window": 2}):
         config = on_ssd(tmp_path, slide, param={"max_in_cpu": 0})
-        assert differences(trained(small_llama(), config), in_memory(None)) == []
+        assert differences(trained(small_llama(), config, batches(STEPS)), in_memory(None)) == []
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -107,16 +111,13 @@ def test_activation_checkpointing(in_memory: Callable[..., Result], tmp_path: Pa
     """Stock: "param already assigned swap buffer id" with reuse distance 0, else "Not enough buffers"."""
     config = on_ssd(tmp_path, {"weight_buffers": 2}, param={"max_in_cpu": 0})
     config["zero_optimization"]["stage3_max_reuse_distance"] = 0
-    assert differences(trained(small_llama(reentrant), config), in_memory(reentrant)) == []
+    assert differences(trained(small_llama(reentrant), config, batches(STEPS)), in_memory(reentrant)) == []
 
 
-def test_no_file_is_left(tmp_path: Path) -> None:
-    """Stock leaves the optimizer's swap files after every run, and those of the parameters until the next one."""
-    with engine_for(small_llama(), on_ssd(tmp_path)) as engine:
-        train(engine, batches(1))
-        assert not list(tmp_path.iterdir())
-        assert os.fstat(engine.optimizer.runtime.parts.ssd.store.descriptors[0]).st_blocks > 0
-    assert not list(tmp_path.iterdir())
+def second_half(engine: Any) -> Result:
+    result = train(engine, batches(STEPS)[HALF:])
+    result.states = states_of(engine.module)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +133,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
             train(engine, batches(HALF))
             engine.save_checkpoint(folder, "tag")
             half = Result(states=states_of(engine.module))
-            rest = train(engine, batches(STEPS)[HALF:])
-            rest.states = states_of(engine.module)
+            rest = second_half(engine)
         assert not list(disk.iterdir())
         return folder, half, rest
 
@@ -161,10 +161,8 @@ def test_resume_is_exact(saved: Callable[..., Any], tmp_path: Path, state_dtype:
     with engine_for(model, on_ssd(tmp_path, {"state_dtype": state_dtype})) as engine:
         train(engine, batches(1, seed=8))
         assert engine.load_checkpoint(folder)[0] is not None
-        assert differences(Result(states=states_of(engine.module)), half) == []
-        result = train(engine, batches(STEPS)[HALF:])
-        result.states = states_of(engine.module)
-    assert differences(result, rest) == []
+        assert unequal(states_of(engine.module), half.states) == []
+        assert differences(second_half(engine), rest) == []
 
 
 @dtypes
@@ -172,9 +170,7 @@ def test_a_checkpoint_from_ssd_resumes_in_host_memory(saved: Callable[..., Any],
     folder, _, rest = saved(state_dtype)
     with engine_for(llama(seed=5, **SMALL), on_host({"state_dtype": state_dtype})) as engine:
         engine.load_checkpoint(folder)
-        result = train(engine, batches(STEPS)[HALF:])
-        result.states = states_of(engine.module)
-    assert differences(result, rest) == []
+        assert differences(second_half(engine), rest) == []
 
 
 def from_zero_init(config: dict[str, Any]) -> nn.Module:
@@ -199,6 +195,6 @@ def test_parameters_born_on_ssd(make: Callable[..., nn.Module], tmp_path: Path) 
         model = make(config)
         assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())
         assert not list(tmp_path.iterdir())
-        made.append(trained(model, config))
+        made.append(trained(model, config, batches(STEPS)))
     assert differences(*made) == []
     assert not list(tmp_path.iterdir())

@@ -19,10 +19,7 @@ from ds_slide.integration.optimizer import SlideZeroOptimizer
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 # torch's own AdamW: for states on the accelerator DeepSpeed would compile an operator for two minutes.
-ON_GPU = {
-    "zero_optimization": {"stage": 3},
-    "optimizer": {"type": "AdamW", "params": ADAMW | {"torch_adam": True}},
-}
+ON_GPU = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": ADAMW | {"torch_adam": True}}}
 NAMES = {
     "fp32_partitioned_groups_flat": "use deepspeed.utils.safe_get_full_fp32_param",
     "fp16_partitioned_groups": "use deepspeed.zero.GatheredParameters",

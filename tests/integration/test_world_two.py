@@ -1,40 +1,18 @@
-"""Two ranks over gloo. Both run `world_two_worker.py` once; the tests look at what each of them saw."""
+"""Two ranks over gloo. Both run `WORKER` once; the tests look at what each of them saw."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import two_ranks
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from harness import engine_for, exchanged, half_up, same_bits
+from harness import engine_for, exchanged, half_up, same_bits, unequal
 from world_two_worker import STEPS, TRAININGS, config_of, tokens_of
 from world_two_worker import train as train_tokens
 
+WORKER = "world_two_worker.py"
 trainings = pytest.mark.parametrize("name", TRAININGS)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which two ranks have left checkpoints and reports."""
-    return two_ranks.run("world_two_worker.py", tmp_path_factory.mktemp("two_ranks"))
-
-
-@pytest.fixture(scope="module")
-def seen(folder: Path) -> list[dict[str, Any]]:
-    """What each rank saw."""
-    return two_ranks.seen_by(folder)
-
-
-def unequal(left: Any, right: Any) -> list[str]:
-    """Names under which two nested dictionaries of tensors differ in any bit."""
-    if isinstance(left, dict):
-        assert left.keys() == right.keys()
-        return [f"{key}.{name}" for key in left for name in unequal(left[key], right[key])]
-    return [] if same_bits(left, right) else [""]
 
 
 def test_the_first_rank_says_what_was_decided(folder):

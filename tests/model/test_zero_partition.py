@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import deepspeed
 import torch
-import warm
+import two_ranks
 from torch import nn
+from two_ranks import RANKS
 
 from ds_slide.model import ParameterInfo, build_layout, find_structure, parameter_numel, parameter_shape, piece
-
-WORLD_SIZE = 2
-SUCCESS = "layout and partitions agree"
 
 
 class Block(nn.Module):
@@ -32,21 +30,15 @@ def build_model() -> nn.Module:
     return nn.ModuleDict({"embed": nn.Embedding(11, 7), "layers": nn.ModuleList(Block() for _ in range(3))})
 
 
-def compare_with_deepspeed(rank: int, rendezvous: str) -> None:
-    """Runs in a process of its own on each rank, so that no process group outlives the test."""
-    import deepspeed
+def compare_with_deepspeed(rank: int, folder: Path) -> None:
+    with two_ranks.as_rank(rank, folder) as seen:
+        compare(rank)
+        seen["agrees"] = True
 
-    # Gloo alone does: DeepSpeed's shared-memory collectives would first be compiled, half a minute on two cores.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(
-        "gloo",
-        auto_mpi_discovery=False,
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=WORLD_SIZE,
-    )
+
+def compare(rank: int) -> None:
     whole = dict(build_model().named_parameters())
-    with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": WORLD_SIZE, "zero_optimization": {"stage": 3}}):
+    with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": RANKS, "zero_optimization": {"stage": 3}}):
         model = build_model()
 
     structure = find_structure(model)
@@ -56,23 +48,17 @@ def compare_with_deepspeed(rank: int, rendezvous: str) -> None:
     for unit in structure.units:
         assert all(parameter.numel() == 0 for _, parameter in unit.parameters)
         infos = [ParameterInfo(name, parameter_shape(p), parameter_numel(p), 0) for name, p in unit.parameters]
-        for entry, (name, parameter) in zip(build_layout(infos, WORLD_SIZE).entries, unit.parameters, strict=True):
+        for entry, (name, parameter) in zip(build_layout(infos, RANKS).entries, unit.parameters, strict=True):
             assert entry.shape == tuple(whole[name].shape)
             assert entry.partition_numel == parameter.ds_tensor.numel()
             start, stop = piece(entry, rank)
             assert torch.equal(parameter.ds_tensor[: stop - start], whole[name].detach().flatten()[start:stop])
-    torch.distributed.destroy_process_group()
 
 
 def test_two_ranks_hold_the_pieces_of_the_layout(tmp_path: Path) -> None:
-    runs = []
-    for rank in range(WORLD_SIZE):
-        (folder := tmp_path / str(rank)).mkdir()
-        runs.append(warm.start(__file__, str(rank), tmp_path / "rendezvous", folder=folder, LOCAL_RANK=str(rank)))
-    assert [run.end() for run in runs] == [0] * WORLD_SIZE, "\n".join(run.log for run in runs)
-    assert all(run.log.rstrip().endswith(SUCCESS) for run in runs)
+    two_ranks.run(__file__, tmp_path)
+    assert two_ranks.seen_by(tmp_path) == [{"agrees": True}] * RANKS
 
 
 if __name__ == "__main__":
-    compare_with_deepspeed(int(sys.argv[1]), sys.argv[2])
-    print(SUCCESS)
+    two_ranks.fork_ranks(compare_with_deepspeed)

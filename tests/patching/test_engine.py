@@ -21,12 +21,7 @@ from ds_slide.runtime.weights import rows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 STEPS = 2
-SIZES: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "vocab_size": 256,
-}
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 256}
 
 
 def run(kernels: Any, tied: bool, checkpointing: bool = False, clip: float = 1.0) -> tuple[list[float], list[float]]:

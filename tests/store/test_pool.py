@@ -39,13 +39,7 @@ def test_buffers_are_apart_aligned_and_writable(huge_pages):
 def test_statistics_follow_the_leases():
     pool = _native.Pool(BYTES, 3, False, False)
     first, second = pool.try_lease(), pool.try_lease()
-    assert pool.stats() == {
-        "buffers": 3,
-        "free": 1,
-        "leased_peak": 2,
-        "bytes": 3 * BYTES,
-        "pinned": False,
-    }
+    assert pool.stats() == {"buffers": 3, "free": 1, "leased_peak": 2, "bytes": 3 * BYTES, "pinned": False}
     first.release()
     second.release()
     assert (pool.stats()["free"], pool.stats()["leased_peak"]) == (3, 2)

@@ -21,14 +21,7 @@ from ds_slide.store.host_memory import HostMemory
 from ds_slide.store.in_memory import HeldInMemory, InMemory, StatesInMemory, WeightsInMemory
 from ds_slide.store.ssd.extents import unit_extents
 from ds_slide.store.ssd.store import SsdStore
-from ds_slide.store.ssd.unit import (
-    ChunkKey,
-    GradientBuffer,
-    HeldOnSsd,
-    SsdOptimizerStates,
-    SsdWeights,
-    in_one_piece,
-)
+from ds_slide.store.ssd.unit import ChunkKey, GradientBuffer, HeldOnSsd, SsdOptimizerStates, SsdWeights, in_one_piece
 from ds_slide.store.state import UnitState
 from ds_slide.store.state_buffers import optimizer_buffers
 

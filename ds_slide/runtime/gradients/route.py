@@ -46,7 +46,7 @@ class _Arrival:
     before: tuple[Future, Future]
     """The gradient before it has arrived, and has been applied if it was the last of a step."""
     first: bool
-    """Of an accumulation."""
+    """It is the first gradient of an accumulation."""
     final: bool
     adds: bool
     """It is converted to the data type of the held gradient, or added to it, by the CPU."""
@@ -145,7 +145,7 @@ class Gradients:
         unit.square_sum_on = "device"
 
     def add_square_sum(self, unit: Unit, part: torch.Tensor) -> None:
-        """Of one more part of a gradient whose source had none when it set out."""
+        """Add the square sum of one more part of a gradient whose source had no sum when its transfer began."""
         if unit.square_sum_on == "device":
             self.square_sums[unit.order] += self._square_sum(part)
 
@@ -255,7 +255,7 @@ class Gradients:
         arrival.arrived.keep(marker)
 
     def _copy_all(self, arrival: _Arrival, target: torch.Tensor) -> Marker:
-        """And let go of where it was on the GPU."""
+        """Copy the whole gradient to `target`, and release its source on the GPU."""
         marker = PASSED
         for span in arrival.unit.spans:
             marker = self._copy(arrival, span, target)

@@ -26,7 +26,7 @@ class Source(Protocol):
         """What `span` is made of, each when it can be copied; it has been copied when the next is asked for."""
 
     def copy(self, part: slice, target: torch.Tensor) -> None:
-        """To `target`, which has its elements alone."""
+        """Copy `part` to `target`, which has the elements of the part alone."""
 
     def release(self, after: Marker) -> None: ...
 

@@ -55,7 +55,7 @@ class _Entry:
     changes: int = 0
     """Updates under way, each from its use to the end of its write."""
     generation: object = None
-    """Of these updates."""
+    """The generation of these updates."""
     waiting: list[_Demand] = field(default_factory=list)
 
     @property
@@ -67,7 +67,7 @@ class _Entry:
 class _Demand:
     use: Use
     generation: object
-    """Of an update, which changes the buffer; None: only read."""
+    """The generation of an update, which changes the buffer; None where it is only read."""
 
     def may_start(self, entry: _Entry) -> bool:
         if entry.loading:
@@ -98,9 +98,9 @@ class BufferCache(Generic[Key]):
         self._asked: dict[bool, deque[Key]] = {True: deque(), False: deque()}
         """Keys that are asked for and in no buffer yet, first in, first out, by urgency."""
         self._demands: defaultdict[Key, list[_Demand]] = defaultdict(list)
-        """What they are asked for."""
+        """The demands of each key."""
         self._unserved: dict[Key, float] = {}
-        """Of these, when those began to wait that had to."""
+        """When the demands that had to wait began to."""
         self._reserved: Counter[Key] = Counter()
         self._upcoming = {key: place for place, key in enumerate(cycle)}
         """When a key is needed next: places that only compare. In this order."""

@@ -19,7 +19,7 @@ from ds_slide.errors import SlideError
 from ds_slide.runtime.device import PASSED, Marker
 
 THREAD_PREFIX = "ds_slide-"
-"""Of the names of the engine's own threads. All others are its clients: the thread that computes, above all."""
+"""The prefix of the names of the engine's own threads. All others are its clients, such as the thread that computes."""
 
 Wake = Callable[[], None]
 
@@ -108,7 +108,7 @@ class Failures:
 
     @property
     def message(self) -> str:
-        """Of the first failure; empty when there is none."""
+        """The message of the first failure; empty when there is none."""
         return "" if self._first is None else str(self._first)
 
     # ---- waiting -----------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Failures:
                 del self._waits[number]
 
     def wait_for(self, changed: threading.Condition, ready: Callable[[], bool], what: str) -> None:
-        """With `changed` held: wait until `ready()`. Raises when a lane has failed."""
+        """Wait until `ready()`, with `changed` held. Raises when a lane has failed."""
         if ready():
             return
         with self.waiting(what, functools.partial(_notify, changed)):

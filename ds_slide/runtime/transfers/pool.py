@@ -55,7 +55,7 @@ class BufferPool:
 
     @property
     def addresses(self) -> list[int]:
-        """Of all buffers, lent or not."""
+        """The addresses of all buffers, lent or not."""
         addresses: list[int] = self._native.addresses
         return addresses
 

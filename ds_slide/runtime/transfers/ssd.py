@@ -58,8 +58,8 @@ class SsdStates:
         self.ahead = len(weight_buffers.addresses)
 
     def start(self) -> None:
-        """From here on chunks are read ahead, in the order of the updates, whenever a buffer is free: the disk does
-        not stop between two steps."""
+        """Begin to read chunks ahead, in the order of the updates, whenever a buffer is free: the disk does not stop
+        between two steps."""
         self.chunks.read_ahead()
 
     def expect_weights(self, coming: Sequence[Unit], kept: Sequence[Unit]) -> None:
@@ -68,7 +68,7 @@ class SsdStates:
         self.weights.expect(self._on_ssd(coming), self._on_ssd(kept))
 
     def statistics(self) -> dict[str, Any]:
-        """Of the store, since its start."""
+        """Statistics of the store since its start."""
         return dict(self.store.statistics())
 
     def abandon(self) -> None:

@@ -192,7 +192,7 @@ class SsdWeights:
         self.buffers.forget(lambda order: order == self.order)
 
     def _view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Of a buffer that they have been read into."""
+        """The weights in a buffer that they have been read into."""
         return buffer[: self.buffer.numel * self.buffer.dtype.itemsize].view(self.buffer.dtype)
 
     def _part(self, span: slice, buffer: torch.Tensor) -> Part:
@@ -316,7 +316,7 @@ class HeldOnSsd:
         return self._view(span)
 
     def _store(self, buffer: torch.Tensor) -> None:
-        """From the beginning of `buffer`; the rest of the last page is written with what lies there."""
+        """Write the gradient from the beginning of `buffer`; the rest of the last page gets what lies behind it."""
         with self.through.disk_works():
             self.gradient.store.write_now([self._part(slice(0, self.gradient.numel), buffer)])
 

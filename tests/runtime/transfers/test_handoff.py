@@ -179,11 +179,11 @@ def test_whoever_waits_for_a_future_presses_it_first_and_only_if_it_has_to_wait(
     future = Future(failures, "it", lambda: pressed.append(len(failures.waits())))
     waiter = Waiter(future.wait)
     begun(failures)
+    assert pressed == [0] and not future.is_kept
+    future.keep(marker := Marker())
+    assert waiter.result() is future.wait() is marker
     assert pressed == [0]
-    future.keep()
-    waiter.result()
-    future.wait()
-    assert pressed == [0]
+    assert Future.kept(failures).wait() is PASSED
 
 
 def test_waits_are_told_apart_by_who_waits() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -33,27 +32,6 @@ class Arrival:
 
     def synchronize(self) -> None:
         assert self._passed.wait(SECONDS)
-
-
-def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Start `work`; the function returned waits for its result or raises its exception."""
-    results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            results.put((work(), None))
-        except BaseException as error:
-            results.put((None, error))
-
-    threading.Thread(target=run, daemon=True).start()
-
-    def result() -> Any:
-        value, error = results.get(timeout=SECONDS)
-        if error is not None:
-            raise error
-        return value
-
-    return result
 
 
 class Log:
@@ -130,55 +108,19 @@ def test_close_runs_what_is_queued_and_can_be_repeated(make_worker: Any, updates
     assert sorted(seen) == sorted([*range(20)] * 2)
 
 
-def test_kept_future_gives_its_marker(failures: Failures) -> None:
-    future, marker = Future(failures), Marker()
-    assert not future.is_kept
-    result = in_thread(future.wait)
-    future.keep(marker)
-    assert result() is marker
-    assert future.is_kept
-    assert Future.kept(failures).wait() is PASSED
-
-
-def fail() -> int:
-    return 1 // 0
-
-
-@pytest.mark.parametrize("waiting", ["future", "pool", "drain", "other-drain", "updates-drain"])
 @pytest.mark.parametrize("failing", ["d2h", "update"])
-def test_a_failed_lane_wakes_everyone(
-    make_worker: Any, make_pool: Any, updates: UpdateWorker, failures: Failures, waiting: str, failing: str
+def test_an_exception_in_a_lane_is_everyones(
+    make_worker: Any, updates: UpdateWorker, failures: Failures, failing: str
 ) -> None:
-    d2h, h2d = make_worker("d2h"), make_worker("h2d")
-    owed = Future(failures)
-    if waiting == "other-drain":
-        h2d.submit(owed.wait)  # a lane that waits for another one fails with it
-    if waiting == "updates-drain" and failing == "d2h":
-        updates.submit(0, PASSED, lambda: owed.wait() and 0)
-    waits = {
-        "future": owed.wait,
-        "pool": make_pool(0).lease,
-        "drain": d2h.drain if failing == "d2h" else updates.drain,
-        "other-drain": h2d.drain,
-        "updates-drain": updates.drain,
-    }
-    if failing == "d2h":
-        d2h.submit(fail)
-    else:
-        updates.submit(0, PASSED, fail)
-    result = in_thread(waits[waiting])
-    with pytest.raises(SlideError, match=FAILED) as raised:
-        result()
-    assert failing in str(raised.value)
-    assert isinstance(raised.value.__cause__, ZeroDivisionError)
-
-
-def test_the_first_failure_is_the_one_that_is_told(failures: Failures) -> None:
-    failures.raise_first()
-    failures.record("d2h", ValueError("first"))
-    failures.record("h2d", ValueError("second"))
-    with pytest.raises(SlideError, match=r"the d2h lane stopped with ValueError: first"):
-        failures.raise_first()
+    """How each wait ends by it: test_handoff."""
+    lane = make_worker("d2h") if failing == "d2h" else updates
+    arguments = () if failing == "d2h" else (0, PASSED)
+    lane.submit(*arguments, lambda: 1 // 0)
+    for wait in (Future(failures).wait, lane.drain):
+        with pytest.raises(SlideError, match=FAILED) as raised:
+            wait()
+        assert failing in str(raised.value)
+        assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
 def test_delays_repeat_with_their_seed() -> None:

@@ -1,0 +1,97 @@
+"""How often clipping bites in a training: the gradient norm of every step beside the limit, as CSV and picture.
+
+    deepspeed --num_gpus 1 examples/finetune.py --deepspeed_config ds.json --model DIR --data FILE --log runs/log.jsonl
+    python3 benchmarks/norms.py runs/log.jsonl --limit 1.0 --out out/norms
+
+Writes OUT.csv and OUT.svg, and prints a JSON line. A norm at most the limit leaves a step as it would be without
+clipping: updates that do not wait for the norm are right there. `followed`: of the steps after one within the limit,
+the share that is within it, too; that is how often "as in the step before" is right where it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import statistics
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from timeline_picture import text
+
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 960, 320, 50, 30, 40
+WITHIN, ABOVE = "#2f9e8f", "#c4424d"
+
+
+def summarise(norms: list[float], limit: float) -> dict[str, Any]:
+    """What the picture shows, in numbers. A norm that is not finite is within none."""
+    within = [norm <= limit for norm in norms]
+    after = [second for first, second in pairwise(within) if first]
+    return {
+        "steps": len(norms),
+        "limit": limit,
+        "within": sum(within),
+        "share_within": sum(within) / len(norms),
+        "followed": sum(after) / len(after) if after else None,
+        "crossings": sum(first != second for first, second in pairwise(within)),
+        "median": statistics.median(norms),
+        "largest": max(norm for norm in norms if math.isfinite(norm)),
+    }
+
+
+def svg(norms: list[float], limit: float, caption: str) -> str:
+    """A dot a step on a logarithmic scale, and the limit as a line."""
+    finite = [norm for norm in norms if math.isfinite(norm) and norm > 0]
+    low, high = math.log10(min(*finite, limit)), math.log10(max(*finite, limit))
+    across = (WIDTH - LEFT - 20) / max(1, len(norms) - 1)
+
+    def y(norm: float) -> float:
+        height = high - low if not math.isfinite(norm) else math.log10(norm) - low if norm > 0 else 0.0
+        return HEIGHT - BOTTOM - height / ((high - low) or 1.0) * (HEIGHT - TOP - BOTTOM)
+
+    def dot(number: int, norm: float) -> str:
+        colour = WITHIN if norm <= limit else ABOVE
+        return f'<circle cx="{LEFT + number * across:.1f}" cy="{y(norm):.1f}" r="2" fill="{colour}"/>'
+
+    labels = [text(LEFT - 6, y(norm) + 4, f"{norm:.2g}", anchor="end", size=11) for norm in (min(finite), max(finite))]
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+            'font-family="Helvetica, Arial, sans-serif">',
+            f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+            f'<path d="M{LEFT} {y(limit):.1f} H{WIDTH - 20}" stroke="#000" stroke-dasharray="4 3"/>',
+            text(WIDTH - 20, y(limit) - 5, f"limit {limit:g}", anchor="end", size=11),
+            text(LEFT, 18, caption),
+            text(WIDTH - 20, HEIGHT - 12, f"step {len(norms)}", anchor="end", size=11),
+            *labels,
+            *(dot(number, norm) for number, norm in enumerate(norms)),
+            "</svg>\n",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("log", type=Path, help="what examples/finetune.py --log has written")
+    parser.add_argument("--limit", type=float, default=1.0, help="gradient_clipping of that run")
+    parser.add_argument("--out", type=Path, required=True, help="of the files, without .csv and .svg")
+    arguments = parser.parse_args()
+    steps = [json.loads(line) for line in arguments.log.read_text().splitlines()]
+    norms = [step["grad_norm"] for step in steps]
+    if not norms or None in norms or arguments.limit <= 0:
+        parser.error(f"{arguments.log} has steps without a norm, or no steps, or --limit is not above 0")
+    summary = summarise(norms, arguments.limit)
+    with arguments.out.with_name(f"{arguments.out.name}.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["step", "norm", "within", "loss"])
+        for step, norm in zip(steps, norms, strict=True):
+            writer.writerow([step["step"], f"{norm:.6g}", int(norm <= arguments.limit), f"{step['loss']:.6g}"])
+    caption = f"Gradient norms: {summary['within']} of {summary['steps']} steps within the limit"
+    arguments.out.with_name(f"{arguments.out.name}.svg").write_text(svg(norms, arguments.limit, caption))
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()
