@@ -123,9 +123,9 @@ def test_the_engine_itself_may_move_them(clip: float) -> None:
             step(*given)
             moves.move(runtime)
 
-        def move_and_begin_forward(*given: Any) -> None:
+        def move_and_begin_forward(*call: Any) -> None:
             moves.move(runtime)
-            begin_forward(*given)
+            begin_forward(*call)
 
         runtime.step, root._begin = step_and_move, move_and_begin_forward
         result = train(engine, data)

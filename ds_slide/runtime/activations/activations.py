@@ -10,7 +10,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ds_slide.plan.spare import Handling, Keepable, Shape, kept_within
-from ds_slide.report.log import log
 from ds_slide.runtime.activations.checkpointing import Checkpoint, TakenOver, goes_through
 from ds_slide.runtime.activations.saved_bytes import counted
 from ds_slide.runtime.device import Device, Marker
@@ -67,7 +66,6 @@ class Activations:
         """By kind of block, at the largest shape so far."""
         self._asked: set[Hashable] = set()
         """Kinds that are to be measured by the next recomputation of one of their blocks."""
-        self._has_said = False
         self.times_forward = False
         self._marks: list[tuple[int, Marker, Marker]] = []
         self._seconds: dict[Hashable, float] = {}
@@ -85,13 +83,6 @@ class Activations:
         if not checkpointed:
             self._shape, self._kept, self.statistics = None, frozenset(), _statistics(0, 0, 0)
             return
-        if not self._has_said:
-            self._has_said = True
-            log.info(
-                f"the activation checkpointing of {len(checkpointed)} blocks, which the script has asked for, is taken "
-                'over: a block is recomputed only where memory is short ("ds_slide": {"activations": "as_written"} '
-                "leaves it alone)"
-            )
         self._shape = shape
         if shape is not None:
             of = {kind: self._measured.get(kind) for kind in self._kind.values()}

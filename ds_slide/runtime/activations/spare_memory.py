@@ -124,6 +124,7 @@ class SpareMemory:
         """Forwards with gradients since the last step."""
         self._shapes: set[Shape] = set()
         """Of the first two batches that differ."""
+        self._has_said = False
         self._is_tied = ranks.world_size > 1
         """States cannot always go when a batch begins."""
 
@@ -150,7 +151,18 @@ class SpareMemory:
             if shape is not None and len(self._shapes) < 2:
                 self._shapes.add(shape)
             self.activations.begin(shape, room)
+            self._say_once()
             self._watched = self._watched.with_forward(self._allocated(), shape, self.activations.kept_bytes)
+
+    def _say_once(self) -> None:
+        checkpointed = self.activations.statistics["checkpointed"]
+        if checkpointed and not self._has_said and self._ranks.rank == 0:
+            log.info(
+                f"the activation checkpointing of {checkpointed} blocks, which the script asks for, is taken over, "
+                'and a block recomputed only where memory is short ("ds_slide": {"activations": "as_written"} leaves '
+                "it alone)"
+            )
+        self._has_said = self._has_said or bool(checkpointed)
 
     def end_forward(self) -> None:
         """It has ended, with an exception perhaps."""
