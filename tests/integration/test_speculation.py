@@ -37,6 +37,7 @@ from torch import nn
 
 from ds_slide.runtime.device import PASSED
 from ds_slide.runtime.transfers.handoff import Future
+from ds_slide.store.undo_log import SLICE
 
 STEPS = 6
 DELAYS = {"lane_delay_ms": 3.0, "seed": 2}
@@ -61,6 +62,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "SGD": ({}, {"clip": SOMETIMES, "optimizer": SGD, "zero_allow_untested_optimizer": True}),
     "Adam with L2": ({}, {"clip": SOMETIMES, "optimizer": ADAM_L2}),
 }
+
+
+@pytest.fixture(autouse=True)
+def several_runs_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_slide.plan.allocations.UNDO_RUN", 2 * SLICE)
 
 
 def config(slide: dict[str, Any], other: dict[str, Any], speculate: Any, **debug: Any) -> dict[str, Any]:
@@ -325,14 +331,20 @@ def test_a_checkpoint_before_the_step_resumes_with_the_old_bits(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_states_on_ssd_wait_for_the_norm(tmp_path: Path) -> None:
-    def of(speculate: bool) -> tuple[Result, dict[str, Any]]:
+def test_blocks_with_states_on_ssd_wait_for_the_norm(tmp_path: Path) -> None:
+    def of(speculate: bool) -> tuple[Result, int]:
         given = config({"host_memory": 2_000_000}, {"clip": SOMETIMES}, speculate)
-        return run(on_ssd(given, tmp_path, "offload_optimizer"), batches(STEPS))
+        with engine_for(llama(), on_ssd(given, tmp_path, "offload_optimizer")) as engine:
+            found = trained_with_pauses(engine, batches(STEPS))
+            found.states = states_of(engine.module)
+            placement = engine.optimizer.runtime.parts.plan.placement
+            assert placement.on_ssd and not placement.on_ssd & placement.undo_logs
+            assert len(placement.undo_logs) == engine.optimizer.slide_stats()["speculation"]["blocks"]
+            return found, len(placement.undo_logs)
 
-    (found, speculation), (held, _) = of(speculate=True), of(speculate=False)
+    (found, logs), (held, none) = of(speculate=True), of(speculate=False)
     assert differences(found, held) == []
-    assert not speculation["blocks"]
+    assert logs and not none
 
 
 @pytest.mark.usefixtures("one_rank")
