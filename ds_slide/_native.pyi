@@ -211,6 +211,9 @@ def first_wrong_page(
 def isa() -> Literal["avx512", "avx2", "portable"]:
     """Best instruction set of this processor. All three give the same bits."""
 
+UPDATE_SLICE: int
+SLICE_LOG_BYTES: int
+
 def update(
     workers: Workers,
     rule: str,
@@ -228,9 +231,11 @@ def update(
     seed: int = 0,
     step: int = 1,
     first: int = 0,
-    part: Literal["whole", "weights", "states"] = "whole",
-    log_ptrs: Sequence[int] = (),
-    keep_weight: bool = False,
+    part: Literal["whole", "weights", "states", "with_log", "back", "rest"] = "whole",
+    new_weight_ptr: int = 0,
+    old_ptrs: Sequence[int] = (),
+    low_ptrs: Sequence[int] = (),
+    slices_ptr: int = 0,
 ) -> None:
     """One step of ``rule`` in place, in one pass over memory; ``step`` is 1 at the first update.
 
@@ -246,8 +251,13 @@ def update(
     The states are all float, all bf16, or all bytes with a float scale for every 64 of them. Those that are not float
     are rounded by random bits of (``seed``, ``step``, ``first`` + index); ``first`` is a multiple of 64.
 
-    ``log_ptrs``: nothing, or where the old bytes of weight, remainder, states and scales go, 0 where there is none of
-    them. ``keep_weight``: the weight stays, and the new one goes to the first of them.
+    ``new_weight_ptr``, where it is not 0, gets the new weight, and ``weight_ptr`` stays as it is. ``old_ptrs``:
+    nothing, or where the old bytes of weight, remainder, states and scales go, 0 for those that are not wanted.
+
+    "with_log" is the whole step with a log, of ``low_ptrs`` (a byte an element, for the weight and each state) and
+    ``slices_ptr`` (`SLICE_LOG_BYTES` for every `UPDATE_SLICE` elements), as far as that has room; "back" with the same
+    arguments gives the old bits back, "rest" does what there was no room for. For states in float, and not for
+    ``fp16_master``.
     """
 
 def copy(workers: Workers, to_ptr: int, from_ptr: int, nbytes: int) -> None:

@@ -48,8 +48,12 @@ StateFormat state_format_of(std::string const& name) {
 }
 
 Pass pass_of(std::string const& name) {
-  static constexpr std::array<std::pair<char const*, Pass>, 3> kValues{
-      {{"whole", Pass::whole}, {"weights", Pass::weights}, {"states", Pass::states}}};
+  static constexpr std::array<std::pair<char const*, Pass>, 6> kValues{{{"whole", Pass::whole},
+                                                                        {"weights", Pass::weights},
+                                                                        {"states", Pass::states},
+                                                                        {"with_log", Pass::with_log},
+                                                                        {"back", Pass::back},
+                                                                        {"rest", Pass::rest}}};
   return named("part", name, kValues);
 }
 
@@ -103,22 +107,18 @@ std::size_t state_size(StateFormat state) {
   return state == StateFormat::fp32 ? 4 : state == StateFormat::bf16 ? 2 : 1;
 }
 
-/// Number `index` of the log's addresses: weight, remainder, states and scales.
-void* log_pointer(std::vector<std::uintptr_t> const& log_ptrs, std::size_t index, std::size_t numel) {
-  return pointer("log_ptrs", log_ptrs[index], 1, numel);
-}
-
+/// `old_ptrs`: of weight (0: it is not overwritten), remainder, states and scales; empty where there is no
+/// such log.
 UndoLog log_of(UpdateArrays const& arrays, WeightFormat format, StateFormat state, std::size_t states,
-               std::vector<std::uintptr_t> const& log_ptrs, bool keep_weight, std::size_t numel) {
+               std::vector<std::uintptr_t> const& old_ptrs, std::size_t numel) {
   UndoLog log;
+  if (old_ptrs.empty()) return log;
   bool const has_scales = state == StateFormat::block8;
-  require_count("log_ptrs", log_ptrs.size(),
-                keep_weight || !log_ptrs.empty() ? 2 + (has_scales ? 2 : 1) * states : 0);
-  if (log_ptrs.empty()) return log;
+  require_count("old_ptrs", old_ptrs.size(), 2 + (has_scales ? 2 : 1) * states);
   auto const add = [&](std::size_t index, void const* from, std::size_t bytes, std::size_t elements) {
-    log.arrays[log.count++] = {log_pointer(log_ptrs, index, numel), from, bytes, elements};
+    log.arrays[log.count++] = {pointer("old_ptrs", old_ptrs[index], 1, numel), from, bytes, elements};
   };
-  if (!keep_weight) add(0, arrays.weight, weight_size(format), 1);
+  if (old_ptrs[0] != 0) add(0, arrays.weight, weight_size(format), 1);
   if (format != WeightFormat::fp32) add(1, arrays.remainder, remainder_size(format), 1);
   for (std::size_t k = 0; k < states; ++k) {
     add(2 + k, arrays.states[k], state_size(state), 1);
@@ -137,14 +137,16 @@ void update_binding(Workers& workers, std::string const& rule_name, std::string 
                     std::string const& grad_dtype, std::size_t numel, std::vector<float> const& numbers,
                     std::string const& isa, std::string const& state_format,
                     std::vector<std::uintptr_t> const& scale_ptrs, std::uint64_t seed, std::int64_t step,
-                    std::uint64_t first, std::string const& part, std::vector<std::uintptr_t> const& log_ptrs,
-                    bool keep_weight) {
+                    std::uint64_t first, std::string const& part, std::uintptr_t new_weight_ptr,
+                    std::vector<std::uintptr_t> const& old_ptrs, std::vector<std::uintptr_t> const& low_ptrs,
+                    std::uintptr_t slices_ptr) {
   Rule const rule = rule_of(rule_name);
   KernelTable const& kernels = kernels_named(isa);
   RuleKernels const& own = kernels.rules[static_cast<int>(rule)];
   StateFormat const state = state_format_of(state_format);
   WeightFormat const format = weight_format_of(weight_format);
   Dtype const gradient = dtype_of("grad_dtype", grad_dtype);
+  Pass const pass = pass_of(part);
   require_count("state_ptrs", state_ptrs.size(), own.states);
   require_count("numbers", numbers.size(), own.numbers);
   require_count("scale_ptrs", scale_ptrs.size(), state == StateFormat::block8 ? own.states : 0);
@@ -161,15 +163,21 @@ void update_binding(Workers& workers, std::string const& rule_name, std::string 
     arrays.states[k] = pointer("state_ptrs", state_ptrs[k], state_size(state), numel);
   for (std::size_t k = 0; k < scale_ptrs.size(); ++k)
     arrays.scales[k] = static_cast<float*>(pointer("scale_ptrs", scale_ptrs[k], 4, numel));
-  arrays.new_weight = arrays.weight;
-  UndoLog const log = log_of(arrays, format, state, own.states, log_ptrs, keep_weight, numel);
-  if (keep_weight) arrays.new_weight = log_pointer(log_ptrs, 0, numel);
+  arrays.new_weight = new_weight_ptr == 0
+                          ? arrays.weight
+                          : pointer("new_weight_ptr", new_weight_ptr, weight_size(format), numel);
+  UndoLog const log = log_of(arrays, format, state, own.states, old_ptrs, numel);
+  bool const has_slices = pass == Pass::with_log || pass == Pass::back || pass == Pass::rest;
+  require_count("low_ptrs", low_ptrs.size(), has_slices ? 1 + own.states : 0);
+  for (std::size_t k = 0; k < low_ptrs.size(); ++k)
+    arrays.low[k] = static_cast<std::uint8_t*>(pointer("low_ptrs", low_ptrs[k], 1, numel));
+  if (has_slices) arrays.slices = static_cast<SliceLog*>(pointer("slices_ptr", slices_ptr, 8, numel));
   arrays.first = first;
   arrays.grad = pointer("grad_ptr", grad_ptr, size_of(gradient), numel);
   UpdateNumbers constants{};
   std::copy(numbers.begin(), numbers.end(), constants.values);
   constants.rounding_key = rounding_key_of(seed, static_cast<std::uint64_t>(step));
-  update(workers, kernels, rule, pass_of(part), state, format, gradient, arrays, numel, constants, log);
+  update(workers, kernels, rule, pass, state, format, gradient, arrays, numel, constants, log);
 }
 
 void accumulate_binding(Workers& workers, std::uintptr_t dst_ptr, std::string const& dst_dtype,
@@ -197,8 +205,11 @@ void register_update(py::module_& module) {
              py::arg("remainder_ptr"), py::arg("state_ptrs"), py::arg("grad_ptr"), py::arg("grad_dtype"),
              py::arg("numel"), py::arg("numbers"), py::arg("isa") = "auto", py::arg("state_format") = "fp32",
              py::arg("scale_ptrs") = std::vector<std::uintptr_t>{}, py::arg("seed") = 0, py::arg("step") = 1,
-             py::arg("first") = 0, py::arg("part") = "whole",
-             py::arg("log_ptrs") = std::vector<std::uintptr_t>{}, py::arg("keep_weight") = false, Release());
+             py::arg("first") = 0, py::arg("part") = "whole", py::arg("new_weight_ptr") = 0,
+             py::arg("old_ptrs") = std::vector<std::uintptr_t>{},
+             py::arg("low_ptrs") = std::vector<std::uintptr_t>{}, py::arg("slices_ptr") = 0, Release());
+  module.attr("UPDATE_SLICE") = kUpdateSlice;
+  module.attr("SLICE_LOG_BYTES") = sizeof(SliceLog);
   module.def("copy", &copy_binding, "Copy bytes.", py::arg("workers"), py::arg("to_ptr"), py::arg("from_ptr"),
              py::arg("nbytes"), Release());
   module.def("accumulate", &accumulate_binding, "dst = round(float(dst) + float(src)).", py::arg("workers"),

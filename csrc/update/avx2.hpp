@@ -105,6 +105,8 @@ struct Avx2 {
   static Int shift_right(Int a) {
     return _mm256_srli_epi32(a, count);
   }
+  static bool any(Int a) { return _mm256_testz_si256(a, a) == 0; }
+  static void store_int(std::uint32_t* p, Int a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
   static Mask is_positive(Int a) { return _mm256_cmpgt_epi32(a, _mm256_setzero_si256()); }
   static Mask less(__m256 a, __m256 b) { return _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
   static Int keep_if(Mask mask, Int a) { return _mm256_and_si256(mask, a); }

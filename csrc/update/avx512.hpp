@@ -95,6 +95,8 @@ struct Avx512 {
   static Int shift_right(Int a) {
     return _mm512_srli_epi32(a, count);
   }
+  static bool any(Int a) { return _mm512_test_epi32_mask(a, a) != 0; }
+  static void store_int(std::uint32_t* p, Int a) { _mm512_storeu_si512(p, a); }
   static Mask is_positive(Int a) { return _mm512_cmpgt_epi32_mask(a, _mm512_setzero_si512()); }
   static Mask less(__m512 a, __m512 b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
   static Int keep_if(Mask mask, Int a) { return _mm512_maskz_mov_epi32(mask, a); }

@@ -12,6 +12,7 @@
 #include "update/sgd.hpp"
 #include "update/state_formats.hpp"
 #include "update/types.hpp"
+#include "update/undo.hpp"
 
 namespace ds_slide {
 namespace {
@@ -72,6 +73,29 @@ void fill_pass(RuleKernels& kernels) {
   std::memcpy(kernels.update[static_cast<int>(pass)][static_cast<int>(state)], found, sizeof(found));
 }
 
+/// The steps with a log and their ways back. The copy of an fp16 master may be any number, and has none.
+template <class V, class Kind, Rule rule>
+void fill_undo(RuleKernels& kernels) {
+  constexpr Dtype bf16 = Dtype::bf16, fp16 = Dtype::fp16, fp32 = Dtype::fp32;
+  constexpr WeightFormat split = WeightFormat::bf16_split, plain = WeightFormat::fp32;
+  RuleKernels::Formats const step = {
+      {step_with_log<V, Kind, rule, split, bf16>, step_with_log<V, Kind, rule, split, fp16>,
+       step_with_log<V, Kind, rule, split, fp32>},
+      {step_with_log<V, Kind, rule, plain, bf16>, step_with_log<V, Kind, rule, plain, fp16>,
+       step_with_log<V, Kind, rule, plain, fp32>},
+      {}};
+  RuleKernels::Formats const back = {
+      {step_back<V, Kind, rule, split, bf16>, step_back<V, Kind, rule, split, fp16>,
+       step_back<V, Kind, rule, split, fp32>},
+      {step_back<V, Kind, rule, plain, bf16>, step_back<V, Kind, rule, plain, fp16>,
+       step_back<V, Kind, rule, plain, fp32>},
+      {}};
+  std::memcpy(kernels.update[static_cast<int>(Pass::with_log)][static_cast<int>(StateFormat::fp32)], step,
+              sizeof(step));
+  std::memcpy(kernels.update[static_cast<int>(Pass::back)][static_cast<int>(StateFormat::fp32)], back,
+              sizeof(back));
+}
+
 template <class V, class Kind, Rule rule, StateFormat state>
 void fill_format(RuleKernels& kernels) {
   fill_pass<V, Kind, rule, Pass::whole, state>(kernels);
@@ -89,6 +113,7 @@ void fill_rule(KernelTable& table) {
   kernels.states = Kind::states;
   kernels.numbers = Kind::numbers;
   fill_format<V, Kind, rule, StateFormat::fp32>(kernels);
+  fill_undo<V, Kind, rule>(kernels);
   if constexpr (Kind::short_formats) {
     fill_format<V, Kind, rule, StateFormat::bf16>(kernels);
     fill_format<V, Kind, rule, StateFormat::block8>(kernels);

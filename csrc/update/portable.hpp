@@ -153,6 +153,8 @@ struct Portable {
   static Int shift_right(Int a) {
     return a >> count;
   }
+  static bool any(Int a) { return a != 0; }
+  static void store_int(std::uint32_t* p, Int a) { *p = a; }
   static Mask is_positive(Int a) { return static_cast<std::int32_t>(a) > 0; }
   static Mask less(float a, float b) { return a < b; }
   static Int keep_if(Mask mask, Int a) { return a & (0u - static_cast<std::uint32_t>(mask)); }

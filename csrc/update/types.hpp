@@ -27,9 +27,14 @@ inline constexpr std::size_t kStateGroup = 64;
 
 /// What a kernel does of a step. `weights` and after it `states`, from the same gradient and old states,
 /// leave the bits of `whole`: the first reads all and writes the weight, the second reads and writes the
-/// states alone.
-enum class Pass { whole, weights, states };
-inline constexpr int kNumPasses = 3;
+/// states alone. `with_log` is `whole` with a log of what `back` needs to give the old bits back (undo.hpp).
+/// After `with_log`, `rest` does what the log had no room for, by the kernels of `whole`.
+enum class Pass { whole, weights, states, with_log, back, rest };
+inline constexpr int kNumPasses = 5;  // with kernels of their own
+
+// 16 Ki elements are 416 KiB of split state: small enough that 16 threads end within 30 us of each other,
+// large enough that taking the next slice (one atomic add) is not seen.
+inline constexpr std::size_t kUpdateSlice = 16 * 1024;
 
 enum class Isa { portable, avx2, avx512 };
 
@@ -59,6 +64,21 @@ struct UpdateNumbers {
   std::uint64_t rounding_key;  // of the unit's seed and the step, for the random bits of bf16 and block8
 };
 
+/// Of one slice of a step with a log: how many elements were done, from its first one on, and those among
+/// them whose old numbers were kept whole. 4 KiB.
+struct SliceLog {
+  static constexpr std::uint32_t room = 255;
+  struct Element {
+    std::uint32_t index;  // within the slice
+    std::uint32_t values[1 + kMaxStates];
+  };
+  std::uint32_t done;
+  std::uint32_t count;
+  std::uint64_t unused;
+  Element kept[room];
+};
+static_assert(sizeof(SliceLog) == 4096);
+
 /// First elements of the arrays of one update. Only element alignment is assumed.
 struct UpdateArrays {
   void* weight;
@@ -68,6 +88,9 @@ struct UpdateArrays {
   void* states[kMaxStates];        // in the order of the rule
   float* scales[kMaxStates] = {};  // of the states; block8 only
   std::uint64_t first = 0;         // number of element 0 within its unit, a multiple of kStateGroup
+  std::uint8_t* low[1 + kMaxStates] =
+      {};                      // lowest bytes of the old weights and states; with_log and back only
+  SliceLog* slices = nullptr;  // one for each slice; likewise
 };
 
 using Update = void (*)(UpdateArrays const&, UpdateNumbers const&, std::size_t begin, std::size_t end);

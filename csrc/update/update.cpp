@@ -9,9 +9,6 @@
 namespace ds_slide {
 namespace {
 
-// 16 Ki elements are 416 KiB of split state: small enough that 16 threads end within 30 us of each other,
-// large enough that taking the next slice (one atomic add) is not seen.
-constexpr std::size_t kUpdateSlice = 16 * 1024;
 static_assert(kUpdateSlice % kStateGroup == 0, "a slice begins where a group of 8-bit moments begins");
 constexpr std::size_t kAccumulateSlice = 64 * 1024;
 constexpr std::size_t kCopySlice = 1024 * 1024;
@@ -69,13 +66,18 @@ void update(Workers& workers, KernelTable const& kernels, Rule rule, Pass pass, 
             WeightFormat format, Dtype grad_dtype, UpdateArrays const& arrays, std::size_t numel,
             UpdateNumbers const& numbers, UndoLog const& log) {
   auto const& passes = kernels.rules[static_cast<int>(rule)].update;
-  auto const kernel = passes[static_cast<int>(pass)][static_cast<int>(state)][static_cast<int>(format)]
+  Pass const of_kernel = pass == Pass::rest ? Pass::whole : pass;
+  auto const kernel = passes[static_cast<int>(of_kernel)][static_cast<int>(state)][static_cast<int>(format)]
                             [static_cast<int>(grad_dtype)];
   if (kernel == nullptr) {
     throw std::invalid_argument(state != StateFormat::fp32 ? "this update rule keeps its states in fp32 only"
-                                                           : "this update rule has no two passes");
+                                : pass == Pass::with_log || pass == Pass::back
+                                    ? "steps of a copy of an fp16 master have no way back"
+                                    : "this update rule has no two passes");
   }
-  for_slices(workers, numel, kUpdateSlice, [&](std::size_t, std::size_t begin, std::size_t end) {
+  for_slices(workers, numel, kUpdateSlice, [&](std::size_t index, std::size_t begin, std::size_t end) {
+    if (pass == Pass::rest) begin += arrays.slices[index].done;
+    if (begin == end) return;
     for (std::size_t k = 0; k < log.count; ++k) log_slice(log.arrays[k], begin, end);
     kernel(arrays, numbers, begin, end);
   });

@@ -18,7 +18,7 @@ namespace ds_slide {
 /// the first update.
 [[nodiscard]] std::uint64_t rounding_key_of(std::uint64_t seed, std::uint64_t step);
 
-/// The old bytes of an update, on the way back from it: each array is copied before it is overwritten.
+/// Where the old bytes of an update go: each array is copied before it is overwritten.
 struct UndoLog {
   struct Array {
     void* to;

@@ -72,8 +72,10 @@ class CpuUpdater:
         seed: int = 0,
         first: int = 0,
         part: Part = "whole",
-        log: Sequence[torch.Tensor | None] = (),
-        keeps_weight: bool = False,
+        new_weight: torch.Tensor | None = None,
+        old: Sequence[torch.Tensor | None] = (),
+        low: Sequence[torch.Tensor] = (),
+        slices: torch.Tensor | None = None,
     ) -> None:
         """One step of ``hyper.rule`` in place, in one pass over memory; all tensors have the same number of elements.
         ``part``: "weights" and then "states", for hyper-parameters with ``two_passes``, leave the same bits.
@@ -87,8 +89,10 @@ class CpuUpdater:
         element), where ``seed`` is the unit's and ``first``, a multiple of 64, is the number of element 0 within the
         unit: chunks of a unit give the bits of the whole. An infinity or NaN in a state makes its group of codes NaN.
 
-        ``log``, where it is not empty, has a tensor for each of weight, remainder, states and scales (of codes only),
-        which gets its old bytes. ``keeps_weight``: the weight stays as it is; the new one goes to the first of them.
+        ``new_weight`` gets the new weight, and ``weight`` stays as it is. ``old``, where it is not empty, has a tensor
+        for each of weight, remainder, states and scales (of codes only), or None, which gets its old bytes. For the
+        parts with a log ``low`` has one of uint8 for the weight and each state, and ``slices`` 4 KiB for every 16 Ki
+        elements. They are for states in fp32 and all weights but fp16; ``back`` takes what the step has been given.
         """
         weight_format = _WEIGHT_FORMATS.get((weight.dtype, None if remainder is None else remainder.dtype))
         if weight_format is None:
@@ -120,8 +124,12 @@ class CpuUpdater:
             step=hyper.step,
             first=first,
             part=part,
-            log_ptrs=_log_pointers(log, [weight, remainder, *states, *(scales if state.has_scales else ())]),
-            keep_weight=keeps_weight,
+            new_weight_ptr=0
+            if new_weight is None
+            else _pointer("update_", "new_weight", new_weight, numel, weight.dtype),
+            old_ptrs=_old_pointers(old, [weight, remainder, *states, *(scales if state.has_scales else ())]),
+            low_ptrs=[_pointer("update_", "low", each, numel, torch.uint8) for each in low],
+            slices_ptr=0 if slices is None else slices.data_ptr(),
         )
 
     def copy_(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -179,12 +187,10 @@ def _scale_pointer(argument: str, scale: torch.Tensor | None, numel: int, state:
     return _pointer("update_", argument, scale, scale.numel(), torch.float32)
 
 
-def _log_pointers(log: Sequence[torch.Tensor | None], logged: Sequence[torch.Tensor | None]) -> list[int]:
-    if not log:
-        return []
+def _old_pointers(old: Sequence[torch.Tensor | None], logged: Sequence[torch.Tensor | None]) -> list[int]:
     return [
-        0 if each is None or old is None else _pointer("update_", "log", old, each.numel(), each.dtype)
-        for old, each in zip(log, logged, strict=True)
+        0 if copy is None or each is None else _pointer("update_", "old", copy, each.numel(), each.dtype)
+        for copy, each in zip(old, logged if old else (), strict=True)
     ]
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ds_slide.compression.codec import GradientCodec
 from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize, held_bytes, is_held
 from ds_slide.store.ssd.extents import chunk_bytes, sum_table_bytes, unit_extents, whole_pages
 from ds_slide.store.tiers import Tier
@@ -36,6 +37,8 @@ STAGINGS = 2
 """GPU buffers for gradients: one that is packed while the other is copied down."""
 ROW_BUFFERS = 2
 """Of an outer module whose rows pass through the GPU: for its weight, and for its gradient."""
+UNDO_RUN = 1 << 23
+"""Elements: 2 ms of 16 cores, for which what the next forward needs may have to wait."""
 MOST_CHUNK_BUFFERS = 16
 EXTRA_WEIGHT_BUFFERS = 4
 """Beside one for each slot: read ahead, under update, being written."""
@@ -91,6 +94,20 @@ def promoted_buffer_of(unit: str, state_buffer: str) -> str:
 def undo_log_of(unit: str) -> str:
     """The name of a unit's undo log."""
     return f"undo log of {unit}"
+
+
+def undo_bytes(unit: UnitSize, needs: Needs) -> int:
+    """Of a unit's undo log. With several ranks the new weights wait in it: the others read the old ones."""
+    return undo_log_bytes(unit.weight_bytes, unit.specs, undo_runs(unit.codec), keeps_weight=needs.world_size > 1)
+
+
+def undo_runs(codec: GradientCodec) -> list[slice]:
+    """The elements of a unit in runs that are updated ahead one by one, each of one parameter group."""
+    return [
+        slice(start, min(start + UNDO_RUN, segment.stop))
+        for segment in codec.segments
+        for start in range(segment.start, segment.stop, UNDO_RUN)
+    ]
 
 
 def whole_weights_of(unit: str) -> str:
@@ -169,8 +186,7 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
         made.append(state_buffer("gradient", where, unit.codec.nbytes, "held gradients"))
     yield from made
     if index in placement.undo_logs:
-        nbytes = undo_log_bytes(unit.weight_bytes, unit.specs, unit.codec.numel)
-        yield Allocation(undo_log_of(unit.name), "host", nbytes, "undo logs")
+        yield Allocation(undo_log_of(unit.name), "host", undo_bytes(unit, needs), "undo logs")
     if index in placement.on_ssd:
         yield Allocation(
             state_buffer_of(unit.name, "padding"),

@@ -18,10 +18,10 @@ from ds_slide.plan.allocations import (
     slot_bytes,
     streamed,
     total,
+    undo_bytes,
 )
 from ds_slide.plan.needs import Needs, Placement, UnitSize, is_held
 from ds_slide.plan.placement import USABLE_SHARE, place_on_host
-from ds_slide.store.undo_log import undo_log_bytes
 
 # 5 %: on a 141 GB card that covers the vocabulary matrix of a 3 B model and some blocks, on a 24 GB card a block or
 # two; activations, which DS-Slide does not place yet, need the rest.
@@ -202,7 +202,7 @@ def _undo_logs(plan: Plan, budgets: Budgets, needs: Needs) -> frozenset[int]:
     for index, unit in sorted(streamed(plan.units, plan.placement).items(), reverse=True):
         if index in plan.placement.on_ssd or not is_held(unit, needs) or not unit.codec.numel:
             continue
-        left -= undo_log_bytes(unit.weight_bytes, unit.specs, unit.codec.numel)
+        left -= undo_bytes(unit, needs)
         if left < 0:
             break
         chosen.add(index)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_slide.model.layout import Entry
 from ds_slide.optim.reference import encode_split
-from ds_slide.plan.allocations import state_buffer_of, undo_log_of, whole_weights_of
+from ds_slide.plan.allocations import state_buffer_of, undo_log_of, undo_runs, whole_weights_of
 from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.ranks.collectives import Ranks
@@ -50,7 +50,8 @@ def make_unit(context: BuildContext, unit_plan: UnitPlan, order: int, ssd: SsdPa
     unit.chunk_rows = unit_plan.chunk_rows
     if context.allocator.tier(undo_log_of(name)) is not None:
         memory, specs = context.allocator.tensor(undo_log_of(name), torch.uint8), settings.specs(unit_plan.dtype)
-        unit.undo_log = UndoLog.of(memory, unit_plan.dtype, specs, codec.numel, keeps_weight=several)
+        runs = undo_runs(codec)
+        unit.undo_log = UndoLog.of(memory, unit_plan.dtype, specs, runs, keeps_weight=several)
     unit.is_gathered = several and (context.shared is None or on_gpu or order in ssd.weights)
     if on_gpu and not several:
         unit.resident = state.weights.buffer.tensor

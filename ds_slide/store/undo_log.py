@@ -1,27 +1,41 @@
-"""Host memory for what an update overwrites while nobody knows yet whether it counts."""
+"""Host memory for the way back from an update while nobody knows yet whether it counts.
+
+Of states in fp32 the log has the lowest byte of each old number, and the rest is computed from the new ones
+(csrc/update/undo.hpp): 3.25 bytes a parameter of AdamW. Shorter states, and masters of fp16 weights, are copied.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ds_slide.store.state_buffers import StateBuffers, StateBufferSpec
 
+SLICE = 16 * 1024
+"""Elements of a slice of an update (csrc/update/types.hpp)."""
+SLICE_BYTES = 4096
+"""Of the log of a slice, which has the numbers that cannot be computed."""
 _LINE = 64
-"""Bytes: each array begins in a cache line of its own, so that streaming stores fill whole ones."""
+"""Bytes: each array begins in a cache line of its own."""
 
 
 @dataclass(frozen=True)
 class UndoLog:
-    """Arrays as large as a unit's weights and optimizer state buffers ([trainable elements]), for their old bytes.
+    """Of a unit, or of one of its `runs` of elements. Each array is for the elements in their order."""
 
-    `keeps_weight`: others read the weights, so the update leaves these alone and puts the new ones here, in place of
-    the old ones, from where they are copied when it counts."""
-
-    arrays: StateBuffers
-    keeps_weight: bool
+    runs: Sequence[slice]
+    specs: Sequence[StateBufferSpec]
+    new_weight: torch.Tensor | None
+    """Where the new weights wait until the update counts, because others read the old ones; None: they replace them."""
+    old: StateBuffers | None
+    """Copies: of the weights only where these are replaced."""
+    low: Sequence[torch.Tensor] = ()
+    """Lowest bytes, of the weights and the states."""
+    slices: torch.Tensor | None = None
+    first_slices: Mapping[int, int] | None = None
+    """The slice that each run begins with, by its first element."""
 
     @classmethod
     def of(
@@ -29,26 +43,74 @@ class UndoLog:
         memory: torch.Tensor,
         weight: torch.dtype,
         specs: Sequence[StateBufferSpec],
-        numel: int,
+        runs: Sequence[slice],
         *,
         keeps_weight: bool,
     ) -> UndoLog:
-        """In `memory`, of `undo_log_bytes` bytes."""
-        start = 0
+        """In `memory`, of `undo_log_bytes` bytes. `runs`: without gaps, each updated at once."""
+        arrays, start = {}, 0
+        for name, nbytes in _arrays(weight.itemsize, specs, runs, keeps_weight=keeps_weight).items():
+            arrays[name] = memory[start : start + nbytes]
+            start += _whole_lines(nbytes)
+        new_weight = arrays.pop("new weight").view(weight) if keeps_weight else None
+        if not _is_invertible(specs):
+            copied = arrays.pop("weight").view(weight) if "weight" in arrays else torch.empty(0, dtype=weight)
+            return cls(
+                runs, specs, new_weight, StateBuffers(copied, {s.name: arrays[s.name].view(s.dtype) for s in specs})
+            )
+        slices, first_slices, number = arrays.pop("slices"), {}, 0
+        for run in runs:
+            first_slices[run.start] = number
+            number += _slices(run)
+        return cls(runs, specs, new_weight, None, list(arrays.values()), slices, first_slices)
 
-        def array(dtype: torch.dtype, items: int) -> torch.Tensor:
-            nonlocal start
-            taken = memory[start : start + items * dtype.itemsize].view(dtype)
-            start += _whole_lines(taken.nbytes)
-            return taken
+    def part(self, span: slice) -> UndoLog:
+        """Of one of the runs."""
+        new_weight = None if self.new_weight is None else self.new_weight[span]
+        old = None if self.old is None else self.old.part(span, self.specs)
+        slices = None
+        if self.slices is not None and self.first_slices is not None:
+            slices = self.slices[self.first_slices[span.start] * SLICE_BYTES :]
+        return UndoLog([span], self.specs, new_weight, old, [each[span] for each in self.low], slices)
 
-        old = array(weight, numel)
-        return cls(StateBuffers(old, {spec.name: array(spec.dtype, spec.items(numel)) for spec in specs}), keeps_weight)
+    @property
+    def nbytes(self) -> int:
+        """Written by an update, but for what cannot be computed."""
+        copied = 0 if self.old is None else self.old.nbytes()
+        return copied + sum(each.nbytes for each in self.low)
 
 
-def undo_log_bytes(weight_bytes: int, specs: Sequence[StateBufferSpec], numel: int) -> int:
-    """Bytes of an undo log of `numel` elements. `weight_bytes`: of one weight."""
-    return _whole_lines(weight_bytes * numel) + sum(_whole_lines(spec.nbytes(numel)) for spec in specs)
+def undo_log_bytes(
+    weight_bytes: int, specs: Sequence[StateBufferSpec], runs: Sequence[slice], *, keeps_weight: bool
+) -> int:
+    """Bytes of a unit's undo log. `weight_bytes`: of one weight."""
+    return sum(map(_whole_lines, _arrays(weight_bytes, specs, runs, keeps_weight=keeps_weight).values()))
+
+
+def _arrays(
+    weight_bytes: int, specs: Sequence[StateBufferSpec], runs: Sequence[slice], *, keeps_weight: bool
+) -> dict[str, int]:
+    """Their bytes."""
+    numel = runs[-1].stop
+    arrays = {"new weight": weight_bytes * numel} if keeps_weight else {}
+    if _is_invertible(specs):
+        arrays |= {"weight": numel} | {spec.name: numel for spec in specs if spec.state is not None}
+        return arrays | {"slices": sum(map(_slices, runs)) * SLICE_BYTES}
+    if not keeps_weight:
+        arrays["weight"] = weight_bytes * numel
+    return arrays | {spec.name: spec.nbytes(numel) for spec in specs}
+
+
+def _is_invertible(specs: Sequence[StateBufferSpec]) -> bool:
+    """Whether the old numbers can be computed from the new ones: where nothing is rounded by chance, and the fp32
+    weight is all that there is of it."""
+    masters = [spec for spec in specs if spec.state is None]
+    states = [spec for spec in specs if spec.state is not None]
+    return all(spec.dtype == torch.int16 for spec in masters) and all(spec.dtype == torch.float32 for spec in states)
+
+
+def _slices(run: slice) -> int:
+    return -(-(run.stop - run.start) // SLICE)
 
 
 def _whole_lines(nbytes: int) -> int:

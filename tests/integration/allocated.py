@@ -146,7 +146,9 @@ def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
                 found[names.promoted_buffer_of(unit.name, name)] = [state_buffer.tensor]
         own = unit.state.buffers["weight"].tensor
         if unit.undo_log is not None:
-            found[names.undo_log_of(unit.name)] = [unit.undo_log.arrays.weight]  # the first of its arrays
+            log = unit.undo_log
+            first = log.new_weight if log.new_weight is not None else log.low[0] if log.low else log.old.weight
+            found[names.undo_log_of(unit.name)] = [first]
         if unit.resident is not None and (unit.resident is not own or (unit.home is not None and lends)):
             found[names.whole_weights_of(unit.name)] = [unit.resident]
     found[names.SLOTS] = [] if parts.window is None else [slot.buffer for slot in parts.window.slots]

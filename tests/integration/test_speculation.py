@@ -37,6 +37,7 @@ from torch import nn
 
 from ds_slide.runtime.device import PASSED
 from ds_slide.runtime.transfers.handoff import Future
+from ds_slide.store.undo_log import SLICE
 
 STEPS = 6
 DELAYS = {"lane_delay_ms": 3.0, "seed": 2}
@@ -61,6 +62,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "SGD": ({}, {"clip": SOMETIMES, "optimizer": SGD, "zero_allow_untested_optimizer": True}),
     "Adam with L2": ({}, {"clip": SOMETIMES, "optimizer": ADAM_L2}),
 }
+
+
+@pytest.fixture(autouse=True)
+def several_runs_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_slide.plan.allocations.UNDO_RUN", 2 * SLICE)
 
 
 def config(slide: dict[str, Any], other: dict[str, Any], speculate: Any, **debug: Any) -> dict[str, Any]:
@@ -251,6 +257,11 @@ def go_backward_again(engine: Any, _model: nn.Module, batch: Batch) -> list[torc
     return []
 
 
+def go_through_the_graph_again(engine: Any, _model: nn.Module, _batch: Batch) -> list[torch.Tensor]:
+    engine.backward(engine.last_loss)
+    return []
+
+
 def fail(engine: Any, model: nn.Module, batch: Batch) -> list[torch.Tensor]:
     """A backward that has sent off some gradients ends with an exception."""
 
@@ -267,13 +278,17 @@ def fail(engine: Any, model: nn.Module, batch: Batch) -> list[torch.Tensor]:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("between", [read, write, evaluate, begin_anew, go_backward_again, fail])
+@pytest.mark.parametrize(
+    "between", [read, write, evaluate, begin_anew, go_backward_again, go_through_the_graph_again, fail]
+)
 def test_whoever_comes_before_the_step_meets_the_old_bits(between: Callable[..., list[torch.Tensor]]) -> None:
     def of(speculate: bool) -> tuple[list[torch.Tensor], Result]:
         model, seen, result = llama(), [], Result()
+        model.model.embed_tokens.requires_grad_(requires_grad=False)  # backward is not announced to the first block
         with engine_for(model, config({}, {}, speculate)) as engine:
             for batch, other in itertools.pairwise(batches(STEPS)):
-                engine.backward(causal_loss(engine, batch))
+                engine.last_loss = causal_loss(engine, batch)
+                engine.backward(engine.last_loss, retain_graph=True)
                 if speculate:  # as far as this can be before the norm is known
                     _let_run(engine)
                 seen += [tensor.clone() for tensor in between(engine, model, other)]
@@ -284,6 +299,21 @@ def test_whoever_comes_before_the_step_meets_the_old_bits(between: Callable[...,
     (found, left), (expected, held) = of(speculate=True), of(speculate=False)
     assert all(itertools.starmap(same_bits, zip(found, expected, strict=True)))
     assert differences(left, held) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_slot_that_was_filled_meanwhile_is_filled_again() -> None:
+    def of(speculate: bool) -> list[float]:
+        with engine_for(Skipping(), config({}, {}, speculate)) as engine:
+            runtime, data = engine.optimizer.runtime, batches(3)
+            train(engine, data[:1])
+            engine.backward(causal_loss(engine, data[1]))  # without the first block, which is fetched all the same
+            _let_run(engine)
+            runtime._window.prefetch(None, "forward")  # as late as a lane that is slow
+            runtime.parts.workers.h2d.drain()
+            return [loss.item() for loss in evaluate(engine, engine.module, data[2])]
+
+    assert of(speculate=True) == of(speculate=False)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -325,14 +355,20 @@ def test_a_checkpoint_before_the_step_resumes_with_the_old_bits(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_states_on_ssd_wait_for_the_norm(tmp_path: Path) -> None:
-    def of(speculate: bool) -> tuple[Result, dict[str, Any]]:
+def test_blocks_with_states_on_ssd_wait_for_the_norm(tmp_path: Path) -> None:
+    def of(speculate: bool) -> tuple[Result, int]:
         given = config({"host_memory": 2_000_000}, {"clip": SOMETIMES}, speculate)
-        return run(on_ssd(given, tmp_path, "offload_optimizer"), batches(STEPS))
+        with engine_for(llama(), on_ssd(given, tmp_path, "offload_optimizer")) as engine:
+            found = trained_with_pauses(engine, batches(STEPS))
+            found.states = states_of(engine.module)
+            placement = engine.optimizer.runtime.parts.plan.placement
+            assert placement.on_ssd and not placement.on_ssd & placement.undo_logs
+            assert len(placement.undo_logs) == engine.optimizer.slide_stats()["speculation"]["blocks"]
+            return found, len(placement.undo_logs)
 
-    (found, speculation), (held, _) = of(speculate=True), of(speculate=False)
+    (found, logs), (held, none) = of(speculate=True), of(speculate=False)
     assert differences(found, held) == []
-    assert not speculation["blocks"]
+    assert logs and not none
 
 
 @pytest.mark.usefixtures("one_rank")

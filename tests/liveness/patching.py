@@ -41,6 +41,7 @@ class Updater:
 
     def __init__(self, *_args: Any, idle: bool = False, **_kwargs: Any) -> None:
         self._has_threads = not idle
+        self._logs: dict[int, list[torch.Tensor]] = {}
 
     def end_threads(self) -> None:
         self._has_threads = False
@@ -54,17 +55,25 @@ class Updater:
         hyper: Any,
         grad_scale: float = 1.0,
         part: Part = "whole",
-        log: Sequence[torch.Tensor | None] = (),
-        keeps_weight: bool = False,
+        new_weight: torch.Tensor | None = None,
+        slices: torch.Tensor | None = None,
         **_others: Any,
     ) -> None:
         assert self._has_threads
         exp_avg, exp_avg_sq = states
-        for old, logged in zip(log, (weight, remainder, *states) if log else (), strict=True):
-            if old is not None and logged is not None:
-                old.copy_(logged)
-        if keeps_weight:
-            weight = log[0]
+        written = [each for each in (weight, remainder, *states) if each is not None]
+        if part == "rest":
+            return
+        if part == "back":
+            assert slices is not None
+            for each, old in zip(written, self._logs.pop(slices.data_ptr()), strict=True):
+                each.copy_(old)
+            return
+        if part == "with_log":
+            assert slices is not None
+            self._logs[slices.data_ptr()] = [each.clone() for each in written]
+        if new_weight is not None:
+            weight = new_weight.copy_(weight)
         new = exp_avg.mul(0.9).add_(grad, alpha=grad_scale)
         if part != "states":
             weight.sub_(new, alpha=0.01 * hyper.step)

@@ -310,6 +310,29 @@ def test_configured_limits_are_for_all_engines_together() -> None:
     assert plan(gpu_free=WINDOW_BYTES, taken=Taken(gpu=PLENTY)).gpu_bytes == WINDOW_BYTES
 
 
+def test_undo_logs_take_what_is_left_and_nothing_else() -> None:
+    needs = replace(NEEDS, speculates=True)
+    without = make_plan(UNITS, NEEDS, BUDGETS)
+    logged = make_plan(UNITS, needs, BUDGETS)
+    blocks = [index for index, unit in enumerate(UNITS) if unit.kind == "block"]
+    assert logged.placement.undo_logs == frozenset(blocks)
+    assert logged.host_bytes == without.host_bytes + logged.undo_log_bytes
+    assert logged.taken.host_states == without.taken.host_states + logged.undo_log_bytes
+    one = logged.undo_log_bytes // len(blocks)
+
+    def chosen(**budgets: int) -> list[int]:
+        made = make_plan(UNITS, needs, replace(BUDGETS, **budgets))
+        limit = budgets.get("host_memory", PLENTY)
+        assert made.host_state_bytes + made.undo_log_bytes <= limit
+        return sorted(made.placement.undo_logs)
+
+    room = lambda nbytes: -(-(without.host_bytes + 2 * nbytes) * 100 // 95)  # noqa: E731
+    assert chosen(host_free=room(one) + 2) == blocks[-1:]  # the last one's gradient arrives first
+    assert chosen(host_free=room(one) - 4) == []
+    assert chosen(host_memory=without.host_state_bytes + 2 * one) == blocks[-2:]
+    assert chosen(host_memory=without.host_state_bytes) == []
+
+
 def test_taken_adds_up() -> None:
     assert NOTHING_TAKEN + Taken(1, 2, 3, 4) + Taken(10, 20, 30, 40) == Taken(11, 22, 33, 44)
 

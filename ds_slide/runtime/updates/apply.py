@@ -7,6 +7,7 @@ Both give the same bits (see `ds_slide.optim.fp32` for the arithmetic they share
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from ds_slide.store.undo_log import UndoLog
 
 HostUpdate = Callable[[Unit, slice, StateBuffers, torch.Tensor, Sequence[Hyper], float, Part, UndoLog | None], int]
 """(unit, span, state buffers of the span, gradient of the span, hyper-parameters by group, factor on the gradient,
-part of the step, where the old bytes of the span go) -> bytes moved."""
+part of the step, the unit's undo log for an update of all of it) -> bytes moved."""
 
 
 def _segments(
@@ -48,8 +49,8 @@ def host_update(updater: CpuUpdater) -> HostUpdate:
         log: UndoLog | None,
     ) -> int:
         for buffers, span, group, first in _segments(unit, within, state_buffers, gradient):
-            hyper, place = hypers[group], slice(first - within.start, first - within.start + span.numel())
-            old = () if log is None else _arrays(log.arrays.part(place, unit.state.specs), hyper.rule)
+            hyper = hypers[group]
+            run = None if log is None else log.part(slice(first, first + span.numel()))
             updater.update_(
                 buffers.weight,
                 buffers.remainder,
@@ -61,19 +62,32 @@ def host_update(updater: CpuUpdater) -> HostUpdate:
                 seed=unit.order,
                 first=first,
                 part=part,
-                log=old,
-                keeps_weight=log is not None and log.keeps_weight,
+                **({} if run is None else _undo(run, hyper.rule)),
             )
-        weights, states = state_buffers.weight_bytes(), state_buffers.nbytes() - state_buffers.weight_bytes()
-        moved = {"whole": 2 * (weights + states), "weights": 2 * weights + states, "states": 2 * states}
-        return moved[part] + gradient.nbytes + (0 if log is None else log.arrays.nbytes())
+        return _moved(state_buffers, gradient, part, log)
 
     return update
 
 
-def _arrays(log: StateBuffers, rule: UpdateRule) -> list[torch.Tensor | None]:
-    """In the order of `CpuUpdater.update_`."""
-    return [log.weight, log.remainder, *log.states(rule), *filter(lambda scale: scale is not None, log.scales(rule))]
+def _undo(log: UndoLog, rule: UpdateRule) -> dict[str, Any]:
+    """Arguments of `CpuUpdater.update_`."""
+    if (old := log.old) is None:
+        return {"new_weight": log.new_weight, "low": log.low, "slices": log.slices}
+    scales = [scale for scale in old.scales(rule) if scale is not None]
+    copied = [old.weight if log.new_weight is None else None, old.remainder, *old.states(rule), *scales]
+    return {"new_weight": log.new_weight, "old": copied}
+
+
+def _moved(state_buffers: StateBuffers, gradient: torch.Tensor, part: Part, log: UndoLog | None) -> int:
+    weights, all_states = state_buffers.weight_bytes(), state_buffers.nbytes()
+    moved = 2 * all_states
+    if part == "weights":
+        moved = weights + all_states
+    elif part == "states":
+        moved = 2 * (all_states - weights)
+    elif part == "rest":
+        return 0
+    return moved + gradient.nbytes + (0 if log is None else log.nbytes)
 
 
 def device_update(unit: Unit, gradient: torch.Tensor, hypers: Sequence[Hyper], grad_scale: float) -> None:

@@ -13,13 +13,13 @@ taken back, and finds the old bits.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.optim.rule import Hyper
+from ds_slide.optim.rule import Hyper, Part
 from ds_slide.runtime.device import PASSED, Marker
 from ds_slide.runtime.transfers.handoff import Failures, Future
 from ds_slide.runtime.unit import Unit
@@ -28,6 +28,8 @@ from ds_slide.runtime.updates.passes import Passes
 from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.store.undo_log import UndoLog
 
+Copy = Callable[[torch.Tensor, torch.Tensor], None]
+"""(target, source), on the threads of the update."""
 CALM_STEPS = 4
 """Norms below the limit, one after the other, before the next one is expected to be."""
 
@@ -46,46 +48,67 @@ class Speculation:
         self._grad_scale = grad_scale
         self._in_vain = in_vain
         self._is_over = False
-        self.has_begun = False
+        self._done = 0
+        """Runs of the log."""
+
+    @property
+    def numel_done(self) -> int:
+        """Elements that have been updated."""
+        return sum(run.stop - run.start for run in self._log.runs[: self._done])
+
+    @property
+    def has_more(self) -> bool:
+        """Whether it is of use to call `run` once more."""
+        return not self._is_over and self._done < len(self._log.runs)
 
     def run(self, update: HostUpdate) -> int:
-        """Do the update, unless it has been ended before its turn came. -> bytes moved."""
-        if self._is_over:
+        """Do a part of the update, unless it has been ended before its turn came. -> bytes moved."""
+        if not self.has_more:
             return 0
-        self.has_begun = True
-        unit, whole = self.unit, slice(0, self.unit.codec.numel)
-        gradient = unit.state.raw("gradient", whole)
-        return update(
-            unit, whole, unit.state.state_buffers(whole), gradient, self._hypers, self._grad_scale, "whole", self._log
-        )
+        moved = self._do(update, "whole" if self._log.slices is None else "with_log", self._log.runs[self._done])
+        self._done += 1
+        return moved
 
     def agrees(self, hypers: Sequence[Hyper], grad_scale: float) -> bool:
         """Whether it is the update with these."""
         return not self._in_vain and self._hypers == tuple(hypers) and self._grad_scale == grad_scale
 
-    def end(self, updater: CpuUpdater, hypers: Sequence[Hyper], grad_scale: float) -> bool:
-        """Let it count if it has been done, and is the update with `hypers` and `grad_scale`. -> whether it counts;
-        otherwise the unit has its old bits."""
-        if self.has_begun and not self._is_over and self.agrees(hypers, grad_scale):
-            self._is_over = True
-            if self._log.keeps_weight:
-                updater.copy_(self._weight(), self._log.arrays.weight)
-            return True
-        self.take_back(updater)
-        return False
-
-    def take_back(self, updater: CpuUpdater) -> None:
-        """Give the unit its old bits."""
-        if self.has_begun and not self._is_over:
-            old, state = self._log.arrays, self.unit.state
-            if not self._log.keeps_weight:
-                updater.copy_(self._weight(), old.weight)
-            for name, tensor in old.optimizer.items():
-                updater.copy_(state.raw(name, slice(0, tensor.numel())), tensor)
+    def end(self, update: HostUpdate, copy: Copy, hypers: Sequence[Hyper], grad_scale: float) -> bool:
+        """Let it count if it has begun, and is the update with `hypers` and `grad_scale`: do what is left of it.
+        -> whether it counts; otherwise the unit has its old bits."""
+        if not (self._done and self.agrees(hypers, grad_scale)):
+            self.take_back(update, copy)
+            return False
+        done, left = self._log.runs[: self._done], self._log.runs[self._done :]
         self._is_over = True
+        for run in done:
+            if self._log.slices is not None:
+                self._do(update, "rest", run)
+            if self._log.new_weight is not None:
+                copy(self._state("weight", run), self._log.new_weight[run])
+        for run in left:
+            self._do(update, "whole", run, logged=False)
+        return True
 
-    def _weight(self) -> torch.Tensor:
-        return self.unit.state.raw("weight", slice(0, self.unit.codec.numel))
+    def take_back(self, update: HostUpdate, copy: Copy) -> None:
+        """Give the unit its old bits."""
+        self._is_over = True
+        for run in self._log.runs[: self._done]:
+            if (old := self._log.part(run).old) is None:
+                self._do(update, "back", run)
+                continue
+            if self._log.new_weight is None:
+                copy(self._state("weight", run), old.weight)
+            for spec in self._log.specs:
+                copy(self._state(spec.name, spec.cut(run)), old.optimizer[spec.name])
+
+    def _do(self, update: HostUpdate, part: Part, run: slice, *, logged: bool = True) -> int:
+        buffers, gradient = self.unit.state.state_buffers(run), self._state("gradient", run)
+        log = self._log if logged else None
+        return update(self.unit, run, buffers, gradient, self._hypers, self._grad_scale, part, log)
+
+    def _state(self, name: str, items: slice) -> torch.Tensor:
+        return self.unit.state.raw(name, items)
 
 
 class Speculating:
@@ -128,11 +151,15 @@ class Speculating:
         return self._calm_steps >= CALM_STEPS and self._passes.exceed_forward
 
     def submit(self, speculation: Speculation, arrived: Marker) -> None:
-        """The gradient will be in host memory when `arrived` has passed. By the lane that brings or sums it."""
+        """The gradient will be in host memory when `arrived` has passed. By the lane that brings or sums it. Run by
+        run, so that what somebody waits for comes in between."""
 
         def run() -> int:
             with self._passes.timed():
-                return speculation.run(self._update)
+                moved = speculation.run(self._update)
+            if speculation.has_more:
+                self.submit(speculation, PASSED)
+            return moved
 
         self._lane.submit(speculation.unit.order, arrived, run, "speculative update", "spare")
 
@@ -151,7 +178,7 @@ class Speculating:
         future = Future(self._failures, f"the old weights and states of {speculation.unit.name}")
 
         def run() -> int:
-            speculation.take_back(self._updater)
+            speculation.take_back(self._update, self._updater.copy_)
             future.keep()
             return 0
 
@@ -160,7 +187,7 @@ class Speculating:
 
     def end(self, speculation: Speculation | None, hypers: Sequence[Hyper], grad_scale: float) -> bool:
         """By the update lane: whether the update of the step is this one, and has been done."""
-        return speculation is not None and speculation.end(self._updater, hypers, grad_scale)
+        return speculation is not None and speculation.end(self._update, self._updater.copy_, hypers, grad_scale)
 
     # ---- the outcome of steps
 
@@ -168,11 +195,10 @@ class Speculating:
         """Count what the step finds done. `expected`: the factor where nothing is clipped. -> whether any of it
         counts."""
         self._calm_steps = self._calm_steps + 1 if grad_scale == expected else 0
-        begun = [unit for unit in units if unit.speculation is not None and unit.speculation.has_begun]
-        agreed = [unit.speculation is not None and unit.speculation.agrees(hypers, grad_scale) for unit in begun]
-        trained = sum(unit.codec.numel for unit in units)
-        self._statistics["blocks"] = len(begun)
-        self._statistics["share"] = sum(unit.codec.numel for unit in begun) / max(trained, 1)
+        begun = [each for unit in units if (each := unit.speculation) is not None and each.numel_done]
+        agreed = [each.agrees(hypers, grad_scale) for each in begun]
+        done, trained = sum(each.numel_done for each in begun), sum(unit.codec.numel for unit in units)
+        self._statistics["blocks"], self._statistics["share"] = len(begun), done / max(trained, 1)
         self._statistics["steps"] += bool(begun)
         self._statistics["taken_back"] += not all(agreed)
         return any(agreed)
