@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ds_slide.report.trace import BETWEEN, UNLABELLED, Clock, Event, LaneTrace, Trace, TraceRequest
+from ds_slide.report import chrome
+from ds_slide.report.trace import BETWEEN, NO_RANGES, UNLABELLED, Clock, Event, LaneTrace, Trace, TraceRequest
+from ds_slide.report.waits import Waits
 
 HOST = 100.0
 """Seconds of the host's clock when the device's is at zero."""
@@ -76,11 +78,11 @@ def test_work_counts_where_the_device_does_it_and_less_its_waits(tmp_path: Path)
 
 def test_writing_waits_for_what_is_under_way(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    recorded(path).write(Clock(Point(0.0), HOST), rank=2)
+    chrome.write(recorded(path), Clock(Point(0.0), HOST), Waits(NO_RANGES), rank=2)
     document = json.loads(path.read_text())
     assert document["otherData"]["slide_stats"] == [{"step": 3}, {"step": 4}]
     rows = [event for event in document["traceEvents"] if event["ph"] == "X"]
-    assert {event["pid"] for event in rows} == {2} and min(event["ts"] for event in rows) == 0
+    assert {event["pid"] for event in rows} == {2} and min(event["ts"] for event in rows) == (HOST - 0.1) * 1e6
     assert not list(tmp_path.glob("*.partial"))
 
 

@@ -98,7 +98,8 @@ class UpdateWorker:
                 self._delay()
                 synchronize(self._failures, task.ready, "a gradient on its way to its update")
                 started = time.perf_counter()
-                moved, label = task.run(), (task.what, task.order)
+                with self._meter.named(label := (task.what, task.order)):
+                    moved = task.run()
                 task = None  # as in `StreamWorker`
                 self._meter.add_span(started, time.perf_counter(), moved, label)
                 with self._changed:

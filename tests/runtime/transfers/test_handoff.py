@@ -72,7 +72,7 @@ def forgotten(failures: Failures) -> None:
 
 
 def drained(failures: Failures) -> None:
-    lane = UpdateWorker(Device(torch.device("cpu")), failures, None, lambda: None)  # type: ignore[arg-type]
+    lane = UpdateWorker(Device(torch.device("cpu")), failures, LaneMeter(), Delay(0.0, 0))
     blocked = threading.Event()
     lane.submit(0, PASSED, lambda: int(not blocked.wait(2 * SECONDS)))
     try:
