@@ -369,8 +369,9 @@ class SlideRuntime:
 
         Combined in the order of the units, so that the value does not depend on which lane finished first.
         """
-        self.parts.workers.d2h.drain()
-        self.parts.workers.update.drain()
+        with self.parts.recorder.stalled("the gradients of the step"):
+            self.parts.workers.d2h.drain()
+            self.parts.workers.update.drain()
         self.parts.ranks.join()  # GPU-tier units have been through no lane
         on_device = self.gradients.square_sums.cpu()
         total = torch.zeros(1, dtype=torch.float64)
