@@ -78,7 +78,7 @@ def _bar(bar: Bar, y: int, scale: float) -> Iterator[Shape]:
     x, width = LEFT + begin * scale, max((bar.end - begin) * scale, 0.3)
     yield Rectangle(x, y, width, ROW, bar.fill, bar.title)
     if bar.stripe:
-        yield Rectangle(x, y, width, PHASE, bar.stripe, bar.title)
+        yield Rectangle(x, y, width, PHASE, bar.stripe)
     for label in bar.labels:
         if width > len(label) * CHARACTER + 6:
             yield Text(x + width / 2, y + ROW - 7, label, LABEL_SIZE, "middle")

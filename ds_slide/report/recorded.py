@@ -75,11 +75,13 @@ def read(path: Path) -> list[RecordedStep]:
         what = "is not a trace of DS-Slide" if written_as is None else f"has format {written_as}, not {FORMAT}"
         raise SlideError(f'{path} {what}; record one with "trace" in the "ds_slide" block of this version')
     try:
-        return list(_steps(document))
+        if not (steps := list(_steps(document))):
+            raise ValueError("its steps, of which there are none")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise SlideError(
             f"{path} is damaged: {type(error).__name__} at {error}; record it again, or get another copy of it"
         ) from error
+    return steps
 
 
 def _steps(document: dict[str, Any]) -> Iterator[RecordedStep]:

@@ -49,7 +49,7 @@ def slow_copies_up(parts: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(parts.window, "_fill", slowly(parts.window._fill))
 
 
-def slow_copies_down(parts: Any, patch: pytest.MonkeyPatch) -> None:
+def slow_copies_down(_: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Packed, "copy", slowly(Packed.copy))
 
 
