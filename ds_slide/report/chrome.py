@@ -12,7 +12,6 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from ds_slide.report.log import log
@@ -107,9 +106,15 @@ def _steps(trace: Trace, rank: int) -> Iterator[dict[str, Any]]:
 
 def _work(event: Event, number: int, begin: float, rank: int, rows: Sequence[str]) -> Iterator[dict[str, Any]]:
     """`begin`: of the event's step, in seconds."""
-    details = asdict(event)
-    details["bytes"] = details.pop("nbytes")
-    details |= {"begin_s": details.pop("begin"), "end_s": details.pop("end")}
+    details = {
+        "step": event.step,
+        "lane": event.lane,
+        "what": event.what,
+        "unit": event.unit,
+        "begin_s": event.begin,
+        "end_s": event.end,
+        "bytes": event.nbytes,
+    }
     name = f"{event.what} {event.unit}".rstrip()
     common = {"name": name, "cat": event.lane, "pid": rank, "tid": rows.index(event.lane)}
     span = _span(begin + event.begin, begin + event.end)
@@ -122,8 +127,16 @@ def _work(event: Event, number: int, begin: float, rank: int, rows: Sequence[str
 
 
 def _wait(wait: Wait, begin: float, rank: int, rows: Sequence[str]) -> dict[str, Any]:
-    details = asdict(wait)
-    details |= {"begin_s": details.pop("begin"), "end_s": details.pop("end")}
+    details = {
+        "step": wait.step,
+        "row": wait.row,
+        "waiter": wait.waiter,
+        "what": wait.what,
+        "kept_by": wait.kept_by,
+        "during": wait.during,
+        "begin_s": wait.begin,
+        "end_s": wait.end,
+    }
     common = {"name": f"waits for {wait.what}", "cat": WAIT, "pid": rank, "tid": rows.index(wait.row)}
     return {**common, **_span(begin + wait.begin, begin + wait.end), "args": details}
 

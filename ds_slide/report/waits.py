@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 THREAD_PREFIX = "ds_slide-"
 """Of the names of the engine's own threads. All others are its clients: the thread that computes, above all."""
@@ -28,8 +27,7 @@ class NoRanges:
     def end_range(self, of: None) -> None: ...
 
 
-@dataclass(frozen=True)
-class HostWait:
+class HostWait(NamedTuple):
     """`begin` and `end` in seconds of `time.perf_counter`; `what`: it waited for, as the end of a sentence."""
 
     thread: str
