@@ -119,9 +119,8 @@ def largest_waits(step: RecordedStep, count: int = 3) -> list[LargestWait]:
 
 def causes(step: RecordedStep) -> Iterator[Cause]:
     """Of every wait of the compute stream, and of the script's threads while that computed."""
-    lanes = set(step.lanes)
     stalls = [wait for wait in step.waits if wait.waiter == COMPUTE]
-    of_script = [wait for wait in step.waits if wait.waiter not in lanes]
+    of_script = [wait for wait in step.waits if wait.of_script]
     search = _Search(step)
     for stall in stalls:
         phase = _phase(step, stall)

@@ -134,6 +134,7 @@ def _wait(wait: Wait, begin: float, rank: int, rows: Sequence[str]) -> dict[str,
         "what": wait.what,
         "kept_by": wait.kept_by,
         "during": wait.during,
+        "of_script": wait.of_script,
         "begin_s": wait.begin,
         "end_s": wait.end,
     }

@@ -33,6 +33,7 @@ class Waited:
     what: str
     kept_by: str
     during: str
+    of_script: bool
     begin: float
     end: float
 
@@ -133,4 +134,5 @@ def _work(details: dict[str, Any], spans: dict[int, tuple[float, float]]) -> Wor
 
 def _wait(details: dict[str, Any]) -> Waited:
     row, waiter, what, kept_by, during = (str(details[key]) for key in ("row", "waiter", "what", "kept_by", "during"))
-    return Waited(row, waiter, what, kept_by, during, float(details["begin_s"]), float(details["end_s"]))
+    begin, end = float(details["begin_s"]), float(details["end_s"])
+    return Waited(row, waiter, what, kept_by, during, bool(details["of_script"]), begin, end)

@@ -98,10 +98,22 @@ class LaneMeter:
                 self._trace.cut()
             return taken
 
-    def set_trace(self, trace: LaneTrace | None) -> None:
-        """Record there what is counted from now on; None: nowhere."""
+    def set_trace(self, trace: LaneTrace) -> None:
+        """Record there what is counted from now on."""
         with self._lock:
             self._trace = trace
+
+    def end_trace(self) -> None:
+        """Record no more, once the device has done what it has been given; the script waits for that here."""
+        with self._lock:
+            under_way = [end for _, end, _, _ in self._pending]
+        for end in under_way:  # without the lock: the lane may go on
+            end.synchronize()
+        with self._lock:
+            self._collect()
+            if self._trace is not None:
+                self._trace.end()
+            self._trace = None
 
 
 @dataclass(frozen=True)
@@ -229,7 +241,7 @@ class StepRecorder:
         if trace is None:
             return
         for meter in (*self.meters.values(), self.stall):
-            meter.set_trace(None)
+            meter.end_trace()
         self.requests.set_trace(None)
         clock = self._clock or Clock(self._device.mark(timed=True), time.perf_counter())
         chrome.write(trace, clock, self._waits, rank=self._rank)

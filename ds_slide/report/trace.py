@@ -84,6 +84,8 @@ class Wait:
     """Who brings that about, a lane mostly; empty where that is not known."""
     during: str
     """What the compute stream was in, where it is that which waits."""
+    of_script: bool
+    """A thread of the script waits, and none of the engine's."""
     begin: float
     end: float
 
@@ -140,6 +142,11 @@ class LaneTrace:
         """The step under way ends here."""
         self.steps.append(self._open)
         self._open = []
+
+    def end(self) -> None:
+        """Nothing more comes. What the device was behind with when the last step ended belongs to that."""
+        if self.steps:
+            self.steps[-1] += self._open
 
 
 class ComputeTrace:
@@ -276,6 +283,8 @@ class Trace:
             for name, lane in (*self.lanes.items(), (REQUESTS, self.requests)):
                 for raw in lane.steps[index]:
                     start, stop = clock.of(raw.begin), clock.of(raw.end)
+                    if start >= end:  # of a step that has not ended
+                        continue
                     yield self._event(step, name, raw.label, start - begin, stop - begin, raw.nbytes)
             holes = [(start, stop) for start, stop, _ in _within(stalls, begin, end)]
             for at, until, label in self._computed(points, begin, end):
@@ -287,15 +296,14 @@ class Trace:
         All markers have been passed. `host`: what the threads have waited for; it records no more."""
         threads = host.take()
         keepers = {what: thread.removeprefix(THREAD_PREFIX) for what, thread in host.keepers.items()}
+        scripts = {wait.thread for wait in threads if not wait.thread.startswith(THREAD_PREFIX)}
         points, stalls = self._passed(clock)
         for step, begin, end in self.steps:
             of_step = _within(stalls, begin, end)
 
-            def wait(
-                row: str, waiter: str, what: str, span: tuple[float, float], during: str = "", of: Any = (step, begin)
-            ) -> Wait:
-                number, zero = of
-                return Wait(number, row, waiter, what, keepers.get(what, ""), during, span[0] - zero, span[1] - zero)
+            def wait(row: str, waiter: str, what: str, span: tuple[float, float], during: str = "") -> Wait:
+                kept_by, of_script = keepers.get(what, ""), waiter in scripts
+                return Wait(step, row, waiter, what, kept_by, during, of_script, span[0] - begin, span[1] - begin)  # noqa: B023
 
             for at, until, (during, _) in self._computed(points, begin, end):
                 for start, stop, what in of_step:

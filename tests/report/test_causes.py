@@ -11,7 +11,7 @@ UNITS = ["outer", "layers.0", "layers.1", "layers.10"]
 
 
 def wait(waiter: str, begin: float, end: float, what: str, kept_by: str = "", during: str = "") -> Waited:
-    return Waited(f"{waiter} waits", waiter, what, kept_by, during, begin, end)
+    return Waited(f"{waiter} waits", waiter, what, kept_by, during, waiter == "MainThread", begin, end)
 
 
 def step_of(work: list[Work], waits: list[Waited], seconds: float = 10.0, ssd_busy_s: float = 0.0) -> RecordedStep:
@@ -83,6 +83,10 @@ def test_a_thread_that_stands_still_inside_of_a_stall_says_better_what_for() -> 
     assert found[0] == ("compute", "the weights of layers.0 in a slot of the window", 1.0, 2.0)
     assert found[1:] == [("compute", others, 2.0, 3.0), ("MainThread", others, 3.0, 4.0)]
     assert "the other ranks in gathering the weights of {unit}" in {wait.what for wait in largest_waits(step)}
+
+
+def test_threads_of_the_engine_hold_nobody_up_by_themselves() -> None:
+    assert behind(step_of([], [wait("checkpoint", 0.0, 9.0, "the states of layers.0"), wait("h2d", 0, 9, "it")])) == []
 
 
 def test_waits_of_a_kind_are_added_up_and_the_longest_unit_is_named() -> None:

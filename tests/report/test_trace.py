@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_slide.report import chrome
+from ds_slide.report.statistics import LaneMeter
 from ds_slide.report.trace import BETWEEN, NO_RANGES, UNLABELLED, Clock, Event, LaneTrace, Trace, TraceRequest
 from ds_slide.report.waits import Waits
 
@@ -114,3 +115,28 @@ def test_a_lane_without_work_has_an_empty_step() -> None:
     lane = LaneTrace()
     lane.cut()
     assert lane.steps == [[]]
+
+
+def test_what_the_device_is_behind_with_belongs_to_the_last_step() -> None:
+    """Its copy has not ended when the step ends, and what it does for a step that never ends is in none."""
+    meter, trace = LaneMeter(), Trace(TraceRequest(Path("x"), 2, 2), ["block 0"], ["h2d"])
+    meter.set_trace(trace.lanes["h2d"])
+    trace.begin(HOST)
+    meter.add_interval(passed(0.8), Late(1.2), 10, ("weights", 0))
+    meter.add_interval(passed(1.5), Late(1.6), 10, ("weights", 0))
+    meter.take()
+    trace.end_step(HOST + 1.0, {})
+    trace.compute.cut()
+    trace.requests.cut()
+    trace.stall.cut()
+    meter.end_trace()
+    assert not meter.is_traced
+    copies = [event for event in rounded(list(trace.events(Clock(passed(0.0), HOST)))) if event[1] == "h2d"]
+    assert copies == [(2, "h2d", "weights", "block 0", 0.8, 1.2, 10)]
+
+
+class Late(Point):
+    """Passed when somebody has waited for it; then all before it are."""
+
+    def done(self) -> bool:
+        return self.passed
