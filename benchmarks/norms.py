@@ -19,7 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from timeline_picture import text
+from ds_slide.report import drawing
+from ds_slide.report.drawing import Line, Picture, Rectangle, Text
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 960, 320, 50, 30, 40
 WITHIN, ABOVE = "#2f9e8f", "#c4424d"
@@ -51,25 +52,18 @@ def svg(norms: list[float], limit: float, caption: str) -> str:
         height = high - low if not math.isfinite(norm) else math.log10(norm) - low if norm > 0 else 0.0
         return HEIGHT - BOTTOM - height / ((high - low) or 1.0) * (HEIGHT - TOP - BOTTOM)
 
-    def dot(number: int, norm: float) -> str:
-        colour = WITHIN if norm <= limit else ABOVE
-        return f'<circle cx="{LEFT + number * across:.1f}" cy="{y(norm):.1f}" r="2" fill="{colour}"/>'
+    def dot(number: int, norm: float) -> Rectangle:
+        return Rectangle(LEFT + number * across - 2, y(norm) - 2, 4, 4, WITHIN if norm <= limit else ABOVE)
 
-    labels = [text(LEFT - 6, y(norm) + 4, f"{norm:.2g}", anchor="end", size=11) for norm in (min(finite), max(finite))]
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-            'font-family="Helvetica, Arial, sans-serif">',
-            f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-            f'<path d="M{LEFT} {y(limit):.1f} H{WIDTH - 20}" stroke="#000" stroke-dasharray="4 3"/>',
-            text(WIDTH - 20, y(limit) - 5, f"limit {limit:g}", anchor="end", size=11),
-            text(LEFT, 18, caption),
-            text(WIDTH - 20, HEIGHT - 12, f"step {len(norms)}", anchor="end", size=11),
-            *labels,
-            *(dot(number, norm) for number, norm in enumerate(norms)),
-            "</svg>\n",
-        ]
-    )
+    shapes = [
+        Line(LEFT, y(limit), WIDTH - 20, y(limit)),
+        Text(WIDTH - 20, y(limit) - 5, f"limit {limit:g}", anchor="end", size=11),
+        Text(LEFT, 18, caption),
+        Text(WIDTH - 20, HEIGHT - 12, f"step {len(norms)}", anchor="end", size=11),
+        *(Text(LEFT - 6, y(norm) + 4, f"{norm:.2g}", anchor="end", size=11) for norm in (min(finite), max(finite))),
+        *(dot(number, norm) for number, norm in enumerate(norms)),
+    ]
+    return drawing.svg(Picture(WIDTH, HEIGHT, shapes))
 
 
 def main() -> None:

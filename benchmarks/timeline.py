@@ -33,6 +33,8 @@ from timeline_picture import Bar, Panel
 from torch.profiler import ProfilerActivity, profile, record_function
 from trainers import Trainer, make_trainer
 
+from ds_slide.report import chrome
+
 STEP, UPDATE = "recorded step", "update"
 PHASES = ("forward", "backward", "step")
 # Kernels follow each other within microseconds: gaps that are shorter than this share of the step are no pauses.
@@ -98,7 +100,7 @@ def record(setting: Setting) -> Panel:
 
 def slide_bars(events: list[dict[str, Any]]) -> Iterator[Bar]:
     for event in events:
-        if event["ph"] != "X" or "args" not in event:
+        if event["ph"] != "X" or "args" not in event or event["cat"] == chrome.WAIT:
             continue
         of = event["args"]
         if row := _ROW_OF.get(of["lane"], of["lane"]):

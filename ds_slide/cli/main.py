@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import platform
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from ds_slide import __version__
+from ds_slide.cli import trace
+from ds_slide.errors import SlideError
 
 BESIDE = ("torch", "deepspeed", "triton")
 """Packages whose versions a report needs."""
@@ -21,8 +24,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         epilog="What a report of a fault needs: the output of ds-slide --version, the JSON and the whole message.",
     )
     parser.add_argument("--version", action="store_true", help="print the versions of DS-Slide and what it runs on")
-    if parser.parse_args(arguments).version:
+    actions = parser.add_subparsers(dest="action", metavar="COMMAND")
+    trace.add_arguments(actions.add_parser("trace", help="what a recorded step did and waited for"))
+    chosen = parser.parse_args(arguments)
+    if chosen.version:
         print("\n".join(versions()))
+    elif chosen.action == "trace":
+        try:
+            trace.run(chosen)
+        except SlideError as error:
+            sys.exit(f"ds-slide trace: {error}")
     else:
         parser.print_help()
 

@@ -141,8 +141,9 @@ class TraceConfig(_Block):
     path: Annotated[StrictStr, Field(min_length=1)] | None = Field(
         default=None, description='a file that is to be written, such as "step.json", or null'
     )
-    """File for the record, a Chrome trace in JSON, which Perfetto opens; null: nothing is recorded. Of several ranks
-    each writes its own: "step.rank1.json". `~` and `$NAME` mean what they mean in a shell.
+    """File for the record, a Chrome trace in JSON, which Perfetto opens and [`ds-slide trace`](tracing.md) reads; null:
+    nothing is recorded. Of several ranks each writes its own: "step.rank1.json". `~` and `$NAME` mean what they mean in
+    a shell.
     """
 
     steps: Annotated[tuple[StrictInt, StrictInt], AfterValidator(_first_and_last)] = Field(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ds_slide.report import chrome
 from ds_slide.report.trace import UNLABELLED, Clock, ComputeTrace, Label, LaneTrace, Marker, Requests, Trace
+from ds_slide.report.waits import Waits
 
 OUTER_H2D = "h2d of outer modules"
 """Copies up beside those of the blocks, on a stream of their own; statistics count them under "h2d"."""
@@ -61,6 +64,23 @@ class LaneMeter:
             self._bytes += moved
             self._collect()  # here too: inference takes no steps
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether steps are recorded at this moment."""
+        return self._trace is not None
+
+    def add_stream_wait(self, begin: Marker, end: Marker, what: str) -> None:
+        """For the trace alone: the lane's stream has waited for `what`, and has done nothing else between two markers
+        with times."""
+        with self._lock:
+            if self._trace is not None:
+                self._trace.add_stream_wait(begin, end, what)
+
+    def named(self, label: Label) -> AbstractContextManager[None]:
+        """Names the work inside for a profiler while steps are recorded."""
+        trace = self._trace
+        return nullcontext() if trace is None else trace.named(label)
+
     def _collect(self) -> None:
         while self._pending and self._pending[0][1].done():
             start, end, moved, label = self._pending.popleft()
@@ -78,10 +98,22 @@ class LaneMeter:
                 self._trace.cut()
             return taken
 
-    def set_trace(self, trace: LaneTrace | None) -> None:
-        """Record there what is counted from now on; None: nowhere."""
+    def set_trace(self, trace: LaneTrace) -> None:
+        """Record there what is counted from now on."""
         with self._lock:
             self._trace = trace
+
+    def end_trace(self) -> None:
+        """Record no more, once the device has done what it has been given; the script waits for that here."""
+        with self._lock:
+            under_way = [end for _, end, _, _ in self._pending]
+        for end in under_way:  # without the lock: the lane may go on
+            end.synchronize()
+        with self._lock:
+            self._collect()
+            if self._trace is not None:
+                self._trace.end()
+            self._trace = None
 
 
 @dataclass(frozen=True)
@@ -109,9 +141,11 @@ class StepRecorder:
     less the measured waits (`stall`). Whatever the host loses between kernels therefore counts as compute.
     """
 
-    def __init__(self, device: Streams, trace: Trace | None = None, *, rank: int = 0) -> None:
-        """A recorder that has counted nothing. `trace`: of chosen steps, and `rank`, which its file names."""
+    def __init__(self, device: Streams, waits: Waits, trace: Trace | None = None, *, rank: int = 0) -> None:
+        """A recorder that has counted nothing. `waits`: of the engine's threads. `trace`: of chosen steps, and `rank`,
+        which its file names."""
         self._device = device
+        self._waits = waits
         self.meters = {lane: LaneMeter() for lane in STREAM_LANES}
         self.stall = LaneMeter()
         self.requests = Requests()
@@ -123,6 +157,13 @@ class StepRecorder:
         self._ssd: Callable[[], dict[str, Any]] | None = None
         self._ssd_before: dict[str, Any] = {}
         self.latest: StepStatistics | None = None
+
+    @contextmanager
+    def stalled(self, what: str) -> Iterator[None]:
+        """The calling thread's stream, on which it computes, waits inside for `what`; nothing else is submitted."""
+        before = self._device.mark(timed=True)
+        yield
+        self.stall.add_interval(before, self._device.mark(timed=True), label=(what, -1))
 
     def watch_ssd(self, statistics: Callable[[], dict[str, Any]]) -> None:
         """Count the disk, too. `statistics`: totals of the store since its start (read_bytes, written_bytes, busy_s,
@@ -178,6 +219,7 @@ class StepRecorder:
         for lane, meter in self.meters.items():
             meter.set_trace(trace.lanes[lane])
         self.stall.set_trace(trace.stall)
+        self._waits.is_recording = True
         self.requests.set_trace(trace.requests)
         self.compute = trace.compute
 
@@ -199,10 +241,10 @@ class StepRecorder:
         if trace is None:
             return
         for meter in (*self.meters.values(), self.stall):
-            meter.set_trace(None)
+            meter.end_trace()
         self.requests.set_trace(None)
         clock = self._clock or Clock(self._device.mark(timed=True), time.perf_counter())
-        trace.write(clock, rank=self._rank)
+        chrome.write(trace, clock, self._waits, rank=self._rank)
 
     def as_dict(self, memory: dict[str, int]) -> dict[str, Any]:
         """The newest finished step in the form of `engine.optimizer.slide_stats()`; empty before the first."""

@@ -1,4 +1,4 @@
-"""What every lane did and when, of chosen steps, written as a Chrome trace: Perfetto (ui.perfetto.dev) opens it.
+"""What every lane did and what it waited for, of chosen steps; written as a Chrome trace (`ds_slide.report.chrome`).
 
 Nothing is recorded outside of the chosen steps, and nobody waits for the device inside of them: lanes hand over the
 markers that their statistics are read from, and these become seconds when the last step has ended.
@@ -6,23 +6,27 @@ markers that their statistics are read from, and these become seconds when the l
 
 from __future__ import annotations
 
-import json
-import os
+import bisect
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from ds_slide.report.log import log
+from ds_slide.report.waits import THREAD_PREFIX, NoRanges, Ranges, Waits
 
 Label = tuple[str, int]
 """(what is done, number of the unit in the order of the engine's units)"""
 UNLABELLED: Label = ("", -1)
+NO_RANGES = NoRanges()
 BETWEEN = "outside of the blocks"
 """What the compute lane does that is no forward or backward of a block: the outer modules, the loss, the script."""
 COMPUTE, REQUESTS = "compute", "ssd"
+SHORTEST_WAIT_S = 1e-5
+"""What is shorter is not shown as a wait: the two markers around one that has nothing to wait for lie 2 us apart on the
+CPU."""
 
 
 class Marker(Protocol):
@@ -66,8 +70,28 @@ class Event:
 
 
 @dataclass(frozen=True)
-class _Raw:
-    """`begin` and `end`: markers, or seconds of `time.perf_counter`."""
+class Wait:
+    """One wait, cut at the begin and the end of its step, in seconds from that begin."""
+
+    step: int
+    row: str
+    """A lane may wait on its stream while its thread waits for something else: these are two rows."""
+    waiter: str
+    """A lane, or a thread of the script."""
+    what: str
+    """It waited for, as the end of a sentence."""
+    kept_by: str
+    """Who brings that about, a lane mostly; empty where that is not known."""
+    during: str
+    """What the compute stream was in, where it is that which waits."""
+    of_script: bool
+    """A thread of the script waits, and none of the engine's."""
+    begin: float
+    end: float
+
+
+class _Raw(NamedTuple):
+    """`begin` and `end`: markers, or seconds of `time.perf_counter`. A tuple takes a third of a dataclass's time."""
 
     label: Label
     begin: Marker | float
@@ -78,7 +102,9 @@ class _Raw:
 class LaneTrace:
     """What one meter has counted, step by step. Called by the meter, which holds its lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, units: Sequence[str] = (), ranges: Ranges = NO_RANGES) -> None:
+        self._units, self._ranges = units, ranges
+        self.stream_waits: list[_Raw] = []
         self._open: list[_Raw] = []
         self._pauses: list[tuple[float, float]] = []
         self.steps: list[list[_Raw]] = []
@@ -91,22 +117,45 @@ class LaneTrace:
         self._pauses.append((begin, end))
 
     def add_span(self, begin: float, end: float, nbytes: int, label: Label) -> None:
+        if not self._pauses:
+            self._open.append(_Raw(label, begin, end, nbytes))
+            return
         pauses, self._pauses = self._pauses, []
         for start, stop in _without(begin, end, pauses):
             self._open.append(_Raw(label, start, stop, nbytes))
             nbytes = 0  # of a span with pauses, its first part has the bytes
+
+    def add_stream_wait(self, begin: Marker, end: Marker, what: str) -> None:
+        """The lane's stream has waited for `what` between two markers."""
+        self.stream_waits.append(_Raw((what, -1), begin, end))
+
+    @contextmanager
+    def named(self, label: Label) -> Iterator[None]:
+        """Name the work inside for a profiler. Called without the meter's lock."""
+        range_ = self._ranges.begin_range(_name(label, self._units))
+        try:
+            yield
+        finally:
+            self._ranges.end_range(range_)
 
     def cut(self) -> None:
         """The step under way ends here."""
         self.steps.append(self._open)
         self._open = []
 
+    def end(self) -> None:
+        """Nothing more comes. What the device was behind with when the last step ended belongs to that."""
+        if self.steps:
+            self.steps[-1] += self._open
+
 
 class ComputeTrace:
     """Where forwards and backwards of blocks begin and end on the compute stream. Called by the thread that computes,
     which is autograd's during a backward: one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, units: Sequence[str] = (), ranges: Ranges = NO_RANGES) -> None:
+        self._units, self._ranges = units, ranges
+        self._named: dict[Label, Any] = {}
         self._inside: list[Label] = []
         self._open: list[tuple[Marker, Label]] = []
         self.steps: list[list[tuple[Marker, Label]]] = []
@@ -115,16 +164,21 @@ class ComputeTrace:
         if label not in self._inside:  # a backward may be announced several times
             self._inside.append(label)
             self._open.append((point, label))
+            self._named[label] = self._ranges.begin_range(_name(label, self._units))
 
     def leave(self, label: Label, point: Marker) -> None:
         """What was entered before goes on, such as the backward that a recomputed forward is a part of."""
         if label in self._inside:
             self._inside.remove(label)
+            self._ranges.end_range(self._named.pop(label))
             self._open.append((point, self._inside[-1] if self._inside else UNLABELLED))
 
     def cut(self) -> None:
         self.steps.append(self._open)
         self._open, self._inside = [], []  # a forward that an exception has ended is never left
+        for range_ in self._named.values():
+            self._ranges.end_range(range_)
+        self._named = {}
 
 
 class Requests:
@@ -174,15 +228,20 @@ class Clock:
 class Trace:
     """The chosen steps of one engine. `units`: their names, in the engine's order."""
 
-    def __init__(self, request: TraceRequest, units: Sequence[str], lanes: Iterable[str]) -> None:
+    def __init__(
+        self, request: TraceRequest, units: Sequence[str], lanes: Iterable[str], ranges: Ranges = NO_RANGES
+    ) -> None:
         self.request = request
         self.units = units
-        self.lanes = {lane: LaneTrace() for lane in lanes}
+        self.lanes = {lane: LaneTrace(units, ranges) for lane in lanes}
         self.stall = LaneTrace()
-        self.compute = ComputeTrace()
+        self.compute = ComputeTrace(units, ranges)
         self.requests = LaneTrace()
+        self.statistics: list[dict[str, Any]] = []
+        """Of the steps that have ended, as in `slide_stats()`."""
+        self._ranges = ranges
+        self._range: Any = None
         self._ends: list[float] = []
-        self._statistics: list[dict[str, Any]] = []
 
     def begin(self, seconds: float) -> None:
         """The first chosen step begins; what the meters counted before it was cut off is not of it."""
@@ -190,35 +249,90 @@ class Trace:
         for lane in (*self.lanes.values(), self.stall, self.requests):
             lane.steps.clear()
         self.compute.steps.clear()
+        self._range = self._ranges.begin_range(f"step {self.request.first}")
 
     def end_step(self, seconds: float, statistics: dict[str, Any]) -> None:
-        """End the step. `statistics`: of the step that ends, as in `slide_stats()`; kept beside the events."""
+        """End the step. `statistics`: of the step that ends, kept beside the events."""
         self._ends.append(seconds)
-        self._statistics.append(statistics)
+        self.statistics.append(statistics)
+        self._ranges.end_range(self._range)
+        following = self.request.first + len(self.statistics)
+        self._range = self._ranges.begin_range(f"step {following}") if following <= self.request.last else None
+
+    @property
+    def steps(self) -> Iterator[tuple[int, float, float]]:
+        """(number, begin, end in seconds of `time.perf_counter`) of the steps that have ended."""
+        for index, (begin, end) in enumerate(zip(self._ends, self._ends[1:], strict=False)):
+            yield self.request.first + index, begin, end
+
+    def synchronize(self) -> None:
+        """Wait until the device has passed all markers."""
+        for of_step in self.compute.steps:
+            for point, _ in of_step:
+                point.synchronize()
+        for lane in self.lanes.values():
+            for wait in lane.stream_waits:
+                assert not isinstance(wait.end, float)
+                wait.end.synchronize()
 
     def events(self, clock: Clock) -> Iterator[Event]:
         """Lane by lane of every step. Events of one lane do not overlap, but for requests of the SSD. All markers have
         been passed."""
-        # Of all steps: a device that is behind the host does what a step has asked for in the next one.
-        points = [(clock.of(point), label) for of_step in self.compute.steps for point, label in of_step]
-        for index, (begin, end) in enumerate(zip(self._ends, self._ends[1:], strict=False)):
-            step = self.request.first + index
+        points, stalls = self._passed(clock)
+        for index, (step, begin, end) in enumerate(self.steps):
             for name, lane in (*self.lanes.items(), (REQUESTS, self.requests)):
                 for raw in lane.steps[index]:
                     start, stop = clock.of(raw.begin), clock.of(raw.end)
+                    if start >= end:  # of a step that has not ended
+                        continue
                     yield self._event(step, name, raw.label, start - begin, stop - begin, raw.nbytes)
-            stalls = [(clock.of(raw.begin), clock.of(raw.end)) for raw in self.stall.steps[index]]
+            holes = [(start, stop) for start, stop, _ in _within(stalls, begin, end)]
             for at, until, label in self._computed(points, begin, end):
-                for start, stop in _without(at, until, stalls):
+                for start, stop in _without(at, until, holes):
                     yield self._event(step, COMPUTE, label, start - begin, stop - begin, 0)
+
+    def waits(self, clock: Clock, host: Waits) -> Iterator[Wait]:
+        """Of every step and row. Those of one row do not overlap, but for a wait inside of another one of its thread.
+        All markers have been passed. `host`: what the threads have waited for; it records no more."""
+        threads = host.take()
+        keepers = {what: thread.removeprefix(THREAD_PREFIX) for what, thread in host.keepers.items()}
+        scripts = {wait.thread for wait in threads if not wait.thread.startswith(THREAD_PREFIX)}
+        points, stalls = self._passed(clock)
+        for step, begin, end in self.steps:
+            of_step = _within(stalls, begin, end)
+
+            def wait(row: str, waiter: str, what: str, span: tuple[float, float], during: str = "") -> Wait:
+                kept_by, of_script = keepers.get(what, ""), waiter in scripts
+                return Wait(step, row, waiter, what, kept_by, during, of_script, span[0] - begin, span[1] - begin)  # noqa: B023
+
+            for at, until, (during, _) in self._computed(points, begin, end):
+                for start, stop, what in of_step:
+                    if (span := _shown(start, stop, at, until)) is not None:
+                        yield wait(f"{COMPUTE} waits", COMPUTE, what, span, during or BETWEEN)
+            for name, lane in self.lanes.items():
+                for raw in lane.stream_waits:
+                    if (span := _shown(clock.of(raw.begin), clock.of(raw.end), begin, end)) is not None:
+                        yield wait(f"{name} waits on its stream", name, raw.label[0], span)
+            for of_thread in threads:
+                if (span := _shown(of_thread.begin, of_thread.end, begin, end)) is not None:
+                    waiter = of_thread.thread.removeprefix(THREAD_PREFIX)
+                    yield wait(f"{waiter} waits", waiter, of_thread.what, span)
+
+    def _passed(self, clock: Clock) -> tuple[list[tuple[float, Label]], list[tuple[float, float, str]]]:
+        """What the compute stream has begun, and its stalls, in seconds of `time.perf_counter`."""
+        # Of all steps: a device that is behind the host does what a step has asked for in the next one.
+        points = [(clock.of(point), label) for of_step in self.compute.steps for point, label in of_step]
+        stalls = [raw for of_step in self.stall.steps for raw in of_step]
+        return points, [(clock.of(raw.begin), clock.of(raw.end), raw.label[0]) for raw in stalls]
 
     @staticmethod
     def _computed(
         points: Sequence[tuple[float, Label]], begin: float, end: float
     ) -> Iterator[tuple[float, float, Label]]:
         """What the compute stream was in, from the begin of a step to its end, one after the other."""
-        at, inside = begin, UNLABELLED
-        for moment, label in points:
+        first = bisect.bisect_left(points, begin, key=lambda point: point[0])
+        at, inside = begin, points[first - 1][1] if first else UNLABELLED
+        for moment, label in points[first:]:
             if moment >= end:
                 break
             if moment > at:
@@ -232,54 +346,20 @@ class Trace:
         unit = self.units[order] if order >= 0 else ""
         return Event(step, lane, what or BETWEEN, unit, begin, end, nbytes)
 
-    def write(self, clock: Clock, *, rank: int) -> None:
-        """Write the steps that have ended, and say so; a file that cannot be written does not end a training."""
-        path = self.request.path
-        if not self._statistics:
-            log.warning(
-                f"the trace {path} has not been written: the engine has ended before step {self.request.first} had; "
-                "name an earlier one in ds_slide.trace.steps"
-            )
-            return
-        # After the last step: its work may still be under way on the device, which the script waits for here.
-        for marker in (clock.marker, *(point for of_step in self.compute.steps for point, _ in of_step)):
-            marker.synchronize()
-        partial = path.with_name(f"{path.name}.partial")
-        try:
-            with open(partial, "w", encoding="utf-8") as file:
-                json.dump(self._document(clock, rank), file)
-            os.replace(partial, path)
-        except OSError as error:
-            log.warning(f"the trace {path} has not been written: {error}; the training is not concerned")
-            return
-        log.info(f"the trace of {len(self._statistics)} steps is in {path}; ui.perfetto.dev opens it")
 
-    def _document(self, clock: Clock, rank: int) -> dict[str, Any]:
-        events = list(self.events(clock))
-        begins = dict(enumerate(self._ends, start=self.request.first))
-        origin = min([self._ends[0], *(begins[event.step] + event.begin for event in events)])
-        lanes = [COMPUTE, *self.lanes, REQUESTS]
-        return {
-            "displayTimeUnit": "ms",
-            "otherData": {"slide_stats": self._statistics},
-            "traceEvents": [*_names(lanes, rank), *self._steps(origin, rank)]
-            + [
-                written
-                for number, event in enumerate(events)
-                for written in _chrome(event, number, begins[event.step] - origin, rank, lanes.index(event.lane) + 1)
-            ],
-        }
+def _name(label: Label, units: Sequence[str]) -> str:
+    what, order = label
+    return f"{what} {units[order]}" if order >= 0 else what
 
-    def _steps(self, origin: float, rank: int) -> Iterator[dict[str, Any]]:
-        for step, (begin, end) in enumerate(zip(self._ends, self._ends[1:], strict=False), start=self.request.first):
-            yield {
-                "name": f"step {step}",
-                "ph": "X",
-                "pid": rank,
-                "tid": 0,
-                "ts": _microseconds(begin - origin),
-                "dur": _microseconds(end - begin),
-            }
+
+def _within(stalls: Iterable[tuple[float, float, str]], begin: float, end: float) -> list[tuple[float, float, str]]:
+    return [stall for stall in stalls if stall[0] < end and stall[1] > begin]
+
+
+def _shown(begin: float, end: float, first: float, last: float) -> tuple[float, float] | None:
+    """The part of a wait that lies between two moments, if it is worth showing."""
+    begin, end = max(begin, first), min(end, last)
+    return (begin, end) if end - begin >= SHORTEST_WAIT_S else None
 
 
 def _without(begin: float, end: float, holes: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
@@ -294,37 +374,3 @@ def _without(begin: float, end: float, holes: Iterable[tuple[float, float]]) -> 
         begin = stop
     if begin < end:
         yield begin, end
-
-
-def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
-
-
-def _names(lanes: Sequence[str], rank: int) -> Iterator[dict[str, Any]]:
-    yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"DS-Slide, rank {rank}"}}
-    for number, name in enumerate(["step", *lanes]):
-        common = {"ph": "M", "pid": rank, "tid": number}
-        yield {"name": "thread_name", **common, "args": {"name": name}}
-        yield {"name": "thread_sort_index", **common, "args": {"sort_index": number}}
-
-
-def _chrome(event: Event, number: int, begin: float, rank: int, row: int) -> Iterator[dict[str, Any]]:
-    """An event in Chrome's form. `begin`: of the event's step, in seconds from the first moment of the trace."""
-    name = f"{event.what} {event.unit}".rstrip()
-    details = {
-        "step": event.step,
-        "lane": event.lane,
-        "what": event.what,
-        "unit": event.unit,
-        "begin_s": event.begin,
-        "end_s": event.end,
-        "bytes": event.nbytes,
-    }
-    common = {"name": name, "cat": event.lane, "pid": rank, "tid": row}
-    start, end = _microseconds(begin + event.begin), _microseconds(begin + event.end)
-    if event.lane != REQUESTS:
-        yield {**common, "ph": "X", "ts": start, "dur": end - start, "args": details}
-        return
-    # Requests overlap, which rows of "X" cannot show.
-    yield {**common, "ph": "b", "id": number, "ts": start, "args": details}
-    yield {**common, "ph": "e", "id": number, "ts": end}

@@ -30,6 +30,7 @@ from ds_slide.plan.memory import Plan
 from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
 from ds_slide.report.trace import Trace
+from ds_slide.report.waits import Waits
 from ds_slide.runtime import running
 from ds_slide.runtime.activations.activations import Activations
 from ds_slide.runtime.activations.spare_memory import Budget, SpareMemory
@@ -86,11 +87,12 @@ def build_runtime(
 ) -> SlideRuntime:
     """Build and start. Raises SlideError when memory cannot be had. `sharing`: of several ranks whose weights in host
     memory all of them are to read; closed when these are mapped, and by the caller when that fails."""
-    failures = Failures()
+    waits = Waits(device)
+    failures = Failures(waits)
     ranks.watched_by(failures)
     if ranks.world_size > 1:
         ranks.require_equal(_choices(unit_plans, plan, settings), "what is to be where")
-    recorder = StepRecorder(device, _trace(unit_plans, settings, ranks), rank=ranks.rank)
+    recorder = StepRecorder(device, waits, _trace(unit_plans, settings, ranks, device), rank=ranks.rank)
     memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.slide.huge_pages)
     allocator = Allocator(plan.allocations, memory, device)
     empty = Empty.on(device.torch, {unit_plan.spec.precision.parameter for unit_plan in unit_plans})
@@ -141,14 +143,14 @@ def build_runtime(
     return runtime
 
 
-def _trace(unit_plans: Sequence[UnitPlan], settings: RuntimeSettings, ranks: Ranks) -> Trace | None:
+def _trace(unit_plans: Sequence[UnitPlan], settings: RuntimeSettings, ranks: Ranks, device: Device) -> Trace | None:
     """The record of the steps that the settings choose, with a file of its own for every rank. Without an optimizer
     there are no steps, and the file is that of the engine that trains with the same JSON."""
     request = trace_request(settings.slide.trace) if settings.trains else None
     if request is None:
         return None
     names = [unit_plan.spec.name for unit_plan in unit_plans]
-    return Trace(request.of_rank(ranks.rank, ranks.world_size), names, STREAM_LANES)
+    return Trace(request.of_rank(ranks.rank, ranks.world_size), names, STREAM_LANES, device)
 
 
 def _update_threads(settings: RuntimeSettings) -> tuple[int, Sequence[int]]:
@@ -206,6 +208,7 @@ def _wire(
         num_units=len(units),
         square_sum=square_sum,
         updating=updating,
+        stalled=context.recorder.stalled,
     )
     if ssd is not None:
         context.recorder.watch_ssd(ssd.statistics)

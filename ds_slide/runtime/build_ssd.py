@@ -48,7 +48,8 @@ def open_ssd(context: BuildContext, unit_plans: Sequence[UnitPlan]) -> SsdStates
         waiting=failures.waiting,
     )
     cycle = _update_order(unit_plans, extents, under_backward=settings.held_dtype is None)
-    ssd = SsdStates(store, failures, cycle, context.recorder.meters["update"])
+    names = [unit_plan.spec.name for unit_plan in unit_plans]
+    ssd = SsdStates(store, failures, cycle, context.recorder.meters["update"], names)
     for order, places in extents.items():
         _add_unit(context, ssd, unit_plans[order], order, places)
     return ssd

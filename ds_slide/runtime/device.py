@@ -79,6 +79,15 @@ class Device:
         if self.is_cuda and marker._event is not None:
             (stream if stream is not None else torch.cuda.current_stream(self.torch)).wait_event(marker._event)
 
+    def begin_range(self, name: str) -> Any:
+        """Name what happens from here to `end_range`, on whatever thread that is called, for a profiler (NVTX)."""
+        return torch.cuda.nvtx.range_start(name) if self.is_cuda else None
+
+    def end_range(self, of: Any) -> None:
+        """`of`: what `begin_range` has returned."""
+        if of is not None:
+            torch.cuda.nvtx.range_end(of)
+
     def is_working(self) -> bool:
         """Whether the stream that is current in the calling thread has work left; False on the CPU accelerator."""
         return self.is_cuda and not torch.cuda.current_stream(self.torch).query()

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,7 +188,7 @@ class SlideRuntime:
         """Give one such unit its weights; waits, on the compute stream, for those that are on their way."""
         assert unit.resident is not None
         if (future := self._fetched.pop(unit.order, None)) is not None:
-            with self._stall():
+            with self.parts.recorder.stalled(future.what):
                 here = future.wait()
                 if unit.is_gathered and unit.is_uploaded:
                     here = self.parts.gathers.into(unit, unit.resident, here)
@@ -223,7 +222,7 @@ class SlideRuntime:
         slot = self._window.acquire(unit, direction)  # type: ignore[arg-type]
         assert slot.ready is not None
         self._bound[unit.order] = slot
-        with self._stall():
+        with self.parts.recorder.stalled(slot.ready.what):
             here = self.parts.gathers.into_slot(unit, slot) if unit.is_gathered else slot.ready.wait()
             self.device.wait(here)
         self._bind(unit, slot.views(unit))
@@ -249,15 +248,8 @@ class SlideRuntime:
 
     def wait(self, future: Future) -> None:
         """Make the compute stream wait for a transfer, and book the time it stands still."""
-        with self._stall():
+        with self.parts.recorder.stalled(future.what):
             self.device.wait(future.wait())
-
-    @contextmanager
-    def _stall(self) -> Iterator[None]:
-        """Count the time for which the compute stream waits inside as a stall."""
-        before = self.device.mark(timed=True)
-        yield
-        self.parts.recorder.stall.add_interval(before, self.device.mark(timed=True))
 
     # ---- forward ---------------------------------------------------------------------------------------------
 
@@ -392,8 +384,9 @@ class SlideRuntime:
 
         Combined in the order of the units, so that the value does not depend on which lane finished first.
         """
-        self.parts.workers.d2h.drain()
-        self.parts.workers.update.drain()
+        with self.parts.recorder.stalled("the gradients of the step"):
+            self.parts.workers.d2h.drain()
+            self.parts.workers.update.drain()
         self.parts.ranks.join()  # GPU-tier units have been through no lane
         on_device = self.gradients.square_sums.cpu()
         total = torch.zeros(1, dtype=torch.float64)
@@ -470,7 +463,7 @@ class SlideRuntime:
         assert unit.resident is not None
         self._unbind(unit)  # as in `_fetch_outer_units`
         gathered = self.parts.gathers.into(unit, unit.resident, self.device.mark())
-        self._fetched[unit.order] = Future.kept(self.parts.failures, gathered)
+        self._fetched[unit.order] = Future.kept(self.parts.failures, gathered, f"the gathered weights of {unit.name}")
 
     def _queue_update(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, held: Held) -> None:
         speculation, unit.speculation = unit.speculation, None
@@ -505,7 +498,7 @@ class SlideRuntime:
             parts = [(slice(0, unit.layout.trainable_numel), unit.updated)]  # as a whole
 
         def job() -> None:
-            self.device.wait(free, h2d.stream)
+            h2d.wait(free, f"the buffer of {unit.name} on the GPU")
             for span, updated in parts:
                 updated.wait()
                 unit.await_others(version)

@@ -17,5 +17,6 @@ def test_steps_within_the_limit_are_counted():
 
 def test_the_picture_has_every_step():
     picture = ElementTree.fromstring(norms.svg(RUN, 1.0, "a & b"))
-    colours = [dot.get("fill") for dot in picture.iter("{http://www.w3.org/2000/svg}circle")]
+    _background, *dots = picture.iter("{http://www.w3.org/2000/svg}rect")
+    colours = [dot.get("fill") for dot in dots]
     assert colours == [norms.WITHIN, norms.WITHIN, *[norms.ABOVE] * 2, norms.WITHIN, norms.ABOVE]

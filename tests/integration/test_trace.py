@@ -13,7 +13,7 @@ import pytest
 from harness import batches, differences, ds_config, engine_for, llama, states_of, train
 
 from ds_slide.errors import SlideConfigError
-from ds_slide.report import trace
+from ds_slide.report import chrome, trace
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -37,7 +37,7 @@ def run(slide: dict[str, Any], **others: Any) -> tuple[list[dict[str, Any]], Any
 
 def events(path: Path) -> list[dict[str, Any]]:
     document = json.loads(path.read_text())
-    return [event["args"] for event in document["traceEvents"] if event["ph"] in "Xb" and "args" in event]
+    return [e["args"] for e in document["traceEvents"] if e["ph"] in "Xb" and "args" in e and e["cat"] != chrome.WAIT]
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,13 @@ def test_events_of_a_lane_follow_each_other_and_name_their_blocks(tmp_path: Path
     run({"window": 2, "trace": {"path": str(path), "steps": [FIRST, LAST]}})
     document = json.loads(path.read_text())
     rows = {e["tid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"}
-    assert list(rows.values()) == ["step", "compute", "h2d", "h2d of outer modules", "d2h", "update", "ssd"]
+    lanes = [name for name in rows.values() if "waits" not in name]
+    assert lanes == ["step", "compute", "h2d", "h2d of outer modules", "d2h", "update", "ssd"]
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for event in document["traceEvents"]:
         if event["ph"] == "X":
             spans[rows[event["tid"]]].append((event["ts"], event["ts"] + event["dur"]))
-    assert spans.keys() == {"step", "compute", "h2d", "h2d of outer modules", "d2h", "update"}
+    assert spans.keys() >= {"step", "compute", "h2d", "h2d of outer modules", "d2h", "update"}
     for row, of_row in spans.items():
         of_row.sort()
         assert of_row[0][0] >= 0

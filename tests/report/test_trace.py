@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ds_slide.report.trace import BETWEEN, UNLABELLED, Clock, Event, LaneTrace, Trace, TraceRequest
+from ds_slide.report import chrome
+from ds_slide.report.statistics import LaneMeter
+from ds_slide.report.trace import BETWEEN, NO_RANGES, UNLABELLED, Clock, Event, LaneTrace, Trace, TraceRequest
+from ds_slide.report.waits import Waits
 
 HOST = 100.0
 """Seconds of the host's clock when the device's is at zero."""
@@ -76,11 +79,11 @@ def test_work_counts_where_the_device_does_it_and_less_its_waits(tmp_path: Path)
 
 def test_writing_waits_for_what_is_under_way(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    recorded(path).write(Clock(Point(0.0), HOST), rank=2)
+    chrome.write(recorded(path), Clock(Point(0.0), HOST), Waits(NO_RANGES), rank=2)
     document = json.loads(path.read_text())
     assert document["otherData"]["slide_stats"] == [{"step": 3}, {"step": 4}]
     rows = [event for event in document["traceEvents"] if event["ph"] == "X"]
-    assert {event["pid"] for event in rows} == {2} and min(event["ts"] for event in rows) == 0
+    assert {event["pid"] for event in rows} == {2} and min(event["ts"] for event in rows) == (HOST - 0.1) * 1e6
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -112,3 +115,28 @@ def test_a_lane_without_work_has_an_empty_step() -> None:
     lane = LaneTrace()
     lane.cut()
     assert lane.steps == [[]]
+
+
+def test_what_the_device_is_behind_with_belongs_to_the_last_step() -> None:
+    """Its copy has not ended when the step ends, and what it does for a step that never ends is in none."""
+    meter, trace = LaneMeter(), Trace(TraceRequest(Path("x"), 2, 2), ["block 0"], ["h2d"])
+    meter.set_trace(trace.lanes["h2d"])
+    trace.begin(HOST)
+    meter.add_interval(passed(0.8), Late(1.2), 10, ("weights", 0))
+    meter.add_interval(passed(1.5), Late(1.6), 10, ("weights", 0))
+    meter.take()
+    trace.end_step(HOST + 1.0, {})
+    trace.compute.cut()
+    trace.requests.cut()
+    trace.stall.cut()
+    meter.end_trace()
+    assert not meter.is_traced
+    copies = [event for event in rounded(list(trace.events(Clock(passed(0.0), HOST)))) if event[1] == "h2d"]
+    assert copies == [(2, "h2d", "weights", "block 0", 0.8, 1.2, 10)]
+
+
+class Late(Point):
+    """Passed when somebody has waited for it; then all before it are."""
+
+    def done(self) -> bool:
+        return self.passed

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +71,10 @@ class Gradients:
         num_units: int,
         square_sum: Callable[[torch.Tensor], torch.Tensor],
         updating: Updating,
+        stalled: Callable[[str], AbstractContextManager[None]],
     ) -> None:
+        """`stalled`: around a wait of the compute stream, for what."""
+        self._stalled = stalled
         self._device = device
         self._ranks = ranks
         self._d2h = d2h
@@ -264,7 +268,7 @@ class Gradients:
 
     def _copy(self, arrival: _Arrival, span: slice, target: torch.Tensor, target_start: int = 0) -> Marker:
         """`target_start`: the element of the gradient that `target` begins with."""
-        self._device.wait(arrival.packed, self._d2h.stream)
+        self._d2h.wait(arrival.packed, f"the gradient of {arrival.unit.name} on the GPU")
         end = PASSED
         for part in arrival.source.parts(span):
             start = self._device.mark(self._d2h.stream, timed=True)
@@ -305,7 +309,8 @@ class Gradients:
     def _take_staging(self) -> Staging:
         staging = self._stagings[self._turn]
         self._turn = (self._turn + 1) % len(self._stagings)
-        self._device.wait(staging.free.wait())
+        with self._stalled(staging.free.what):
+            self._device.wait(staging.free.wait())
         staging.free = Future(self._failures, "a GPU buffer for a gradient")
         return staging
 

@@ -84,11 +84,13 @@ class BufferCache(Generic[Key]):
         load: Load[Key],
         failures: Failures,
         cycle: Iterable[Key] = (),
-        what: str = "a buffer",
+        what: str = "buffers",
+        named: Callable[[Key], str] = str,
     ) -> None:
         """`pool`: None until `provide`. `cycle`: keys that are used once a step, in this order; they need no `expect`.
-        `what`: what the buffers hold, for messages."""
+        `what`: what the buffers hold, a plural, and `named`: of what, by key; for messages."""
         self._what = what
+        self._named = named
         self._cycle = frozenset(cycle)
         self._pool = pool
         self._load = load
@@ -190,7 +192,7 @@ class BufferCache(Generic[Key]):
             arrived.set()
 
         self.take(key, use, urgent=True)
-        with self._failures.waiting(f"{self._what} {key} to be read from SSD", arrived.set):
+        with self._failures.waiting(f"the {self._what} of {self._named(key)} to be read from SSD", arrived.set):
             arrived.wait()
         if not got:
             self._failures.raise_first()
@@ -241,7 +243,7 @@ class BufferCache(Generic[Key]):
         with self._changed:
             for key in [key for key in self._upcoming if of(key)]:
                 del self._upcoming[key]
-            what = f"{self._what} to be written to SSD"
+            what = f"the {self._what} to be written to SSD"
             self._failures.wait_for(self._changed, lambda: self._dropped(of), what)
             actions = self._pump()
         _run(actions)

@@ -10,16 +10,15 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ds_slide.errors import SlideError
+from ds_slide.report.waits import THREAD_PREFIX, HostWait, NoRanges, Waits
 from ds_slide.runtime.device import PASSED, Marker
-
-THREAD_PREFIX = "ds_slide-"
-"""The prefix of the names of the engine's own threads. All others are its clients, such as the thread that computes."""
 
 Wake = Callable[[], None]
 
@@ -31,6 +30,8 @@ class Wait:
     number: int
     thread: str
     what: str
+    begin: float
+    """In seconds of `time.perf_counter`."""
     for_ranks: bool = False
     """Whether it is for other ranks."""
 
@@ -52,7 +53,10 @@ class Failures:
     """The first exception of any lane, and everyone who has to hear of it. A lane that has failed can no longer serve
     the futures that it owes, so every wait ends with its exception."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: Waits | None = None) -> None:
+        """`waits`: where those of recorded steps go."""
+        self.traced = waits or Waits(NoRanges())
+        self.traced.under_way = self._under_way
         self._lock = threading.Lock()  # guards what follows, and is held while nothing else is taken
         self._first: SlideError | None = None
         self._cause: BaseException | None = None
@@ -119,15 +123,18 @@ class Failures:
         wait, and is called when a lane fails, at once where one has failed already; None for a wait that cannot be
         ended from outside. The caller looks at `raise_first` when it was woken for no other reason. `for_ranks`: it
         waits for other ranks, and in vain if one of them has ended."""
+        thread, begin, waits = threading.current_thread().name, time.perf_counter(), self.traced
         with self._lock:
             number = next(self._numbers)
-            self._waits[number] = (Wait(number, threading.current_thread().name, what, for_ranks), wake)
+            self._waits[number] = (Wait(number, thread, what, begin, for_ranks), wake)
             failed = self._first is not None
+        range_ = waits.begin(what) if waits.is_recording else None
         try:
             if failed and wake is not None:
                 wake()
             yield
         finally:
+            waits.end(thread, what, begin, range_)  # before it is no longer under way, so that it is in one of both
             with self._lock:
                 del self._waits[number]
 
@@ -144,6 +151,10 @@ class Failures:
         """Those of this moment, the oldest first."""
         with self._lock:
             return [wait for wait, _ in self._waits.values()]
+
+    def _under_way(self) -> list[HostWait]:
+        now = time.perf_counter()
+        return [HostWait(wait.thread, wait.what, wait.begin, now) for wait in self.waits()]
 
     def progressed(self) -> None:
         """Something that somebody may wait for has come forward."""
@@ -208,14 +219,16 @@ class Future:
         self.what = what
 
     @classmethod
-    def kept(cls, failures: Failures, marker: Marker = PASSED) -> Future:
+    def kept(cls, failures: Failures, marker: Marker = PASSED, what: str = "a hand-over") -> Future:
         """One for work that has been issued already, and ends at `marker`."""
-        future = cls(failures)
+        future = cls(failures, what)
         future._is_kept, future._marker = True, marker
         return future
 
     def keep(self, marker: Marker = PASSED) -> None:
         self._marker = marker
+        if self._failures.traced.is_recording:
+            self._failures.traced.kept(self.what)
         self._is_kept = True
         self._ended.set()
         self._failures.progressed()

@@ -39,14 +39,27 @@ class SsdStates:
     still has what the model came with."""
 
     def __init__(
-        self, store: SsdStore, failures: Failures, update_order: Iterable[ChunkKey], update_meter: LaneMeter
+        self,
+        store: SsdStore,
+        failures: Failures,
+        update_order: Iterable[ChunkKey],
+        update_meter: LaneMeter,
+        units: Sequence[str],
     ) -> None:
+        """`units`: their names, by their order."""
         self.store = store
         self.parts = SsdParts()
         self.chunks: BufferCache[ChunkKey] = BufferCache(
-            None, self._load_chunk, failures, update_order, "the optimizer states (unit, chunk)"
+            None,
+            self._load_chunk,
+            failures,
+            update_order,
+            "optimizer states",
+            lambda key: f"{units[key[0]]}, chunk {key[1]}",
         )
-        self.weights: BufferCache[int] = BufferCache(None, self._load_weights, failures, what="the weights of unit")
+        self.weights: BufferCache[int] = BufferCache(
+            None, self._load_weights, failures, what="weights", named=units.__getitem__
+        )
         self.gradient = GradientBuffer(update_meter)
         self.ahead = 0
         """Blocks whose weights may be read ahead."""

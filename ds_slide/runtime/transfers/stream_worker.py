@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_slide.report.statistics import LaneMeter
-from ds_slide.runtime.device import Device
+from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.transfers.handoff import THREAD_PREFIX, Failures, Future
 
 Job = Callable[[], None]
@@ -51,6 +51,15 @@ class StreamWorker:
     def submit(self, job: Job) -> None:
         assert self._thread is not None, f"the {self.name} lane is idle"
         self._jobs.put(job)
+
+    def wait(self, marker: Marker, what: str) -> None:
+        """Make the stream wait for `marker`, and the trace say for `what`. Called by a job."""
+        if not (self.device.is_cuda and self.meter.is_traced):
+            self.device.wait(marker, self.stream)
+            return
+        before = self.device.mark(self.stream, timed=True)
+        self.device.wait(marker, self.stream)
+        self.meter.add_stream_wait(before, self.device.mark(self.stream, timed=True), what)
 
     def drain(self) -> None:
         """Block until every job submitted so far has been issued and has run."""

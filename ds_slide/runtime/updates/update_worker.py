@@ -103,7 +103,9 @@ class UpdateWorker:
                 self._delay()
                 synchronize(self._failures, task.ready, "a gradient on its way to its update")
                 started = time.perf_counter()
-                moved, label, counts = task.run(), (task.what, task.order), task.turn != "spare"
+                label, counts = (task.what, task.order), task.turn != "spare"
+                with self._meter.named(label):
+                    moved = task.run()
                 task = None  # as in `StreamWorker`
                 self._meter.add_span(started, time.perf_counter(), moved, label)
                 with self._changed:

@@ -175,7 +175,7 @@ class StreamedRows:
         def job() -> None:
             for future in updated:
                 future.wait()
-            self._device.wait(read, lane.stream)
+            lane.wait(read, f"a buffer for rows of {self.unit.name}")
             start = self._device.mark(lane.stream, timed=True)
             buffer[: part.stop - part.start].copy_(rows, non_blocking=True)
             end = self._device.mark(lane.stream, timed=True)

@@ -216,7 +216,7 @@ class Window:
         def job() -> None:
             updated.wait()
             unit.await_others(version)
-            self._device.wait(free, self._h2d.stream)
+            self._h2d.wait(free, f"a slot of the window for {unit.name}")
             start = self._device.mark(self._h2d.stream, timed=True)
             moved = self._fill(unit, slot.buffer)
             end = self._device.mark(self._h2d.stream, timed=True)

@@ -58,7 +58,9 @@ def pool_of(count: int, failures: Failures) -> BufferPool:
 
 
 def held(failures: Failures) -> None:
-    cache: BufferCache[int] = BufferCache(pool_of(1, failures), lambda *_: None, failures, what="the weights of unit")
+    cache: BufferCache[int] = BufferCache(
+        pool_of(1, failures), lambda *_: None, failures, what="weights", named=lambda key: f"blocks.{key}"
+    )
     with cache.held(3):
         pass
 
@@ -72,7 +74,7 @@ def forgotten(failures: Failures) -> None:
 
 
 def drained(failures: Failures) -> None:
-    lane = UpdateWorker(Device(torch.device("cpu")), failures, None, lambda: None)  # type: ignore[arg-type]
+    lane = UpdateWorker(Device(torch.device("cpu")), failures, LaneMeter(), Delay(0.0, 0))
     blocked = threading.Event()
     lane.submit(0, PASSED, lambda: int(not blocked.wait(2 * SECONDS)))
     try:
@@ -88,8 +90,8 @@ def piece(failures: Failures) -> None:
 WAITS: dict[str, tuple[Callable[[Failures], Any], str]] = {
     "future": (lambda failures: Future(failures, "the sunrise").wait(), "the sunrise"),
     "pool": (lambda failures: pool_of(0, failures).lease(), "one of the buffers for gradients"),
-    "buffer": (held, "the weights of unit 3 to be read from SSD"),
-    "forget": (forgotten, "states to be written to SSD"),
+    "buffer": (held, "the weights of blocks.3 to be read from SSD"),
+    "forget": (forgotten, "the states to be written to SSD"),
     "drain": (drained, "the updates that are under way"),
     "rows": (piece, "the next rows of a streamed gradient"),
 }

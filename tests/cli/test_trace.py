@@ -1,0 +1,183 @@
+"""`ds-slide trace` on files that are small, damaged or of something else; engines are in tests/integration."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_slide.cli.main import main
+from ds_slide.report import chrome
+from ds_slide.report.trace import Clock, Trace, TraceRequest
+from ds_slide.report.waits import HostWait, NoRanges, Waits
+from ds_slide.runtime.device import Marker
+
+FIRST, LAST = 3, 4
+SECONDS = 2.0
+AT = 100.0
+"""Of the clock, when the first step begins."""
+
+
+def write(path: Path, rank: int = 0) -> None:
+    """Two steps. In each the compute stream waits half a second for a block whose update takes as long."""
+    trace = Trace(TraceRequest(path, FIRST, LAST), ["outer", "block.0"], ["h2d", "update"])
+    waits = Waits(NoRanges())
+    waits.is_recording = True
+    ready, updated = "the weights of block.0 in a slot of the window", "the update of block.0"
+    waits.keepers |= {ready: "ds_slide-h2d", updated: "ds_slide-update"}
+    trace.begin(AT)
+    for number, begin in ((FIRST, AT), (LAST, AT + SECONDS)):
+        trace.compute.enter(("forward", 1), Marker(at=begin + 0.5))
+        trace.stall.add_interval(Marker(at=begin + 0.5), Marker(at=begin + 1.0), 0, (ready, -1))
+        trace.compute.leave(("forward", 1), Marker(at=begin + 1.5))
+        trace.lanes["update"].add_span(begin, begin + 1.0, 7, ("update", 1))
+        trace.lanes["h2d"].add_stream_wait(Marker(at=begin), Marker(at=begin + 0.25), "a slot of the window")
+        waits._ended.append(HostWait("ds_slide-h2d", updated, begin, begin + 1.0))
+        for lane in (*trace.lanes.values(), trace.stall, trace.requests, trace.compute):
+            lane.cut()
+        lanes = {"compute": {"busy_s": 1.5}, "update": {"busy_s": 1.0}}
+        trace.end_step(begin + SECONDS, {"step": number, "bound_s": 1.5, "bound_lane": "compute", "lanes": lanes})
+    chrome.write(trace, Clock(Marker(at=AT), AT), waits, rank=rank)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write(tmp_path / "step.json")
+    return tmp_path / "step.json"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["trace", *map(str, arguments)])
+    assert isinstance(ended.value.code, str)  # printed to stderr, with exit code 1
+    assert capsys.readouterr().out == ""
+    return ended.value.code
+
+
+def test_what_it_says(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["trace", str(path)])
+    assert capsys.readouterr().out.splitlines() == [
+        "rank 0, step 4: T = 2.00 s; T* = 1.50 s, for which compute was busy; T*/T = 75%",
+        "lane                        busy        waited    idle",
+        "compute                   1.50 s   75%     25%      0%",
+        "h2d                       0.0 ms    0%     50%     50%",
+        "update                    1.00 s   50%      0%     50%",
+        "compute waited 0.50 s for the update of block.0 in forward",
+    ]
+
+
+def test_the_same_as_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["trace", str(path), "--step", str(FIRST), "--json"])
+    (figures,) = json.loads(capsys.readouterr().out)
+    assert (figures["step"], figures["step_s"], figures["bound_s"]) == (FIRST, SECONDS, 1.5)
+    assert figures["lanes"][0] == {"lane": "compute", "busy_s": 1.5, "waited_s": 0.5, "idle_s": 0.0}
+    (wait,) = figures["waits"]
+    assert wait["units"] == {"block.0": 0.5} and wait["sentence"].endswith("the update of block.0 in forward")
+
+
+def test_one_name_stands_for_the_files_of_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (10, 0, 2):
+        write(tmp_path / f"step.rank{rank}.json", rank)
+    (tmp_path / "step.rank.json").touch()
+    (tmp_path / "step.rank1.json.partial").touch()
+    main(["trace", str(tmp_path / "step.json")])
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in said if line.startswith("rank")] == ["rank 0", "rank 2", "rank 10"]
+
+
+def test_a_picture_shows_lanes_blocks_and_waits(path: Path, tmp_path: Path) -> None:
+    drawn = tmp_path / "step.svg"
+    main(["trace", str(path), "--svg", str(drawn)])
+    root = ElementTree.fromstring(drawn.read_text())
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"compute", "h2d", "update"} <= set(texts)
+    assert texts.count("the update of block.0") == 2  # of the compute lane, and of h2d behind its own copies
+    titled = [element for element in root.iter("{http://www.w3.org/2000/svg}rect") if len(element)]
+    fills = {element[0].text: element.get("fill") for element in titled}
+    assert fills["forward block.0, 0.50 s"] == fills["update block.0, 1.00 s"]
+
+
+def test_a_png(path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = tmp_path / "step.png"
+    main(["trace", str(path), "--png", str(drawn)])
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["trace", str(path), "--png", str(path.with_suffix(".png"))])
+    assert 'pip install "ds-slide[plot]"' in str(ended.value.code)
+    assert "T*/T" in capsys.readouterr().out  # the words are said all the same
+
+
+@pytest.mark.parametrize("option", ["--svg", "--png"])
+def test_a_picture_that_cannot_be_written(path: Path, tmp_path: Path, option: str) -> None:
+    if option == "--png":
+        pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit, match="cannot be written: "):
+        main(["trace", str(path), option, str(tmp_path / "none" / "picture")])
+
+
+def test_files_that_are_no_traces(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.json"
+    for text, sentence in (
+        ("", "is not JSON"),
+        (path.read_text()[:-9], "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "is not a trace of DS-Slide"),
+        ('{"traceEvents": []}', "is not a trace of DS-Slide"),
+        ('{"otherData": {"ds_slide_trace": 1}}', "has format 1, not 2"),
+        ('{"otherData": {"ds_slide_trace": 2}}', "is damaged: KeyError at 'traceEvents'"),
+    ):
+        other.write_text(text)
+        assert f"{other} {sentence}" in refused(capsys, other)
+    other.write_bytes(b"\xff\xfe")
+    assert "cannot be read" in refused(capsys, other)
+    assert "cannot be read" in refused(capsys, tmp_path)
+    assert "does not exist, nor a file of a rank (none.rank0.json)" in refused(capsys, tmp_path / "none.json")
+    assert "step 7 is not in the trace, which has steps 3 to 4" in refused(capsys, path, "--step", "7")
+
+
+def test_damage_ends_in_a_sentence(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever value is lost or replaced: the file is read, or refused in one sentence."""
+    document = json.loads(path.read_text())
+    damaged, ends = tmp_path / "damaged.json", 0
+    for number, (change, where) in enumerate(changes(document)):
+        broken = copy.deepcopy(document)
+        change(broken)
+        damaged.write_text(json.dumps(broken))
+        try:
+            main(["trace", str(damaged), "--svg", str(tmp_path / f"{number}.svg")])
+        except SystemExit as ended:
+            assert str(ended.code).startswith(f"ds-slide trace: {damaged} "), where
+            ends += 1
+        capsys.readouterr()
+    assert ends > 50
+
+
+Change = Callable[[Any], None]
+
+
+def changes(document: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Change, tuple[Any, ...]]]:
+    """Every value lost, and every value replaced by one of another type."""
+    for key in document if isinstance(document, dict) else range(len(document)):
+        for other in (None, [], "text", -1):
+            yield lambda broken, other=other, key=key: of(broken, way).__setitem__(key, other), (*way, key, other)
+        yield lambda broken, key=key: of(broken, way).__delitem__(key), (*way, key)
+        if isinstance(document[key], dict | list):
+            yield from changes(document[key], (*way, key))
+
+
+def of(document: Any, way: tuple[Any, ...]) -> Any:
+    for key in way:
+        document = document[key]
+    return document
