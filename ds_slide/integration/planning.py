@@ -1,7 +1,7 @@
 """What an engine would place where, from a DeepSpeed JSON and a model on the meta device, without an engine.
 
-The JSON goes through DeepSpeed's parser and DS-Slide's checks, and its units, settings and plan are made by the functions
-that make an engine's.
+The JSON goes through DeepSpeed's parser and DS-Slide's checks, and its units, settings and plan are made by the
+functions that make an engine's.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ds_slide.integration.assemble import divided, gpu_states_of, plan_of, runti
 from ds_slide.integration.contract import check_deepspeed_config
 from ds_slide.integration.early import check_types
 from ds_slide.optim.adamw import ADAMW
+from ds_slide.plan.forecast import Room
 from ds_slide.plan.memory import Budgets, Plan
 from ds_slide.plan.needs import Needs
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
@@ -35,16 +36,6 @@ FILLED = {
     "zero_optimization.stage": 3,
 }
 """What Trainer puts in the place of an "auto" by default; other settings that are "auto" do not change the plan."""
-
-
-@dataclass(frozen=True)
-class Room:
-    """Memory for the ranks of one machine, in bytes. `gpu`: of each rank's, None where the host is the accelerator.
-    `host`: of all ranks together."""
-
-    gpu: int | None
-    host: int
-    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -62,8 +53,8 @@ class Planned:
     """What was assumed, a sentence each."""
 
 
-def filled(raw: Mapping[str, Any], batch: int | None, ranks: int) -> tuple[dict[str, Any], int, list[str]]:
-    """The JSON with a value for every "auto", the sequences of a micro-batch, and a sentence for each value that counts.
+def filled(raw: Mapping[str, Any], batch: int | None, ranks: int) -> tuple[dict[str, Any], list[str]]:
+    """The JSON with a value for every "auto", and a sentence for each of them that counts.
 
     `batch`: None for that of the JSON. Raises SlideConfigError where nobody says it.
     """
@@ -87,7 +78,7 @@ def filled(raw: Mapping[str, Any], batch: int | None, ranks: int) -> tuple[dict[
     config["train_micro_batch_size_per_gpu"] = batch
     if block is not None:
         config[CONFIG_KEY] = block
-    return config, batch, notes
+    return config, notes
 
 
 def _autos(section: Mapping[str, Any], path: str = "") -> Any:
@@ -149,16 +140,15 @@ def _engine_of(parsed: DeepSpeedConfig) -> Any:
 
 
 def _budgets(slide: SlideConfig, room: Room) -> Budgets:
-    host = room.host // room.ranks
-    on_gpu = room.gpu is not None
-    gpu = room.gpu if room.gpu is not None else host
+    on_gpu, host = room.gpu is not None, room.host_for_plan
+    gpu = room.gpu_for_plan if room.gpu_for_plan is not None else host
     return Budgets(
-        gpu,
+        room.gpu or host,
         gpu,
         host,
         gpu_states_of(slide, gpu_is_own=on_gpu),
         slide.gpu_memory,
         slide.host_memory,
         gpu_is_own=on_gpu,
-        host_source="what is planned for" + (f", for each of {room.ranks} ranks" if room.ranks > 1 else ""),
+        host_source="planned for" + (f", for each of {room.ranks} ranks" if room.ranks > 1 else ""),
     )

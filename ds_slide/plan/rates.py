@@ -11,7 +11,7 @@ from ds_slide.plan.trace import Operation
 
 ATTENTION_SHARE = {"attention": 0.42, "attention backward": 0.38}
 """Of the rate of matrix products: FlashAttention-2, causal, heads of 128, 2,048 to 4,096 tokens reaches 300 to 350 of
-the 790 TFLOP/s that an H100 or H200 gives products (figures 5 and 6 of the FlashAttention-3 paper, arXiv 2407.08608)."""
+the 790 TFLOP/s that an H100 or H200 gives products (FlashAttention-3, arXiv 2407.08608, figures 5 and 6)."""
 LEAST_OPERATION_S = 3e-6
 """Of a kernel on a GPU, however little it does."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,13 +112,14 @@ def _host_copy_rate() -> float:
 
 
 def disk_ceilings(directory: Path) -> DiskCeilings:
-    """Of the disk below `directory`, on a file that is gone afterwards. Raises SlideError where no file can be made,
-    OSError where the disk fails."""
-    files = RunFiles(directory, 0, json_path="--path")
-    try:
-        found = bandwidths(files, "auto")
-    finally:
-        files.close()
+    """Of the disk below `directory`, which is there, on a file that is gone afterwards. Raises SlideError where no file
+    can be made, OSError where the disk fails."""
+    with tempfile.TemporaryDirectory(prefix="ds_slide-", dir=directory) as own:
+        files = RunFiles(Path(own), 0, json_path="--path")
+        try:
+            found = bandwidths(files, "auto")
+        finally:
+            files.close()
     return DiskCeilings(
         path=str(directory),
         read_gb_s=found.read / 1e9,
