@@ -53,6 +53,9 @@ class Planner:
 
     _traces: dict[Any, StepTrace] = field(default_factory=dict)
     _bare: dict[str, Any] = field(default_factory=dict)
+    """Models as a script has them, by their names."""
+    _prepared: dict[Any, Any] = field(default_factory=dict)
+    """Models with the kernels that an engine puts into them."""
 
     def planned(self, request: Request) -> Planned:
         """What an engine would be built from. Raises SlideConfigError for what an engine would refuse, and DoesNotFit
@@ -88,18 +91,22 @@ class Planner:
 
     def _trace(self, request: Request, planned: Planned, batch: int) -> StepTrace:
         slide = planned.settings.slide
-        shape = (request.shape.name, batch, request.seq)
-        key = (shape, request.checkpointing, slide.kernels, slide.stream_head, request.room.gpu)
+        name, on_gpu = request.shape.name, request.room.gpu is not None
+        run = (name, slide.kernels, slide.stream_head, on_gpu)
+        key = (run, request.checkpointing, batch, request.seq, request.room.gpu)
         if key not in self._traces:
-            model = request.shape.build().to(next(self._bare[request.shape.name].parameters()).dtype)
-            if request.room.gpu is not None:
-                apply_kernels(model, slide.kernels, "cuda")
+            if run not in self._prepared:
+                model = request.shape.build().to(next(self._bare[name].parameters()).dtype)
+                if on_gpu:
+                    apply_kernels(model, slide.kernels, "cuda")
+                if slide.stream_head:
+                    # Its gradient is made and sent down row by row, and never there as a whole.
+                    model.get_output_embeddings().weight.requires_grad_(False)
+                self._prepared[run] = model
+            model = self._prepared[run]
             with contextlib.suppress(ValueError):  # a model that has no checkpointing runs without
                 set_checkpointing(model, request.checkpointing)
             units = _units_of(model, planned)
-            if slide.stream_head:
-                # Its gradient is made and sent down row by row, and never there as a whole.
-                model.get_output_embeddings().weight.requires_grad_(False)
             self._traces[key] = trace_step(model, units, batch, request.seq, request.room.gpu or 0)
         return self._traces[key]
 

@@ -35,7 +35,7 @@ def fits(planner: Planner, request: Request) -> bool:
 
 
 def largest_batch(planner: Planner, request: Request) -> int:
-    """Sequences of a micro-batch, 0 where not even one fits."""
+    """Sequences of a micro-batch, to an eighth, which is what a forecast is good for; 0 where not even one fits."""
     request = _without_whole_batch(request)
 
     def fitting(batch: int) -> bool:
@@ -43,13 +43,20 @@ def largest_batch(planner: Planner, request: Request) -> int:
 
     if not fitting(1):
         return 0
-    low, high = 1, 2
-    while high <= MOST_BATCH and fitting(high):
-        low, high = high, 2 * high
-    while high - low > max(1, low // 16):  # to 6 %: what a forecast is good for
-        middle = (low + high) // 2
-        low, high = (middle, high) if fitting(middle) else (low, middle)
-    return low
+    if not fitting(2):
+        return 1
+    # Activations grow with the tokens, and nothing else does.
+    one, two = (planner.forecast(replace(request, batch=batch)) for batch in (1, 2))
+    each = two.trace.peak_bytes - one.trace.peak_bytes
+    left = request.room.host - sum(two.host.values())
+    if request.room.gpu is not None:
+        left = request.room.gpu - sum(two.gpu.values())
+    batch = min(MOST_BATCH, 2 + left // max(1, each))
+    while not fitting(batch):
+        batch -= max(1, batch // 16)
+    while batch < MOST_BATCH and fitting(more := batch + max(1, batch // 8)):
+        batch = more
+    return batch
 
 
 def _without_whole_batch(request: Request) -> Request:
