@@ -12,16 +12,19 @@ from ds_slide.plan.time import Schedule, StepTime
 from ds_slide.plan.trace import StepTrace
 
 CONTEXT_BYTES = 900 << 20
-"""Of the GPU: the CUDA context, kernels and the workspaces of cuBLAS (0.90 GB of what the device had in use on an H200
-beyond torch's allocator, benchmarks/results/2026-11-23_nvidia-h200-x2_passes.jsonl)."""
+"""Of the GPU: the CUDA context and kernels (0.90 GB of what the device had in use on an H200 beyond torch's allocator,
+benchmarks/results/2026-11-23_nvidia-h200-x2_passes.jsonl)."""
+WORKSPACE_BYTES = 64 << 20
+"""Of the GPU, by torch's allocator: the workspaces of cuBLAS and cuBLASLt, 32 MiB each on an H100 or H200."""
 FRAGMENTATION = 0.2
 """Of the activations: what torch's allocator holds beyond what is allocated (0.15 to 0.20 there and on page main_2)."""
 PROCESS_BYTES = 1060 << 20
 """Of host memory: Python, torch, transformers and the CUDA driver (1.06 GB there before an engine is built)."""
 ENGINE_BYTES = 400 << 20
 """Of host memory: DeepSpeed, compiled kernels, and what else does not grow with the model (0.41 GB there)."""
-PYTHON_BYTES = 700 << 20
-"""As PROCESS_BYTES, where the accelerator is the host and no CUDA is loaded."""
+PYTHON_BYTES = 520 << 20
+"""As PROCESS_BYTES and ENGINE_BYTES, where the accelerator is the host and no CUDA is loaded (0.54 GB of a run of
+`benchmarks/step.py --model tiny`)."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Room:
 
     @property
     def process(self) -> int:
-        return (PYTHON_BYTES if self.gpu is None else PROCESS_BYTES) + ENGINE_BYTES
+        return PYTHON_BYTES if self.gpu is None else PROCESS_BYTES + ENGINE_BYTES
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,13 @@ class Forecast:
         if self.room.gpu is None:
             return entries
         fragments = int(FRAGMENTATION * self.trace.peak_bytes)
-        return {**entries, "fragmentation": fragments, "CUDA context": CONTEXT_BYTES}
+        return {**entries, "fragmentation": fragments, "cuBLAS": WORKSPACE_BYTES, "CUDA context": CONTEXT_BYTES}
 
     @property
     def gpu_peak_allocated(self) -> int:
         """What torch's allocator has given out at most."""
-        return self.plan.gpu_bytes + self.trace.peak_bytes
+        workspace = 0 if self.room.gpu is None else WORKSPACE_BYTES
+        return self.plan.gpu_bytes + self.trace.peak_bytes + workspace
 
     @property
     def host(self) -> dict[str, int]:

@@ -102,8 +102,10 @@ def _first_line(error: BaseException) -> str:
 @contextmanager
 def _listening(units: Sequence[TracedUnit], tracer: _Tracer) -> Iterator[None]:
     """Tell `tracer` when the forward of a block begins and ends, and when the gradients of a unit are complete, which
-    are then let go of, as the engine does that packs them."""
+    are then let go of, as the engine does: those of a block when they are packed, those of an outer module, which are
+    copied down from where they are, when the next block's are complete."""
     handles: list[Any] = []
+    copied: list[nn.Parameter] = []
     for index, unit in enumerate(units):
         trained = [parameter for parameter in unit.parameters if parameter.requires_grad]
         waiting = set(trained)
@@ -114,8 +116,10 @@ def _listening(units: Sequence[TracedUnit], tracer: _Tracer) -> Iterator[None]:
             waiting.discard(parameter)
             if not waiting:
                 waiting.update(trained)
-                for each in trained:
-                    each.grad = None
+                copied.extend(trained)
+                if units[index].block is not None:
+                    while copied:
+                        copied.pop().grad = None
                 tracer.complete(index)
 
         handles += [parameter.register_post_accumulate_grad_hook(accumulated) for parameter in trained]
@@ -127,6 +131,8 @@ def _listening(units: Sequence[TracedUnit], tracer: _Tracer) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+        for each in copied:
+            each.grad = None
 
 
 @contextmanager
