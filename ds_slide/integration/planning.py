@@ -106,7 +106,7 @@ def plan_json(model: nn.Module, raw: Mapping[str, Any], room: Room) -> Planned:
     check_deepspeed_config(parsed, slide.model_copy(update={"cpu_cores": "auto"}), model=model)
     if autocast.is_enabled(raw):
         raise SlideConfigError(
-            "torch_autocast.enabled is true, which ds-slide plan does not know; plan with bf16.enabled"
+            "torch_autocast.enabled is true, which cannot be planned before the run; plan with bf16.enabled"
         )
     rule = update_rules.asked_for(parsed.optimizer_name, None)
     if rule is None:

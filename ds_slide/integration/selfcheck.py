@@ -13,9 +13,9 @@ from types import FunctionType
 from typing import Any
 
 from ds_slide.errors import SlideError
+from ds_slide.report.tested import TESTED
 
-SUPPORTED_VERSIONS = ">=0.19.5,<0.20"
-TESTED_VERSION = "0.19.8"
+SUPPORTED_VERSIONS, TESTED_VERSION = TESTED["deepspeed"].accepted, TESTED["deepspeed"].version
 _FIRST_VERSION = (0, 19)
 _END_VERSION = (0, 20)
 
