@@ -41,22 +41,26 @@ def largest_batch(planner: Planner, request: Request) -> int:
     def fitting(batch: int) -> bool:
         return fits(planner, replace(request, batch=batch))
 
+    def taken(batch: int) -> int:
+        forecast = planner.forecast(replace(request, batch=batch))
+        return sum((forecast.host if request.room.gpu is None else forecast.gpu).values())
+
     if not fitting(1):
         return 0
-    if not fitting(2):
-        return 1
-    # Activations grow with the tokens, and nothing else does.
-    one, two = (planner.forecast(replace(request, batch=batch)) for batch in (1, 2))
-    each = two.trace.peak_bytes - one.trace.peak_bytes
-    left = request.room.host - sum(two.host.values())
-    if request.room.gpu is not None:
-        left = request.room.gpu - sum(two.gpu.values())
-    batch = min(MOST_BATCH, 2 + left // max(1, each))
-    while not fitting(batch):
-        batch -= max(1, batch // 16)
-    while batch < MOST_BATCH and fitting(more := batch + max(1, batch // 8)):
-        batch = more
-    return batch
+    room = request.room.host if request.room.gpu is None else request.room.gpu
+    low, high = 1, 2
+    while high <= MOST_BATCH and fitting(high):
+        # Activations grow with the tokens, and nothing else does: as far as the last ones say.
+        each = (taken(high) - taken(low)) / (high - low)
+        further = high + int((room - taken(high)) / max(each, 1.0)) + 1
+        low, high = high, max(2 * high, min(further, 16 * high))
+    interpolates = True
+    while high - low > max(1, low // 8):
+        share = (room - taken(low)) / max(taken(high) - taken(low), 1) if interpolates else 0.5
+        middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        low, high = (middle, high) if fitting(middle) else (low, middle)
+        interpolates = not interpolates
+    return low
 
 
 def _without_whole_batch(request: Request) -> Request:
