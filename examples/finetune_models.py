@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,61 +12,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-# A byte is a token; the ids above 255 are specials (256 separates documents). A multiple of 8 keeps GEMM rows aligned.
-BYTE_VOCABULARY = 264
-
-
-def _qwen2(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, tied: bool, eps: float = 1e-6
-) -> dict[str, Any]:
-    return {
-        "model_type": "qwen2",
-        # The small ones share one matrix of 151,936 rows between input and output; from 7B on there are two of 152,064.
-        "vocab_size": 151936 if tied else 152064,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 32768,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        "rms_norm_eps": eps,
-        "tie_word_embeddings": tied,
-    }
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "model_type": "llama",
-        "vocab_size": BYTE_VOCABULARY,
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-    },
-    "gpt2": {"model_type": "gpt2"},  # the defaults of GPT2Config are the published 124M model
-    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, tied=True),
-    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, tied=True),
-    "qwen2.5-3b": _qwen2(2048, 11008, 36, 16, 2, tied=True),
-    "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4, tied=False),
-    "qwen2.5-14b": _qwen2(5120, 13824, 48, 40, 8, tied=False, eps=1e-5),
-    "llama3-8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    },
-}
+MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
+PRESETS: dict[str, dict[str, Any]] = {path.stem: json.loads(path.read_text()) for path in sorted(MODELS.glob("*.json"))}
+"""Published shapes as transformers' configs. "tiny" has a token for each byte, and 256 separates documents: with it and
+a few unused ones the vocabulary is a multiple of 8, which keeps the rows of GEMMs aligned."""
 
 
 def is_local_model(name: str) -> bool:

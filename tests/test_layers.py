@@ -34,6 +34,7 @@ BESIDE = {
     ("checkpoint", "runtime"): "a checkpoint is made of the units of a running engine, and read into them",
     ("kernels", "errors"): "a kernel refuses what it cannot compute",
     ("report", "errors"): "what is printed of a refusal depends on its class",
+    ("cli", "integration"): "a JSON is planned as an engine reads it",
 }
 """Imports within one floor, and why: the first of each pair may import the second, never the other way round."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--svg", type=Path, metavar="PICTURE", help="draw the step as SVG")
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Raises SlideError for files that cannot be read or written."""
+def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
+    """The answer goes to `say`, by lines. Returns the exit code. Raises SlideError for files that cannot be read or
+    written."""
     recorded = [read(path) for name in arguments.files for path in _of_all_ranks(name)]
     steps = [_chosen(of_file, arguments.step) for of_file in recorded]
     if arguments.json:
-        print(json.dumps([figures(step) for step in steps], indent=2))
+        say(json.dumps([figures(step) for step in steps], indent=2))
     else:
-        print("\n\n".join("\n".join(lines(step)) for step in steps))
+        say("\n\n".join("\n".join(lines(step)) for step in steps))
     if arguments.svg is not None:
         try:
             arguments.svg.write_text(svg(trace_picture(steps)), encoding="utf-8")
@@ -49,6 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise SlideError(f"{arguments.svg} cannot be written: {error}") from error
     if arguments.png is not None:
         write_png(trace_picture(steps), arguments.png)
+    return 0
 
 
 def figures(step: RecordedStep) -> dict[str, Any]:

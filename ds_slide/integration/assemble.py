@@ -53,19 +53,13 @@ def assemble(
     config = settings.slide
     device = Device(torch.device(get_accelerator().current_device_name()))
     ranks = Ranks.over(process_group, device)
-    head = find_streamed_head(module, ranks.world_size, settings, precision_of) if config.stream_head else None
-    leaves = [child for child in module.modules() if z3_leaf_module(child)]
-    structure = find_structure(module, config.blocks, () if head is None else (head.path,), leaves, precision_of)
-    if head is not None:
-        check_is_outer(head, structure)
-    specs = _in_forward_order(module, structure.units)
-    unit_plans = [_unit_plan(spec, group_of, settings, ranks.world_size, head) for spec in specs]
+    unit_plans, head = divided(module, group_of, settings, ranks.world_size, precision_of)
     share_with(ranks.exchange(groups(), "counting the ranks in each memory control group"))
     budgets = _agreed(_budgets(module, config, device), ranks)
     sharing = open_sharing(ranks, config.share_weights)
     kernels = None
     try:
-        plan = _plan(unit_plans, settings, budgets, shares_weights=sharing is not None)
+        plan = plan_of(unit_plans, settings, budgets, shares_weights=sharing is not None)
         if device.is_cuda:
             require_page_locks(plan.host_bytes)
         kernels = install_kernels(module, config.kernels)
@@ -117,6 +111,24 @@ def forward_settings(config: SlideConfig, ds_config: Mapping[str, Any], dtype: t
     return RuntimeSettings(config, ssd, dtype, dtype, accumulates=False, clips=False, rule=None)
 
 
+def divided(
+    module: nn.Module,
+    group_of: Mapping[nn.Parameter, int],
+    settings: RuntimeSettings,
+    world_size: int,
+    precision_of: PrecisionOf = Precision.declared,
+) -> tuple[list[UnitPlan], StreamedHead | None]:
+    """The units of `module` in the order in which a forward needs them, and the head whose rows are streamed."""
+    config = settings.slide
+    head = find_streamed_head(module, world_size, settings, precision_of) if config.stream_head else None
+    leaves = [child for child in module.modules() if z3_leaf_module(child)]
+    structure = find_structure(module, config.blocks, () if head is None else (head.path,), leaves, precision_of)
+    if head is not None:
+        check_is_outer(head, structure)
+    specs = _in_forward_order(module, structure.units)
+    return [_unit_plan(spec, group_of, settings, world_size, head) for spec in specs], head
+
+
 def _in_forward_order(module: nn.Module, units: Sequence[UnitSpec]) -> list[UnitSpec]:
     """The units by the place of their first parameter in the module: the embedding before the blocks, an untied head
     after.
@@ -129,7 +141,7 @@ def _in_forward_order(module: nn.Module, units: Sequence[UnitSpec]) -> list[Unit
 
 def _unit_plan(
     spec: UnitSpec,
-    group_of: dict[nn.Parameter, int],
+    group_of: Mapping[nn.Parameter, int],
     settings: RuntimeSettings,
     world_size: int,
     head: StreamedHead | None,
@@ -146,7 +158,10 @@ def _unit_plan(
     return UnitPlan(spec, layout, [by_name[entry.name] for entry in layout.entries], codec, rows)
 
 
-def _plan(unit_plans: Sequence[UnitPlan], settings: RuntimeSettings, budgets: Budgets, *, shares_weights: bool) -> Plan:
+def plan_of(
+    unit_plans: Sequence[UnitPlan], settings: RuntimeSettings, budgets: Budgets, *, shares_weights: bool
+) -> Plan:
+    """Where everything is to be. Raises SlideError where it does not fit."""
     needs = settings.needs(
         world_size=unit_plans[0].layout.world_size, shares_weights=shares_weights, gpu_is_own=budgets.gpu_is_own
     )
@@ -166,9 +181,6 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
                 on_gpu += size
             elif tensor.device.type == "cpu" and not files.holds(tensor.data_ptr()):
                 on_host += size
-    gpu_states = None if config.gpu_states == "auto" else config.gpu_states
-    if config.state_dtype != "fp32":
-        gpu_states = 0  # the short formats are updated on the CPU; the contract has refused another wish
     # Every rank has the same engines, so each subtracts its own.
     room = host_room(local_ranks(), running.untouched_host_bytes())
     available = room.nbytes
@@ -176,20 +188,27 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
         free, total = device.memory()
         free += on_gpu
     else:
-        # The accelerator is the host: its part comes out of the same memory, so nothing is placed there unasked.
         free = total = available
-        gpu_states = gpu_states or 0
     return Budgets(
         total,
         free,
         available + on_host,
-        gpu_states,
+        gpu_states_of(config, gpu_is_own=device.is_cuda),
         config.gpu_memory,
         config.host_memory,
         gpu_is_own=device.is_cuda,
         taken=running.taken(),
         host_source=room.source,
     )
+
+
+def gpu_states_of(config: SlideConfig, *, gpu_is_own: bool) -> int | None:
+    """Bytes of the GPU for optimizer states that the block asks for, None for as many as suit."""
+    if config.state_dtype != "fp32":
+        return 0  # the short formats are updated on the CPU; the contract has refused another wish
+    if not gpu_is_own and config.gpu_states == "auto":
+        return 0  # the accelerator's part comes out of the same memory, so nothing is placed there unasked
+    return None if config.gpu_states == "auto" else config.gpu_states
 
 
 def _agreed(budgets: Budgets, ranks: Ranks) -> Budgets:

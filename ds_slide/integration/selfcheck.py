@@ -13,9 +13,9 @@ from types import FunctionType
 from typing import Any
 
 from ds_slide.errors import SlideError
+from ds_slide.report.tested import TESTED
 
-SUPPORTED_VERSIONS = ">=0.19.5,<0.20"
-TESTED_VERSION = "0.19.8"
+SUPPORTED_VERSIONS, TESTED_VERSION = TESTED["deepspeed"].accepted, TESTED["deepspeed"].version
 _FIRST_VERSION = (0, 19)
 _END_VERSION = (0, 20)
 
@@ -62,6 +62,10 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("deepspeed.runtime.torch_autocast", "get_comm_dtype", ("param",)),
     Symbol("deepspeed.runtime.torch_autocast", "get_default_autocast_lower_precision_modules", ()),
     Symbol("deepspeed.runtime.config", "DtypeEnum"),
+    # planning.py
+    Symbol("deepspeed.runtime.config", "DeepSpeedConfig.__init__", ("self", "config")),
+    Symbol("deepspeed.runtime.engine", "DeepSpeedEngine.get_data_types", ("self",)),
+    Symbol("deepspeed.runtime.engine", "DeepSpeedEngine.communication_data_type"),
     # inference.py
     Symbol("deepspeed.runtime.engine", "DeepSpeedEngine._backward_prologue", ("self",)),
     Symbol(_OFFLOAD, "DeepSpeedZeRoOffload.__init__", ("self", "module", "timers", "ds_config"), ("dp_process_group",)),

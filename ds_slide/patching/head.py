@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ds_slide.errors import SlideError
 from ds_slide.patching.instance import Forward, ForwardPatch, replace_forward
-from ds_slide.patching.kinds import runs_on, say_unused
+from ds_slide.patching.kinds import autocast_dtype, runs_on, say_unused
 from ds_slide.patching.pending import HINT, PendingLogits, Source
 from ds_slide.patching.rows import in_dtype_of, rows_of, streamed_logits
 
@@ -96,10 +96,8 @@ class LossLinear(nn.Linear):
 
 def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
     """The data type of a linear layer's output: autocast casts what is not fp64."""
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return hidden.dtype
+    dtype = autocast_dtype(hidden.device.type)
+    return hidden.dtype if dtype is None or hidden.dtype == torch.float64 else dtype
 
 
 def _postpones(head: LossLinear, hidden: torch.Tensor) -> bool:
@@ -109,7 +107,7 @@ def _postpones(head: LossLinear, hidden: torch.Tensor) -> bool:
     # A forward hook is there to see logits, and so is a forward that was put on the object.
     if head._forward_hooks or "forward" in head.__dict__ or not runs_on(hidden):
         return False
-    return _compute_dtype(hidden) == state.weight_dtype or torch.is_autocast_enabled(hidden.device.type)
+    return _compute_dtype(hidden) == state.weight_dtype or autocast_dtype(hidden.device.type) is not None
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ def interprets() -> bool:
 
 
 def runs_on(tensor: torch.Tensor) -> bool:
-    """Whether the kernels take `tensor`: on a GPU (or interpreted) and in bf16, fp16 or fp32."""
-    return tensor.dtype in KERNEL_DTYPES and (tensor.is_cuda or interprets())
+    """Whether the kernels take `tensor`: on a GPU (or interpreted) and in bf16, fp16 or fp32. On the meta device, where
+    a model is planned, their operators tell the shapes that they would make on a GPU."""
+    return tensor.dtype in KERNEL_DTYPES and (tensor.is_cuda or tensor.is_meta or interprets())
 
 
 def gains_on(tensor: torch.Tensor, length_dimension: int = 1) -> bool:
@@ -51,9 +52,16 @@ def is_one_token(tensor: torch.Tensor, length_dimension: int = 1) -> bool:
     return tensor.shape[length_dimension] == 1
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The data type in which autocast computes; None where it is off, or unknown as on the meta device."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
 def autocasts_to_fp32(tensor: torch.Tensor) -> bool:
     """Whether autocast is on and would widen `tensor` for an operation of its fp32 list."""
-    return tensor.dtype != torch.float32 and torch.is_autocast_enabled(tensor.device.type)
+    return tensor.dtype != torch.float32 and autocast_dtype(tensor.device.type) is not None
 
 
 @functools.cache

@@ -8,13 +8,14 @@ through the head as a module, and runs on real numbers with a real graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ds_slide.errors import SlideError
+from ds_slide.patching.kinds import autocast_dtype
 from ds_slide.patching.rows import weight_version
 
 HINT = 'call model.eval() before, or leave "loss" out of ds_slide.kernels'
@@ -65,15 +66,18 @@ class Source:
         self.was_read = False
         """Somebody has seen the numbers, and may have written to them: the loss must be computed from them."""
         self._weight_version = weight_version(head)
-        device = hidden.device.type
-        self._autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        self._autocast = autocast_dtype(hidden.device.type)
+        self._device_type = hidden.device.type
         self._logits: torch.Tensor | None = None
 
     @contextmanager
     def modes(self) -> Iterator[None]:
         """Gradients and autocast as they were when the model called its head."""
-        device, dtype, enabled = self._autocast
-        with torch.set_grad_enabled(self.with_gradient), torch.autocast(device, dtype, enabled=enabled):
+        dtype = self._autocast
+        as_before: AbstractContextManager[object] = nullcontext()
+        if torch.amp.is_autocast_available(self._device_type):
+            as_before = torch.autocast(self._device_type, dtype, enabled=dtype is not None)
+        with torch.set_grad_enabled(self.with_gradient), as_before:
             yield
 
     def expire(self) -> None:

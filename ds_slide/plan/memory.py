@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 
-from ds_slide.errors import SlideError
+from ds_slide.errors import DoesNotFit
 from ds_slide.plan.allocations import (
     Allocation,
     make_allocations,
@@ -289,11 +289,14 @@ def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
             source = f"free host memory, in which this accelerator computes ({budgets.host_source}),"
         others = _beside(budgets.taken.gpu) if gpu_limit != budgets.gpu_free else ""
         entries = [each for each in plan.allocations if each.tier == "gpu"]
-        raise SlideError(
+        raise DoesNotFit(
+            "gpu",
+            plan.gpu_bytes,
+            gpu_limit,
             f"GPU tier: window, outer modules and GPU states need {plan.gpu_bytes:,} bytes, but {source} is "
             f"{gpu_limit:,}{others}; "
             f"lower ds_slide.window (now {plan.placement.window}) or ds_slide.gpu_states (now "
-            f"{plan.gpu_states_used:,} bytes), or allow more{_largest(entries)}"
+            f"{plan.gpu_states_used:,} bytes), or allow more{_largest(entries)}",
         )
     _check_host(plan, budgets, needs)
 
@@ -303,10 +306,13 @@ def _check_host(plan: Plan, budgets: Budgets, needs: Needs) -> None:
     if budget is not None and needs.ssd is None and plan.host_state_bytes > budget:
         section = "offload_optimizer" if needs.trains else "offload_param"
         states = [each for each in plan.allocations if each.tier == "host" and each.why == "states"]
-        raise SlideError(
+        raise DoesNotFit(
+            "host",
+            plan.host_state_bytes,
+            budget,
             f"host tier: the states need {plan.host_state_bytes:,} bytes, but ds_slide.host_memory is "
             f"{budget:,}{_beside(budgets.taken.host_states)}; allow more, or let the rest go to SSD with "
-            f'zero_optimization.{section}.device "nvme" and its nvme_path{_largest(states)}'
+            f'zero_optimization.{section}.device "nvme" and its nvme_path{_largest(states)}',
         )
     # An accelerator that is the host computes in the same memory.
     tiers = ("host",) if budgets.gpu_is_own else ("host", "gpu")
@@ -324,22 +330,28 @@ def _check_host(plan: Plan, budgets: Budgets, needs: Needs) -> None:
             way_out = 'zero_optimization.offload_param.device (to "nvme": the weights, too, may then go to SSD)'
         else:
             way_out = "ds_slide.host_memory (lower), ds_slide.weight_buffers or ds_slide.ssd_buffers"
-        raise SlideError(
+        raise DoesNotFit(
+            "host",
+            needed,
+            budgets.host_free,
             f"host tier: states, gradients and buffers need {needed:,} bytes, but {budgets.are_free}; "
             f"change {way_out}, ds_slide.gpu_states (now {plan.gpu_states_used:,} bytes, more moves states to "
-            f"the GPU){held}, or use more ranks or a machine with more memory{_largest(entries)}"
+            f"the GPU){held}, or use more ranks or a machine with more memory{_largest(entries)}",
         )
 
 
-def _no_room_for_weights(entries: Sequence[Allocation], budgets: Budgets, needs: Needs) -> SlideError:
+def _no_room_for_weights(entries: Sequence[Allocation], budgets: Budgets, needs: Needs) -> DoesNotFit:
     needed = sum(each.nbytes for each in entries)
     if needs.ssd is None or not needs.ssd.weights:
         way_out = 'zero_optimization.offload_param.device (to "nvme", with its nvme_path)'
     else:
         way_out = "ds_slide.host_memory (lower) or ds_slide.weight_buffers"
-    return SlideError(
+    return DoesNotFit(
+        "host",
+        needed,
+        budgets.host_free,
         f"host tier: the weights need {needed:,} bytes, but {budgets.are_free}; change {way_out}, "
-        f"or use more ranks or a machine with more memory{_largest(entries)}"
+        f"or use more ranks or a machine with more memory{_largest(entries)}",
     )
 
 

@@ -38,7 +38,11 @@ def chunk_bytes(device: torch.device, summed: int) -> int:
     because the order of sums depends on it."""
     if device.type != "cuda":
         return CHUNK_BYTES
-    memory = torch.cuda.get_device_properties(device).total_memory
+    return chunk_bytes_of(torch.cuda.get_device_properties(device).total_memory, summed)
+
+
+def chunk_bytes_of(memory: int, summed: int) -> int:
+    """As `chunk_bytes`, on a GPU with so many bytes of memory."""
     beside_sum = min(5 * summed // 4, memory // MOST_CHUNKS_OF_DEVICE)
     return max(CHUNK_BYTES, memory // CHUNKS_OF_DEVICE, beside_sum)
 
@@ -53,11 +57,25 @@ def chunk_rows(rows: int, padded: int, itemsize: int, limit: int | None = None) 
     return min(rows, 1 << (fitting.bit_length() - 1))
 
 
-def _step(hidden: torch.Tensor, padded: int, vocabulary: int, need_weight: bool) -> int:
-    """Rows of a chunk; all of them where the fp32 sum of several chunks would take more memory than it saves."""
+def workspace_bytes(hidden: torch.Tensor, vocabulary: int, need_weight: bool, memory: int) -> int:
+    """What the forward takes beside its results, and frees again, on a GPU with so many bytes of memory: the logits of
+    a chunk, and the half of the weight's sum that does not lie in its result."""
+    padded, itemsize = _padded(vocabulary), hidden.element_size()
+    step = _step(hidden, padded, vocabulary, need_weight, memory)
+    half = vocabulary * hidden.shape[1] * itemsize if need_weight and step < hidden.shape[0] and itemsize < 4 else 0
+    return step * padded * itemsize + half
+
+
+def _padded(vocabulary: int) -> int:
+    return triton.cdiv(vocabulary, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+
+
+def _step(hidden: torch.Tensor, padded: int, vocabulary: int, need_weight: bool, memory: int | None = None) -> int:
+    """Rows of a chunk; all of them where the fp32 sum of several chunks would take more memory than it saves.
+    `memory`: bytes of a GPU that is not there."""
     rows, width = hidden.shape
     summed = vocabulary * width * hidden.element_size() if need_weight else 0
-    limit = chunk_bytes(hidden.device, summed)
+    limit = chunk_bytes(hidden.device, summed) if memory is None else chunk_bytes_of(memory, summed)
     if rows * padded * hidden.element_size() <= summed + limit:
         return rows
     return chunk_rows(rows, padded, hidden.element_size(), limit)
@@ -96,7 +114,7 @@ def _linear_cross_entropy(
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     bias = None if bias is None else bias.contiguous()
     fill_scales_(scales, labels, ignore_index, division, divisor if divisor is not None else divisor_value)
-    padded = triton.cdiv(vocabulary, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+    padded = _padded(vocabulary)
     step = _step(hidden, padded, vocabulary, need_weight)
     buffer = torch.empty(step, padded, dtype=dtype, device=device)
     row_losses = torch.empty(rows, dtype=torch.float32, device=device)

@@ -50,9 +50,12 @@ def refusals(folder: Path) -> Iterator[tuple[Path, str]]:
     """Texts of the SlideErrors that are raised below, where they stand in the call itself."""
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.startswith("Slide"):
-                if node.func.id.endswith("Error") and node.args and (text := text_of(node.args[0])):
-                    yield path, text
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                name = node.func.id
+                is_error = name.startswith("Slide") and name.endswith("Error")
+                if is_error or name == "DoesNotFit":  # the sentence is the last argument of this one
+                    if node.args and (text := text_of(node.args[0 if is_error else -1])):
+                        yield path, text
 
 
 def quotations() -> list[str]:

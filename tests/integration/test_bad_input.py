@@ -464,7 +464,7 @@ def test_initialize_refuses_before_it_touches_the_model(outcomes, case):
 @pytest.mark.parametrize("case", WHILE_BUILT)
 def test_initialize_refuses_what_the_machine_or_the_model_cannot_do(outcomes, case):
     kind, message, _ = outcomes[case]
-    assert kind in ("SlideError", "SlideConfigError")
+    assert kind in ("SlideError", "SlideConfigError", "DoesNotFit")
     assert re.match(re.escape(WHILE_BUILT[case][2]), message), message
     assert "\n" not in message
 

@@ -1,0 +1,277 @@
+"""Compare what `ds-slide plan` says with what steps took: of records, or of steps that are run now.
+
+    python3 benchmarks/plan_check.py [RECORDS ...] [--out PAGE.md]      # of step.py: files, or COMMIT:PATH of git
+    python3 benchmarks/plan_check.py --run [--only REGEX] [--nvme-path DIR] --records NEW.jsonl [--out PAGE.md]
+
+A record is planned from its own DeepSpeed JSON, with the ceilings of its run where the file holds them, and those of
+`--ceilings` otherwise. `--run` measures the ceilings of this machine first, as `ds-slide doctor` does. Errors are
+predicted over measured, less one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from settings import Setting
+from shapes import finetune_models
+
+from ds_slide.cli.planning.model import ModelShape
+from ds_slide.cli.planning.planner import Planner, Request
+from ds_slide.plan.ceilings.figures import Ceilings, DiskCeilings, read_ceilings
+from ds_slide.plan.forecast import Forecast, Room
+
+HERE = Path(__file__).resolve().parent
+AT_C155 = "c15576420a86:benchmarks/results/"
+RECORDS = (
+    "benchmarks/results/2026-11-23_nvidia-h200-x2_passes.jsonl",
+    *(
+        f"{AT_C155}{name}.jsonl"
+        for name in (
+            "2026-11-21_nvidia-h200_kernels_step",
+            "2026-11-21_nvidia-h200_streamed-head",
+            "2026-11-22_nvidia-h200_before-after",
+            "2026-11-21_nvidia-h200_ssd-1.5b_huge-pages",
+            "2026-11-21_nvidia-h200_ssd-3b_on-states",
+            "2026-11-21_nvidia-h200_ssd-ga_auto-window",
+            "2026-11-21_nvidia-h200_ssd-large",
+        )
+    ),
+)
+"""Those that the committed page is made from."""
+CAPS_GIB = (12, 24, 80)
+
+
+def checks(nvme_path: str, *, on_gpu: bool = True) -> Iterator[Setting]:
+    """What `--run` runs: 0.5 to 14 G parameters, three caps of the GPU, SSD, accumulation, short and long sequences.
+    Without a GPU a small model, to see that all of it works."""
+    if not on_gpu:
+        yield Setting("slide", "tiny", batch=2, seq=128, steps=3, warmup=2)
+        return
+    short: dict[str, Any] = {"steps": 6, "warmup": 3}
+    yield Setting("slide", "qwen2.5-0.5b", **short)
+    yield Setting("slide", "qwen2.5-1.5b", clip=0, **short)
+    yield Setting("slide", "qwen2.5-3b", **short)
+    yield Setting("slide", "qwen2.5-3b", clip=0, **short)
+    yield Setting("slide", "qwen2.5-3b", checkpointing="none", **short)
+    yield Setting("slide", "qwen2.5-3b", slide={"gpu_states": "46GB", "window": 40}, **short)
+    yield Setting("slide", "qwen2.5-3b", grad_accum=4, batch=4, **short)
+    yield Setting("slide", "qwen2.5-3b", batch=32, seq=512, **short)
+    yield Setting("slide", "qwen2.5-3b", batch=1, seq=32_768, **short)
+    yield Setting("slide", "qwen2.5-7b", slide={"gpu_states": 0}, **short)
+    yield Setting("slide", "qwen2.5-7b", slide={"gpu_states": 0}, clip=0, **short)
+    for gigabytes in CAPS_GIB:
+        yield Setting("slide", "qwen2.5-3b", batch=4, gpu_fraction=gigabytes / 139.8, **short)
+    if nvme_path:
+        on_ssd: dict[str, Any] = {"offload": "nvme", "nvme_path": nvme_path, "steps": 2, "warmup": 2}
+        yield Setting("slide", "qwen2.5-1.5b", slide={"gpu_states": 0, "host_memory": 0}, **on_ssd)
+        yield Setting("slide", "qwen2.5-14b", batch=4, slide={"state_dtype": "8bit", "gpu_states": 0}, **on_ssd)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One record beside its forecast; bytes and seconds."""
+
+    what: str
+    predicted: Mapping[str, float]
+    measured: Mapping[str, float]
+
+    def error(self, figure: str) -> float | None:
+        if not self.measured.get(figure):
+            return None
+        return self.predicted[figure] / self.measured[figure] - 1
+
+
+FIGURES = {"step": ("s", 1.0), "GPU peak": ("GB", 1e9), "host peak": ("GB", 1e9)}
+
+
+def lines_of(source: str) -> list[dict[str, Any]]:
+    """The records of a file, or of `COMMIT:PATH`."""
+    if Path(source).exists():
+        text = Path(source).read_text(encoding="utf-8")
+    else:
+        text = subprocess.run(
+            ("git", "show", source), cwd=HERE.parent, capture_output=True, text=True, check=True
+        ).stdout
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def ceilings_of(records: Sequence[Mapping[str, Any]], otherwise: Ceilings) -> Ceilings:
+    """With what the run has measured of its own machine (the record of pcie.py)."""
+    own = next((record for record in records if record.get("gemm_tflop_s")), None)
+    if own is None and (own := next((r["ceilings"] for r in records if r.get("ceilings")), None)) is not None:
+        return Ceilings.model_validate(own) if "cpu" in own else _with_link(own, otherwise)
+    return otherwise if own is None else _with_link(own, otherwise)
+
+
+def _with_link(own: Mapping[str, Any], otherwise: Ceilings) -> Ceilings:
+    if otherwise.gpu is None or not own.get("gemm_tflop_s"):
+        return otherwise
+    gpu = otherwise.gpu.model_copy(
+        update={
+            "product_tflop_s": {"8192x8192x8192": own["gemm_tflop_s"]},
+            "copy_gb_s": own["device_copy_gb_s"],
+            "h2d_gb_s": own["h2d_gb_s"],
+            "d2h_gb_s": own["d2h_gb_s"],
+            "both_ways_gb_s": own["h2d_both_gb_s"],
+        }
+    )
+    return otherwise.model_copy(update={"gpu": gpu})
+
+
+def usable(record: Mapping[str, Any]) -> bool:
+    setting = record.get("setting") or {}
+    own_kernels = not setting.get("patch")
+    return record.get("status") == "ok" and setting.get("system") == "slide" and own_kernels
+
+
+def compare(planner: Planner, record: Mapping[str, Any], ceilings: Ceilings, room: Room) -> Compared:
+    setting = Setting(**{key: value for key, value in record["setting"].items() if key in Setting.__dataclass_fields__})
+    if record.get("ssd_gb_s"):
+        rate = record["ssd_gb_s"]
+        disk = DiskCeilings(path="", read_gb_s=rate, write_gb_s=rate, mixed_gb_s=rate, direct=True, backend="io_uring")
+        ceilings = ceilings.model_copy(update={"disks": (disk,)})
+    request = Request(
+        shape=ModelShape(setting.model, shape_config(setting.model)),
+        raw=record["deepspeed_config"],
+        batch=setting.batch,
+        seq=setting.seq,
+        room=room,
+        ceilings=ceilings,
+        checkpointing=setting.checkpointing != "none",
+    )
+    statistics_of_engine = record.get("slide_stats") or {}
+    memory = statistics_of_engine.get("memory") or {}
+    request = as_engine_of_then(request, setting, statistics_of_engine)
+    forecast = planner.forecast(request)
+    slots = memory.get("slots") or recorded_slots(forecast, memory)
+    if slots and slots != forecast.plan.placement.window:
+        # Of an engine whose window did not grow yet, or of a parent: with its own.
+        forecast = planner.forecast(request.with_block(window=max(2, slots)))
+    what = f"{setting.model} {setting.batch} x {setting.seq}" + (f" x {setting.grad_accum}" * (setting.grad_accum > 1))
+    settings = [f"clipping {setting.clip:g}", *(f"{key} {value}" for key, value in setting.slide.items())]
+    if setting.checkpointing == "none":
+        settings.append("no checkpointing")
+    if setting.gpu_fraction < 1:
+        settings.append(f"GPU {setting.gpu_fraction:.1%}")
+    predicted = {
+        "step": forecast.time.step_s,
+        "GPU peak": float(forecast.gpu_peak_allocated),
+        "host peak": float(sum(forecast.host.values())),
+    }
+    measured = {
+        "step": record["step_s"],
+        "GPU peak": record.get("gpu_peak_allocated_bytes"),
+        "host peak": record["host_peak_bytes"],
+    }
+    return Compared(f"{what}, {', '.join(settings)}{', SSD' * (setting.offload == 'nvme')}", predicted, measured)
+
+
+def as_engine_of_then(request: Request, setting: Setting, stats: Mapping[str, Any]) -> Request:
+    """Without what the engine of an older record had not: two passes, kernels by default."""
+    if "update_passes" not in stats:
+        request = request.with_block(debug={"update_passes": 1})
+    if "kernels" not in stats and "kernels" not in setting.slide:
+        request = request.with_block(kernels="off")
+    return request
+
+
+def recorded_slots(forecast: Forecast, memory: Mapping[str, Any]) -> int | None:
+    """Of a record that has the bytes of its window only."""
+    slot = next((each.piece for each in forecast.plan.allocations if each.why == "the window" and each.count), 0)
+    return memory["window_bytes"] // slot if slot and memory.get("window_bytes") else None
+
+
+def shape_config(name: str) -> Any:
+    """Of a preset or of a shape that only benchmarks have."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**finetune_models.PRESETS[name])
+
+
+def run(settings: Sequence[Setting], records: Path, only: str, ceilings: Ceilings) -> None:
+    """Run steps that are not in `records` yet, each in a process of its own."""
+    done = [] if not records.exists() else [json.dumps(record.get("setting")) for record in lines_of(str(records))]
+    if not done:
+        records.write_text(json.dumps({"ceilings": ceilings.model_dump()}) + "\n", encoding="utf-8")
+    for setting in settings:
+        if re.search(only, setting.command()) and json.dumps(vars(setting.shown())) not in done:
+            command = (sys.executable, str(HERE / "step.py"), *setting.arguments(), "--out", str(records))
+            print(setting.command(), file=sys.stderr, flush=True)
+            subprocess.run(command, check=False)
+
+
+def page(compared: Sequence[Compared], ceilings: str, sources: Sequence[str]) -> Iterator[str]:
+    yield "# What `ds-slide plan` says beside what was measured"
+    yield ""
+    yield f"Ceilings: {ceilings}."
+    yield "An error is predicted over measured, less one. GPU peak: what torch's allocator gave out."
+    yield ""
+    heads = [text for figure, (unit, _) in FIGURES.items() for text in (f"{figure} {unit}", "predicted", "error")]
+    yield f"| setting | {' | '.join(heads)} |"
+    yield "|---" * (1 + len(heads)) + "|"
+    for each in compared:
+        cells = [each.what]
+        for figure, (_, scale) in FIGURES.items():
+            error = each.error(figure)
+            known = "" if error is None else f"{each.measured[figure] / scale:.3f}"
+            cells += [known, f"{each.predicted[figure] / scale:.3f}", "" if error is None else f"{error:+.1%}"]
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+    for figure in FIGURES:
+        errors = [error for each in compared if (error := each.error(figure)) is not None]
+        if errors:
+            middle, worst = statistics.median(map(abs, errors)), max(errors, key=abs)
+            yield f"* {figure}: median error {middle:.1%}, worst {worst:+.1%} ({len(errors)} rows)"
+    yield ""
+    yield f"`{' '.join(('python3 benchmarks/plan_check.py', *sources))}`"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", nargs="*", metavar="RECORDS", help="files of step.py, or COMMIT:PATH")
+    parser.add_argument("--ceilings", default="h200-16-cores", help="of runs that have not measured their own")
+    parser.add_argument("--run", action="store_true", help="run steps now, into --records")
+    parser.add_argument("--records", type=Path, help="the file that --run writes")
+    parser.add_argument("--only", default="", help="of --run: the settings whose command matches")
+    parser.add_argument("--nvme-path", default="", help="of --run: a folder on the disk for states")
+    parser.add_argument("--out", type=Path, help="the page")
+    arguments = parser.parse_args()
+    sources = list(arguments.sources or ([] if arguments.run else RECORDS))
+    if arguments.run:
+        if arguments.records is None:
+            parser.error("--run needs --records")
+        from ds_slide.cli.doctor.cache import gpu_computes, of_this_machine
+
+        paths = [Path(arguments.nvme_path)] if arguments.nvme_path else []
+        settings = list(checks(arguments.nvme_path, on_gpu=gpu_computes()))
+        run(settings, arguments.records, arguments.only, of_this_machine(paths))
+        sources.append(str(arguments.records))
+    planner, compared = Planner(), []
+    otherwise = read_ceilings(arguments.ceilings)
+    for source in sources:
+        records = lines_of(source)
+        ceilings = ceilings_of(records, otherwise)
+        for record in filter(usable, records):
+            whole = (ceilings.gpu.memory_bytes if ceilings.gpu else 0) or None
+            on_gpu = record.get("device") != "cpu"
+            fraction = record["setting"].get("gpu_fraction", 1.0)
+            room = Room(int(whole * fraction) if on_gpu and whole else None, ceilings.cpu.memory_bytes)
+            compared.append(compare(planner, record, ceilings, room))
+            print(compared[-1].what, file=sys.stderr, flush=True)
+    text = "\n".join(page(compared, otherwise.source, arguments.sources)) + "\n"
+    if arguments.out:
+        arguments.out.write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The options of `ds-slide plan`, and its answer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ds_slide.cli.doctor import cache
+from ds_slide.cli.planning import output, plot
+from ds_slide.cli.planning.model import ModelShape
+from ds_slide.cli.planning.planner import Planner, Request
+from ds_slide.cli.planning.search import fits, largest_batch, largest_model, recommended, shortage, smallest_change
+from ds_slide.config import parse_bytes
+from ds_slide.errors import SlideConfigError
+from ds_slide.plan.ceilings.figures import Ceilings, read_ceilings
+from ds_slide.plan.forecast import Room
+
+ELSEWHERE = "h200-16-cores"
+"""The ceilings for a GPU that this machine does not have, where nobody names others."""
+
+
+def run(arguments: argparse.Namespace, say: Any) -> int:
+    """Answer with `say`, line by line. 0: it fits; 1: it does not. Raises SlideError for what cannot be planned."""
+    if arguments.plot:
+        plot.require_matplotlib()
+    request, notes = _request(arguments)
+    planner = Planner()
+    if arguments.fit:
+        return _fit(planner, request, arguments, say)
+    short = shortage(planner, request)
+    if short is not None:
+        change = smallest_change(planner, request, short)
+        answer = output.refusal(short, None if change is None else change.sentence)
+        say(json.dumps(answer, indent=2) if arguments.json else f"ds-slide plan: {answer['message']}")
+        return 1
+    _answer(planner, request, arguments, notes, say)
+    return 0
+
+
+def _answer(planner: Planner, request: Request, arguments: argparse.Namespace, notes: list[str], say: Any) -> None:
+    answer = output.as_dict(
+        planner.forecast(request),
+        model=request.shape.name,
+        ceilings=request.ceilings.source,
+        largest_batch=largest_batch(planner, request),
+        largest_model=largest_model(planner, request),
+        notes=[*notes, *planner.planned(request).notes],
+    )
+    if arguments.json:
+        say(json.dumps(answer, indent=2))
+    else:
+        for line in output.as_text(answer, request.shape.name):
+            say(line)
+    if arguments.plot:
+        plot.draw(answer, request.shape.name, arguments.plot)
+
+
+def _fit(planner: Planner, request: Request, arguments: argparse.Namespace, say: Any) -> int:
+    """Whether it fits, with which batch, and where not with which change."""
+    batch = request.batch or 1
+    one = replace(request, batch=batch)
+    short = shortage(planner, one)
+    if short is not None:
+        change = smallest_change(planner, one, short)
+        answer = output.refusal(short, None if change is None else change.sentence)
+        say(json.dumps(answer, indent=2) if arguments.json else f"It does not fit. {answer['message']}")
+        return 1
+    largest = largest_batch(planner, request)
+    best = recommended(planner, request, largest)
+    if arguments.json:
+        say(json.dumps(output.as_dict(best, model=request.shape.name, largest_batch=largest), indent=2))
+        return 0
+    say(
+        f"It fits. Use a micro-batch of {best.batch}: {best.tokens_per_s:,.0f} tokens/s, {best.time.step_s:.3f} s a "
+        f"step; the largest that fits is {largest}."
+    )
+    other = replace(request, checkpointing=not request.checkpointing, batch=best.batch)
+    if request.checkpointing and fits(planner, other):
+        rate = planner.forecast(other).tokens_per_s
+        say(f"Without gradient checkpointing a micro-batch of {best.batch} fits as well: {rate:,.0f} tokens/s.")
+    for line in output.as_text(output.as_dict(best), request.shape.name):
+        say(line)
+    return 0
+
+
+def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
+    """What the options ask for, and what was assumed."""
+    try:
+        raw = json.loads(Path(arguments.deepspeed_config).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SlideConfigError(
+            f"--deepspeed_config {arguments.deepspeed_config} cannot be read ({error.strerror})"
+        ) from error
+    except ValueError as error:
+        raise SlideConfigError(f"--deepspeed_config {arguments.deepspeed_config} is not JSON ({error})") from error
+    if not isinstance(raw, dict):
+        raise SlideConfigError(f"--deepspeed_config {arguments.deepspeed_config} holds no object")
+    ceilings, notes = _ceilings(arguments)
+    sizes = {
+        name: None if text is None else parse_bytes(text, f"--{name.replace('_', '-')}")
+        for name in ("gpu_memory", "host_memory", "nvme_memory")
+        for text in (getattr(arguments, name),)
+    }
+    gpu = sizes["gpu_memory"]
+    if gpu is None and ceilings.gpu is not None:
+        gpu = ceilings.gpu.memory_bytes
+    room = Room(gpu, sizes["host_memory"] or ceilings.cpu.memory_bytes, sizes["nvme_memory"], arguments.ranks)
+    if arguments.ranks > 1:
+        notes.append("collectives between ranks are not timed, and NCCL's own memory is not counted")
+    if room.gpu is not None and ceilings.gpu is not None and room.ranks > 1:
+        notes.append("the updates' rate and the memory of the host are shared between the ranks")
+        cpu = ceilings.cpu.model_copy(update={"update_gb_s": ceilings.cpu.update_gb_s / room.ranks})
+        ceilings = ceilings.model_copy(update={"cpu": cpu})
+    shape = ModelShape.named(arguments.model)
+    return Request(shape, raw, arguments.batch, arguments.seq, room, ceilings, not arguments.no_checkpointing), notes
+
+
+def _ceilings(arguments: argparse.Namespace) -> tuple[Ceilings, list[str]]:
+    if arguments.ceilings is not None:
+        return read_ceilings(arguments.ceilings), []
+    here = cache.of_this_machine()
+    if here.gpu is not None or arguments.gpu_memory is None:
+        return here, []
+    note = f"this machine has no GPU, so times are those of the ceilings {ELSEWHERE}; give --ceilings for another one"
+    return read_ceilings(ELSEWHERE), [note]

@@ -1,0 +1,85 @@
+"""The model that is planned for: built on the meta device, where it takes no memory."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_slide.errors import SlideConfigError
+
+PRESETS = Path(__file__).resolve().parents[2] / "configs" / "models"
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in PRESETS.glob("*.json"))
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A causal language model by its config. `name`: of a preset, or the directory."""
+
+    name: str
+    config: Any
+
+    @classmethod
+    def named(cls, name: str) -> ModelShape:
+        """Of a preset or a Hugging Face directory. Raises SlideConfigError for neither."""
+        from transformers import AutoConfig
+
+        if (Path(name) / "config.json").is_file():
+            try:
+                return cls(name, AutoConfig.from_pretrained(name, local_files_only=True))
+            except (ValueError, OSError) as error:
+                first = str(error).splitlines()[0]
+                raise SlideConfigError(f"--model {name}: transformers cannot read its config.json ({first})") from error
+        if name in preset_names():
+            return cls(name, AutoConfig.for_model(**json.loads((PRESETS / f"{name}.json").read_text())))
+        near = difflib.get_close_matches(name, preset_names(), n=1)
+        raise SlideConfigError(
+            f"--model {name} is neither a preset nor a directory with a config.json"
+            f"{f'; did you mean {near[0]}' if near else ''}; presets are {', '.join(preset_names())}"
+        )
+
+    def build(self) -> Any:
+        """A new one in training mode, in fp32. Raises SlideConfigError where it is no causal language model."""
+        from transformers import AutoModelForCausalLM
+
+        self.config.use_cache = False
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa")
+        except (ValueError, ImportError) as error:
+            raise SlideConfigError(
+                f"--model {self.name} cannot be built as a causal language model ({str(error).splitlines()[0]})"
+            ) from error
+        return model.train()
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.build().parameters())
+
+    def family(self) -> list[ModelShape]:
+        """The presets of the same kind, the largest first."""
+        found = [ModelShape.named(name) for name in preset_names()]
+        same = [shape for shape in found if shape.config.model_type == self.config.model_type]
+        return sorted(same, key=lambda shape: -shape.parameters)
+
+
+def set_checkpointing(model: nn.Module, on: bool) -> None:
+    """Recompute blocks in backward, as Trainer's `gradient_checkpointing`, or keep what they save."""
+    either: Any = model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of names that older versions of transformers do not have
+        if not on:
+            either.gradient_checkpointing_disable()
+            return
+        # There are no random numbers on the meta device to be kept.
+        either.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})

@@ -1,0 +1,138 @@
+"""The answer of `ds-slide plan`: as a JSON object and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ds_slide.config import format_bytes
+from ds_slide.errors import DoesNotFit
+from ds_slide.plan.forecast import Forecast
+
+SCHEMA = 1
+"""Of the JSON; a later one has other names or meanings."""
+TIERS = {"gpu": "GPU", "host": "host", "ssd": "SSD"}
+
+
+def as_dict(forecast: Forecast, **found: Any) -> dict[str, Any]:
+    """`found`: what was searched for beside it, by the names of the answer."""
+    time, plan, room = forecast.time, forecast.plan.report(), forecast.room
+    return {
+        "schema": SCHEMA,
+        "fits": True,
+        "parameters": plan["parameters"],
+        "batch": forecast.batch,
+        "seq": forecast.seq,
+        "micro_batches": forecast.micro_batches,
+        "ranks": room.ranks,
+        "tiers": {
+            "gpu": _tier(forecast.gpu, room.gpu),
+            "host": _tier(forecast.host, room.host),
+            "ssd": _tier({"states": forecast.ssd_bytes}, room.ssd),
+        },
+        "memory": plan,
+        "gpu_peak_allocated_bytes": forecast.gpu_peak_allocated,
+        "schedule": time.schedule,
+        "schedules": {name: each.step_s for name, each in forecast.schedules.items()},
+        "lanes": dict(time.lanes),
+        "forward_s": time.forward_s,
+        "backward_s": time.backward_s,
+        "step_s": time.step_s,
+        "bound_lane": time.bound_lane,
+        "bound_s": time.bound_s,
+        "tokens_per_s": forecast.tokens_per_s,
+        "ssd_read_bytes_a_step": time.ssd_read,
+        "ssd_written_bytes_a_step": time.ssd_written,
+        "ssd_written_bytes_a_day": forecast.ssd_written_a_day,
+        **found,
+    }
+
+
+def refusal(short: DoesNotFit, change: str | None) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "fits": False,
+        "tier": short.tier,
+        "needed": short.needed,
+        "available": short.available,
+        "short": short.needed - short.available,
+        "change": change,
+        "message": sentence(short, change),
+    }
+
+
+def sentence(short: DoesNotFit, change: str | None) -> str:
+    """What is short where, and what makes it fit."""
+    missing = short.needed - short.available
+    return (
+        f"{TIERS[short.tier]} tier: the run needs {short.needed:,} bytes, but {short.available:,} are there, "
+        f"{missing:,} short; {change or 'no change of the JSON or the batch makes it fit'}"
+    )
+
+
+def _tier(entries: Mapping[str, int], available: int | None) -> dict[str, Any]:
+    return {"needed": sum(entries.values()), "available": available, "entries": dict(entries)}
+
+
+def as_text(answer: Mapping[str, Any], name: str) -> Iterator[str]:
+    """The lines of an answer that fits. `name`: of the model."""
+    ranks = f" on each of {answer['ranks']} ranks" if answer["ranks"] > 1 else ""
+    times = f", {answer['micro_batches']} micro-batches a step" if answer["micro_batches"] > 1 else ""
+    yield f"{name}, {answer['parameters']:,} parameters: {answer['batch']} x {answer['seq']} tokens{ranks}{times}"
+    yield ""
+    yield from _table(("tier", "needed", "there", ""), _tier_rows(answer["tiers"]))
+    yield ""
+    rows = [
+        (lane, _seconds(seconds), f"{seconds / answer['step_s']:.0%}", _bar(seconds / answer["step_s"]))
+        for lane, seconds in answer["lanes"].items()
+        if seconds
+    ]
+    yield from _table(("lane", "busy a step", "of it", ""), rows)
+    yield ""
+    yield (
+        f"step      {_seconds(answer['step_s'])} (forward {_seconds(answer['forward_s'])}, backward "
+        f"{_seconds(answer['backward_s'])}), {answer['tokens_per_s']:,.0f} tokens/s; updates: {answer['schedule']}"
+    )
+    yield f"bound     {answer['bound_lane']}, {_seconds(answer['bound_s'])}: the least that a step could take"
+    if answer["ssd_written_bytes_a_step"]:
+        yield f"SSD       {format_bytes(int(answer['ssd_written_bytes_a_day']))} written in a day"
+    if "largest_batch" in answer:
+        yield f"largest   batch {answer['largest_batch']} of {answer['seq']} tokens; {_largest_model(answer)}"
+    for note in answer.get("notes", ()):
+        yield f"note      {note}"
+
+
+def _largest_model(answer: Mapping[str, Any]) -> str:
+    found = answer["largest_model"]
+    if found is None:
+        return "no preset of its kind fits with this batch"
+    return f"of the presets of its kind up to {found} fits with this batch"
+
+
+def _tier_rows(tiers: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for tier, found in tiers.items():
+        if not found["needed"]:
+            continue
+        there = "" if found["available"] is None else format_bytes(found["available"])
+        share = "" if found["available"] is None else _bar(found["needed"] / found["available"])
+        yield TIERS[tier], format_bytes(found["needed"]), there, share
+        if len(found["entries"]) > 1:
+            for what, nbytes in found["entries"].items():
+                yield f"  {what}", format_bytes(nbytes), "", ""
+
+
+def _bar(share: float, width: int = 20) -> str:
+    return "#" * round(min(share, 1.0) * width)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{1e3 * seconds:.1f} ms"
+
+
+def _table(head: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]) -> Iterator[str]:
+    lines = [tuple(head), *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    for line in lines:
+        first, *numbers, last = zip(line, widths, strict=True)
+        cells = [first[0].ljust(first[1]), *(text.rjust(width) for text, width in numbers), last[0]]
+        yield "  ".join(cells).rstrip()

@@ -1,0 +1,154 @@
+"""What an engine would place where, from a DeepSpeed JSON and a model on the meta device, without an engine.
+
+The JSON goes through DeepSpeed's parser and DS-Slide's checks, and its units, settings and plan are made by the
+functions that make an engine's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
+
+from ds_slide.config import CONFIG_KEY, SlideConfig
+from ds_slide.config.json_types import AUTO
+from ds_slide.errors import SlideConfigError
+from ds_slide.integration import autocast, update_rules
+from ds_slide.integration.assemble import divided, gpu_states_of, plan_of, runtime_settings
+from ds_slide.integration.contract import check_deepspeed_config
+from ds_slide.integration.early import check_types
+from ds_slide.optim.adamw import ADAMW
+from ds_slide.plan.forecast import Room
+from ds_slide.plan.memory import Budgets, Plan
+from ds_slide.plan.needs import Needs
+from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
+
+FILLED = {
+    "gradient_clipping": 1.0,
+    "gradient_accumulation_steps": 1,
+    "bf16.enabled": True,
+    "fp16.enabled": False,
+    "zero_optimization.stage": 3,
+}
+"""What Trainer puts in the place of an "auto" by default; other settings that are "auto" do not change the plan."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What an engine would be built from."""
+
+    plan: Plan
+    needs: Needs
+    settings: RuntimeSettings
+    unit_plans: Sequence[UnitPlan]
+    micro_batches: int
+    raw: Mapping[str, Any]
+    """The JSON without its "auto" values."""
+    notes: Sequence[str]
+    """What was assumed, a sentence each."""
+
+
+def filled(raw: Mapping[str, Any], batch: int | None, ranks: int) -> tuple[dict[str, Any], list[str]]:
+    """The JSON with a value for every "auto", and a sentence for each of them that counts.
+
+    `batch`: None for that of the JSON. Raises SlideConfigError where nobody says it.
+    """
+    config, notes = copy.deepcopy(dict(raw)), []
+    block = config.pop(CONFIG_KEY, None)
+    for path in list(_autos(config)):
+        *parents, key = path.split(".")
+        section = config
+        for parent in parents:
+            section = section[parent]
+        del section[key]
+        if path in FILLED:
+            section[key] = FILLED[path]
+            notes.append(f'{path} is "auto" and taken for {FILLED[path]}, the default of transformers\' Trainer')
+    whole = config.pop("train_batch_size", None)
+    batch = batch or config.get("train_micro_batch_size_per_gpu")
+    if not isinstance(batch, int):
+        raise SlideConfigError("the JSON names no train_micro_batch_size_per_gpu; give it, or --batch")
+    if whole and "gradient_accumulation_steps" not in config:
+        config["gradient_accumulation_steps"] = max(1, whole // (batch * ranks))
+    config["train_micro_batch_size_per_gpu"] = batch
+    if block is not None:
+        config[CONFIG_KEY] = block
+    return config, notes
+
+
+def _autos(section: Mapping[str, Any], path: str = "") -> Any:
+    for key, value in section.items():
+        if value == AUTO:
+            yield f"{path}{key}"
+        elif isinstance(value, Mapping):
+            yield from _autos(value, f"{path}{key}.")
+
+
+def with_block(raw: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
+    """The JSON with other values in its "ds_slide" block."""
+    return {**raw, CONFIG_KEY: {**raw.get(CONFIG_KEY, {}), **settings}}
+
+
+def plan_json(model: nn.Module, raw: Mapping[str, Any], room: Room) -> Planned:
+    """Plan a run of `raw`, which is `filled`, on a model on the meta device. Raises SlideConfigError for what an engine
+    would refuse, and SlideError for what does not fit `room`."""
+    slide = check_types(raw)
+    if slide is None:
+        raise SlideConfigError(f'the JSON does not switch DS-Slide on; add "{CONFIG_KEY}": {{"enabled": true}}')
+    notes = []
+    parsed = DeepSpeedConfig(dict(raw))
+    # The cores are those of the machine that runs it.
+    check_deepspeed_config(parsed, slide.model_copy(update={"cpu_cores": "auto"}), model=model)
+    if autocast.is_enabled(raw):
+        raise SlideConfigError(
+            "torch_autocast.enabled is true, which cannot be planned before the run; plan with bf16.enabled"
+        )
+    rule = update_rules.asked_for(parsed.optimizer_name, None)
+    if rule is None:
+        rule = ADAMW
+        notes.append("the JSON names no optimizer; AdamW is assumed, as scripts bring it")
+    engine = _engine_of(parsed)
+    model_dtype, accumulation_dtype = engine.get_data_types()
+    model.to(model_dtype)
+    settings = runtime_settings(
+        slide,
+        rule,
+        raw,
+        engine.communication_data_type,
+        accumulation_dtype,
+        parsed.gradient_accumulation_steps,
+        parsed.gradient_clipping > 0,
+    )
+    group_of = {parameter: 0 for parameter in model.parameters() if parameter.requires_grad}
+    unit_plans, _ = divided(model, group_of, settings, room.ranks)
+    shares = room.ranks > 1 and slide.share_weights is not False
+    plan = plan_of(unit_plans, settings, _budgets(slide, room), shares_weights=shares)
+    needs = settings.needs(world_size=room.ranks, shares_weights=shares, gpu_is_own=room.gpu is not None)
+    return Planned(plan, needs, settings, unit_plans, parsed.gradient_accumulation_steps, raw, notes)
+
+
+def _engine_of(parsed: DeepSpeedConfig) -> Any:
+    """An engine that has its config and nothing else: for its methods that say what follows from that."""
+    engine = object.__new__(DeepSpeedEngine)
+    object.__setattr__(engine, "_config", parsed)
+    return engine
+
+
+def _budgets(slide: SlideConfig, room: Room) -> Budgets:
+    on_gpu, host = room.gpu is not None, room.host_for_plan
+    gpu = room.gpu_for_plan if room.gpu_for_plan is not None else host
+    return Budgets(
+        room.gpu or host,
+        gpu,
+        host,
+        gpu_states_of(slide, gpu_is_own=on_gpu),
+        slide.gpu_memory,
+        slide.host_memory,
+        gpu_is_own=on_gpu,
+        host_source="planned for" + (f", for each of {room.ranks} ranks" if room.ranks > 1 else ""),
+    )

@@ -1,0 +1,149 @@
+"""Measures the ceilings of this machine, in seconds."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from ds_slide.optim.adamw import AdamWHyper
+from ds_slide.optim.cpu import CpuUpdater
+from ds_slide.plan.ceilings.figures import CpuCeilings, DiskCeilings, GpuCeilings
+from ds_slide.store.directories.run_files import RunFiles
+from ds_slide.store.ssd.bandwidth import bandwidths
+
+UPDATE_BYTES = 26
+"""Of a parameter, AdamW in fp32: gradient read; both parts of the split master and both moments read and written."""
+SHAPES = ((8192, 8192, 8192), (16384, 2048, 2048), (16384, 11008, 2048), (16384, 2048, 11008), (8192, 18944, 3584))
+"""Of matrix products: a square, and those of blocks of 3 and 7 G parameters."""
+_COPY_BYTES = 512 << 20
+_CPU_SHAPE = (512, 512, 512)
+_UPDATED = 32 << 20
+_ROUNDS = 5
+
+
+def gpu_ceilings(device: torch.device) -> GpuCeilings:
+    """Of a CUDA device. Takes 2 GiB there and 1 GiB of page-locked memory."""
+    # Random contents: zeros run measurably faster through the matrix units.
+    host_out = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8).pin_memory()
+    host_in = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    device_in = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    device_out = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, device=device)
+    up, down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def h2d() -> None:
+        with torch.cuda.stream(up):
+            device_in.copy_(host_out, non_blocking=True)
+
+    def d2h() -> None:
+        with torch.cuda.stream(down):
+            host_in.copy_(device_out, non_blocking=True)
+
+    def both() -> None:
+        h2d()
+        d2h()
+
+    def rate(work: Callable[[], object], nbytes: int = _COPY_BYTES) -> float:
+        return nbytes / _on_gpu(work, device) / 1e9
+
+    return GpuCeilings(
+        name=torch.cuda.get_device_name(device),
+        memory_bytes=torch.cuda.get_device_properties(device).total_memory,
+        product_tflop_s={"x".join(map(str, shape)): _product_rate(shape, device) for shape in SHAPES},
+        copy_gb_s=rate(lambda: device_in.copy_(device_out), 2 * _COPY_BYTES),
+        h2d_gb_s=rate(h2d),
+        d2h_gb_s=rate(d2h),
+        both_ways_gb_s=rate(both),
+    )
+
+
+def _product_rate(shape: tuple[int, int, int], device: torch.device) -> float:
+    rows, columns, inner = shape
+    left = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
+    right = torch.randn(inner, columns, device=device, dtype=torch.bfloat16)
+    product = torch.empty(rows, columns, device=device, dtype=torch.bfloat16)
+    times = 10
+
+    def multiply() -> None:
+        for _ in range(times):
+            torch.mm(left, right, out=product)
+
+    seconds = _on_gpu(multiply, device) if device.type == "cuda" else _median(multiply)
+    return times * 2 * rows * columns * inner / seconds / 1e12
+
+
+def cpu_ceilings(name: str, threads: int, cores: Sequence[int], *, with_products: bool) -> CpuCeilings:
+    """`threads`, `cores`: of the updates. `with_products`: the processor is what computes, too. Takes 0.5 GB."""
+    device = torch.device("cpu")
+    return CpuCeilings(
+        name=name,
+        memory_bytes=psutil.virtual_memory().total,
+        update_gb_s=_update_rate(threads, cores),
+        update_threads=threads,
+        copy_gb_s=_host_copy_rate(),
+        product_tflop_s=_product_rate(_CPU_SHAPE, device) if with_products else None,
+    )
+
+
+def _update_rate(threads: int, cores: Sequence[int]) -> float:
+    """Of AdamW in fp32."""
+    updater = CpuUpdater(threads, cores)
+    weight, gradient = (torch.ones(_UPDATED, dtype=torch.bfloat16) for _ in range(2))
+    remainder = torch.zeros(_UPDATED, dtype=torch.int16)
+    moments = [torch.full((_UPDATED,), 0.1) for _ in range(2)]
+    hyper = AdamWHyper(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=10)
+    try:
+        seconds = _median(lambda: updater.update_(weight, remainder, moments, gradient, hyper, grad_scale=0.5))
+    finally:
+        updater.end_threads()
+    return UPDATE_BYTES * _UPDATED / seconds / 1e9
+
+
+def _host_copy_rate() -> float:
+    """Read and written, on torch's threads."""
+    source = torch.ones(_COPY_BYTES // 4, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _median(lambda: target.copy_(source)) / 1e9
+
+
+def disk_ceilings(directory: Path) -> DiskCeilings:
+    """Of the disk below `directory`, which is there, on a file that is gone afterwards. Raises SlideError where no file
+    can be made, OSError where the disk fails."""
+    with tempfile.TemporaryDirectory(prefix="ds_slide-", dir=directory) as own:
+        files = RunFiles(Path(own), 0, json_path="--path")
+        try:
+            found = bandwidths(files, "auto")
+        finally:
+            files.close()
+    return DiskCeilings(
+        path=str(directory),
+        read_gb_s=found.read / 1e9,
+        write_gb_s=found.write / 1e9,
+        mixed_gb_s=found.mixed / 1e9,
+        direct=found.direct,
+        backend=found.backend,
+    )
+
+
+def _median(work: Callable[[], object]) -> float:
+    """Seconds, after a round to warm up."""
+    times = []
+    for _ in range(_ROUNDS + 1):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def _on_gpu(work: Callable[[], object], device: torch.device) -> float:
+    def waited() -> None:
+        work()
+        torch.cuda.synchronize(device)
+
+    torch.cuda.synchronize(device)
+    return _median(waited)

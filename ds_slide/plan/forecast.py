@@ -1,0 +1,120 @@
+"""What a run will take and how long its steps will be: the plan's bytes, the trace's, and what neither has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ds_slide.errors import DoesNotFit
+from ds_slide.plan.allocations import total
+from ds_slide.plan.memory import Plan
+from ds_slide.plan.time import Schedule, StepTime
+from ds_slide.plan.trace import StepTrace
+
+CONTEXT_BYTES = 900 << 20
+"""Of the GPU: the CUDA context and kernels (0.90 GB of what the device had in use on an H200 beyond torch's allocator,
+benchmarks/results/2026-11-23_nvidia-h200-x2_passes.jsonl)."""
+WORKSPACE_BYTES = 64 << 20
+"""Of the GPU, by torch's allocator: the workspaces of cuBLAS and cuBLASLt, 32 MiB each on an H100 or H200."""
+FRAGMENTATION = 0.2
+"""Of the activations: what torch's allocator holds beyond what is allocated (0.15 to 0.20 there and on page main_2)."""
+PROCESS_BYTES = 1060 << 20
+"""Of host memory: Python, torch, transformers and the CUDA driver (1.06 GB there before an engine is built)."""
+ENGINE_BYTES = 400 << 20
+"""Of host memory: DeepSpeed, compiled kernels, and what else does not grow with the model (0.41 GB there)."""
+PYTHON_BYTES = 520 << 20
+"""As PROCESS_BYTES and ENGINE_BYTES, where the accelerator is the host and no CUDA is loaded (0.54 GB of a run of
+`benchmarks/step.py --model tiny`)."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory for the ranks of one machine, in bytes. `gpu`: of each rank's, None where the host is the accelerator.
+    `host`, `ssd`: of all ranks together; `ssd` None: not limited."""
+
+    gpu: int | None
+    host: int
+    ssd: int | None = None
+    ranks: int = 1
+
+    @property
+    def gpu_for_plan(self) -> int | None:
+        """What an engine finds free."""
+        return None if self.gpu is None else max(0, self.gpu - CONTEXT_BYTES)
+
+    @property
+    def host_for_plan(self) -> int:
+        """What the engine of a rank finds free."""
+        return max(0, self.host // self.ranks - self.process)
+
+    @property
+    def process(self) -> int:
+        return PYTHON_BYTES if self.gpu is None else PROCESS_BYTES + ENGINE_BYTES
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one run, with `batch` sequences of `seq` tokens in each of `micro_batches` on each rank."""
+
+    plan: Plan
+    trace: StepTrace
+    time: StepTime
+    schedules: Mapping[Schedule, StepTime]
+    room: Room
+    batch: int
+    seq: int
+    micro_batches: int
+
+    @property
+    def gpu(self) -> dict[str, int]:
+        """Bytes of one GPU, by what they are for."""
+        entries = {"placed by the plan": self.plan.gpu_bytes, "activations and gradients": self.trace.peak_bytes}
+        if self.room.gpu is None:
+            return entries
+        fragments = int(FRAGMENTATION * self.trace.peak_bytes)
+        return {**entries, "fragmentation": fragments, "cuBLAS": WORKSPACE_BYTES, "CUDA context": CONTEXT_BYTES}
+
+    @property
+    def gpu_peak_allocated(self) -> int:
+        """What torch's allocator has given out at most."""
+        workspace = 0 if self.room.gpu is None else WORKSPACE_BYTES
+        return self.plan.gpu_bytes + self.trace.peak_bytes + workspace
+
+    @property
+    def host(self) -> dict[str, int]:
+        """Bytes of host memory on one machine, by what they are for."""
+        ranks = self.room.ranks
+        entries = {"placed by the plan": ranks * self.plan.host_bytes, "processes": ranks * self.room.process}
+        if self.room.gpu is None:
+            entries["the accelerator, which is the host"] = ranks * sum(self.gpu.values())
+        return entries
+
+    @property
+    def ssd_bytes(self) -> int:
+        return self.room.ranks * total(self.plan.allocations, "ssd")
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks."""
+        return self.room.ranks * self.batch * self.seq * self.micro_batches / self.time.step_s
+
+    @property
+    def ssd_written_a_day(self) -> float:
+        return self.room.ranks * self.time.ssd_written * 86_400 / self.time.step_s
+
+    def shortage(self) -> DoesNotFit | None:
+        """The first tier that is too small; None where all suffice."""
+        needs = (
+            ("gpu", "GPU tier: a step needs", sum(self.gpu.values()), self.room.gpu),
+            ("host", "host tier: the run needs", sum(self.host.values()), self.room.host),
+            ("ssd", "SSD tier: the states need", self.ssd_bytes, self.room.ssd),
+        )
+        for tier, what, needed, available in needs:
+            if available is not None and needed > available:
+                return DoesNotFit(
+                    tier,  # type: ignore[arg-type]
+                    needed,
+                    available,
+                    f"{what} {needed:,} bytes, but {available:,} are there, {needed - available:,} short",
+                )
+        return None

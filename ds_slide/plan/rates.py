@@ -1,0 +1,70 @@
+"""Seconds of operations and transfers, by the ceilings of a machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from ds_slide.errors import SlideError
+from ds_slide.plan.ceilings.figures import Ceilings
+from ds_slide.plan.trace import Operation
+
+ATTENTION_SHARE = {"attention": 0.42, "attention backward": 0.38}
+"""Of the rate of matrix products: FlashAttention-2, causal, heads of 128, 2,048 to 4,096 tokens reaches 300 to 350 of
+the 790 TFLOP/s that an H100 or H200 gives products (FlashAttention-3, arXiv 2407.08608, figures 5 and 6)."""
+LEAST_OPERATION_S = 3e-6
+"""Of a kernel on a GPU, however little it does."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes a second. `copy`: read and written by what computes. `both_ways`: each way, when both carry."""
+
+    ceilings: Ceilings
+    copy: float
+    h2d: float
+    d2h: float
+    both_ways: float
+    update: float
+    ssd: float | None
+    """Reads and writes together, of all disks; None: not known."""
+
+    @classmethod
+    def of(cls, ceilings: Ceilings, *, on_gpu: bool) -> Rates:
+        """`on_gpu`: a GPU computes. Raises SlideError where its ceilings are not known."""
+        cpu, gpu = ceilings.cpu, ceilings.gpu
+        ssd = sum(disk.mixed_gb_s for disk in ceilings.disks) * 1e9 or None
+        if on_gpu and gpu is None:
+            raise SlideError(
+                "the ceilings are those of a machine without a GPU; give --ceilings with a preset or a file of "
+                "`ds-slide doctor --json`"
+            )
+        if not on_gpu and cpu.product_tflop_s is None:
+            raise SlideError(
+                "the ceilings are those of a machine with a GPU; give --gpu-memory, or --ceilings of this machine"
+            )
+        if gpu is None or not on_gpu:
+            host = cpu.copy_gb_s * 1e9
+            return cls(ceilings, host, host / 2, host / 2, host / 2, cpu.update_gb_s * 1e9, ssd)
+        return cls(
+            ceilings,
+            gpu.copy_gb_s * 1e9,
+            gpu.h2d_gb_s * 1e9,
+            gpu.d2h_gb_s * 1e9,
+            gpu.both_ways_gb_s * 1e9,
+            cpu.update_gb_s * 1e9,
+            ssd,
+        )
+
+    def seconds(self, operations: Counter[Operation]) -> float:
+        """Of operations one after the other, each as long as its arithmetic or its bytes take."""
+        return sum(self._seconds(operation) * count for operation, count in operations.items())
+
+    def _seconds(self, operation: Operation) -> float:
+        gpu = self.ceilings.gpu
+        if gpu is None:
+            flops = (self.ceilings.cpu.product_tflop_s or 1.0) * 1e12
+        else:
+            flops = gpu.product_flops(operation.shape)
+        flops *= ATTENTION_SHARE.get(operation.kind, 1.0)
+        return max(operation.flops / flops, operation.nbytes / self.copy, LEAST_OPERATION_S)

@@ -1,0 +1,273 @@
+"""A training step of a model on the meta device: what it computes and what it keeps, with nothing computed or kept.
+
+The model's own forward and backward run, with the kernels that were put into it, so that whatever autograd saves,
+recomputes and frees is counted as it is: by storages, those of weights left out. The attention of
+`scaled_dot_product_attention` is taken for a fused one, as GPUs have it; on the meta device torch would take the plain
+one, which keeps matrices of length x length.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ds_slide.errors import SlideError
+
+ALLOCATION = 512
+"""torch's allocator of GPU memory rounds up to it."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the GPU does at once. `nbytes`: read and written in its memory."""
+
+    kind: str
+    """ "product", "attention", "attention backward" or "other"."""
+    flops: int
+    nbytes: int
+    shape: tuple[int, int, int] | None = None
+    """Rows, columns and inner length of a product of matrices."""
+
+
+@dataclass
+class Segment:
+    """A part of a step. `unit`: whose forward it is, or whose gradients are complete at its end; None: nobody's."""
+
+    unit: int | None
+    operations: Counter[Operation] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One micro-batch. Bytes are beside weights: activations, and gradients until their unit's are complete."""
+
+    forward: tuple[Segment, ...]
+    backward: tuple[Segment, ...]
+    saved_bytes: int
+    """At the end of the forward."""
+    peak_bytes: int
+
+    @property
+    def flops(self) -> int:
+        segments = (*self.forward, *self.backward)
+        return sum(each.flops * count for segment in segments for each, count in segment.operations.items())
+
+
+@dataclass(frozen=True)
+class TracedUnit:
+    """A unit of the model: its parameters, and the module of a block."""
+
+    parameters: Sequence[nn.Parameter]
+    block: nn.Module | None = None
+
+
+def trace_step(model: nn.Module, units: Sequence[TracedUnit], batch: int, seq: int, gpu_memory: int) -> StepTrace:
+    """Run a step of `batch` sequences of `seq` tokens. `model`: a causal language model on the meta device, in training
+    mode. `gpu_memory`: of the GPU that is planned for, by which kernels choose their temporary memory. Raises
+    SlideError where the forward needs to see values."""
+    tracer = _Tracer(model, gpu_memory)
+    tokens = torch.zeros(batch, seq, dtype=torch.long, device="meta")
+    try:
+        # Modes are those of a thread, and autograd has another one for the meta device.
+        alone = torch.autograd.set_multithreading_enabled(False)
+        with alone, _listening(units, tracer), _fused_attention(), tracer:
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            saved = tracer.live
+            tracer.begin_backward()
+            loss.backward()
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise SlideError(
+            f"the step of {type(model).__name__} cannot be traced without its values ({_first_line(error)}); plan with "
+            "a model that is close to it in shape"
+        ) from error
+    return StepTrace(tuple(tracer.forward), tuple(tracer.backward), saved, tracer.peak)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+@contextmanager
+def _listening(units: Sequence[TracedUnit], tracer: _Tracer) -> Iterator[None]:
+    """Tell `tracer` when the forward of a block begins and ends, and when the gradients of a unit are complete, which
+    are then let go of, as the engine does: those of a block when they are packed, those of an outer module, which are
+    copied down from where they are, when the next block's are complete."""
+    handles: list[Any] = []
+    copied: list[nn.Parameter] = []
+    for index, unit in enumerate(units):
+        trained = [parameter for parameter in unit.parameters if parameter.requires_grad]
+        waiting = set(trained)
+
+        def accumulated(
+            parameter: torch.Tensor, waiting: set[nn.Parameter] = waiting, trained: Any = trained, index: int = index
+        ) -> None:
+            waiting.discard(parameter)
+            if not waiting:
+                waiting.update(trained)
+                copied.extend(trained)
+                if units[index].block is not None:
+                    while copied:
+                        copied.pop().grad = None
+                tracer.complete(index)
+
+        handles += [parameter.register_post_accumulate_grad_hook(accumulated) for parameter in trained]
+        if unit.block is not None:
+            handles.append(unit.block.register_forward_pre_hook(lambda *_, index=index: tracer.enter(index)))
+            handles.append(unit.block.register_forward_hook(lambda *_: tracer.enter(None)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for each in copied:
+            each.grad = None
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Attention as GPUs have it: its inputs, its output and a number for each row are kept. By the name of the function
+    and not by a mode of torch's functions, which does not reach what backward computes again."""
+    plain = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = _attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = plain
+
+
+def _attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
+) -> torch.Tensor:
+    if attn_mask is None:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal)[0]
+    if key.shape[1] != query.shape[1]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask.expand(*query.shape[:3], key.shape[2]), True, dropout_p)[0]
+
+
+class _Tracer(TorchDispatchMode):
+    """Counts operations by segment, and the storages that live."""
+
+    def __init__(self, model: nn.Module, gpu_memory: int) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.forward: list[Segment] = [Segment(None)]
+        self.backward: list[Segment] = []
+        self._memory = gpu_memory
+        tensors = (*model.parameters(), *model.buffers())
+        self._known: dict[int, Any] = {_key(each): None for each in tensors}
+
+    def enter(self, unit: int | None) -> None:
+        if not self.backward:  # where blocks are recomputed their forwards run again
+            self.forward.append(Segment(unit))
+
+    def begin_backward(self) -> None:
+        self.backward.append(Segment(None))
+
+    def complete(self, unit: int) -> None:
+        if self.backward:
+            self.backward[-1].unit = unit
+            self.backward.append(Segment(None))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            # A model asks whether nothing is packed or padded, and so it is here.
+            return True
+        kwargs = kwargs or {}
+        made = function(*args, **kwargs)
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        outputs = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
+        new = [self._keep(each) for each in outputs]
+        if any(new) or function._schema.is_mutable:
+            name, count = function._schema.name, WORKSPACES.get(function._schema.name)
+            self.peak = max(self.peak, self.live + (count(args, self._memory) if count else 0))
+            segment = (self.backward or self.forward)[-1]
+            segment.operations.update(_operations(name, function, args, kwargs, made, inputs, outputs))
+        return made
+
+    def _keep(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor has brought a storage, which is then counted as long as it lives."""
+        key = _key(tensor)
+        if key in self._known or not tensor.is_meta:
+            return False
+        storage = tensor.untyped_storage()
+        nbytes = -(-storage.nbytes() // ALLOCATION) * ALLOCATION
+
+        def gone(_: Any) -> None:
+            if self._known.pop(key, None) is not None:
+                self.live -= nbytes
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.live += nbytes
+        return True
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _loss_workspace(args: Sequence[Any], memory: int) -> int:
+    from ds_slide.kernels.loss.linear_cross_entropy import workspace_bytes
+
+    hidden, weight = args[:2]
+    return workspace_bytes(hidden, weight.shape[0], args[-2], memory)
+
+
+WORKSPACES: dict[str, Callable[[Sequence[Any], int], int]] = {"ds_slide::linear_cross_entropy": _loss_workspace}
+"""What operators take beside their results and free again, from their arguments and the memory of the GPU."""
+_LOSS_PASSES = 4
+"""Over the logits of a chunk beside its products: written, read for the losses, read and written for the gradients."""
+_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
+"""And which argument is the first matrix."""
+
+
+def _operations(
+    name: str, function: Any, args: Any, kwargs: Any, made: Any, inputs: Sequence[torch.Tensor], outputs: Any
+) -> list[Operation]:
+    nbytes = sum(map(_bytes, (*inputs, *outputs)))
+    if name == "ds_slide::linear_cross_entropy":
+        (rows, width), words = args[0].shape, args[1].shape[0]
+        products = 1 + sum(map(bool, args[-3:-1]))
+        product = Operation("product", 2 * rows * words * width, 0, (rows, words, width))
+        logits = rows * words * args[0].element_size()
+        return [product] * products + [Operation("other", 0, _LOSS_PASSES * logits)]
+    if name in _PRODUCTS:
+        left, right = args[_PRODUCTS[name] : _PRODUCTS[name] + 2]
+        shape = (left.shape[-2], right.shape[-1], left.shape[-1])
+        return [Operation("product", 2 * math.prod(left.shape) * right.shape[-1], nbytes, shape)]
+    count = flop_registry.get(function._overloadpacket)
+    if count is None:
+        return [Operation("other", 0, nbytes)]
+    flops = int(count(*args, **kwargs, out_val=made))
+    if "attention" in name:
+        backward = "backward" in name
+        causal = any(each is True for each in args)  # their only flag that is set, beside one that asks for a number
+        return [Operation("attention backward" if backward else "attention", flops // (1 + causal), nbytes)]
+    return [Operation("product", flops, nbytes)]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def per_unit(segments: Sequence[Segment]) -> dict[int | None, Counter[Operation]]:
+    """The operations of each unit, and under None those of nobody."""
+    found: dict[int | None, Counter[Operation]] = defaultdict(Counter)
+    for segment in segments:
+        found[segment.unit].update(segment.operations)
+    return dict(found)

@@ -1,0 +1,29 @@
+"""The packages beside DS-Slide: the versions that it takes, and those that its tests run with.
+
+tests/cli compares this with pyproject.toml, requirements/ and tests/clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tested:
+    """`version`: of the tests. `accepted`: as packages say it, "" for any. `needed`: DS-Slide does not run without."""
+
+    version: str
+    accepted: str = ""
+    needed: bool = False
+
+
+TESTED: Mapping[str, Tested] = {
+    "torch": Tested("2.13.0", ">=2.8", needed=True),
+    "deepspeed": Tested("0.19.8", ">=0.19.5,<0.20", needed=True),
+    "triton": Tested("3.6.0", ">=3.3"),
+    "transformers": Tested("5.23.0", ">=4.51"),
+    "accelerate": Tested("1.15.0"),
+    "trl": Tested("1.16.0"),
+    "peft": Tested("0.21.2"),
+}

@@ -1,0 +1,104 @@
+"""`ds-slide doctor` on this machine, end to end, and what it says of others."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from setuptools.config.pyprojecttoml import load_file
+
+from ds_slide.cli.doctor.state import package
+from ds_slide.plan.ceilings import measure
+from ds_slide.plan.ceilings.figures import Ceilings, preset_names, read_ceilings
+from ds_slide.report import tested
+from ds_slide.report.tested import TESTED
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_it_measures_this_machine_once(
+    ds_slide: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = time.monotonic()
+    first = ds_slide("doctor", "--json", "--path", tmp_path)
+    assert time.monotonic() - begin < 60
+    answer = first.answer
+    assert (first.code, answer["schema"], answer["can_run"]) == (0, 1, True)
+    assert set(answer) == {"schema", "can_run", "findings", "versions", "ceilings"}
+    assert {"name", "state", "advice", "fatal"} == set(answer["findings"][0])
+    named = {each["name"] for each in answer["findings"]}
+    assert {"accelerator", "page-locked memory", "NUMA", "disk requests", f"disk {tmp_path}", *TESTED} <= named
+    found = Ceilings.model_validate(answer["ceilings"])
+    assert found.gpu is None and found.cpu.product_tflop_s and [disk.path for disk in found.disks] == [str(tmp_path)]
+    assert list(tmp_path.iterdir()) == []
+
+    def measured(*_: Any, **__: Any) -> Any:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(measure, "cpu_ceilings", measured)
+    monkeypatch.setattr(measure, "disk_ceilings", measured)
+    again = ds_slide("doctor", "--json", "--path", tmp_path)
+    assert again.answer["ceilings"] == answer["ceilings"]
+    with pytest.raises(AssertionError, match="measured again"):
+        ds_slide("doctor", "--refresh", "--path", tmp_path)
+
+
+def test_a_file_of_doctor_are_ceilings(ds_slide: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "here.json"
+    file.write_text(ds_slide("doctor", "--json", "--path", tmp_path).out)
+    assert read_ceilings(str(file)).cpu.update_gb_s > 0
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_can_be_read(name: str) -> None:
+    found = read_ceilings(name)
+    assert found.gpu is not None and found.source
+
+
+def test_a_path_that_is_not_there_is_refused(ds_slide: Callable[..., Any], tmp_path: Path) -> None:
+    ran = ds_slide("doctor", "--path", tmp_path / "no")
+    assert ran.code == 1 and "cannot be measured" in ran.error
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("installed", "fatal", "advice"),
+    [
+        (None, True, 'pip install "torch>=2.8"'),
+        ("2.7.1", True, 'pip install "torch>=2.8"'),
+        ("2.13.0+cpu", False, ""),
+        ("2.14.0.dev20261101", False, "newer than tested; where it fails, pip install torch==2.13.0"),
+    ],
+)
+def test_what_is_said_of_versions(installed: str | None, fatal: bool, advice: str) -> None:
+    found = package("torch", tested.Tested("2.13.0", ">=2.8", needed=True), installed)
+    assert (found.fatal, found.advice) == (fatal, advice)
+
+
+def test_without_what_it_needs_ds_slide_cannot_run(
+    ds_slide: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds_slide.cli.doctor.state.TESTED", {"no-such-package": tested.Tested("1", needed=True)})
+    ran = ds_slide("doctor", "--json")
+    assert ran.code == 1 and ran.answer["can_run"] is False and ran.answer["ceilings"] is None
+
+
+def test_the_versions_are_those_of_the_tests() -> None:
+    pinned = {}
+    for name in ("requirements/torch.txt", "requirements/test.txt", "tests/clients/requirements-trl.txt"):
+        pinned.update(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / name).read_text(), re.MULTILINE))
+    assert {name: pinned[name] for name in TESTED} == {name: each.version for name, each in TESTED.items()}
+
+
+def test_the_accepted_versions_are_those_of_the_package() -> None:
+    project = load_file(ROOT / "pyproject.toml")["project"]
+    listed = map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["hf"]])
+    accepted = {required.name: required.specifier for required in listed}
+    for name, each in TESTED.items():
+        if each.accepted:
+            assert Requirement(f"{name}{each.accepted}").specifier == accepted[name]

@@ -1,0 +1,153 @@
+"""`ds-slide plan`: its answer, and that what it advises holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_slide.config import parse_bytes
+
+SMALL = ("--model", "tiny", "--seq", "512")
+ROOM = ("--gpu-memory", "3GiB", "--host-memory", "4GiB")
+H200 = ("--ceilings", "h200-16-cores")
+
+
+def test_the_answer_as_json(ds_slide: Callable[..., Any], config: Callable[..., Path]) -> None:
+    ran = ds_slide("plan", "--deepspeed_config", config(), *SMALL, *ROOM, *H200, "--json")
+    answer = ran.answer
+    assert (ran.code, answer["schema"], answer["fits"], answer["model"]) == (0, 1, True, "tiny")
+    assert (answer["batch"], answer["seq"], answer["micro_batches"], answer["ranks"]) == (2, 512, 1, 1)
+    for tier in ("gpu", "host"):
+        found = answer["tiers"][tier]
+        assert found["needed"] == sum(found["entries"].values()) <= found["available"]
+    assert answer["tiers"]["host"]["entries"]["placed by the plan"] == answer["memory"]["host_bytes"]
+    assert answer["step_s"] >= answer["bound_s"] == max(answer["lanes"].values())
+    assert answer["tokens_per_s"] == pytest.approx(1024 / answer["step_s"])
+    assert set(answer["schedules"]) == {"under backward", "deferred", "two passes", "speculative"}
+    assert answer["schedule"] in answer["schedules"] and answer["largest_model"] == "tiny"
+    assert {"ceilings", "notes", "largest_batch", "ssd_written_bytes_a_day", "gpu_peak_allocated_bytes"} <= set(answer)
+
+
+def test_the_largest_batch_fits_and_a_larger_one_does_not(
+    ds_slide: Callable[..., Any], config: Callable[..., Path]
+) -> None:
+    def plan(batch: int) -> Any:
+        return ds_slide("plan", "--deepspeed_config", config(), *SMALL, *ROOM, *H200, "--json", "--batch", batch)
+
+    largest = plan(1).answer["largest_batch"]
+    assert largest > 8
+    assert plan(largest).code == 0
+    assert plan(largest + largest // 8).code == 1
+
+
+@pytest.mark.parametrize(
+    ("tier", "batch", "memory", "change"),
+    [
+        ("gpu", 4096, ("--gpu-memory", "2GiB", "--host-memory", "8GiB"), "use a micro-batch of"),
+        ("gpu", 1, ("--gpu-memory", "950MiB", "--host-memory", "8GiB"), "it takes a machine with"),
+        ("host", 1, ("--gpu-memory", "8GiB", "--host-memory", "5000MiB"), "nvme"),
+        ("ssd", 1, ("--gpu-memory", "8GiB", "--host-memory", "8GiB", "--nvme-memory", "1MiB"), "it takes"),
+    ],
+)
+def test_a_plan_that_cannot_fit(
+    ds_slide: Callable[..., Any],
+    config: Callable[..., Path],
+    tmp_path: Path,
+    tier: str,
+    batch: int,
+    memory: tuple[str, ...],
+    change: str,
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    shape = {"model_type": "llama", "vocab_size": 264, "hidden_size": 1024, "intermediate_size": 2816}
+    layers = 24 if tier == "host" else 4  # of a smaller one the buffers of the SSD take more than its states
+    heads = {"num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 8}
+    (model / "config.json").write_text(json.dumps(shape | heads))
+    settings: dict[str, Any] = {"ds_slide": {"enabled": True, "gpu_states": 0}}
+    if tier == "ssd":
+        settings["ds_slide"]["host_memory"] = 0
+        on_disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+        settings["zero_optimization"] = {"stage": 3, "offload_optimizer": on_disk}
+    options = ("--deepspeed_config", config(**settings), "--model", model, "--seq", "512", "--batch", batch)
+    said = ds_slide("plan", *options, *memory, *H200)
+    ran = ds_slide("plan", *options, *memory, *H200, "--json")
+    answer = ran.answer
+    assert (ran.code, answer["fits"], answer["tier"]) == (1, False, tier)
+    assert answer["short"] == answer["needed"] - answer["available"] > 0
+    assert change in answer["change"] and said.code == 1
+    assert f"{answer['short']:,} short; {answer['change']}" in said.out and said.out.count("\n") == 1
+    if "micro-batch of" in answer["change"]:
+        smaller = answer["change"].split("micro-batch of ")[1].split()[0]
+        assert ds_slide("plan", *options, *memory, *H200, "--batch", smaller).code == 0
+    if "it takes a machine with" in answer["change"]:
+        size, option = answer["change"].split("with ")[1].split(" (")
+        more = dict(zip(memory[::2], memory[1::2], strict=True)) | {option.rstrip(")"): size.replace(" ", "")}
+        assert parse_bytes(more[option.rstrip(")")]) > answer["available"]
+        assert ds_slide("plan", *options, *[word for pair in more.items() for word in pair], *H200).code == 0
+
+
+def test_fit_answers_first(ds_slide: Callable[..., Any], config: Callable[..., Path]) -> None:
+    ran = ds_slide("plan", "--deepspeed_config", config(), *SMALL, *ROOM, *H200, "--fit")
+    assert ran.code == 0 and ran.out.startswith("It fits. Use a micro-batch of ")
+    best = int(ran.out.split("micro-batch of ")[1].split(":")[0])
+    assert ds_slide("plan", "--deepspeed_config", config(), *SMALL, *ROOM, *H200, "--batch", best).code == 0
+    small = ("--gpu-memory", "901MiB", "--host-memory", "4GiB")
+    ran = ds_slide("plan", "--deepspeed_config", config(), *SMALL, *small, *H200, "--fit")
+    assert ran.code == 1 and ran.out.startswith("It does not fit. GPU tier")
+
+
+def test_values_of_trainer_and_several_ranks(ds_slide: Callable[..., Any], config: Callable[..., Path]) -> None:
+    path = config(
+        train_micro_batch_size_per_gpu="auto",
+        gradient_accumulation_steps="auto",
+        train_batch_size="auto",
+        gradient_clipping="auto",
+        optimizer={"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        ds_slide={"enabled": True, "gpu_states": 0, "window": "auto"},
+    )
+    options = ("--deepspeed_config", path, *SMALL, *ROOM, *H200, "--json")
+    one = ds_slide("plan", *options, "--batch", 4).answer
+    assert any("gradient_clipping" in note for note in one["notes"]) and one["schedule"] != "under backward"
+    two = ds_slide("plan", *options, "--batch", 4, "--ranks", 2).answer
+    assert two["memory"]["host_state_bytes"] < one["memory"]["host_state_bytes"]
+    assert any("NCCL" in note for note in two["notes"])
+    without = ds_slide("plan", *options)
+    assert without.code == 1 and "--batch" in without.error
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({}, ("--model", "qwen2.5-3", "--seq", "64"), "did you mean qwen2.5-"),
+        ({"ds_slide": {"enabled": True, "windw": 3}}, SMALL, "did you mean ds_slide.window?"),
+        ({"zero_optimization": {"stage": 2}}, SMALL, "zero_optimization.stage is 2"),
+        ({"ds_slide": {"enabled": False}}, SMALL, "does not switch DS-Slide on"),
+        ({}, (*SMALL, "--ceilings", "no-such-machine"), "no preset (h200-16-cores)"),
+        ({}, (*SMALL, "--gpu-memory", "24G"), "--gpu-memory"),
+    ],
+)
+def test_what_is_refused_in_a_sentence(
+    ds_slide: Callable[..., Any],
+    config: Callable[..., Path],
+    changes: dict[str, Any],
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    ran = ds_slide("plan", "--deepspeed_config", config(**changes), *options)
+    assert ran.code == 1 and message in ran.error and "Traceback" not in ran.error
+
+
+def test_a_plot(ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    ran = ds_slide("plan", "--deepspeed_config", config(), *SMALL, *ROOM, *H200, "--plot", picture)
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        assert ran.code == 1 and 'pip install "ds-slide[plot]"' in ran.error and not picture.exists()
+    else:
+        assert ran.code == 0 and picture.read_text().startswith("<?xml")

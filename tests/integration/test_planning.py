@@ -1,0 +1,63 @@
+"""What is planned without an engine is what an engine of the same JSON takes, to the byte."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import ds_config, engine_for, llama, on_ssd
+
+from ds_slide.errors import SlideConfigError
+from ds_slide.integration.planning import filled, plan_json
+from ds_slide.plan.forecast import Room
+
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "host": ({}, {}),
+    "under backward": ({}, {"clip": 0.0}),
+    "accumulation in fp32": ({}, {"accumulation": 3, "data_types": {"grad_accum_dtype": "fp32"}}),
+    "fp32": ({}, {"bf16": None}),
+    "gpu states, window": ({"gpu_states": 700_000, "window": 2}, {}),
+    "8 bit": ({"state_dtype": "8bit"}, {"clip": 0.0}),
+    "lion": ({}, {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),
+    "streamed head": ({"stream_head": True}, {}),
+    "ssd": ({"host_memory": 0}, {}),
+    "ssd, a part": ({"host_memory": 2_000_000, "checksums": False}, {"accumulation": 2}),
+}
+ROOM = Room(None, 8 << 30)
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        return llama(num_hidden_layers=4)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", RUNS)
+def test_it_is_what_an_engine_takes(name: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_slide.plan.ssd_settings.CHUNK_NUMEL", 4096)
+    slide, settings = RUNS[name]
+    config = ds_config(slide, **settings)
+    if name.startswith("ssd"):
+        on_ssd(config, disk)
+    planned = plan_json(on_meta(), filled(copy.deepcopy(config), None, 1)[0], ROOM)
+    with engine_for(llama(num_hidden_layers=4), config) as engine:
+        parts = engine.optimizer.runtime.parts
+        assert planned.plan.report() == parts.memory_report
+        assert planned.plan.allocations == parts.plan.allocations
+        assert planned.plan.host_bytes == parts.memory.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("slide", "settings", "message"),
+    [
+        ({"defer_updates": False}, {}, "ds_slide.defer_updates is false"),
+        ({}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "bf16": None}, "torch_autocast"),
+        ({}, {"optimizer": {"type": "Adagrad", "params": {"lr": 1}}}, "adagrad"),
+    ],
+)
+def test_what_an_engine_refuses_is_refused(slide: dict[str, Any], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SlideConfigError, match=message):
+        plan_json(on_meta(), ds_config(slide, **settings), ROOM)

@@ -1,0 +1,144 @@
+"""The simulation of a step, by ceilings that make its answer known."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_slide.compression.identity import Identity
+from ds_slide.model.layout import ParameterInfo, build_layout
+from ds_slide.optim.adamw import ADAMW
+from ds_slide.optim.low_precision import STATE_FORMATS
+from ds_slide.plan.ceilings.figures import Ceilings
+from ds_slide.plan.memory import Plan
+from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize
+from ds_slide.plan.rates import Rates
+from ds_slide.plan.time import all_schedules, step_time, update_bytes
+from ds_slide.plan.trace import Operation, Segment, StepTrace
+from ds_slide.store.state_buffers import optimizer_buffers
+
+torch = pytest.importorskip("torch")
+
+NUMEL, BLOCKS = 1 << 20, 8
+SPECS = optimizer_buffers(torch.bfloat16, ADAMW, STATE_FORMATS["fp32"])
+
+
+def unit(index: int) -> UnitSize:
+    layout = build_layout([ParameterInfo(f"{index}.weight", (NUMEL,), NUMEL, 0)], 1)
+    kind: Any = "outer" if index == 0 else "block"
+    return UnitSize(str(index), layout, Identity(layout, torch.bfloat16), kind, SPECS, 2)
+
+
+UNITS = [unit(index) for index in range(BLOCKS + 1)]
+
+
+def trace(forward_s: float, backward_s: float) -> StepTrace:
+    """So long in each block. Products run at 1 TFLOP/s."""
+
+    def segment(index: int, seconds: float) -> Segment:
+        return Segment(index, Counter({Operation("product", int(seconds * 1e12), 0): 1}))
+
+    blocks = range(1, BLOCKS + 1)
+    forward = tuple(segment(index, forward_s) for index in blocks)
+    backward = tuple(segment(index, backward_s) for index in reversed(blocks))
+    return StepTrace(forward, (*backward, Segment(0)), 0, 0)
+
+
+def rates(update: float = 1e3, link: float = 1e3, disk: float = 1e3) -> Rates:
+    """GB/s."""
+    gpu = {
+        "name": "a GPU",
+        "memory_bytes": 1,
+        "product_tflop_s": {"8192x8192x8192": 1.0},
+        "copy_gb_s": 1e6,
+        "h2d_gb_s": link,
+        "d2h_gb_s": link,
+        "both_ways_gb_s": link,
+    }
+    cpu = {"name": "a CPU", "memory_bytes": 1, "update_gb_s": update, "update_threads": 1, "copy_gb_s": 1.0}
+    one = {"path": "/", "read_gb_s": disk, "write_gb_s": disk, "mixed_gb_s": disk, "direct": True, "backend": "threads"}
+    return Rates.of(Ceilings.model_validate({"source": "", "cpu": cpu, "gpu": gpu, "disks": [one]}), on_gpu=True)
+
+
+NEEDS = Needs(held_bytes=2, window=BLOCKS, ring=0)
+UPDATE_GB = (BLOCKS + 1) * 26 * NUMEL / 1e9
+
+
+def plan(needs: Needs = NEEDS, placement: Placement | None = None) -> Plan:
+    return Plan.of(UNITS, needs, placement or Placement(window=needs.window))
+
+
+def seconds(found: Rates, work: StepTrace, *, micro_batches: int = 1, **placed: Any) -> dict[str, float]:
+    made = plan(placement=Placement(window=placed.pop("window", BLOCKS), **placed))
+    return {name: each.step_s for name, each in all_schedules(made, NEEDS, work, found, micro_batches).items()}
+
+
+def test_bytes_of_an_update() -> None:
+    assert update_bytes(UNITS[1]) == 26 * NUMEL
+
+
+def test_where_the_gpu_is_the_bound_nothing_else_shows() -> None:
+    assert seconds(rates(), trace(0.01, 0.02))["under backward"] == pytest.approx(0.24, rel=0.05)
+
+
+def test_deferred_updates_run_under_the_forward_alone() -> None:
+    # Updates of 0.20 s beside a forward of 0.08 and a backward of 0.16.
+    found = seconds(rates(update=UPDATE_GB / 0.20), trace(0.01, 0.02))
+    assert found["deferred"] == pytest.approx(0.16 + 0.20, rel=0.1)
+    # The outer module's gradient is final last and its weights are needed first, behind an update that has begun.
+    assert found["under backward"] == pytest.approx(0.24 + 2.5 * 0.20 / (BLOCKS + 1), rel=0.05)
+    # 18 of 26 bytes under the forward, and 18 under the backward, at 0.86 of the rate.
+    assert found["two passes"] == pytest.approx(0.16 + 0.20 * 18 / 26 / 0.86, rel=0.12)
+    assert found["under backward"] <= found["speculative"] <= found["two passes"] < found["deferred"]
+
+
+def test_a_window_that_holds_all_blocks_saves_their_second_fetch() -> None:
+    link = rates(link=2 * NUMEL / 1e9)  # a second for each unit
+    made = [plan(placement=Placement(window=window)) for window in (BLOCKS, 3)]
+    found = [all_schedules(each, NEEDS, trace(0.1, 0.1), link, 2)["deferred"].lanes["h2d"] for each in made]
+    # In each backward five blocks are not there any more, nor in the forward of the second micro-batch.
+    assert found == pytest.approx([BLOCKS + 1, BLOCKS + 1 + 3 * 5])
+
+
+def test_a_slow_disk_is_the_bound() -> None:
+    needs = replace(NEEDS, ssd=SsdNeeds(True, True, NUMEL))
+    blocks = frozenset(range(1, BLOCKS + 1))
+    made = plan(needs, Placement(frozenset(), blocks, blocks, window=BLOCKS))
+    disk = rates(disk=1.0)
+    found = step_time(made, needs, trace(1e-3, 1e-3), disk, micro_batches=1, two=True)
+    moved = BLOCKS * NUMEL * (10 + 2)
+    assert (found.bound_lane, found.ssd_read, found.ssd_written) == ("ssd", moved, moved)
+    assert found.bound_s == pytest.approx(2 * moved / 1e9)
+    assert found.bound_s <= found.step_s <= 1.1 * found.bound_s
+
+
+def test_states_on_the_gpu_leave_the_lanes() -> None:
+    made = plan(placement=Placement(frozenset(range(BLOCKS + 1)), window=BLOCKS))
+    found = step_time(made, NEEDS, trace(0.01, 0.02), rates(update=0.1), micro_batches=1, two=True)
+    assert found.lanes["update"] == found.lanes["h2d"] == found.lanes["d2h"] == 0
+    assert found.step_s == pytest.approx(0.24, rel=0.01)
+
+
+times = st.floats(1e-4, 0.1)
+speeds = st.floats(0.1, 1e3)
+
+
+@given(
+    forward=times, backward=times, update=speeds, link=speeds, micro=st.integers(1, 4), window=st.integers(3, BLOCKS)
+)
+def test_no_schedule_is_shorter_than_its_busiest_lane_and_faster_lanes_never_slow_it(
+    forward: float, backward: float, update: float, link: float, micro: int, window: int
+) -> None:
+    made, work = plan(placement=Placement(window=window)), trace(forward, backward)
+    slow = all_schedules(made, NEEDS, work, rates(update, link), micro)
+    fast = all_schedules(made, NEEDS, work, rates(2 * update, 2 * link), micro)
+    for name, each in slow.items():
+        assert each.step_s >= max(each.lanes.values())
+        assert fast[name].step_s <= each.step_s * 1.001
+    begun = 26 * NUMEL / 1e9 / update  # an update that has begun is not put off for a more urgent one
+    assert slow["under backward"].step_s <= slow["deferred"].step_s + begun

@@ -1,0 +1,121 @@
+"""The trace of a step on the meta device beside the same step of a real model on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_slide.errors import SlideError
+from ds_slide.patching.apply import apply_kernels
+from ds_slide.plan.trace import StepTrace, TracedUnit, per_unit, trace_step
+
+pytest.importorskip("transformers")
+
+BATCH, SEQ, BLOCKS = 2, 64, 3
+
+
+def llama(device: str, **options: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": BLOCKS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
+    with torch.device(device):
+        return LlamaForCausalLM(LlamaConfig(**(sizes | heads | options))).to(torch.bfloat16).train()
+
+
+def traced(model: nn.Module, batch: int = BATCH, seq: int = SEQ) -> StepTrace:
+    blocks: Any = model.model.layers
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    outer = TracedUnit([parameter for parameter in model.parameters() if parameter not in inside])
+    units = [outer, *(TracedUnit(list(block.parameters()), block) for block in blocks)]
+    return trace_step(model, units, batch, seq, 24 << 30)
+
+
+def really_saved(model: nn.Module) -> int:
+    """Bytes that a forward saves for its backward, weights left out."""
+    known = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    tokens = torch.zeros(BATCH, SEQ, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    total = sum(storage.nbytes() for storage in kept.values())
+    loss.backward()
+    return total
+
+
+def test_it_saves_what_a_real_forward_saves() -> None:
+    found, real = traced(llama("meta")), really_saved(llama("cpu"))
+    # Beside what is saved live the loss, the labels and the tables of the positions, and sizes are rounded up.
+    assert real <= found.saved_bytes <= 1.06 * real
+
+
+def test_checkpointing_saves_the_boundaries_and_computes_the_blocks_again() -> None:
+    plain, model = traced(llama("meta")), llama("meta")
+    for block in model.model.layers:
+        block.gradient_checkpointing = True
+        block._gradient_checkpointing_func = functools.partial(
+            checkpoint, use_reentrant=False, preserve_rng_state=False
+        )
+    checkpointed = traced(model)
+    boundary = BATCH * SEQ * 128 * 2
+    assert plain.saved_bytes - checkpointed.saved_bytes > 10 * BLOCKS * boundary
+    assert checkpointed.peak_bytes < plain.peak_bytes
+    of_blocks = [found for unit, found in per_unit(plain.forward).items() if unit]
+    again = sum(each.flops * count for found in of_blocks for each, count in found.items())
+    last = 2 * BATCH * SEQ * 352 * 128  # of whose output nothing is saved, so that torch stops before it
+    assert checkpointed.flops - plain.flops == again - BLOCKS * last
+
+
+def test_flops_are_those_of_the_products_and_of_attention() -> None:
+    found = traced(llama("meta", tie_word_embeddings=True))
+    block = 128 * (128 + 2 * 64 + 128) + 3 * 128 * 352
+    products = 2 * BATCH * SEQ * (BLOCKS * block + 128 * 512)
+    attention = 2 * 2 * BATCH * SEQ * SEQ * 128 // 2  # causal: a half
+    assert found.flops == 3 * products + BLOCKS * attention * (2 + 5) // 2
+
+
+def test_gradients_are_let_go_of_with_their_unit() -> None:
+    model = llama("meta")
+    found = traced(model)
+    assert [segment.unit for segment in found.backward] == [3, 2, 1, 0, None]
+    assert [segment.unit for segment in found.forward if segment.unit is not None] == [1, 2, 3]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_kernel_of_the_loss_makes_no_logits() -> None:
+    model = llama("meta", vocab_size=32_000)
+    plain = traced(llama("meta", vocab_size=32_000), seq=1024)
+    assert "loss" in apply_kernels(model, "auto", "cuda").counts
+    logits = BATCH * 1024 * 32_000 * 4
+    found = traced(model, seq=1024)
+    assert plain.peak_bytes > 2 * logits > 2 * found.peak_bytes
+
+
+def test_it_grows_with_the_tokens() -> None:
+    one, two = (traced(llama("meta"), batch).peak_bytes for batch in (8, 16))
+    assert 1.8 < two / one < 2.01
+
+
+def test_a_model_that_needs_values_is_refused() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, device="meta"))
+
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+            return self.weight[input_ids.tolist()[0]].sum()
+
+    with pytest.raises(SlideError, match="cannot be traced without its values"):
+        trace_step(Looks(), [], 1, 4, 0)
