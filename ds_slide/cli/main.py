@@ -78,7 +78,8 @@ def _positive(text: str) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    """The exit code of a command. What libraries print goes to the error stream, so that the answer is alone."""
+    """The exit code of a command. What libraries print goes to the error stream, so that the answer is alone; before a
+    refusal, what could be answered."""
     lines: list[str] = []
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -91,6 +92,7 @@ def _run(given: argparse.Namespace) -> int:
                 run = trace.run
             code = int(run(given, lines.append))
     except SlideError as error:
+        print("\n".join(lines), end="\n" if lines else "")
         print(f"ds-slide {given.command}: {error}", file=sys.stderr)
         return 1
     print("\n".join(lines))

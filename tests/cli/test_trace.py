@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from ds_slide.cli.main import main
 from ds_slide.report import chrome
 from ds_slide.report.trace import Clock, Trace, TraceRequest
 from ds_slide.report.waits import HostWait, NoRanges, Waits
@@ -52,17 +51,13 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "step.json"
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(["trace", *map(str, arguments)])
-    assert isinstance(ended.value.code, str)  # printed to stderr, with exit code 1
-    assert capsys.readouterr().out == ""
-    return ended.value.code
+def refused(ran: Any) -> str:
+    assert (ran.code, ran.out) == (1, "")
+    return ran.error
 
 
-def test_what_it_says(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["trace", str(path)])
-    assert capsys.readouterr().out.splitlines() == [
+def test_what_it_says(path: Path, ds_slide: Callable[..., Any]) -> None:
+    assert ds_slide("trace", path).out.splitlines() == [
         "rank 0, step 4: T = 2.00 s; T* = 1.50 s, for which compute was busy; T*/T = 75%",
         "lane                        busy        waited    idle",
         "compute                   1.50 s   75%     25%      0%",
@@ -72,28 +67,26 @@ def test_what_it_says(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_the_same_as_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["trace", str(path), "--step", str(FIRST), "--json"])
-    (figures,) = json.loads(capsys.readouterr().out)
+def test_the_same_as_json(path: Path, ds_slide: Callable[..., Any]) -> None:
+    (figures,) = ds_slide("trace", path, "--step", FIRST, "--json").answer
     assert (figures["step"], figures["step_s"], figures["bound_s"]) == (FIRST, SECONDS, 1.5)
     assert figures["lanes"][0] == {"lane": "compute", "busy_s": 1.5, "waited_s": 0.5, "idle_s": 0.0}
     (wait,) = figures["waits"]
     assert wait["units"] == {"block.0": 0.5} and wait["sentence"].endswith("the update of block.0 in forward")
 
 
-def test_one_name_stands_for_the_files_of_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_name_stands_for_the_files_of_all_ranks(tmp_path: Path, ds_slide: Callable[..., Any]) -> None:
     for rank in (10, 0, 2):
         write(tmp_path / f"step.rank{rank}.json", rank)
     (tmp_path / "step.rank.json").touch()
     (tmp_path / "step.rank1.json.partial").touch()
-    main(["trace", str(tmp_path / "step.json")])
-    said = capsys.readouterr().out.splitlines()
+    said = ds_slide("trace", tmp_path / "step.json").out.splitlines()
     assert [line.split(",")[0] for line in said if line.startswith("rank")] == ["rank 0", "rank 2", "rank 10"]
 
 
-def test_a_picture_shows_lanes_blocks_and_waits(path: Path, tmp_path: Path) -> None:
+def test_a_picture_shows_lanes_blocks_and_waits(path: Path, tmp_path: Path, ds_slide: Callable[..., Any]) -> None:
     drawn = tmp_path / "step.svg"
-    main(["trace", str(path), "--svg", str(drawn)])
+    assert ds_slide("trace", path, "--svg", drawn).code == 0
     root = ElementTree.fromstring(drawn.read_text())
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"compute", "h2d", "update"} <= set(texts)
@@ -103,31 +96,32 @@ def test_a_picture_shows_lanes_blocks_and_waits(path: Path, tmp_path: Path) -> N
     assert fills["forward block.0, 0.50 s"] == fills["update block.0, 1.00 s"]
 
 
-def test_a_png(path: Path, tmp_path: Path) -> None:
+def test_a_png(path: Path, tmp_path: Path, ds_slide: Callable[..., Any]) -> None:
     pytest.importorskip("matplotlib")
     drawn = tmp_path / "step.png"
-    main(["trace", str(path), "--png", str(drawn)])
+    assert ds_slide("trace", path, "--png", drawn).code == 0
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_matplotlib(path: Path, monkeypatch: pytest.MonkeyPatch, ds_slide: Callable[..., Any]) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(SystemExit) as ended:
-        main(["trace", str(path), "--png", str(path.with_suffix(".png"))])
-    assert 'pip install "ds-slide[plot]"' in str(ended.value.code)
-    assert "T*/T" in capsys.readouterr().out  # the words are said all the same
+    ran = ds_slide("trace", path, "--png", path.with_suffix(".png"))
+    assert ran.code == 1 and 'pip install "ds-slide[plot]"' in ran.error
+    assert "T*/T" in ran.out  # the words are said all the same
 
 
 @pytest.mark.parametrize("option", ["--svg", "--png"])
-def test_a_picture_that_cannot_be_written(path: Path, tmp_path: Path, option: str) -> None:
+def test_a_picture_that_cannot_be_written(
+    path: Path, tmp_path: Path, option: str, ds_slide: Callable[..., Any]
+) -> None:
     if option == "--png":
         pytest.importorskip("matplotlib")
-    with pytest.raises(SystemExit, match="cannot be written: "):
-        main(["trace", str(path), option, str(tmp_path / "none" / "picture")])
+    ran = ds_slide("trace", path, option, tmp_path / "none" / "picture")
+    assert ran.code == 1 and "cannot be written: " in ran.error
 
 
-def test_files_that_are_no_traces(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_no_traces(path: Path, tmp_path: Path, ds_slide: Callable[..., Any]) -> None:
     other = tmp_path / "other.json"
     for text, sentence in (
         ("", "is not JSON"),
@@ -139,15 +133,17 @@ def test_files_that_are_no_traces(path: Path, tmp_path: Path, capsys: pytest.Cap
         ('{"otherData": {"ds_slide_trace": 2}}', "is damaged: KeyError at 'traceEvents'"),
     ):
         other.write_text(text)
-        assert f"{other} {sentence}" in refused(capsys, other)
+        assert f"{other} {sentence}" in refused(ds_slide("trace", other))
     other.write_bytes(b"\xff\xfe")
-    assert "cannot be read" in refused(capsys, other)
-    assert "cannot be read" in refused(capsys, tmp_path)
-    assert "does not exist, nor a file of a rank (none.rank0.json)" in refused(capsys, tmp_path / "none.json")
-    assert "step 7 is not in the trace, which has steps 3 to 4" in refused(capsys, path, "--step", "7")
+    assert "cannot be read" in refused(ds_slide("trace", other))
+    assert "cannot be read" in refused(ds_slide("trace", tmp_path))
+    assert "does not exist, nor a file of a rank (none.rank0.json)" in refused(
+        ds_slide("trace", tmp_path / "none.json")
+    )
+    assert "step 7 is not in the trace, which has steps 3 to 4" in refused(ds_slide("trace", path, "--step", "7"))
 
 
-def test_damage_ends_in_a_sentence(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_ends_in_a_sentence(path: Path, tmp_path: Path, ds_slide: Callable[..., Any]) -> None:
     """Whatever value is lost or replaced: the file is read, or refused in one sentence."""
     document = json.loads(path.read_text())
     damaged, ends = tmp_path / "damaged.json", 0
@@ -155,12 +151,10 @@ def test_damage_ends_in_a_sentence(path: Path, tmp_path: Path, capsys: pytest.Ca
         broken = copy.deepcopy(document)
         change(broken)
         damaged.write_text(json.dumps(broken))
-        try:
-            main(["trace", str(damaged), "--svg", str(tmp_path / f"{number}.svg")])
-        except SystemExit as ended:
-            assert str(ended.code).startswith(f"ds-slide trace: {damaged} "), where
+        ran = ds_slide("trace", damaged, "--svg", tmp_path / f"{number}.svg")
+        if ran.code:
+            assert ran.error.startswith(f"ds-slide trace: {damaged} "), where
             ends += 1
-        capsys.readouterr()
     assert ends > 50
 
 

@@ -91,7 +91,8 @@ def test_the_largest_wait_is_for_the_lane_that_is_the_bound(
     largest = largest_waits(step)[0]
     assert (largest.waiter, largest.what, largest.phase) == ("compute", what, phase)
     assert largest.seconds > 2 * SLOW_S and set(largest.units) <= BLOCKS
-    main(["trace", str(path)])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["trace", str(path)])
     said = capsys.readouterr().out
     assert f"for which {lane} was busy" in said and largest.sentence in said
 
@@ -119,7 +120,8 @@ def test_shares_add_up_to_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_two_ranks_have_one_clock_and_name_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two_ranks.run("trace_worker.py", tmp_path)
-    main(["trace", str(tmp_path / "step.json"), "--json"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["trace", str(tmp_path / "step.json"), "--json"])
     first, second = json.loads(capsys.readouterr().out)
     assert (first["rank"], second["rank"]) == (0, 1)
     waits = [LargestWait(**{key: wait[key] for key in wait if key != "sentence"}) for wait in first["waits"]]
