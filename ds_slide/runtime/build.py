@@ -40,10 +40,11 @@ from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.build_ssd import announcer, open_ssd, provide_buffers
 from ds_slide.runtime.build_units import TakeWeights, join_parts, load_weights, make_unit
 from ds_slide.runtime.device import Device
-from ds_slide.runtime.engine import Parts, SlideRuntime
+from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.gradients.norm import square_sum
 from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.sources import Staging
+from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.ranks.peers import Peers
 from ds_slide.runtime.ranks.watchdog import Watchdog

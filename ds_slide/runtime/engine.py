@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,87 +20,27 @@ from torch import nn
 
 from ds_slide.errors import SlideError
 from ds_slide.optim.rule import Hyper
-from ds_slide.plan.memory import Plan, Taken
-from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime import running
 from ds_slide.runtime.accumulation import Accumulation
-from ds_slide.runtime.activations.spare_memory import SpareMemory
-from ds_slide.runtime.device import Device, Marker
-from ds_slide.runtime.gradients.route import Gradients
+from ds_slide.runtime.device import Marker
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.interruptions import Interruptions
-from ds_slide.runtime.ranks.collectives import Ranks
-from ds_slide.runtime.ranks.watchdog import Watchdog
+from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.totals import Totals
-from ds_slide.runtime.transfers.handoff import Failures, Future
-from ds_slide.runtime.transfers.pool import BufferPool
-from ds_slide.runtime.transfers.ssd import SsdStates
+from ds_slide.runtime.transfers.handoff import Future
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
-from ds_slide.runtime.transfers.uploads import Uploads
-from ds_slide.runtime.unit import Availability, Empty, Unit
+from ds_slide.runtime.unit import Availability, Unit
 from ds_slide.runtime.updates.apply import device_update
-from ds_slide.runtime.updates.updating import Updating
-from ds_slide.runtime.weights.gathers import Gathers
 from ds_slide.runtime.weights.hooks import BlockHooks, OuterHooks, RootHooks, RootState
-from ds_slide.runtime.weights.rows import MakeRows, StreamedRows
+from ds_slide.runtime.weights.rows import StreamedRows
 from ds_slide.runtime.weights.saved_weights import SavedWeights
-from ds_slide.runtime.weights.shared_weights import SharedWeights
 from ds_slide.runtime.weights.wide_hooks import WideHooks
-from ds_slide.runtime.weights.window import Slot, Window
-from ds_slide.runtime.workers import Workers
-from ds_slide.store.host_memory import HostMemory
+from ds_slide.runtime.weights.window import Slot
 from ds_slide.store.tiers import Held, Ways
 
 HOLD_HINT = (
     'set "ds_slide": {"defer_updates": true}, which keeps gradients in host memory (2 bytes a parameter) until step()'
 )
-
-
-@dataclass
-class Parts:
-    """What `ds_slide.runtime.build` puts together; `SlideRuntime` owns all of it."""
-
-    plan: Plan
-    device: Device
-    ranks: Ranks
-    failures: Failures
-    recorder: StepRecorder
-    workers: Workers
-    memory: HostMemory
-    pools: dict[str, BufferPool]
-    """Of host buffers, by their names in the plan."""
-    units: list[Unit]
-    adopt: Callable[[Unit], None]
-    """Tells the clients of a unit's parameters where its state buffers are, and empties the parameters."""
-    window: Window | None
-    empty: Empty
-    deferred: bool
-    gradients: Gradients
-    uploads: Uploads
-    gathers: Gathers
-    shared: SharedWeights | None
-    updating: Updating
-    spare: SpareMemory
-    trains: bool = True
-    """False: weights only, for forwards that no step follows."""
-    ssd: SsdStates | None = None
-    make_rows: MakeRows | None = None
-    """Makes the rows of the outer module that pass through the GPU."""
-    watchdog: Watchdog | None = None
-
-    @property
-    def memory_report(self) -> dict[str, int]:
-        """The bytes that users see."""
-        return self.plan.report()
-
-    def pool_report(self) -> dict[str, dict[str, int | float | bool]]:
-        """Statistics of the pools that have buffers (`slide_stats()["pools"]`)."""
-        return {what: pool.statistics() for what, pool in self.pools.items() if pool.addresses}
-
-    @property
-    def taken(self) -> Taken:
-        """Bytes that are taken of the limits that all engines of a process share."""
-        return self.plan.taken
 
 
 class SlideRuntime:

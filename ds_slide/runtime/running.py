@@ -18,7 +18,7 @@ from ds_slide.store.host_memory import HostMemory
 
 
 class HoldsMemory(Protocol):
-    """What `ds_slide.runtime.engine.Parts` tells of an engine."""
+    """What `ds_slide.runtime.parts.Parts` tells of an engine."""
 
     memory: HostMemory
 

@@ -1,0 +1,73 @@
+"""What a runtime is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ds_slide.plan.memory import Plan, Taken
+from ds_slide.report.statistics import StepRecorder
+from ds_slide.runtime.activations.spare_memory import SpareMemory
+from ds_slide.runtime.device import Device
+from ds_slide.runtime.gradients.route import Gradients
+from ds_slide.runtime.ranks.collectives import Ranks
+from ds_slide.runtime.ranks.watchdog import Watchdog
+from ds_slide.runtime.transfers.handoff import Failures
+from ds_slide.runtime.transfers.pool import BufferPool
+from ds_slide.runtime.transfers.ssd import SsdStates
+from ds_slide.runtime.transfers.uploads import Uploads
+from ds_slide.runtime.unit import Empty, Unit
+from ds_slide.runtime.updates.updating import Updating
+from ds_slide.runtime.weights.gathers import Gathers
+from ds_slide.runtime.weights.rows import MakeRows
+from ds_slide.runtime.weights.shared_weights import SharedWeights
+from ds_slide.runtime.weights.window import Window
+from ds_slide.runtime.workers import Workers
+from ds_slide.store.host_memory import HostMemory
+
+
+@dataclass
+class Parts:
+    """What `ds_slide.runtime.build` puts together; `SlideRuntime` owns all of it."""
+
+    plan: Plan
+    device: Device
+    ranks: Ranks
+    failures: Failures
+    recorder: StepRecorder
+    workers: Workers
+    memory: HostMemory
+    pools: dict[str, BufferPool]
+    """Of host buffers, by their names in the plan."""
+    units: list[Unit]
+    adopt: Callable[[Unit], None]
+    """Tells the clients of a unit's parameters where its state buffers are, and empties the parameters."""
+    window: Window | None
+    empty: Empty
+    deferred: bool
+    gradients: Gradients
+    uploads: Uploads
+    gathers: Gathers
+    shared: SharedWeights | None
+    updating: Updating
+    spare: SpareMemory
+    trains: bool = True
+    """False: weights only, for forwards that no step follows."""
+    ssd: SsdStates | None = None
+    make_rows: MakeRows | None = None
+    """Makes the rows of the outer module that pass through the GPU."""
+    watchdog: Watchdog | None = None
+
+    @property
+    def memory_report(self) -> dict[str, int]:
+        """The bytes that users see."""
+        return self.plan.report()
+
+    def pool_report(self) -> dict[str, dict[str, int | float | bool]]:
+        """Statistics of the pools that have buffers (`slide_stats()["pools"]`)."""
+        return {what: pool.statistics() for what, pool in self.pools.items() if pool.addresses}
+
+    @property
+    def taken(self) -> Taken:
+        """Bytes that are taken of the limits that all engines of a process share."""
+        return self.plan.taken
