@@ -93,6 +93,18 @@ std::vector<Pass> passes_of(Rule rule) {
   return {Pass::weights, Pass::states};
 }
 
+/// A step with a log, and the way back from it.
+void there_and_back(Workers& workers, KernelTable const& kernels, Rule rule, WeightFormat format, Dtype dtype,
+                    StateBuffers& buffers, UpdateNumbers const& numbers) {
+  std::vector<std::vector<std::uint8_t>> low(1 + kMaxStates, std::vector<std::uint8_t>(buffers.numel));
+  std::vector<SliceLog> slices((buffers.numel + kUpdateSlice - 1) / kUpdateSlice);
+  UpdateArrays arrays = buffers.arrays();
+  for (std::size_t k = 0; k < low.size(); ++k) arrays.low[k] = low[k].data();
+  arrays.slices = slices.data();
+  for (Pass const pass : {Pass::with_log, Pass::back})
+    update(workers, kernels, rule, pass, StateFormat::fp32, format, dtype, arrays, buffers.numel, numbers);
+}
+
 /// Calls from several threads on one Workers object; every result equals that of a single thread.
 void shared_workers() {
   Workers shared(3, {});
@@ -116,6 +128,10 @@ void shared_workers() {
         update(alone, portable_kernels(), rule, Pass::whole, state, format, dtype, expected.arrays(), numel,
                numbers);
         require(actual == expected, "an update differs");
+        if (state == StateFormat::fp32 && format != WeightFormat::fp16_master) {
+          there_and_back(shared, kernels_for(round), rule, format, dtype, actual, numbers);
+          require(actual == expected, "an update was not undone");
+        }
 
         double const sum =
             sum_of_squares(shared, kernels_for(round + 1), actual.words[4].data(), dtype, numel);
@@ -154,6 +170,7 @@ void exact_ends() {
             update(workers, kernels_for(isa), static_cast<Rule>(rule), pass, format, WeightFormat::bf16_split,
                    Dtype::bf16,
                    {weight.data(),
+                    weight.data(),
                     remainder.data(),
                     grad.data(),
                     {own[0], own[1]},
@@ -161,6 +178,12 @@ void exact_ends() {
                    numel, numbers);
           }
         }
+      }
+      for (int rule = 0; rule < kNumRules && numel > 0; ++rule) {
+        StateBuffers buffers(numel, isa), old = buffers;
+        there_and_back(workers, kernels_for(isa), static_cast<Rule>(rule), WeightFormat::bf16_split,
+                       Dtype::bf16, buffers, numbers);
+        require(buffers == old, "an update was not undone");
       }
       accumulate(workers, kernels_for(isa), grad.data(), Dtype::bf16, weight.data(), Dtype::fp16, numel);
       require(sum_of_squares(workers, kernels_for(isa), grad.data(), Dtype::bf16, numel) >= 0.0,

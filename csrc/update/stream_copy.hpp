@@ -11,7 +11,9 @@
 #endif
 
 namespace ds_slide {
+namespace {
 
+/// `end_streams` follows before the target is handed over.
 inline void stream_copy(void* to, void const* from, std::size_t bytes) {
 #if defined(__x86_64__)
   constexpr std::size_t kVector = 16, kLine = 64;
@@ -28,10 +30,17 @@ inline void stream_copy(void* to, void const* from, std::size_t bytes) {
     }
   }
   std::memcpy(out + i, in + i, bytes - i);
-  _mm_sfence();  // the end of a slice is handed over by an atomic, which does not order streaming stores
 #else
   std::memcpy(to, from, bytes);
 #endif
 }
 
+/// Hand-overs are by atomics, which do not order streaming stores.
+inline void end_streams() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace
 }  // namespace ds_slide

@@ -6,9 +6,13 @@
 #pragma once
 
 #include "update/step.hpp"
+#include "update/stream_copy.hpp"
 
 namespace ds_slide {
 namespace {
+
+// Elements whose lowest bytes are gathered in the cache, to be written in whole lines.
+constexpr std::size_t kLogChunk = 1024;
 
 /// The number near `estimate` whose lowest byte is that of `low`.
 template <class V>
@@ -76,8 +80,15 @@ struct Undoable {
                                              std::size_t end) {
     StepNumbers<V, Rule> const numbers(constants);
     typename Rule::template Inverse<V> const inverse(numbers);
-    std::size_t i = begin;
+    alignas(64) std::uint8_t low[1 + Rule::states][kLogChunk];
+    std::size_t i = begin, chunk = begin;
+    auto const write_low = [&] {
+      for (std::size_t k = 0; k < 1 + Rule::states; ++k)
+        stream_copy(arrays.low[k] + chunk, low[k], i - chunk);
+      chunk = i;
+    };
     for (; i < end; i += V::width) {
+      if (i - chunk == kLogChunk) write_low();
       prefetch<V, Rule, Pass::whole, format, grad_dtype, 4>(arrays, i + V::prefetch_distance);
       Int old[1 + kMaxStates];
       StepStates<V, Rule> states;
@@ -105,11 +116,13 @@ struct Undoable {
         V::store_int(lanes, wrong);
         if (!keep_whole<V, Rule, format>(arrays, log, first, i, lanes)) break;
       }
-      for (std::size_t k = 0; k < 1 + Rule::states; ++k) V::store8(arrays.low[k] + i, old[k]);
+      for (std::size_t k = 0; k < 1 + Rule::states; ++k) V::store8(low[k] + (i - chunk), old[k]);
       store_weight<V, format>(arrays, i, next);
       for (std::size_t k = 0; k < Rule::states; ++k)
         V::store_fp32(static_cast<float*>(arrays.states[k]) + i, states[k]);
     }
+    write_low();
+    end_streams();
     log.done = static_cast<std::uint32_t>(i - first);
   }
 

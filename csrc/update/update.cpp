@@ -79,6 +79,7 @@ void update(Workers& workers, KernelTable const& kernels, Rule rule, Pass pass, 
     if (pass == Pass::rest) begin += arrays.slices[index].done;
     if (begin == end) return;
     for (std::size_t k = 0; k < log.count; ++k) log_slice(log.arrays[k], begin, end);
+    if (log.count > 0) end_streams();
     kernel(arrays, numbers, begin, end);
   });
 }
@@ -86,6 +87,7 @@ void update(Workers& workers, KernelTable const& kernels, Rule rule, Pass pass, 
 void copy(Workers& workers, void* to, void const* from, std::size_t bytes) {
   for_slices(workers, bytes, kCopySlice, [&](std::size_t, std::size_t begin, std::size_t end) {
     stream_copy(static_cast<char*>(to) + begin, static_cast<char const*>(from) + begin, end - begin);
+    end_streams();
   });
 }
 

@@ -273,7 +273,7 @@ def _updating(settings: RuntimeSettings, lane: UpdateWorker, updater: CpuUpdater
     speculating = Speculating(
         lane, update, updater, passes, failures, wanted=debug.speculate, in_vain=debug.take_back, seed=debug.seed
     )
-    return Updating(lane, update, passes, speculating)
+    return Updating(lane, update, passes, speculating, failures)
 
 
 def _scratch(context: BuildContext, what: str) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from ds_slide.runtime.weights.rows import StreamedRows
 from ds_slide.runtime.weights.saved_weights import SavedWeights
 from ds_slide.runtime.weights.wide_hooks import WideHooks
 from ds_slide.runtime.weights.window import Slot
-from ds_slide.store.tiers import Held, Ways
+from ds_slide.store.tiers import Ways
 
 HOLD_HINT = (
     'set "ds_slide": {"defer_updates": true}, which keeps gradients in host memory (2 bytes a parameter) until step()'
@@ -262,8 +263,7 @@ class SlideRuntime:
                 self._finalize(finished)
 
     def begin_backward(self, hypers: Sequence[Hyper], grad_scale: float = 1.0) -> None:
-        """Prepare for the first gradient. `hypers`: of the coming step, for updates that do not wait for it.
-        `grad_scale`: the factor on its gradients where nothing is clipped."""
+        """Prepare for the first gradient. `hypers`, `grad_scale`: of the coming step, if it clips nothing."""
         self.interruptions.begin_backward()
         self.passes.begin_backward()
         self.gradients.hypers, self.gradients.grad_scale = tuple(hypers), grad_scale
@@ -339,8 +339,8 @@ class SlideRuntime:
 
     def step(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
         """Apply the update. Held gradients: queue all units by deadline. Otherwise the host units are under way."""
-        expected = self.gradients.grad_scale
-        self.passes.begin_step(speculated=self.speculating.begin_step(self.units, hypers, grad_scale, expected))
+        counts = self.speculating.begin_step(self.units, hypers, grad_scale, self.gradients.grad_scale)
+        self.passes.begin_step(speculated=counts)
         try:
             self._apply(hypers, grad_scale)
         except BaseException:
@@ -361,7 +361,7 @@ class SlideRuntime:
             unit.state.gradient.choose(
                 Ways(
                     on_gpu=functools.partial(self._update_on_gpu, unit, hypers, grad_scale),
-                    held=functools.partial(self._queue_update, unit, hypers, grad_scale),
+                    held=functools.partial(self.parts.updating.queue, unit, hypers, grad_scale),
                     at_once=lambda: None,  # it is under way
                 )
             )
@@ -403,19 +403,6 @@ class SlideRuntime:
         self._unbind(unit)  # as in `_fetch_outer_units`
         gathered = self.parts.gathers.into(unit, unit.resident, self.device.mark())
         self._fetched[unit.order] = Future.kept(self.parts.failures, gathered, f"the gathered weights of {unit.name}")
-
-    def _queue_update(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, held: Held) -> None:
-        speculation, unit.speculation = unit.speculation, None
-        two_passes = (
-            self.passes.two
-            and unit.state.in_memory
-            and all(hyper.two_passes for hyper in hypers)
-            and not (speculation is not None and speculation.agrees(hypers, grad_scale))
-        )
-        ready, update = unit.arrived.wait(), unit.open_update(self.parts.failures, two_passes=two_passes)
-        for index, span in enumerate(unit.spans):
-            gradient = functools.partial(held.load, span)
-            self.parts.updating.start(unit, index, update, ready, gradient, hypers, grad_scale, speculation=speculation)
 
     def _fetch_outer_units(self) -> None:
         """Bring the updated weights of host-tier outer modules to their GPU buffers, behind what compute has submitted.
@@ -481,11 +468,9 @@ class SlideRuntime:
 
     def take_back(self, units: Sequence[Unit]) -> None:
         """Give the units the bits that they had before updates that no step has confirmed, and wait for that."""
-        if speculated := [unit for unit in units if unit.speculation is not None]:
-            self.speculating.take_back(speculated)
+        for unit in self.speculating.take_back(units):
             if self._window is not None:
-                for unit in speculated:
-                    self._window.forget(unit)
+                self._window.forget(unit)
 
     def reload_weights(self) -> None:
         """The state buffers may have been written from outside (a checkpoint was loaded): every GPU copy is renewed."""
@@ -534,7 +519,7 @@ class SlideRuntime:
         running.leave(self)
         atexit.unregister(self._at_exit)
         self.detach()
-        if not self.parts.failures.message:
+        with suppress(SlideError):  # of a lane that has failed, which has been told
             self.take_back(self.units)
         if self.rows is not None:
             self.rows.close()

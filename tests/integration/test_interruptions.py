@@ -318,7 +318,7 @@ def test_a_step_that_ends_half_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         client.train(data[:1])
         engine.save_checkpoint(tmp_path, "last")
         runtime = engine.optimizer.runtime
-        queue, calls = runtime._queue_update, itertools.count()
+        queue, calls = runtime.parts.updating.queue, itertools.count()
 
         def failing(*arguments: Any) -> None:
             if next(calls) == 2:
@@ -327,7 +327,7 @@ def test_a_step_that_ends_half_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
         engine.backward(engine(**batches(1, seed=7)[0]))
         with monkeypatch.context() as patch:
-            patch.setattr(runtime, "_queue_update", failing)
+            patch.setattr(runtime.parts.updating, "queue", failing)
             with pytest.raises(Interrupt):
                 engine.step()
         check_that_all_is_refused(engine, tmp_path)

@@ -272,7 +272,7 @@ def test_a_state_file_that_is_changed_is_an_error(launcher: Launcher, disk: Path
 PHASES = {
     "forward": ["transformers.models.llama.modeling_llama:LlamaMLP.forward", 4],
     "backward": ["ds_slide.runtime.engine:SlideRuntime.leave_backward", 3],
-    "step": ["ds_slide.runtime.engine:SlideRuntime._queue_update", 3],
+    "step": ["ds_slide.runtime.updates.updating:Updating.queue", 3],
     "update": ["ds_slide.store.ssd.unit:SsdOptimizerStates.put_back", 30],
     "write": [WRITE, 40],
     "save": ["ds_slide.integration.checkpoint_save:reached", 2],

@@ -163,16 +163,14 @@ class Speculating:
 
         self._lane.submit(speculation.unit.order, arrived, run, "speculative update", "spare")
 
-    def take_back(self, units: Iterable[Unit]) -> None:
-        """Give the units their old bits, and wait until they have them."""
-        futures = []
-        for unit in units:
-            if (speculation := unit.speculation) is None:
-                continue
+    def take_back(self, units: Iterable[Unit]) -> list[Unit]:
+        """Give the units their old bits, and wait until they have them. -> those that have been updated ahead."""
+        ahead = [(unit, unit.speculation) for unit in units if unit.speculation is not None]
+        for unit, _ in ahead:
             unit.speculation = None
-            futures.append(self._taken_back(speculation))
-        for future in futures:
+        for future in [self._taken_back(speculation) for _, speculation in ahead]:
             future.wait()
+        return [unit for unit, _ in ahead]
 
     def _taken_back(self, speculation: Speculation) -> Future:
         future = Future(self._failures, f"the old weights and states of {speculation.unit.name}")

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
 from ds_slide.optim.rule import Hyper, Part
 from ds_slide.runtime.device import Marker
+from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.runtime.unit import Unit, Update
 from ds_slide.runtime.updates.apply import HostUpdate
 from ds_slide.runtime.updates.passes import Passes
 from ds_slide.runtime.updates.speculation import Speculating, Speculation
 from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.store.state import Leased
+from ds_slide.store.tiers import Held
 
 
 class Updating:
     """Called by the compute thread (held gradients) or the d2h lane (gradients on arrival)."""
 
-    def __init__(self, lane: UpdateWorker, apply: HostUpdate, passes: Passes, speculating: Speculating) -> None:
+    def __init__(
+        self, lane: UpdateWorker, apply: HostUpdate, passes: Passes, speculating: Speculating, failures: Failures
+    ) -> None:
         self._lane = lane
         self._apply = apply
         self.passes = passes
         self.speculating = speculating
+        self._failures = failures
+
+    def queue(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, held: Held) -> None:
+        """Update the unit, by the compute thread, from its held gradient. What has been done ahead is done if it is the
+        same update, and so has no second pass."""
+        speculation, unit.speculation = unit.speculation, None
+        two_passes = (
+            self.passes.two
+            and unit.state.in_memory
+            and all(hyper.two_passes for hyper in hypers)
+            and not (speculation is not None and speculation.agrees(hypers, grad_scale))
+        )
+        ready, update = unit.arrived.wait(), unit.open_update(self._failures, two_passes=two_passes)
+        for index, span in enumerate(unit.spans):
+            gradient = functools.partial(held.load, span)
+            self.start(unit, index, update, ready, gradient, hypers, grad_scale, speculation=speculation)
 
     def start(
         self,
