@@ -39,6 +39,8 @@ def _of_stub(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, Sign
         elif isinstance(node, ast.FunctionDef) and node.name != "__buffer__":  # of the type, not a method, before 3.12
             is_property = any(isinstance(each, ast.Name) and each.id == "property" for each in node.decorator_list)
             yield f"{prefix}{node.name}", ("property",) if is_property else _signature(node.args)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not prefix:
+            yield node.target.id, ("constant",)
 
 
 def _of_docstring(function: Any) -> Iterator[Signature]:
@@ -59,6 +61,8 @@ def _of_module(names: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, S
             yield from _of_module(dict(vars(each)), f"{name}.")
         elif isinstance(each, property):
             yield f"{prefix}{name}", ("property",)
+        elif isinstance(each, int):
+            yield name, ("constant",)
         else:
             for signature in _of_docstring(each.__func__ if isinstance(each, staticmethod) else each):
                 yield f"{prefix}{name}", signature

@@ -93,6 +93,7 @@ VALUES: dict[str, Any] = {
     "ssd_buffers": [2, 4096, "auto"],
     "weight_buffers": [2, 4096, "auto"],
     "io_backend": ["auto", "io_uring", "libaio", "threads"],
+    "activations": ["auto", "as_written"],
     "gpu_states": [0, 1, "1MiB", 2**62, "auto"],
     "share_weights": [True, False, "auto"],
     "defer_updates": [True, False, "auto"],
