@@ -69,6 +69,9 @@ class States(Protocol):
     def slots(self, forwards: int) -> Slots:
         """Of the window, which serves so many forwards a step."""
 
+    def may_move(self) -> bool:
+        """Whether this is the moment for it: nothing is accumulated, and no graph waits for its backward."""
+
     def move(self, orders: frozenset[int], slots: int | None = None) -> bool:
         """Make them the promoted ones, and the window one of so many slots at most; None: as many as now; never fewer
         than the least. -> whether this was the moment for it. Collective."""
@@ -126,6 +129,8 @@ class SpareMemory:
         self._margin = 0.0
         self._most_margin = 0.0
         self._retries = 0
+        self._peak = 0
+        """When the last step ended."""
         self._forwards = 0
         """Forwards with gradients since the last step."""
         self._shapes: set[Shape] = set()
@@ -153,7 +158,7 @@ class SpareMemory:
         if with_gradient:
             self._forwards += 1
             self._notice_others()
-            self._is_tied |= self._forwards > 1
+            self._is_tied |= self.states is not None and not self._is_tied and not self.states.may_move()
             if shape is not None and len(self._shapes) < 2:
                 self._shapes.add(shape)
             self.activations.begin(shape, room)
@@ -175,10 +180,14 @@ class SpareMemory:
         self.activations.end()
 
     def _notice_others(self) -> None:
-        """Measure anew where a step begins with another amount on the GPU: states have moved, an engine has come."""
-        if self._forwards == 1 and self._watched.shape is not None and self._margin:
-            if abs(self._allocated() - self._watched.base) > self._margin / 4:
-                self._watch_anew()
+        """Measure anew where a step begins with another amount on the GPU (states have moved, an engine has come), or
+        where others have had the peak since the last one (an evaluation, another engine, a checkpoint that was saved):
+        that is no part of what a batch needs."""
+        if self._budget.gpu is None or self._forwards > 1 or not self._steps:
+            return
+        others_came = self._watched.shape is not None and abs(self._allocated() - self._watched.base) > self._margin / 4
+        if self._budget.gpu.peak() > self._peak or (others_came and self._margin):
+            self._watch_anew()
 
     def _allocated(self) -> int:
         return 0 if self._budget.gpu is None else self._budget.gpu.allocated()
@@ -229,6 +238,7 @@ class SpareMemory:
         elif self._steps > WARM_UPS[-1]:
             self._measure()
             self._widen_margin()
+        self._peak = 0 if self._budget.gpu is None else self._budget.gpu.peak()
 
     def _watch_anew(self) -> None:
         self._watched = Watched()

@@ -42,6 +42,10 @@ class RunningStates:
         nbytes = slot_bytes(plan.units, plan.needs, plan.placement)
         return Slots(len(window.slots), self._least, nbytes, blocks, 2 * forwards)
 
+    def may_move(self) -> bool:
+        """Whether this is the moment for it: nothing is accumulated, and no graph waits for its backward."""
+        return self._runtime.interruptions.is_between_steps()
+
     def move(self, orders: frozenset[int], slots: int | None = None) -> bool:
         """Make them the promoted ones, as far as there is memory, and the window one of so many slots at most; None: as
         many as now; never fewer than the least. -> whether this was the moment. Collective."""

@@ -71,6 +71,9 @@ class Units:
     def slots(self, forwards: int) -> Slots:
         return Slots(self.window, min(self.window, LEAST), SLOT, UNITS - len(self.orders), 2 * forwards)
 
+    def may_move(self) -> bool:
+        return not self.closed
+
     def move(self, orders: frozenset[int], slots: int | None = None) -> bool:
         if self.closed:
             return False
@@ -114,6 +117,8 @@ class Run:
     def step(self, *shapes: Sequence[int]) -> None:
         for shape in shapes or [(1, TOKENS)]:
             self.forward(shape)
+            self.units.closed = True  # gradients wait
+        self.units.closed = False
         self.spare.end_step()
 
     def steps(self, count: int) -> None:
@@ -233,6 +238,32 @@ def test_what_others_take_is_counted_once() -> None:
     run.gpu.on_gpu += UNIT
     run.steps(3)
     assert run.spare._need is not None and run.spare._need.nbytes == TOKENS * BYTES_PER_TOKEN
+
+
+@pytest.mark.parametrize("after", [1, 2, LOOKS[1] + 2])
+def test_the_peak_of_others_is_no_need_of_a_batch(after: int) -> None:
+    """A checkpoint is saved, an evaluation runs, another engine trains: between two steps."""
+    run = Run(stall=0.0)
+    run.steps(after)
+    run.gpu.most = max(run.gpu.most, RESIDENT + 3 * TOKENS * BYTES_PER_TOKEN)
+    with torch.no_grad():
+        run.forward((1, TOKENS))
+    run.steps(LOOKS[1] + 1)
+    assert run.spare._need is not None and run.spare._need.nbytes == TOKENS * BYTES_PER_TOKEN
+    run.gpu.compute(2 * TOKENS)  # in the middle of a step it is one
+    run.spare.end_step()
+    assert run.spare._need.nbytes == 2 * TOKENS * BYTES_PER_TOKEN
+
+
+def test_skipped_steps_are_no_accumulation() -> None:
+    """fp16 begins with losses that are scaled too far."""
+    run = Run()
+    run.gpu.on_gpu += 200
+    for _ in range(3):
+        run.forward()  # and a backward, whose gradients nobody applies
+    run.steps(LOOKS[0])
+    room = TOTAL - MARGIN - RESIDENT - 200 - TOKENS * BYTES_PER_TOKEN
+    assert len(run.units.orders) == room // UNIT > (room - HEADROOM * TOKENS * BYTES_PER_TOKEN) // UNIT
 
 
 def test_a_second_look_takes_back_what_the_first_has_given_too_much() -> None:
