@@ -221,6 +221,7 @@ def _wire(
         failures=failures,
         recorder=context.recorder,
         workers=workers,
+        updater=updater,
         memory=context.memory,
         pools=context.allocator.pools,
         units=units,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.plan.memory import Plan, Taken
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime.activations.spare_memory import SpareMemory
@@ -36,6 +37,7 @@ class Parts:
     failures: Failures
     recorder: StepRecorder
     workers: Workers
+    updater: CpuUpdater
     memory: HostMemory
     pools: dict[str, BufferPool]
     """Of host buffers, by their names in the plan."""

@@ -15,23 +15,41 @@ with that placement from the start (`docs/architecture.md`: placement never chan
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from tqdm import tqdm
 
 from ds_slide.errors import SlideError
-from ds_slide.plan.allocations import GATHERED, SLOTS, of_promoted, promoted_buffer_of, total, whole_weights_of
+from ds_slide.plan.allocations import (
+    BLOCK_RING,
+    GATHERED,
+    OUTER_RING,
+    PIECES_RING,
+    SLOTS,
+    of_promoted,
+    promoted_buffer_of,
+    total,
+    whole_weights_of,
+)
 from ds_slide.plan.memory import Plan
 from ds_slide.runtime.allocator import Allocator
 from ds_slide.runtime.build_units import state_on_gpu
+from ds_slide.runtime.deferred_interrupt import deferred_interrupt
 from ds_slide.runtime.engine import SlideRuntime
+from ds_slide.runtime.transfers.staged_copies import StagedCopies
 from ds_slide.runtime.unit import Unit
 from ds_slide.store.state import UnitState
 
 T = TypeVar("T")
+Copy = Callable[[UnitState, UnitState], None]
+"""(from, to)"""
+
+PROGRESS_AFTER_S = 3
+"""Until then nobody looks for what holds the training up."""
 
 
 @dataclass(frozen=True)
@@ -100,21 +118,32 @@ def move(runtime: SlideRuntime, on_gpu: frozenset[int], *, slots: int | None = N
     for unit in moving:
         if (reason := why_fixed(runtime, unit)) is not None:
             raise SlideError(f"the states of {unit.name} cannot move between host memory and GPU: {reason}")
+    with deferred_interrupt():
+        return _move(runtime, moving, window)
+
+
+def _move(runtime: SlideRuntime, moving: Sequence[Unit], slots: int) -> Moved:
     _settle(runtime, moving)
     demoted = [unit for unit in moving if not unit.is_uploaded]
     wanted = [unit for unit in moving if unit.is_uploaded]
     promoted: list[Unit] = []
     try:
-        for unit in demoted:
-            _demote(runtime, unit)
-        if demoted:
-            _refit(runtime, window)
-        for unit, room in zip(wanted, _make_rooms(runtime, wanted), strict=False):
-            _promote(runtime, unit, room)
-            promoted.append(unit)
+        with _copies(runtime, moving) as copy:
+            for unit in demoted:
+                _demote(runtime, unit, copy)
+            if demoted or slots < runtime.parts.plan.placement.window:
+                _refit(runtime, slots)
+            if wanted:
+                # What stays would otherwise lie in the middle of memory that batches use again: a state of 150 MB cut
+                # from the 1 GB of a batch's logits leaves the next batch no place for these.
+                runtime.device.release_cached()
+            for unit, room in zip(wanted, _make_rooms(runtime, wanted), strict=False):
+                _promote(runtime, unit, room, copy)
+                promoted.append(unit)
     finally:
-        _refit(runtime, window)
+        _refit(runtime, slots)
     if runtime.parts.window is not None:
+        runtime.device.synchronize()  # new slots are zeroed on this thread's stream, and filled on that of the lane
         runtime.parts.window.prefetch(None, "forward")
     orders = [tuple(unit.order for unit in some) for some in (promoted, demoted, wanted[len(promoted) :])]
     return Moved(*orders)
@@ -138,29 +167,59 @@ def _settle(runtime: SlideRuntime, moving: Iterable[Unit]) -> None:
 # ---- one unit --------------------------------------------------------------------------------------------------------
 
 
-def _demote(runtime: SlideRuntime, unit: Unit) -> None:
+def _demote(runtime: SlideRuntime, unit: Unit, copy: Copy) -> None:
     home = unit.home
     assert home is not None
-    _copy(unit.state, home)
+    copy(unit.state, home)
     resident = None if unit.spec.kind == "block" else unit.resident
     gathered = runtime.parts.ranks.world_size > 1 and runtime.parts.shared is None
     unit.state, unit.home, unit.resident, unit.is_gathered = home, None, resident, gathered
     _show(runtime, unit)
 
 
-def _promote(runtime: SlideRuntime, unit: Unit, room: _Room) -> None:
+def _promote(runtime: SlideRuntime, unit: Unit, room: _Room, copy: Copy) -> None:
     home = unit.state
-    _copy(home, room.state)
+    copy(home, room.state)
     gathered = runtime.parts.ranks.world_size > 1
     unit.state, unit.home, unit.resident, unit.is_gathered = room.state, home, room.resident, gathered
     _show(runtime, unit)
 
 
-def _copy(source: UnitState, target: UnitState) -> None:
-    """Weights, states, and the last gradient where both hold it. The host waits for each copy."""
-    for name in source.buffers.keys() & target.buffers.keys():
-        buffer = source.buffers[name]
-        target.buffers[name].write(slice(0, buffer.numel), buffer.read(slice(0, buffer.numel)))
+@contextmanager
+def _copies(runtime: SlideRuntime, moving: Sequence[Unit]) -> Iterator[Copy]:
+    """What copies weights, states, and the last gradient where both sides hold it. The host waits for each unit.
+
+    Gradients pass through the buffer at other times: here it is free, or comes free with the updates under way.
+    """
+    parts = runtime.parts
+    pools = [parts.pools[what] for what in (PIECES_RING, BLOCK_RING, OUTER_RING) if parts.pools[what].addresses]
+    lease = pools[0].lease() if pools and moving else None
+    copies = StagedCopies(None if lease is None else lease.buffer, parts.updater, parts.device, parts.failures)
+    progress = tqdm(
+        total=sum(unit.state.nbytes() for unit in moving),
+        desc="ds_slide: moving states",
+        unit="B",
+        unit_scale=True,
+        disable=None if parts.ranks.rank == 0 else True,
+        leave=False,
+        delay=PROGRESS_AFTER_S,
+    )
+
+    def copy(source: UnitState, target: UnitState) -> None:
+        one = copies.to_gpu if target.weights.buffer.tier == "gpu" else copies.to_host
+        for name in source.buffers.keys() & target.buffers.keys():
+            items = slice(0, source.buffers[name].numel)
+            one(target.raw(name, items), source.raw(name, items))
+        copies.finish()
+        progress.update(source.nbytes())
+
+    try:
+        with progress:
+            yield copy
+    finally:
+        if lease is not None:
+            parts.device.synchronize()  # after an exception the GPU may still copy
+            lease.release()
 
 
 def _show(runtime: SlideRuntime, unit: Unit) -> None:

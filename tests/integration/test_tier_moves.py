@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,7 @@ from moving import RandomMoves, movable, promote
 from torch import nn
 
 from ds_slide.errors import SlideError
+from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.runtime import tier_moves
 from ds_slide.runtime.allocator import Allocator
 from ds_slide.runtime.tier_moves import gpu_cost, move, why_fixed
@@ -320,6 +322,61 @@ def test_no_memory_for_another_slot(monkeypatch: pytest.MonkeyPatch) -> None:
         assert runtime.parts.memory_report["slots"] == 5
         assert count.difference(engine) == []
         train(engine, batches(1))
+
+
+@pytest.mark.parametrize("place", ["_copy", "_show", "_refit"])
+def test_an_interrupt_waits_until_the_move_is_whole(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, of = batches(4), {"_copy": (CpuUpdater, "copy_")}
+    owner, name = of.get(place, (tier_moves, place))
+    done = getattr(owner, name)
+
+    def interrupted(*given: Any) -> Any:
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGINT)
+        calls.append(given)
+        return done(*given)
+
+    with counted() as count, engine_for(model := llama(), config()) as engine:
+        runtime, calls = engine.optimizer.runtime, list[Any]()
+        result = train(engine, data[:2])
+        promote(runtime, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                promote(runtime, 2, 3)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert sorted(runtime.parts.plan.placement.promoted) == [2, 3]
+        assert count.difference(engine) == []
+        result.losses += train(engine, data[2:]).losses
+        result.states = states_of(model)
+    assert differences(result, trained(llama(), config(), data)) == []
+
+
+@pytest.mark.parametrize("failing", [0, 1, 9], ids=["demotion", "in the middle of it", "promotion"])
+def test_a_copy_that_fails_leaves_units_where_they_are(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, copy = batches(4), CpuUpdater.copy_
+
+    def fail(*given: Any) -> None:
+        calls.append(given)
+        if len(calls) > failing:
+            raise SlideError("no copy")
+        copy(*given)
+
+    with counted() as count, engine_for(model := llama(), config()) as engine:
+        runtime, calls = engine.optimizer.runtime, list[Any]()
+        result = train(engine, data[:2])
+        promote(runtime, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuUpdater, "copy_", fail)
+            with pytest.raises(SlideError, match="no copy"):
+                promote(runtime, 2)
+        assert runtime.parts.plan.placement.promoted <= {1}
+        gc.collect()
+        assert count.difference(engine) == []
+        result.losses += train(engine, data[2:]).losses
+        promote(runtime, 3)
+        result.states = states_of(model)
+    assert differences(result, trained(llama(), config(), data)) == []
 
 
 FIXED: dict[str, tuple[dict[str, Any], str, str]] = {
