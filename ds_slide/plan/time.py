@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ds_slide.plan.allocations import streamed, undo_bytes
@@ -28,8 +28,8 @@ from ds_slide.plan.trace import StepTrace, per_unit
 Schedule = Literal["under backward", "deferred", "two passes", "speculative"]
 SCHEDULES: tuple[Schedule, ...] = ("under backward", "deferred", "two passes", "speculative")
 STEP_S = 5e-3
-"""Of a GPU that waits between two steps while the host reads the norm and queues updates and fetches (4 to 7 ms of
-`step()` where nothing is copied then, page before-after)."""
+"""Of a GPU that stands still between two steps while the host reads the norm and queues updates and fetches (4 to 7 ms
+of `step()` where nothing is copied then, page before-after). It counts as compute, as in the engine's statistics."""
 TWO_PASSES_FROM = 0.9
 """Of the forward: where the updates take as long, they are done in two passes (ds_slide.runtime.updates.passes)."""
 
@@ -39,6 +39,8 @@ class StepTime:
     """Seconds of a step. `lanes`: busy seconds of each. `ssd_read`, `ssd_written`: bytes."""
 
     schedule: Schedule
+    why: str
+    """The schedule is this one, as a clause."""
     forward_s: float
     """Of all micro-batches."""
     backward_s: float
@@ -60,15 +62,34 @@ class StepTime:
         return self.lanes[self.bound_lane]
 
 
-def step_time(plan: Plan, needs: Needs, trace: StepTrace, rates: Rates, *, micro_batches: int, two: bool) -> StepTime:
-    """In the schedule that the engine takes. `two`: the rule's updates may be done in two passes."""
+def step_time(
+    plan: Plan,
+    needs: Needs,
+    trace: StepTrace,
+    rates: Rates,
+    *,
+    micro_batches: int,
+    two: bool,
+    below_limit: bool = False,
+) -> StepTime:
+    """In the schedule that the engine takes. `two`: the rule's updates may be done in two passes. `below_limit`: norms
+    are, so that updates may be done ahead."""
     step = _Step(plan, needs, trace, rates, micro_batches)
     if not needs.held_bytes:
-        return step.time("under backward")
-    one_pass = step.time("deferred")
-    whole = one_pass.lanes["update"]
-    passes = step.time("two passes")
-    if two and not plan.placement.chunks_on_ssd and whole > TWO_PASSES_FROM * step.compute_forward:
+        return step.time("under backward", "no gradient is held, and an update waits for its own alone")
+    one_pass = step.time("deferred", "gradients are held until the norm is known")
+    whole, forward = one_pass.lanes["update"], step.compute_forward
+    if not whole:
+        return replace(one_pass, why="all states are on the GPU, and are updated there when the norm is known")
+    if whole <= TWO_PASSES_FROM * forward:
+        return replace(
+            one_pass, why="gradients are held until the norm is known, and updates fit under the next forward"
+        )
+    if below_limit and plan.placement.undo_logs - plan.placement.promoted:
+        return step.time("speculative", "norms stay below the limit, and updates of blocks begin before they are known")
+    if two and not plan.placement.chunks_on_ssd:
+        held = f"gradients are held until the norm is known, and updates of {whole:.3f} s"
+        passes = step.time("two passes", f"{held} do not fit under the next forward of {forward:.3f} s")
         return min(one_pass, passes, key=lambda each: each.step_s)
     return one_pass
 
@@ -145,7 +166,7 @@ class _Step:
             beside_down=UPDATE_LOSES_DOWN * gradient / rates.update,
         )
 
-    def time(self, schedule: Schedule) -> StepTime:
+    def time(self, schedule: Schedule, why: str = "") -> StepTime:
         units = self._units
         ahead = [schedule == "under backward" or (schedule == "speculative" and each.undo > 0) for each in units]
         update = [each.update + each.beside_up for each in units]
@@ -166,12 +187,14 @@ class _Step:
         more = self._micro_batches - 1
         again = sum(units[index].h2d for index in self._fetched_again)
         down = sum(each.d2h for each in units)
+        compute = self._micro_batches * (self.compute_forward + self.compute_backward)
         return StepTime(
             schedule,
+            why,
             forward_s=end - backward + more * max(self.compute_forward, again),
             backward_s=backward + more * max(self.compute_backward, again, down),
             lanes={
-                "compute": self._micro_batches * (self.compute_forward + self.compute_backward) + self._gpu_update,
+                "compute": compute + self._gpu_update + STEP_S,
                 "h2d": sum(each.h2d for each in units) + again * (2 * more + 1),
                 "d2h": down * self._micro_batches,
                 "update": busy + sum(later),
