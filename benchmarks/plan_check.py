@@ -27,12 +27,13 @@ from shapes import finetune_models
 from ds_slide.cli.planning.model import ModelShape
 from ds_slide.cli.planning.planner import Planner, Request
 from ds_slide.plan.ceilings.figures import Ceilings, DiskCeilings, read_ceilings
-from ds_slide.plan.forecast import Forecast, Room
+from ds_slide.plan.forecast import CONTEXT_BYTES, Forecast, Room
 
 HERE = Path(__file__).resolve().parent
 AT_C155 = "c15576420a86:benchmarks/results/"
 RECORDS = (
     "benchmarks/results/2026-11-23_nvidia-h200-x2_passes.jsonl",
+    "benchmarks/results/2026-11-23_nvidia-h200_spare-memory.jsonl",
     *(
         f"{AT_C155}{name}.jsonl"
         for name in (
@@ -78,11 +79,13 @@ def checks(nvme_path: str, *, on_gpu: bool = True) -> Iterator[Setting]:
 
 @dataclass(frozen=True)
 class Compared:
-    """One record beside its forecast; bytes and seconds."""
+    """One record beside its forecast; bytes and seconds. `decided`: units that have moved to the GPU, and blocks whose
+    activations were kept, as measured and as predicted; None of an engine that decided nothing."""
 
     what: str
     predicted: Mapping[str, float]
     measured: Mapping[str, float]
+    decided: tuple[str, str] | None = None
 
     def error(self, figure: str) -> float | None:
         if not self.measured.get(figure):
@@ -91,6 +94,8 @@ class Compared:
 
 
 FIGURES = {"step": ("s", 1.0), "GPU peak": ("GB", 1e9), "host peak": ("GB", 1e9)}
+LANES = {"compute": ("s", 1.0), "update": ("s", 1.0)}
+"""Busy times, of the last step."""
 
 
 def lines_of(source: str) -> list[dict[str, Any]]:
@@ -151,34 +156,51 @@ def compare(planner: Planner, record: Mapping[str, Any], ceilings: Ceilings, roo
     statistics_of_engine = record.get("slide_stats") or {}
     memory = statistics_of_engine.get("memory") or {}
     request = as_engine_of_then(request, setting, statistics_of_engine)
-    forecast = planner.forecast(request)
+    decides = "activations" in statistics_of_engine
+    plan = planner.steady if decides else planner.forecast
+    forecast = plan(request)
     slots = memory.get("slots") or recorded_slots(forecast, memory)
     if slots and slots != forecast.plan.placement.window:
         # Of an engine whose window did not grow yet, or of a parent: with its own.
-        forecast = planner.forecast(request.with_block(window=max(2, slots)))
+        forecast = plan(request.with_block(window=max(2, slots)))
     what = f"{setting.model} {setting.batch} x {setting.seq}" + (f" x {setting.grad_accum}" * (setting.grad_accum > 1))
     settings = [f"clipping {setting.clip:g}", *(f"{key} {value}" for key, value in setting.slide.items())]
     if setting.checkpointing == "none":
         settings.append("no checkpointing")
     if setting.gpu_fraction < 1:
         settings.append(f"GPU {setting.gpu_fraction:.1%}")
+    speculates = (statistics_of_engine.get("speculation") or {}).get("blocks")
+    time = forecast.below_limit if speculates else forecast.time
     predicted = {
-        "step": forecast.time.step_s,
+        "step": time.step_s,
         "GPU peak": float(forecast.gpu_peak_allocated),
-        "host peak": float(sum(forecast.host.values())),
+        "host peak": float(forecast.host_peak(time.schedule)),
+        **{lane: time.lanes[lane] for lane in LANES},
     }
+    lanes = statistics_of_engine.get("lanes") or {}
+    other_logs = speculates and memory["undo_log_bytes"] != forecast.plan.undo_log_bytes
     measured = {
-        "step": record["step_s"],
+        # Undo logs are touched for the first time in many steps, which get shorter until they have been.
+        "step": statistics_of_engine["step_s"] if speculates else record["step_s"],
         "GPU peak": record.get("gpu_peak_allocated_bytes"),
-        "host peak": record["host_peak_bytes"],
+        "host peak": None if other_logs else record["host_peak_bytes"],
+        **{lane: lanes[lane]["busy_s"] for lane in LANES if lane in lanes},
     }
-    return Compared(f"{what}, {', '.join(settings)}{', SSD' * (setting.offload == 'nvme')}", predicted, measured)
+    decided = None
+    if decides:
+        kept = statistics_of_engine["activations"]["keep"]
+        promoted, blocks = len(forecast.plan.placement.promoted), len(forecast.activations.kept)
+        decided = f"{memory['promoted_units']}, {kept}", f"{promoted}, {blocks}"
+    whole = f"{what}, {', '.join(settings)}{', SSD' * (setting.offload == 'nvme')}"
+    return Compared(whole, predicted, measured, decided)
 
 
 def as_engine_of_then(request: Request, setting: Setting, stats: Mapping[str, Any]) -> Request:
-    """Without what the engine of an older record had not: two passes, kernels by default."""
+    """Without what the engine of an older record had not: two passes, kernels by default, updates ahead."""
+    if "speculation" not in stats:
+        request = request.with_block(debug={**request.raw.get("ds_slide", {}).get("debug", {}), "speculate": False})
     if "update_passes" not in stats:
-        request = request.with_block(debug={"update_passes": 1})
+        request = request.with_block(debug={"update_passes": 1, "speculate": False})
     if "kernels" not in stats and "kernels" not in setting.slide:
         request = request.with_block(kernels="off")
     return request
@@ -215,24 +237,47 @@ def page(compared: Sequence[Compared], ceilings: str, sources: Sequence[str]) ->
     yield f"Ceilings: {ceilings}."
     yield "An error is predicted over measured, less one. GPU peak: what torch's allocator gave out."
     yield ""
-    heads = [text for figure, (unit, _) in FIGURES.items() for text in (f"{figure} {unit}", "predicted", "error")]
-    yield f"| setting | {' | '.join(heads)} |"
-    yield "|---" * (1 + len(heads)) + "|"
-    for each in compared:
-        cells = [each.what]
-        for figure, (_, scale) in FIGURES.items():
-            error = each.error(figure)
-            known = "" if error is None else f"{each.measured[figure] / scale:.3f}"
-            cells += [known, f"{each.predicted[figure] / scale:.3f}", "" if error is None else f"{error:+.1%}"]
-        yield f"| {' | '.join(cells)} |"
+    yield from table(compared, FIGURES)
     yield ""
-    for figure in FIGURES:
+    yield "Busy seconds of two lanes in the last step; what the host loses between kernels counts as compute:"
+    yield ""
+    yield from table(compared, LANES)
+    yield ""
+    if any(each.decided for each in compared):
+        yield "What the engine decided after its first steps: units moved to the GPU, checkpointed blocks kept."
+        yield ""
+        yield "| setting | measured | predicted |"
+        yield "|---|---|---|"
+        yield from (f"| {each.what} | {' | '.join(each.decided)} |" for each in compared if each.decided)
+        yield ""
+    for figure in (*FIGURES, *LANES):
         errors = [error for each in compared if (error := each.error(figure)) is not None]
         if errors:
             middle, worst = statistics.median(map(abs, errors)), max(errors, key=abs)
             yield f"* {figure}: median error {middle:.1%}, worst {worst:+.1%} ({len(errors)} rows)"
     yield ""
     yield f"`{' '.join(('python3 benchmarks/plan_check.py', *sources))}`"
+
+
+def table(compared: Sequence[Compared], figures: Mapping[str, tuple[str, float]]) -> Iterator[str]:
+    heads = [text for figure, (unit, _) in figures.items() for text in (f"{figure} {unit}", "predicted", "error")]
+    yield f"| setting | {' | '.join(heads)} |"
+    yield "|---" * (1 + len(heads)) + "|"
+    for each in compared:
+        cells = [each.what]
+        for figure, (_, scale) in figures.items():
+            error = each.error(figure)
+            known = "" if error is None else f"{each.measured[figure] / scale:.3f}"
+            cells += [known, f"{each.predicted[figure] / scale:.3f}", "" if error is None else f"{error:+.1%}"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def room_of(record: Mapping[str, Any], ceilings: Ceilings) -> Room:
+    """For a record. A limit of torch's allocator leaves the CUDA context out."""
+    if ceilings.gpu is None or record.get("device") == "cpu":
+        return Room(None, ceilings.cpu.memory_bytes)
+    whole, share = ceilings.gpu.memory_bytes, record["setting"].get("gpu_fraction", 1.0)
+    return Room(min(whole, int(whole * share) + CONTEXT_BYTES), ceilings.cpu.memory_bytes)
 
 
 def main() -> None:
@@ -261,11 +306,7 @@ def main() -> None:
         records = lines_of(source)
         ceilings = ceilings_of(records, otherwise)
         for record in filter(usable, records):
-            whole = (ceilings.gpu.memory_bytes if ceilings.gpu else 0) or None
-            on_gpu = record.get("device") != "cpu"
-            fraction = record["setting"].get("gpu_fraction", 1.0)
-            room = Room(int(whole * fraction) if on_gpu and whole else None, ceilings.cpu.memory_bytes)
-            compared.append(compare(planner, record, ceilings, room))
+            compared.append(compare(planner, record, ceilings, room_of(record, ceilings)))
             print(compared[-1].what, file=sys.stderr, flush=True)
     text = "\n".join(page(compared, otherwise.source, arguments.sources)) + "\n"
     if arguments.out:

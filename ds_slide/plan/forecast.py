@@ -17,7 +17,9 @@ benchmarks/results/2026-11-23_nvidia-h200-x2_passes.jsonl)."""
 WORKSPACE_BYTES = 64 << 20
 """Of the GPU, by torch's allocator: the workspaces of cuBLAS and cuBLASLt, 32 MiB each on an H100 or H200."""
 FRAGMENTATION = 0.2
-"""Of the activations: what torch's allocator holds beyond what is allocated (0.15 to 0.20 there and on page main_2)."""
+"""Of the activations: what torch's allocator holds beyond what is allocated (0.15 to 0.20 there and on page main_2),
+without those that the engine keeps in spare memory (0.9 GB beside 51.7 of them,
+benchmarks/results/2026-11-23_nvidia-h200_spare-memory.jsonl)."""
 PROCESS_BYTES = 1060 << 20
 """Of host memory: Python, torch, transformers and the CUDA driver (1.06 GB there before an engine is built)."""
 ENGINE_BYTES = 400 << 20
@@ -53,17 +55,33 @@ class Room:
 
 
 @dataclass(frozen=True)
+class Activations:
+    """`checkpointed`: blocks whose checkpointing, which the script asks for, the engine takes over. `kept`: those of
+    them that are not recomputed, with `kept_bytes`."""
+
+    checkpointed: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
+    kept_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Forecast:
-    """Of one run, with `batch` sequences of `seq` tokens in each of `micro_batches` on each rank."""
+    """Of one run, with `batch` sequences of `seq` tokens in each of `micro_batches` on each rank. What the engine has
+    decided after its first steps is in the plan's promoted units, and in `activations`."""
 
     plan: Plan
     trace: StepTrace
     time: StepTime
+    below_limit: StepTime
+    """`time` while norms stay below the limit."""
     schedules: Mapping[Schedule, StepTime]
     room: Room
     batch: int
     seq: int
     micro_batches: int
+    activations: Activations = Activations()
+    first: Forecast | None = None
+    """Of the first steps; None: these are they."""
 
     @property
     def gpu(self) -> dict[str, int]:
@@ -71,7 +89,7 @@ class Forecast:
         entries = {"placed by the plan": self.plan.gpu_bytes, "activations and gradients": self.trace.peak_bytes}
         if self.room.gpu is None:
             return entries
-        fragments = int(FRAGMENTATION * self.trace.peak_bytes)
+        fragments = int(FRAGMENTATION * (self.trace.peak_bytes - self.activations.kept_bytes))
         return {**entries, "fragmentation": fragments, "cuBLAS": WORKSPACE_BYTES, "CUDA context": CONTEXT_BYTES}
 
     @property
@@ -83,11 +101,19 @@ class Forecast:
     @property
     def host(self) -> dict[str, int]:
         """Bytes of host memory on one machine, by what they are for."""
-        ranks = self.room.ranks
-        entries = {"placed by the plan": ranks * self.plan.host_bytes, "processes": ranks * self.room.process}
+        ranks, logs = self.room.ranks, self.plan.undo_log_bytes
+        entries = {
+            "placed by the plan": ranks * (self.plan.host_bytes - logs),
+            "undo logs": ranks * logs,
+            "processes": ranks * self.room.process,
+        }
         if self.room.gpu is None:
             entries["the accelerator, which is the host"] = ranks * sum(self.gpu.values())
         return entries
+
+    def host_peak(self, schedule: Schedule) -> int:
+        """What is in use of it: undo logs are, page by page, where updates are done ahead."""
+        return sum(self.host.values()) - (0 if schedule == "speculative" else self.host["undo logs"])
 
     @property
     def ssd_bytes(self) -> int:

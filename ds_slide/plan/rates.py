@@ -14,6 +14,14 @@ ATTENTION_SHARE = {"attention": 0.42, "attention backward": 0.38}
 the 790 TFLOP/s that an H100 or H200 gives products (FlashAttention-3, arXiv 2407.08608, figures 5 and 6)."""
 LEAST_OPERATION_S = 3e-6
 """Of a kernel on a GPU, however little it does."""
+UPDATE_LOSES_UP, UPDATE_LOSES_DOWN = 0.6, 1.0
+"""Of the bytes that a copy moves up or down beside an update of the CPU, what the update moves less: they share the
+memory. 154 GB/s alone became 131 beside 40 GB/s up, and 104 beside 50 down
+(benchmarks/results/2026-11-23_nvidia-h200_update.md)."""
+UP_BESIDE_UPDATE = 0.72
+"""Of its rate, what a copy up has beside an update: 40 of 55.5 GB/s there."""
+WEIGHTS_PASS_RATE, STATES_PASS_RATE = 0.90, 0.97
+"""Of a whole update's bytes a second: what the passes over weights (139 of 154 GB/s there) and states (150) move."""
 
 
 @dataclass(frozen=True)

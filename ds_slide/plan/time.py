@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from ds_slide.plan.allocations import streamed
+from ds_slide.plan.allocations import streamed, undo_bytes
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, UnitSize, held_bytes
-from ds_slide.plan.rates import Rates
+from ds_slide.plan.rates import (
+    STATES_PASS_RATE,
+    UP_BESIDE_UPDATE,
+    UPDATE_LOSES_DOWN,
+    UPDATE_LOSES_UP,
+    WEIGHTS_PASS_RATE,
+    Rates,
+)
 from ds_slide.plan.trace import StepTrace, per_unit
 
 Schedule = Literal["under backward", "deferred", "two passes", "speculative"]
 SCHEDULES: tuple[Schedule, ...] = ("under backward", "deferred", "two passes", "speculative")
-PASS_RATE = 0.86
-"""Of the rate of a whole update: two passes move 1.38 times its bytes and took 1.58 to 1.62 times as long (3 B on an
-H200 with 16 cores, benchmarks/results/2026-11-23_nvidia-h200-x2_passes.md)."""
-UNDO_BYTES = 3
-"""Of a parameter: what a speculative update writes to be able to be taken back (2 to 3)."""
+STEP_S = 5e-3
+"""Of a GPU that stands still between two steps while the host reads the norm and queues updates and fetches (4 to 7 ms
+of `step()` where nothing is copied then, page before-after). It counts as compute, as in the engine's statistics."""
 TWO_PASSES_FROM = 0.9
 """Of the forward: where the updates take as long, they are done in two passes (ds_slide.runtime.updates.passes)."""
 
@@ -34,6 +39,8 @@ class StepTime:
     """Seconds of a step. `lanes`: busy seconds of each. `ssd_read`, `ssd_written`: bytes."""
 
     schedule: Schedule
+    why: str
+    """The schedule is this one, as a clause."""
     forward_s: float
     """Of all micro-batches."""
     backward_s: float
@@ -55,15 +62,34 @@ class StepTime:
         return self.lanes[self.bound_lane]
 
 
-def step_time(plan: Plan, needs: Needs, trace: StepTrace, rates: Rates, *, micro_batches: int, two: bool) -> StepTime:
-    """In the schedule that the engine takes. `two`: the rule's updates may be done in two passes."""
+def step_time(
+    plan: Plan,
+    needs: Needs,
+    trace: StepTrace,
+    rates: Rates,
+    *,
+    micro_batches: int,
+    two: bool,
+    below_limit: bool = False,
+) -> StepTime:
+    """In the schedule that the engine takes. `two`: the rule's updates may be done in two passes. `below_limit`: norms
+    are, so that updates may be done ahead."""
     step = _Step(plan, needs, trace, rates, micro_batches)
     if not needs.held_bytes:
-        return step.time("under backward")
-    one_pass = step.time("deferred")
-    whole = one_pass.lanes["update"]
-    passes = step.time("two passes")
-    if two and not plan.placement.chunks_on_ssd and whole > TWO_PASSES_FROM * step.compute_forward:
+        return step.time("under backward", "no gradient is held, and an update waits for its own alone")
+    one_pass = step.time("deferred", "gradients are held until the norm is known")
+    whole, forward = one_pass.lanes["update"], step.compute_forward
+    if not whole:
+        return replace(one_pass, why="all states are on the GPU, and are updated there when the norm is known")
+    if whole <= TWO_PASSES_FROM * forward:
+        return replace(
+            one_pass, why="gradients are held until the norm is known, and updates fit under the next forward"
+        )
+    if below_limit and plan.placement.undo_logs - plan.placement.promoted:
+        return step.time("speculative", "norms stay below the limit, and updates of blocks begin before they are known")
+    if two and not plan.placement.chunks_on_ssd:
+        held = f"gradients are held until the norm is known, and updates of {whole:.3f} s"
+        passes = step.time("two passes", f"{held} do not fit under the next forward of {forward:.3f} s")
         return min(one_pass, passes, key=lambda each: each.step_s)
     return one_pass
 
@@ -78,15 +104,18 @@ def all_schedules(
 
 @dataclass(frozen=True)
 class _Unit:
-    """Seconds that a unit takes on every lane in a step."""
+    """Seconds that a unit takes on every lane in a step. `beside_up`, `beside_down`: that an update of the CPU loses to
+    its copies."""
 
-    h2d: float
-    d2h: float
-    update: float
-    weights_pass: float
-    states_pass: float
-    undo: float
-    ssd: float
+    h2d: float = 0.0
+    d2h: float = 0.0
+    update: float = 0.0
+    weights_pass: float = 0.0
+    states_pass: float = 0.0
+    undo: float = 0.0
+    ssd: float = 0.0
+    beside_up: float = 0.0
+    beside_down: float = 0.0
 
 
 class _Step:
@@ -101,13 +130,13 @@ class _Step:
         forward, backward = (per_unit(segments) for segments in (trace.forward, trace.backward))
         self.compute_forward = sum(map(rates.seconds, forward.values()))
         self.compute_backward = sum(map(rates.seconds, backward.values()))
-        on_gpu = [plan.units[index] for index in plan.placement.on_gpu]
+        on_gpu = [plan.units[index] for index in plan.placement.on_gpu | plan.placement.promoted]
         self._gpu_update = sum(update_bytes(unit) for unit in on_gpu) / rates.copy
 
     def _lanes_of(self, index: int, unit: UnitSize, needs: Needs) -> _Unit:
         placement, rates = self._plan.placement, self._rates
-        if index in placement.on_gpu or not needs.trains:
-            return _Unit(0, 0, 0, 0, 0, 0, 0)
+        if index in placement.on_gpu | placement.promoted or not needs.trains:
+            return _Unit()
         read = written = 0
         if index in placement.chunks_on_ssd:
             read, written = read + unit.state_bytes, written + unit.state_bytes
@@ -124,39 +153,51 @@ class _Step:
         whole = update_bytes(unit)
         moments = sum(spec.nbytes(unit.codec.numel) for spec in unit.specs if spec.name != "remainder")
         trains = bool(unit.codec.numel)
+        up = unit.share if trains or index in self._streamed else 0
         return _Unit(
-            h2d=unit.share / rates.h2d if trains or index in self._streamed else 0.0,
+            h2d=up / rates.h2d,
             d2h=gradient / rates.d2h,
             update=whole / rates.update,
-            weights_pass=(whole - moments) / (PASS_RATE * rates.update),
-            states_pass=(gradient + 2 * moments) / (PASS_RATE * rates.update) if master else 0.0,
-            undo=UNDO_BYTES * unit.codec.numel / rates.update,
+            weights_pass=(whole - moments) / (WEIGHTS_PASS_RATE * rates.update),
+            states_pass=(gradient + 2 * moments) / (STATES_PASS_RATE * rates.update) if master else 0.0,
+            undo=undo_bytes(unit, needs) / rates.update if index in placement.undo_logs else 0.0,
             ssd=(read + written) / rates.ssd if rates.ssd else 0.0,
+            beside_up=UPDATE_LOSES_UP * up / rates.update if trains else 0.0,
+            beside_down=UPDATE_LOSES_DOWN * gradient / rates.update,
         )
 
-    def time(self, schedule: Schedule) -> StepTime:
-        passes, units = schedule == "two passes", self._units
-        update = [
-            each.weights_pass if passes else each.update + each.undo * (schedule == "speculative") for each in units
-        ]
-        later = [each.states_pass for each in units] if passes else [0.0] * len(units)
+    def time(self, schedule: Schedule, why: str = "") -> StepTime:
+        units = self._units
+        ahead = [schedule == "under backward" or (schedule == "speculative" and each.undo > 0) for each in units]
+        update = [each.update + each.beside_up for each in units]
+        later = [0.0] * len(units)
+        if schedule == "two passes":
+            update = [each.weights_pass + each.beside_up for each in units]
+            later = [each.states_pass + each.beside_down for each in units]
+        if schedule == "speculative":
+            update = [seconds + each.undo for seconds, each in zip(update, units, strict=True)]
         backward, arrived = self._backward(later)
-        if schedule in ("deferred", "two passes"):
-            arrived = [backward] * len(units)
-        done = _by_deadline(arrived, update, [each.ssd for each in units])
-        end = self._forward(backward + self._gpu_update, done)
+        begin = backward + STEP_S
+        arrived = [each if early else begin for each, early in zip(arrived, ahead, strict=True)]
+        down_until = backward if any(ahead) else 0.0
+        done, busy = _by_deadline(
+            arrived, update, [each.ssd for each in units], [each.beside_down for each in units], down_until
+        )
+        end = self._forward(begin + self._gpu_update, done)
         more = self._micro_batches - 1
         again = sum(units[index].h2d for index in self._fetched_again)
         down = sum(each.d2h for each in units)
+        compute = self._micro_batches * (self.compute_forward + self.compute_backward)
         return StepTime(
             schedule,
+            why,
             forward_s=end - backward + more * max(self.compute_forward, again),
             backward_s=backward + more * max(self.compute_backward, again, down),
             lanes={
-                "compute": self._micro_batches * (self.compute_forward + self.compute_backward) + self._gpu_update,
+                "compute": compute + self._gpu_update + STEP_S,
                 "h2d": sum(each.h2d for each in units) + again * (2 * more + 1),
                 "d2h": down * self._micro_batches,
-                "update": sum(update) + sum(later),
+                "update": busy + sum(later),
                 "ssd": sum(each.ssd for each in units),
             },
             ssd_read=self.ssd_read,
@@ -184,9 +225,10 @@ class _Step:
 
     def _forward(self, begin: float, done: Sequence[float]) -> float:
         """When the forward has ended that begins at `begin`, with weights that are updated at `done`."""
-        ready, lane = [], 0.0
+        ready, lane, updates_end = [], 0.0, max(done, default=0.0)
         for unit, updated in zip(self._units, done, strict=True):
-            lane = max(lane, updated) + unit.h2d
+            lane = max(lane, updated)
+            lane += unit.h2d / (UP_BESIDE_UPDATE if lane < updates_end else 1.0)
             ready.append(lane if unit.h2d else begin)
         outer = [index for index, unit in enumerate(self._plan.units) if unit.stays]
         now = begin
@@ -209,11 +251,18 @@ def update_bytes(unit: UnitSize) -> int:
     return unit.codec.nbytes + 2 * (weight + unit.state_bytes)
 
 
-def _by_deadline(arrived: Sequence[float], update: Sequence[float], ssd: Sequence[float]) -> list[float]:
+def _by_deadline(
+    arrived: Sequence[float],
+    update: Sequence[float],
+    ssd: Sequence[float],
+    beside_down: Sequence[float],
+    down_until: float,
+) -> tuple[list[float], float]:
     """When each unit is updated: of those whose gradients have arrived always the first, and not before the disk has
-    read and written what it needs, in the same order."""
+    read and written what it needs, in the same order. -> also busy seconds. `beside_down`: that an update takes longer
+    while gradients come down, until `down_until`."""
     waiting = sorted(range(len(arrived)), key=lambda index: arrived[index])
-    done, now, disk = [0.0] * len(arrived), 0.0, 0.0
+    done, now, disk, busy = [0.0] * len(arrived), 0.0, 0.0, 0.0
     ready: list[int] = []
     while waiting or ready:
         if not ready:
@@ -222,7 +271,8 @@ def _by_deadline(arrived: Sequence[float], update: Sequence[float], ssd: Sequenc
             heapq.heappush(ready, waiting.pop(0))
         index = heapq.heappop(ready)
         disk = max(disk, arrived[index] if ssd[index] else 0.0) + ssd[index]
-        now += update[index]
+        seconds = update[index] + (beside_down[index] if now < down_until else 0.0)
+        now, busy = now + seconds, busy + seconds
         done[index] = max(now, disk)
         now = done[index] if ssd[index] else now
-    return done
+    return done, busy

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +47,8 @@ class Segment:
 
     unit: int | None
     operations: Counter[Operation] = field(default_factory=Counter)
+    kept_bytes: int = 0
+    """Of a forward's: more at its end than at its begin."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,32 @@ class StepTrace:
     def flops(self) -> int:
         segments = (*self.forward, *self.backward)
         return sum(each.flops * count for segment in segments for each, count in segment.operations.items())
+
+
+def kept_by_block(plain: StepTrace, checkpointed: StepTrace) -> dict[int, int]:
+    """Bytes that each block saves without checkpointing, beside what it saves with it: its input."""
+    least: Counter[int] = Counter()
+    for segments, sign in ((plain.forward, 1), (checkpointed.forward, -1)):
+        for segment in segments:
+            if segment.unit is not None:
+                least[segment.unit] += sign * segment.kept_bytes
+    return dict(least)
+
+
+def with_kept(checkpointed: StepTrace, plain: StepTrace, kept: Collection[int]) -> StepTrace:
+    """The step that recomputes all blocks but `kept`, from those that recompute all and none.
+
+    Where some are kept, as many as there is memory for, memory is at its peak in the loss: they are all there then, and
+    backward frees the last blocks' first, which are the kept ones, before others are recomputed."""
+    saved = kept_by_block(plain, checkpointed)
+    of_plain = {segment.unit: segment for segment in plain.backward if segment.unit in kept}
+    recomputed = sum(nbytes for unit, nbytes in saved.items() if unit not in kept)
+    return StepTrace(
+        checkpointed.forward,
+        tuple(of_plain.get(segment.unit, segment) for segment in checkpointed.backward),
+        plain.saved_bytes - recomputed,
+        max(checkpointed.peak_bytes, plain.peak_bytes - recomputed),
+    )
 
 
 @dataclass(frozen=True)
@@ -169,14 +197,22 @@ class _Tracer(TorchDispatchMode):
         self.forward: list[Segment] = [Segment(None)]
         self.backward: list[Segment] = []
         self._memory = gpu_memory
+        self._at_begin = 0
+        """`live` when the newest segment began."""
         tensors = (*model.parameters(), *model.buffers())
         self._known: dict[int, Any] = {_key(each): None for each in tensors}
 
     def enter(self, unit: int | None) -> None:
         if not self.backward:  # where blocks are recomputed their forwards run again
+            self._end_forward()
             self.forward.append(Segment(unit))
 
+    def _end_forward(self) -> None:
+        """The newest segment of the forward has ended."""
+        self.forward[-1].kept_bytes, self._at_begin = self.live - self._at_begin, self.live
+
     def begin_backward(self) -> None:
+        self._end_forward()
         self.backward.append(Segment(None))
 
     def complete(self, unit: int) -> None:

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace, say: Any) -> int:
 
 def _answer(planner: Planner, request: Request, arguments: argparse.Namespace, notes: list[str], say: Any) -> None:
     answer = output.as_dict(
-        planner.forecast(request),
+        planner.steady(request),
         model=request.shape.name,
         ceilings=request.ceilings.source,
         largest_batch=largest_batch(planner, request),
@@ -79,7 +79,7 @@ def _fit(planner: Planner, request: Request, arguments: argparse.Namespace, say:
     )
     other = replace(request, checkpointing=not request.checkpointing, batch=best.batch)
     if request.checkpointing and fits(planner, other):
-        rate = planner.forecast(other).tokens_per_s
+        rate = planner.steady(other).tokens_per_s
         say(f"Without gradient checkpointing a micro-batch of {best.batch} fits as well: {rate:,.0f} tokens/s.")
     for line in output.as_text(output.as_dict(best), request.shape.name):
         say(line)

@@ -16,7 +16,7 @@ TIERS = {"gpu": "GPU", "host": "host", "ssd": "SSD"}
 
 def as_dict(forecast: Forecast, **found: Any) -> dict[str, Any]:
     """`found`: what was searched for beside it, by the names of the answer."""
-    time, plan, room = forecast.time, forecast.plan.report(), forecast.room
+    time, plan, room, first = forecast.time, forecast.plan.report(), forecast.room, forecast.first or forecast
     return {
         "schema": SCHEMA,
         "fits": True,
@@ -32,7 +32,15 @@ def as_dict(forecast: Forecast, **found: Any) -> dict[str, Any]:
         },
         "memory": plan,
         "gpu_peak_allocated_bytes": forecast.gpu_peak_allocated,
+        "decided": _decided(forecast),
+        "first_steps": {
+            "schedule": first.time.schedule,
+            "step_s": first.time.step_s,
+            "gpu_peak_allocated_bytes": first.gpu_peak_allocated,
+        },
         "schedule": time.schedule,
+        "schedule_why": time.why,
+        "below_limit": {"schedule": forecast.below_limit.schedule, "step_s": forecast.below_limit.step_s},
         "schedules": {name: each.step_s for name, each in forecast.schedules.items()},
         "lanes": dict(time.lanes),
         "forward_s": time.forward_s,
@@ -45,6 +53,22 @@ def as_dict(forecast: Forecast, **found: Any) -> dict[str, Any]:
         "ssd_written_bytes_a_step": time.ssd_written,
         "ssd_written_bytes_a_day": forecast.ssd_written_a_day,
         **found,
+    }
+
+
+def _decided(forecast: Forecast) -> dict[str, int]:
+    """About spare GPU memory, in numbers of blocks, and of units that have moved (outer modules among them)."""
+    placement, activations = forecast.plan.placement, forecast.activations
+    blocks = {index for index, unit in enumerate(forecast.plan.units) if unit.kind == "block"}
+    checkpointed, kept = len(activations.checkpointed), len(activations.kept)
+    return {
+        "blocks": len(blocks),
+        "blocks_with_states_on_gpu": len(blocks & (placement.on_gpu | placement.promoted)),
+        "promoted_units": len(placement.promoted),
+        "checkpointed": checkpointed,
+        "kept": kept,
+        "recomputed": checkpointed - kept,
+        "kept_bytes": activations.kept_bytes,
     }
 
 
@@ -91,15 +115,31 @@ def as_text(answer: Mapping[str, Any], name: str) -> Iterator[str]:
     yield ""
     yield (
         f"step      {_seconds(answer['step_s'])} (forward {_seconds(answer['forward_s'])}, backward "
-        f"{_seconds(answer['backward_s'])}), {answer['tokens_per_s']:,.0f} tokens/s; updates: {answer['schedule']}"
+        f"{_seconds(answer['backward_s'])}), {answer['tokens_per_s']:,.0f} tokens/s"
     )
     yield f"bound     {answer['bound_lane']}, {_seconds(answer['bound_s'])}: the least that a step could take"
+    yield from _decisions(answer)
     if answer["ssd_written_bytes_a_step"]:
         yield f"SSD       {format_bytes(int(answer['ssd_written_bytes_a_day']))} written in a day"
     if "largest_batch" in answer:
         yield f"largest   batch {answer['largest_batch']} of {answer['seq']} tokens; {_largest_model(answer)}"
     for note in answer.get("notes", ()):
         yield f"note      {note}"
+
+
+def _decisions(answer: Mapping[str, Any]) -> Iterator[str]:
+    decided, first, calm = answer["decided"], answer["first_steps"], answer["below_limit"]
+    there, moved = decided["blocks_with_states_on_gpu"], decided["promoted_units"]
+    units = f" ({moved} units move there after the first steps)" if moved else ""
+    yield f"states    of {there} of {decided['blocks']} blocks on the GPU{units}"
+    if decided["checkpointed"]:
+        kept, recomputed = decided["kept"], decided["recomputed"]
+        yield f"blocks    {kept} checkpointed blocks keep their activations, {recomputed} are recomputed"
+    yield f"updates   {answer['schedule']}: {answer['schedule_why']}"
+    if calm["schedule"] != answer["schedule"]:
+        yield f"calm      {_seconds(calm['step_s'])} while norms stay below the limit; updates: {calm['schedule']}"
+    if moved or decided["kept"]:
+        yield f"first     {_seconds(first['step_s'])} a step, until that is decided; updates: {first['schedule']}"
 
 
 def _largest_model(answer: Mapping[str, Any]) -> str:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ds_slide.cli.planning.model import ModelShape, set_checkpointing
+from ds_slide.cli.planning.steady import Spare, decide
 from ds_slide.config import CONFIG_KEY
 from ds_slide.integration.planning import Planned, filled, plan_json
 from ds_slide.patching.apply import apply_kernels
 from ds_slide.plan.ceilings.figures import Ceilings
-from ds_slide.plan.forecast import Forecast, Room
+from ds_slide.plan.forecast import Activations, Forecast, Room
+from ds_slide.plan.memory import Plan
 from ds_slide.plan.rates import Rates
-from ds_slide.plan.time import all_schedules, step_time
-from ds_slide.plan.trace import StepTrace, TracedUnit, trace_step
+from ds_slide.plan.spare import Keepable
+from ds_slide.plan.time import StepTime, all_schedules, step_time
+from ds_slide.plan.trace import StepTrace, TracedUnit, kept_by_block, per_unit, trace_step, with_kept
+from ds_slide.runtime.activations.checkpointing import FLAG, FUNCTION
 
 IN_TWO_PASSES = ("AdamW", "Lion")
 """Rules of which the CPU may do the weights and the states apart."""
@@ -51,7 +55,7 @@ class Request:
 class Planner:
     """Keeps what it has traced: a trace takes a second or two, all else little."""
 
-    _traces: dict[Any, StepTrace] = field(default_factory=dict)
+    _traces: dict[Any, _Traced] = field(default_factory=dict)
     _bare: dict[str, Any] = field(default_factory=dict)
     """Models as a script has them, by their names."""
     _prepared: dict[Any, Any] = field(default_factory=dict)
@@ -68,32 +72,47 @@ class Planner:
         return replace(found, notes=[*notes, *found.notes])
 
     def forecast(self, request: Request) -> Forecast:
-        """As `planned`; what the activations add is in the forecast's own `shortage`. Raises SlideError where the model
-        cannot be traced."""
+        """Of the first steps, which are what has to fit: as `planned`; what the activations add is in the forecast's
+        own `shortage`. Raises SlideError where the model cannot be traced."""
+        return self._case(request).forecast()
+
+    def steady(self, request: Request) -> Forecast:
+        """Of the steps after the engine has decided about spare GPU memory. Raises as `forecast`."""
+        case = self._case(request)
+        slide = case.planned.settings.slide
+        plain, keepable = case.trace, []
+        if request.checkpointing and slide.activations == "auto" and (request.room.gpu or slide.gpu_memory):
+            plain = self._trace(request, case.planned, case.batch, checkpointing=False).step
+            forward, saved = per_unit(case.trace.forward), kept_by_block(plain, case.trace)
+            keepable = [
+                Keepable(index, saved[index], case.rates.seconds(forward[index])) for index in sorted(case.checkpointed)
+            ]
+
+        def time_of(plan: Plan, kept: Collection[int]) -> StepTime:
+            return case.time(plan, with_kept(case.trace, plain, kept))
+
+        spare = Spare(
+            request.room,
+            case.trace.peak_bytes,
+            slide.gpu_memory,
+            tied=request.room.ranks > 1 or case.planned.micro_batches > 1,
+        )
+        placed = case.planned.plan
+        plan, activations = decide(placed, spare, keepable, time_of, moves_states=slide.gpu_states == "auto")
+        return case.decided(plan, with_kept(case.trace, plain, activations.kept), activations)
+
+    def _case(self, request: Request) -> _Case:
         planned = self.planned(request)
         batch = int(planned.raw["train_micro_batch_size_per_gpu"])
-        trace = self._trace(request, planned, batch)
+        traced = self._trace(request, planned, batch, checkpointing=request.checkpointing)
         rates = Rates.of(request.ceilings, on_gpu=request.room.gpu is not None)
-        slide, rule = planned.settings.slide, planned.settings.rule
-        assert rule is not None
-        two = slide.debug.update_passes != 1 and rule.name in IN_TWO_PASSES
-        micro = planned.micro_batches
-        return Forecast(
-            plan=planned.plan,
-            trace=trace,
-            time=step_time(planned.plan, planned.needs, trace, rates, micro_batches=micro, two=two),
-            schedules=all_schedules(planned.plan, planned.needs, trace, rates, micro),
-            room=request.room,
-            batch=batch,
-            seq=request.seq,
-            micro_batches=micro,
-        )
+        return _Case(request, planned, batch, traced.step, traced.checkpointed, rates)
 
-    def _trace(self, request: Request, planned: Planned, batch: int) -> StepTrace:
+    def _trace(self, request: Request, planned: Planned, batch: int, *, checkpointing: bool) -> _Traced:
         slide = planned.settings.slide
         name, on_gpu = request.shape.name, request.room.gpu is not None
         run = (name, slide.kernels, slide.stream_head, on_gpu)
-        key = (run, request.checkpointing, batch, request.seq, request.room.gpu)
+        key = (run, checkpointing, batch, request.seq, request.room.gpu)
         if key not in self._traces:
             if run not in self._prepared:
                 model = request.shape.build().to(next(self._bare[name].parameters()).dtype)
@@ -105,10 +124,72 @@ class Planner:
                 self._prepared[run] = model
             model = self._prepared[run]
             with contextlib.suppress(ValueError):  # a model that has no checkpointing runs without
-                set_checkpointing(model, request.checkpointing)
+                set_checkpointing(model, checkpointing)
             units = _units_of(model, planned)
-            self._traces[key] = trace_step(model, units, batch, request.seq, request.room.gpu or 0)
+            step = trace_step(model, units, batch, request.seq, request.room.gpu or 0)
+            self._traces[key] = _Traced(step, _checkpointed(units))
         return self._traces[key]
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A traced step, and the blocks of which the script's checkpointing is one that the engine takes over."""
+
+    step: StepTrace
+    checkpointed: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What a forecast is made from."""
+
+    request: Request
+    planned: Planned
+    batch: int
+    trace: StepTrace
+    """As the script has it."""
+    checkpointed: frozenset[int]
+    rates: Rates
+
+    def time(self, plan: Plan, trace: StepTrace, *, below_limit: bool = False) -> StepTime:
+        planned, rule = self.planned, self.planned.settings.rule
+        assert rule is not None
+        debug = planned.settings.slide.debug
+        two = debug.update_passes != 1 and rule.name in IN_TWO_PASSES
+        micro = planned.micro_batches
+        return step_time(plan, planned.needs, trace, self.rates, micro_batches=micro, two=two, below_limit=below_limit)
+
+    def forecast(self) -> Forecast:
+        """Before anything is decided."""
+        return self._forecast(self.planned.plan, self.trace, Activations(self.checkpointed), None)
+
+    def decided(self, plan: Plan, trace: StepTrace, activations: Activations) -> Forecast:
+        return self._forecast(plan, trace, activations, self.forecast())
+
+    def _forecast(self, plan: Plan, trace: StepTrace, activations: Activations, first: Forecast | None) -> Forecast:
+        planned = self.planned
+        return Forecast(
+            plan=plan,
+            trace=trace,
+            time=self.time(plan, trace),
+            below_limit=self.time(plan, trace, below_limit=True),
+            schedules=all_schedules(plan, planned.needs, trace, self.rates, planned.micro_batches),
+            room=self.request.room,
+            batch=self.batch,
+            seq=self.request.seq,
+            micro_batches=planned.micro_batches,
+            activations=activations,
+            first=first,
+        )
+
+
+def _checkpointed(units: Sequence[TracedUnit]) -> frozenset[int]:
+    found = (index for index, unit in enumerate(units) if unit.block is not None and _is_checkpointed(unit.block))
+    return frozenset(found)
+
+
+def _is_checkpointed(block: Any) -> bool:
+    return bool(vars(block).get(FLAG)) and vars(block).get(FUNCTION) is not None
 
 
 def _units_of(model: Any, planned: Planned) -> Sequence[TracedUnit]:

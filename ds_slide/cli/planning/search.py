@@ -72,7 +72,7 @@ def recommended(planner: Planner, request: Request, largest: int) -> Forecast:
     """The smallest batch of those of a power of two, and the largest one, with nearly the most tokens a second."""
     request = _without_whole_batch(request)
     batches = [1 << power for power in range(largest.bit_length()) if 1 << power < largest] + [largest]
-    forecasts = [planner.forecast(replace(request, batch=batch)) for batch in batches[-5:]]
+    forecasts = [planner.steady(replace(request, batch=batch)) for batch in batches[-5:]]
     most = max(each.tokens_per_s for each in forecasts)
     return next(each for each in forecasts if each.tokens_per_s >= ENOUGH * most)
 

@@ -25,6 +25,9 @@ _COPY_BYTES = 512 << 20
 _CPU_SHAPE = (512, 512, 512)
 _UPDATED = 32 << 20
 _ROUNDS = 5
+_WARM_S = 0.3
+"""Of products on a GPU before those that count: soon its power limits it to the rate that it can hold (backwards of
+blocks of 11.9 ms each took 12.8 from the fourth on, benchmarks/results/2026-11-23_nvidia-h200_timeline-slide.json)."""
 
 
 def gpu_ceilings(device: torch.device) -> GpuCeilings:
@@ -73,7 +76,14 @@ def _product_rate(shape: tuple[int, int, int], device: torch.device) -> float:
         for _ in range(times):
             torch.mm(left, right, out=product)
 
-    seconds = _on_gpu(multiply, device) if device.type == "cuda" else _median(multiply)
+    if device.type == "cuda":
+        begin = time.perf_counter()
+        while time.perf_counter() < begin + _WARM_S:
+            multiply()
+            torch.cuda.synchronize(device)
+        seconds = _on_gpu(multiply, device)
+    else:
+        seconds = _median(multiply)
     return times * 2 * rows * columns * inner / seconds / 1e12
 
 

@@ -1,0 +1,97 @@
+"""What the engine decides after its first steps, by its own functions, from predicted figures instead of measured ones.
+
+The sums that stand in for a measurement are those of `ds_slide.runtime.activations.spare_memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ds_slide.plan.allocations import of_promoted, total
+from ds_slide.plan.forecast import WORKSPACE_BYTES, Activations, Room
+from ds_slide.plan.memory import Plan
+from ds_slide.plan.needs import Needs, UnitSize
+from ds_slide.plan.spare import MARGIN_SHARE, Keepable, Movable, StepTimes, choose, kept_within
+from ds_slide.plan.time import StepTime
+from ds_slide.runtime.activations.spare_memory import HEADROOM, LEAST_GAIN, LOOKS
+
+
+@dataclass(frozen=True)
+class Spare:
+    """What is known of the GPU beside a plan. `needed`: bytes of a batch with nothing kept. `limit`: of
+    `ds_slide.gpu_memory`. `tied`: states cannot always go back when a batch begins."""
+
+    room: Room
+    needed: int
+    limit: int | None
+    tied: bool
+
+    @property
+    def exists(self) -> bool:
+        return self.room.gpu is not None or self.limit is not None
+
+    def bytes_beside(self, plan: Plan) -> float:
+        """What a batch leaves, of the GPU and of the limit."""
+        rooms: list[float] = []
+        if self.room.gpu is not None and self.room.gpu_for_plan is not None:
+            margin = MARGIN_SHARE * self.room.gpu
+            rooms.append(self.room.gpu_for_plan - WORKSPACE_BYTES - margin - plan.gpu_bytes - self.needed)
+        if self.limit is not None:
+            rooms.append(self.limit - plan.gpu_bytes)
+        return min(rooms)
+
+
+def decide(
+    plan: Plan,
+    spare: Spare,
+    keepable: Sequence[Keepable],
+    time_of: Callable[[Plan, Collection[int]], StepTime],
+    *,
+    moves_states: bool,
+) -> tuple[Plan, Activations]:
+    """The plan with promoted units, and the activations that are kept then. `keepable`: by the number of the unit.
+    `time_of`: a step with a plan, and with the activations of so many blocks kept."""
+    checkpointed = frozenset(each.order for each in keepable)
+    if not spare.exists:
+        return plan, Activations(checkpointed)
+    for _ in LOOKS:
+        room = spare.bytes_beside(plan)
+        times = _times(time_of(plan, kept := kept_within(room, keepable)))
+        times = replace(times, compute=times.compute + sum(each.seconds for each in keepable if each.order in kept))
+        room -= HEADROOM * spare.needed if spare.tied else 0
+        least = choose(room, (), keepable, times).seconds
+        choice = choose(room, _movable(plan) if moves_states else (), keepable, times)
+        if choice.seconds <= least * (1 - LEAST_GAIN):
+            plan = plan.with_promoted(plan.placement.promoted | choice.states, plan.placement.window)
+    kept = kept_within(spare.bytes_beside(plan), keepable)
+    return plan, Activations(checkpointed, kept, sum(each.nbytes for each in keepable if each.order in kept))
+
+
+def _times(step: StepTime) -> StepTimes:
+    compute = step.lanes["compute"]
+    others = (seconds for lane, seconds in step.lanes.items() if lane != "compute")
+    return StepTimes(compute, max(0.0, step.step_s - compute), max(others, default=0.0))
+
+
+def _movable(plan: Plan) -> list[Movable]:
+    """Units in host memory whose states may go to the GPU: outer modules first, then blocks in their order."""
+    there = plan.placement.on_gpu | plan.placement.promoted
+    updated = sum(unit.codec.numel for index, unit in enumerate(plan.units) if index not in there)
+    indices = [index for index, unit in enumerate(plan.units) if index not in there and _may_move(plan, index, unit)]
+    return [
+        Movable(index, total(of_promoted(unit, plan.needs), "gpu"), unit.codec.numel / max(updated, 1))
+        for index, unit in sorted(
+            ((index, plan.units[index]) for index in indices), key=lambda each: (not each[1].is_outer, each[0])
+        )
+    ]
+
+
+def _may_move(plan: Plan, index: int, unit: UnitSize) -> bool:
+    """As `ds_slide.runtime.tier_moves.why_fixed` has it of a unit that is there."""
+    needs: Needs = plan.needs
+    is_short = any(spec.state is not None and spec.dtype != torch.float32 for spec in unit.specs)
+    fixed = index in plan.placement.on_ssd or unit.kind == "part" or bool(unit.passing_numel) or is_short
+    return needs.trains and bool(unit.codec.numel) and not fixed
