@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ds_slide.report.statistics import LaneMeter
-from ds_slide.runtime.device import Device, Marker
+from ds_slide.runtime.device import PASSED, Device, Marker
 from ds_slide.runtime.transfers.handoff import THREAD_PREFIX, Failures, synchronize
 from ds_slide.runtime.transfers.stream_worker import Delay
 
@@ -125,6 +125,8 @@ class UpdateWorker:
             # to the end, a late task could be seen as arrived and an early one, asked sooner, as not: then the spans of
             # one unit would be updated out of order, and the last one gives their common buffer back.
             ready = list(itertools.takewhile(lambda task: task.ready.done(), self._tasks))
+            # The rest of a block's gradient has arrived with its beginning, whatever is on its way in front of it.
+            ready += [task for task in self._tasks if task.turn == "spare" and task.ready is PASSED]
             chosen = min(ready or self._tasks[:1], key=lambda task: task.urgency)
             self._tasks.remove(chosen)
             return chosen
