@@ -80,7 +80,7 @@ class States(Protocol):
 @dataclass(frozen=True)
 class Budget:
     """`gpu`: None where the accelerator has no memory of its own; nothing is placed there unasked then. `limit`: of
-    `ds_slide.gpu_memory`. `placed`: bytes that count against it so far."""
+    `ds_slide.gpu_memory`. `placed`: bytes of all engines that count against it so far."""
 
     gpu: GpuMemory | None
     limit: int | None
@@ -203,7 +203,7 @@ class SpareMemory:
             needed = self._need.nbytes * (max(1.0, growth) if with_gradient else growth)
             rooms.append(self._usable - self._margin - self._allocated() - needed)
         if self._budget.limit is not None:
-            rooms.append(self._budget.limit - self._budget.placed() - self.activations.alive())
+            rooms.append(self._budget.limit - self._budget.placed())
         return min(rooms)
 
     def _give_back(self, missing: float) -> bool:
