@@ -71,7 +71,7 @@ class Activations:
         """By kind of block, at the largest shape so far."""
         self._asked: set[Hashable] = set()
         """Kinds that are to be measured by the next recomputation of one of their blocks."""
-        self.times_forward = False
+        self._times = False
         self._marks: list[tuple[int, Marker, Marker]] = []
         self._seconds: dict[Hashable, float] = {}
         """Of a block's forwards in a step, by kind: of blocks that are alike none is chosen for the noise of its
@@ -106,7 +106,7 @@ class Activations:
 
     def _run(self, unit: Unit, written: Checkpoint, function: Callable[..., Any], *inputs: Any) -> Any:
         """Run a block for its caller. `written`: as the script has it."""
-        before = self._device.mark(timed=True) if self.times_forward else None
+        before = self._device.mark(timed=True) if self._times else None
         self._calls[unit.order] += 1
         kept = self._bytes.setdefault(unit.order, [])
         if not torch.is_grad_enabled():
@@ -164,8 +164,13 @@ class Activations:
         """Bytes of what is kept for backwards that are to come, at most."""
         return sum(_largest(self._bytes.get(unit.order, ()), unit.uses - unit.uses_done) for unit in self._blocks)
 
+    def begin_times(self) -> None:
+        """Time the forwards of blocks from now on."""
+        self._marks.clear()
+        self._times = True
+
     def take_times(self) -> None:
-        """Take the times of the forwards since `times_forward` was set. Waits for the GPU."""
+        """Take the times of the forwards of the step since. Waits for the GPU."""
         self._device.synchronize()
         blocks: dict[Hashable, set[int]] = {}
         total: dict[Hashable, float] = {}
@@ -175,7 +180,7 @@ class Activations:
             total[kind] = total.get(kind, 0.0) + before.seconds_until(after)
         self._seconds = {kind: seconds / len(blocks[kind]) for kind, seconds in total.items()}
         self._marks.clear()
-        self.times_forward = False
+        self._times = False
 
 
 def _largest(given: Iterable[int], count: int) -> int:
