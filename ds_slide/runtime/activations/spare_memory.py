@@ -213,16 +213,22 @@ class SpareMemory:
         return min(rooms)
 
     def _give_back(self, missing: float) -> bool:
-        """Take states from the GPU for a batch that needs their place. -> whether that was possible."""
-        if self.states is None or self._ranks.world_size > 1 or not (promoted := self.states.promoted()):
+        """Take states from the GPU for a batch that needs their place, and slots of the window where that does not
+        suffice. -> whether that was possible."""
+        if self.states is None or self._ranks.world_size > 1:
             return False
-        gone = given_back(missing, promoted, self.states.slots(1))
-        left = frozenset(each.order for each in promoted if each.order not in gone)
-        moved = self.states.move(left)
+        promoted, slots = self.states.promoted(), self.states.slots(1)
+        gone = given_back(missing, promoted, slots)
+        short = missing - sum(each.nbytes for each in promoted if each.order in gone)
+        fewer = slots.fitting(-short, 0) or slots.least if short > 0 else slots.count
+        if not gone and fewer >= slots.count:
+            return False
+        moved = self.states.move(frozenset(each.order for each in promoted if each.order not in gone), fewer)
         if moved:
+            also = f", and {slots.count - fewer} slots of the window are given up" if fewer < slots.count else ""
             log.info(
                 f"a batch needs {size(missing)} of the GPU more than those before it, so the states of {len(gone)} "
-                "units have gone back to host memory"
+                f"units have gone back to host memory{also}"
             )
             self._looks = frozenset(step for step in LOOKS if step > self._steps) | {self._steps + self._pause}
             self._pause *= 2

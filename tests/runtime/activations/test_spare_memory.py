@@ -162,6 +162,19 @@ def test_slots_beyond_the_least_give_way_to_states() -> None:
     assert (len(run.units.orders), run.units.window) == ((left - slots * SLOT) // UNIT, slots)
 
 
+def test_slots_go_where_states_do_not_suffice() -> None:
+    run = Run(stall=0.0)
+    run.units.window = 10
+    run.gpu.on_gpu += TOTAL - MARGIN - RESIDENT - TOKENS * BYTES_PER_TOKEN
+    run.steps(LOOKS[0])
+    run.forward((1, TOKENS + 1))
+    growth = (TOKENS + 1) ** 2 / TOKENS**2
+    assert run.units.window == 10 - -(-(growth - 1) * TOKENS * BYTES_PER_TOKEN // SLOT)
+    run.forward((1, 2 * TOKENS))
+    assert run.units.window == LEAST
+    run.forward((1, 2 * TOKENS))
+
+
 def test_nothing_is_moved_for_nothing() -> None:
     run = Run(stall=0.0)
     run.steps(10)
