@@ -246,7 +246,7 @@ def _spare(context: BuildContext, units: Sequence[Unit]) -> SpareMemory:
     settings, device = context.settings, context.device
     gpu = device if device.is_cuda and settings.trains else None
     limit = settings.slide.gpu_memory if settings.trains else None
-    budget = Budget(gpu, limit, lambda: running.taken().gpu)
+    budget = Budget(gpu, limit, running.on_gpu)
     blocks = [unit for unit in units if unit.spec.kind == "block" and settings.slide.activations == "auto"]
     return SpareMemory(Activations(blocks, device), budget, context.ranks, context.recorder)
 

@@ -73,3 +73,8 @@ class Parts:
     def taken(self) -> Taken:
         """Bytes that are taken of the limits that all engines of a process share."""
         return self.plan.taken
+
+    @property
+    def kept(self) -> int:
+        """Bytes of activations that are kept on the GPU for backwards to come."""
+        return self.spare.activations.alive()

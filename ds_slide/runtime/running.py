@@ -24,6 +24,8 @@ class HoldsMemory(Protocol):
 
     @property
     def taken(self) -> Taken: ...
+    @property
+    def kept(self) -> int: ...
 
 
 class Running(Protocol):
@@ -50,6 +52,11 @@ def leave(engine: Running) -> None:
 def taken() -> Taken:
     """Sum over the engines."""
     return sum((engine.parts.taken for engine in _engines), NOTHING_TAKEN)
+
+
+def on_gpu() -> int:
+    """Bytes that the engines have placed on the GPU, and of activations that they keep there for backwards to come."""
+    return taken().gpu + sum(engine.parts.kept for engine in _engines)
 
 
 def untouched_host_bytes() -> int:

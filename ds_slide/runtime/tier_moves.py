@@ -118,7 +118,8 @@ def move(runtime: SlideRuntime, on_gpu: frozenset[int], *, slots: int | None = N
     for unit in moving:
         if (reason := why_fixed(runtime, unit)) is not None:
             raise SlideError(f"the states of {unit.name} cannot move between host memory and GPU: {reason}")
-    with deferred_interrupt():
+    # What an evaluation in inference mode makes could not be used in a forward with gradients.
+    with deferred_interrupt(), torch.inference_mode(False):
         return _move(runtime, moving, window)
 
 

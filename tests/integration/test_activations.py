@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from adapters import adapted
+from allocated import storages
 from harness import Batch, Result, batches, differences, ds_config, engine_for, llama, states_of, to_bf16, train
 from interrupting import Failure, Interrupt
+from moving import promote
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
@@ -21,6 +24,7 @@ from ds_slide.plan.spare import StepTimes
 from ds_slide.runtime.activations import spare_memory
 from ds_slide.runtime.activations.spare_memory import LOOKS, Budget
 from ds_slide.runtime.activations.states import RunningStates
+from ds_slide.runtime.weights.hooks import in_backward
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -178,6 +182,116 @@ def test_graphs_that_wait_for_backward_count() -> None:
             engine.step()
             assert spare.activations.alive() == 0
         assert kept > 0
+
+
+def test_graphs_of_batches_that_differ_count() -> None:
+    """Many of them, of long and short batches, before one backward: no more is kept than the limit has room for."""
+    limit = OWN_BYTES + 4 * BLOCK_BYTES
+    with engine_for(checkpointed(llama(), False), config_of({"gpu_memory": limit})) as engine:
+        train(engine, batches(LOOKS[0], length=32))
+        parts = engine.optimizer.runtime.parts
+        losses, kept = [], 0
+        for length in (16, 32, 8, 32, 8, 8):
+            losses.append(engine(**batches(1, length=length)[0]).loss)
+            kept += parts.spare.activations.kept_bytes
+            assert kept and parts.plan.gpu_bytes + kept <= limit
+        engine.backward(sum(losses))
+        engine.step()
+
+
+class Twice(nn.Module):
+    """Calls its blocks twice."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        model = self.inner.model
+        hidden = model.embed_tokens(input_ids)
+        positions = torch.arange(hidden.size(1))[None]
+        around = model.rotary_emb(hidden, positions)
+        for layer in (*model.layers, *model.layers):
+            hidden = layer(hidden, position_ids=positions, position_embeddings=around)
+        logits = self.inner.lm_head(model.norm(hidden))
+        return Output(self.inner.loss_function(logits, labels, logits.size(-1)))
+
+
+class Output(NamedTuple):
+    loss: torch.Tensor
+
+
+@FORMS
+def test_blocks_that_are_called_twice_count_twice(reentrant: bool) -> None:
+    limit, found = OWN_BYTES + 4 * BLOCK_BYTES, []
+    for activations in ("as_written", "auto"):
+        model, data = Twice(checkpointed(llama(), reentrant)), batches(STEPS)
+        slide = {"gpu_memory": limit, "activations": activations, "defer_updates": True}
+        with engine_for(model, config_of(slide)) as engine:
+            spare = engine.optimizer.runtime.parts.spare
+            losses = train(engine, data[:-1]).losses
+            loss = engine(**data[-1]).loss
+            found.append(Result(losses=[*losses, float(loss)]))
+            assert engine.optimizer.runtime.parts.plan.gpu_bytes + spare.activations.alive() <= limit
+            assert spare.activations.alive() == spare.activations.kept_bytes
+            assert activations == "as_written" or spare.activations.statistics["keep"] == 3
+            engine.backward(loss)
+    assert differences(*found) == []
+
+
+def test_two_engines_share_the_limit() -> None:
+    """What one keeps for its backward is no room for the other one."""
+    limit = 2 * OWN_BYTES + 4 * BLOCK_BYTES
+    config = config_of({"gpu_memory": limit})
+    with (
+        engine_for(checkpointed(llama(), False), config) as one,
+        engine_for(checkpointed(llama(), False), config) as two,
+    ):
+        parts = [engine.optimizer.runtime.parts for engine in (one, two)]
+        for batch in batches(STEPS):
+            losses = [engine(**batch).loss for engine in (one, two)]
+            alive = [each.spare.activations.alive() for each in parts]
+            assert sum(each.plan.gpu_bytes for each in parts) + sum(alive) <= limit
+            for engine, loss in zip((one, two), losses, strict=True):
+                engine.backward(loss)
+                engine.step()
+        assert sum(alive)
+
+
+def test_what_is_kept_comes_free_with_its_graph() -> None:
+    """A loss that nobody calls backward of, again and again."""
+    with engine_for(checkpointed(llama(), False), config_of({"gpu_memory": "1GiB"})) as engine:
+        train(engine, batches(STEPS))
+        spare = engine.optimizer.runtime.parts.spare
+        data = batches(3)
+        gc.collect()
+        before = sum(storages().values())
+        for batch in data:
+            loss = engine(**batch).loss
+            assert spare.activations.alive() == spare.activations.kept_bytes > 0
+            del loss
+            gc.collect()
+            assert spare.activations.alive() == 0 and sum(storages().values()) == before
+        assert promote(engine.optimizer.runtime, 1) is not None
+        train(engine, batches(1))
+
+
+def test_a_recomputation_that_fails_measures_nothing() -> None:
+    """What it has saved by then would be taken for all that a block saves."""
+    model, data = checkpointed(llama(), False), batches(STEPS)
+    with engine_for(model, config_of({"gpu_memory": "1GiB"})) as engine:
+
+        def fail(*_args: Any) -> None:
+            if in_backward():
+                raise Failure
+
+        handle = layers_of(model)[0].mlp.register_forward_pre_hook(fail)
+        with pytest.raises(Failure):
+            train(engine, data[:1])
+        handle.remove()
+        train(engine, data)
+        failed = engine.optimizer.slide_stats()["activations"]
+    assert failed == run(checkpointed(llama(), False), {"gpu_memory": "1GiB"}, data)[1]
 
 
 @FORMS

@@ -279,6 +279,22 @@ def test_nothing_moves_in_the_middle_of_a_step() -> None:
         assert promote(runtime) is not None
 
 
+def test_an_evaluation_in_inference_mode_moves_states() -> None:
+    """What is made there must not be what a later forward saves."""
+    data = batches(4)
+    with engine_for(model := llama(), config()) as engine:
+        result = train(engine, data[:2])
+        for orders in ((1, 2, 3, 4, 5, 6), ()):
+            with torch.inference_mode():
+                assert promote(engine.optimizer.runtime, *orders) is not None
+        result.losses += train(engine, data[2:3]).losses
+        with torch.inference_mode():
+            assert promote(engine.optimizer.runtime, 0, 1) is not None
+        result.losses += train(engine, data[3:]).losses
+        result.states = states_of(model)
+    assert differences(result, trained(llama(), config(), data)) == []
+
+
 @pytest.mark.parametrize("failing", [0, 2])
 def test_no_memory_for_a_promotion(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units behind the first that finds none stay where they are; training goes on with the same bits."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,13 +61,17 @@ class Activations:
         """Blocks that were taken over in the newest forward."""
         self._shape: Shape | None = None
         self._kept: frozenset[int] = frozenset()
-        self._bytes: dict[int, int] = {}
-        """Of each block that was kept in its newest forward."""
+        self._bytes: dict[int, list[int]] = {}
+        """Of each block: what is kept of its calls since a forward began in which none waited for its backward."""
+        self._calls: Counter[int] = Counter()
+        """Of each block, in the newest forward."""
+        self._most_calls: Counter[int] = Counter()
+        """In one forward so far."""
         self._measured: dict[Hashable, Measured] = {}
         """By kind of block, at the largest shape so far."""
         self._asked: set[Hashable] = set()
         """Kinds that are to be measured by the next recomputation of one of their blocks."""
-        self.times_forward = False
+        self._times = False
         self._marks: list[tuple[int, Marker, Marker]] = []
         self._seconds: dict[Hashable, float] = {}
         """Of a block's forwards in a step, by kind: of blocks that are alike none is chosen for the noise of its
@@ -79,6 +84,9 @@ class Activations:
     def begin(self, shape: Shape | None, room: float) -> None:
         """A forward of the whole model begins, with gradients, in which `room` bytes may be kept."""
         self._taken.begin()
+        self._most_calls |= self._calls
+        self._calls.clear()
+        self._bytes = {unit.order: self._bytes.get(unit.order, []) for unit in self._blocks if unit.awaits_backward}
         checkpointed = self._orders = self._taken.orders
         if not checkpointed:
             self._shape, self._kept, self.statistics = None, frozenset(), _statistics(0, 0, 0)
@@ -98,14 +106,16 @@ class Activations:
 
     def _run(self, unit: Unit, written: Checkpoint, function: Callable[..., Any], *inputs: Any) -> Any:
         """Run a block for its caller. `written`: as the script has it."""
-        before = self._device.mark(timed=True) if self.times_forward else None
+        before = self._device.mark(timed=True) if self._times else None
+        self._calls[unit.order] += 1
+        kept = self._bytes.setdefault(unit.order, [])
         if not torch.is_grad_enabled():
             result = written(function, *inputs)
         elif unit.order in self._kept and goes_through(written, function, inputs):
-            self._bytes[unit.order] = self._bytes_of(unit.order, self._shape)
+            kept.append(self._bytes_of(unit.order, self._shape))
             result = function(*inputs)
         else:
-            self._bytes.pop(unit.order, None)
+            kept.append(0)
             result = written(self._measuring(unit, function), *inputs)
         if before is not None:
             self._marks.append((unit.order, before, self._device.mark(timed=True)))
@@ -129,9 +139,11 @@ class Activations:
         if shape is None:
             return []
         orders = [order for order in self._orders if self._kind[order] in self._measured]
-        return [Keepable(order, self._bytes_of(order, shape), self._seconds_of(order)) for order in orders]
+        calls = {order: max(1, self._most_calls[order]) for order in orders}
+        return [Keepable(each, calls[each] * self._bytes_of(each, shape), self._seconds_of(each)) for each in orders]
 
     def _bytes_of(self, order: int, shape: Shape | None) -> int:
+        """Of one call."""
         assert shape is not None
         return self._measured[self._kind[order]].at(shape)
 
@@ -149,14 +161,16 @@ class Activations:
         return self._seconds.get(self._kind[order], 0.0)
 
     def alive(self) -> int:
-        """Bytes of what is kept for backwards that are to come."""
-        of = {unit.order: unit for unit in self._blocks if unit.awaits_backward}
-        return sum(
-            nbytes * (of[order].uses - of[order].uses_done) for order, nbytes in self._bytes.items() if order in of
-        )
+        """Bytes of what is kept for backwards that are to come, at most."""
+        return sum(_largest(self._bytes.get(unit.order, ()), unit.uses - unit.uses_done) for unit in self._blocks)
+
+    def begin_times(self) -> None:
+        """Time the forwards of blocks from now on."""
+        self._marks.clear()
+        self._times = True
 
     def take_times(self) -> None:
-        """Take the times of the forwards since `times_forward` was set. Waits for the GPU."""
+        """Take the times of the forwards of the step since. Waits for the GPU."""
         self._device.synchronize()
         blocks: dict[Hashable, set[int]] = {}
         total: dict[Hashable, float] = {}
@@ -166,7 +180,12 @@ class Activations:
             total[kind] = total.get(kind, 0.0) + before.seconds_until(after)
         self._seconds = {kind: seconds / len(blocks[kind]) for kind, seconds in total.items()}
         self._marks.clear()
-        self.times_forward = False
+        self._times = False
+
+
+def _largest(given: Iterable[int], count: int) -> int:
+    """The sum of so many: which call a backward has come to is not known."""
+    return sum(sorted(given, reverse=True)[:count]) if count > 0 else 0
 
 
 def _statistics(checkpointed: int, kept: int, kept_bytes: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import _StopRecomputationError
 
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.weights.hooks import in_backward
@@ -34,12 +35,15 @@ def counted(unit: Unit, function: Callable[..., Any], report: Callable[[int], No
         hooks = OpenHooks(note, _never)
         try:
             outputs = function(*inputs)
-            for tensor in _tensors(outputs):
-                saved.pop(_address(tensor), None)
-            return outputs
-        finally:  # checkpointing ends a recomputation by an exception, behind the last tensor that it needs
-            hooks.close()
+        except _StopRecomputationError:  # behind the last tensor that is needed; other exceptions come sooner
             report(sum(saved.values()))
+            raise
+        finally:
+            hooks.close()
+        for tensor in _tensors(outputs):
+            saved.pop(_address(tensor), None)
+        report(sum(saved.values()))
+        return outputs
 
     return run
 

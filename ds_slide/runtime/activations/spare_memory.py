@@ -39,6 +39,9 @@ LOOKS = (3, 6)
 """Steps after which it is decided. Step 1 allocates what all later ones use again and compiles kernels; so does the one
 that follows a decision, and one more is measured in between."""
 WARM_UPS = tuple(step - 2 for step in LOOKS)
+FIRST_PAUSE = 20
+"""Steps after which it is decided once more when states have gone back, for an evaluation perhaps. Twice as many each
+time: where they have to go back again and again, moving them costs more than it brings."""
 LEAST_GAIN = 0.01
 """Of a step. What is less is no more than its noise, and moving states takes a second or two."""
 HEADROOM, HEADROOM_OF_VARYING = 0.25, 1.0
@@ -80,7 +83,7 @@ class States(Protocol):
 @dataclass(frozen=True)
 class Budget:
     """`gpu`: None where the accelerator has no memory of its own; nothing is placed there unasked then. `limit`: of
-    `ds_slide.gpu_memory`. `placed`: bytes that count against it so far."""
+    `ds_slide.gpu_memory`. `placed`: bytes of all engines that count against it so far."""
 
     gpu: GpuMemory | None
     limit: int | None
@@ -123,6 +126,9 @@ class SpareMemory:
         self._ranks = ranks
         self._recorder = recorder
         self._steps = 0
+        self._looks = frozenset(LOOKS)
+        self._latest_look = 0
+        self._pause = FIRST_PAUSE
         self._need: Need | None = None
         self._watched = Watched()
         self._usable = 0
@@ -203,21 +209,29 @@ class SpareMemory:
             needed = self._need.nbytes * (max(1.0, growth) if with_gradient else growth)
             rooms.append(self._usable - self._margin - self._allocated() - needed)
         if self._budget.limit is not None:
-            rooms.append(self._budget.limit - self._budget.placed() - self.activations.alive())
+            rooms.append(self._budget.limit - self._budget.placed())
         return min(rooms)
 
     def _give_back(self, missing: float) -> bool:
-        """Take states from the GPU for a batch that needs their place. -> whether that was possible."""
-        if self.states is None or self._ranks.world_size > 1 or not (promoted := self.states.promoted()):
+        """Take states from the GPU for a batch that needs their place, and slots of the window where that does not
+        suffice. -> whether that was possible."""
+        if self.states is None or self._ranks.world_size > 1:
             return False
-        gone = given_back(missing, promoted, self.states.slots(1))
-        left = frozenset(each.order for each in promoted if each.order not in gone)
-        moved = self.states.move(left)
+        promoted, slots = self.states.promoted(), self.states.slots(1)
+        gone = given_back(missing, promoted, slots)
+        short = missing - sum(each.nbytes for each in promoted if each.order in gone)
+        fewer = slots.fitting(-short, 0) or slots.least if short > 0 else slots.count
+        if not gone and fewer >= slots.count:
+            return False
+        moved = self.states.move(frozenset(each.order for each in promoted if each.order not in gone), fewer)
         if moved:
+            also = f", and {slots.count - fewer} slots of the window are given up" if fewer < slots.count else ""
             log.info(
                 f"a batch needs {size(missing)} of the GPU more than those before it, so the states of {len(gone)} "
-                "units have gone back to host memory"
+                f"units have gone back to host memory{also}"
             )
+            self._looks = frozenset(step for step in LOOKS if step > self._steps) | {self._steps + self._pause}
+            self._pause *= 2
         return moved
 
     # ---- a step ------------------------------------------------------------------------------------------------------
@@ -230,9 +244,9 @@ class SpareMemory:
         forwards, self._forwards = self._forwards, 0
         if self._steps in WARM_UPS:
             self._watch_anew()
-        elif self._steps + 1 in LOOKS:
-            self.activations.times_forward = True
-        elif self._steps in LOOKS:
+        elif self._steps + 1 in self._looks:
+            self.activations.begin_times()
+        elif self._steps in self._looks:
             self._measure()
             self._look(forwards)
         elif self._steps > WARM_UPS[-1]:
@@ -266,16 +280,17 @@ class SpareMemory:
         if self._budget.gpu is None:
             return
         before, self._retries = self._retries, self._budget.gpu.allocation_retries()
-        if self._steps > LOOKS[-1] + 1 and self._retries > before:
+        if self._steps > max(LOOKS[-1], self._latest_look) + 1 and self._retries > before:
             self._margin = min(1.25 * self._margin, self._most_margin)
 
     def _look(self, forwards: int) -> None:
         """Decide about states, after a step of so many forwards."""
         self.activations.take_times()
+        self._latest_look = self._steps
         if self._budget.gpu is not None:
             free, total = self._budget.gpu.memory()
             self._usable = free + self._budget.gpu.allocated()
-            self._margin, self._most_margin = total * MARGIN_SHARE, total * MOST_MARGIN_SHARE
+            self._margin, self._most_margin = max(self._margin, total * MARGIN_SHARE), total * MOST_MARGIN_SHARE
         given = self._ranks.exchange(self._record(forwards), "sharing out spare GPU memory")
         if None not in given:
             self._share_out(min(given, key=lambda each: each.room))

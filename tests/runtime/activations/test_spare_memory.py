@@ -13,7 +13,14 @@ from ds_slide.plan.spare import MARGIN_SHARE, Movable, Slots
 from ds_slide.report.statistics import StepRecorder, StepStatistics
 from ds_slide.report.waits import Waits
 from ds_slide.runtime.activations.activations import Activations
-from ds_slide.runtime.activations.spare_memory import HEADROOM, HEADROOM_OF_VARYING, LOOKS, Budget, SpareMemory
+from ds_slide.runtime.activations.spare_memory import (
+    FIRST_PAUSE,
+    HEADROOM,
+    HEADROOM_OF_VARYING,
+    LOOKS,
+    Budget,
+    SpareMemory,
+)
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.ranks.collectives import Ranks
 
@@ -155,6 +162,19 @@ def test_slots_beyond_the_least_give_way_to_states() -> None:
     assert (len(run.units.orders), run.units.window) == ((left - slots * SLOT) // UNIT, slots)
 
 
+def test_slots_go_where_states_do_not_suffice() -> None:
+    run = Run(stall=0.0)
+    run.units.window = 10
+    run.gpu.on_gpu += TOTAL - MARGIN - RESIDENT - TOKENS * BYTES_PER_TOKEN
+    run.steps(LOOKS[0])
+    run.forward((1, TOKENS + 1))
+    growth = (TOKENS + 1) ** 2 / TOKENS**2
+    assert run.units.window == 10 - -(-(growth - 1) * TOKENS * BYTES_PER_TOKEN // SLOT)
+    run.forward((1, 2 * TOKENS))
+    assert run.units.window == LEAST
+    run.forward((1, 2 * TOKENS))
+
+
 def test_nothing_is_moved_for_nothing() -> None:
     run = Run(stall=0.0)
     run.steps(10)
@@ -177,6 +197,35 @@ def test_a_longer_batch_gets_the_memory_of_as_many_states_as_it_needs(with_gradi
     needed = 4 * TOKENS * BYTES_PER_TOKEN
     assert run.units.orders == list(range((TOTAL - MARGIN - RESIDENT - needed) // UNIT))
     assert len(run.units.orders) < moved
+
+
+def test_states_that_went_back_for_an_evaluation_come_again() -> None:
+    """And more rarely where that happens again and again."""
+    run = Run()
+    run.steps(LOOKS[1] + 1)
+    most, pauses = len(run.units.orders), list[int]()
+    for _ in range(4):
+        with torch.no_grad():
+            run.forward((4, TOKENS))
+        assert len(run.units.orders) < most
+        steps = 0
+        while len(run.units.orders) < most:
+            run.step()
+            steps += 1
+        pauses.append(steps)
+    assert pauses == [FIRST_PAUSE * 2**number for number in range(4)]
+
+
+def test_states_do_not_come_again_where_batches_need_their_place() -> None:
+    run = Run()
+    run.steps(LOOKS[1] + 1)
+    run.step((1, 2 * TOKENS))
+    run.steps(FIRST_PAUSE + 1)
+    promoted = list(run.units.orders)
+    for _ in range(3):
+        run.step((1, 2 * TOKENS))
+        run.steps(2 * FIRST_PAUSE)
+        assert run.units.orders == promoted
 
 
 @pytest.mark.parametrize(("lengths", "headroom"), [((16, 16), HEADROOM), ((16, 8), HEADROOM_OF_VARYING)])
