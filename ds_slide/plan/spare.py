@@ -56,38 +56,75 @@ class Keepable:
 
 @dataclass(frozen=True)
 class Movable:
-    """A block whose states may go to the GPU. `share`: of all elements that the host updates."""
+    """A unit whose states may go to the GPU. `share`: of all elements that the host updates. `streamed`: it
+    passes through the window until then."""
 
     order: int
     nbytes: int
     share: float
+    streamed: bool = True
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The window: `count` slots of `nbytes` each, of which those beyond `least` hide no fetch, and only save some.
+    `blocks`: that pass through it, `passes` times a step (forward and backward of each micro-batch)."""
+
+    count: int
+    least: int
+    nbytes: int
+    blocks: int
+    passes: int = 2
+
+    def fitting(self, room: float, gone: int) -> int | None:
+        """How many stay when `gone` blocks pass no more and `room` bytes are left beside the present ones, or are
+        missing; None where that are too few."""
+        wanted = min(self.count, blocks := self.blocks - gone)
+        if room < 0 and self.nbytes:
+            wanted = min(wanted, int((room + self.count * self.nbytes) // self.nbytes))
+        enough = wanted >= min(self.least, self.count, blocks) and room + (self.count - wanted) * self.nbytes >= 0
+        return wanted if enough else None
+
+    def after(self, coming: int) -> int:
+        """How many there are when `coming` blocks more pass: no more than before, and the least."""
+        return max(self.count, min(self.least, self.blocks + coming))
+
+    def fetches(self, gone: int, count: int) -> int:
+        """Of a step: all blocks that pass in its first forward, and later those that are in no slot any more."""
+        blocks = self.blocks - gone
+        return blocks + (self.passes - 1) * max(0, blocks - count)
+
+
+NO_SLOTS = Slots(0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
 class StepTimes:
     """One measured step. `compute`: when the GPU computed. `stall`: when it waited for transfers and updates. `lane`:
-    of the busiest of the other lanes."""
+    of the busiest of the other lanes. `fetch`: of the one that brings blocks."""
 
     compute: float
     stall: float
     lane: float
+    fetch: float = 0.0
 
-    def predicted(self, recomputed_less: float, moved_share: float, updates: float) -> float:
-        """Of a step with so many seconds less of recomputation, so much of the host's work gone, and seconds of updates
-        on the GPU: what is hidden costs nothing, until what hides it has become shorter."""
+    def predicted(self, recomputed_less: float, moved_share: float, updates: float, fetched: float = 1.0) -> float:
+        """Of a step with so many seconds less of recomputation, so much of the host's work gone, seconds of updates on
+        the GPU, and so many times the fetches: what is hidden costs nothing, until what hides it has become shorter."""
         computes = self.compute - recomputed_less + updates
         left = 1.0 - moved_share
-        return max(computes + self.stall * left, self.lane * left)
+        return max(computes + self.stall * left, self.lane * left, self.fetch * fetched)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`states`: blocks whose states go to the GPU. `kept`: number of blocks whose activations then fit. `seconds`: of
-    the step that is expected."""
+    """`states`: units whose states go to the GPU. `kept`: number of blocks whose activations then fit. `seconds`: of
+    the step that is expected. `slots`: that the window has then."""
 
     states: frozenset[int]
     kept: int
     seconds: float
+    slots: int = 0
 
 
 def by_value(activations: Iterable[Keepable]) -> list[Keepable]:
@@ -105,38 +142,52 @@ def kept_within(room: float, activations: Iterable[Keepable]) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def choose(room: float, states: Sequence[Movable], activations: Iterable[Keepable], times: StepTimes) -> Choice:
+def choose(
+    room: float,
+    states: Sequence[Movable],
+    activations: Iterable[Keepable],
+    times: StepTimes,
+    slots: Slots = NO_SLOTS,
+) -> Choice:
     """The shortest step that `room` bytes allow, of those the one that takes the fewest bytes.
 
     `states` go in the order in which they are given, and activations by their value, so that a choice is two numbers,
     and all pairs of them are looked at. `kept` is what is expected; what is left in the end decides in each forward.
+    Slots beyond the least give way to states, and go anyway where fewer blocks pass than there are slots.
     """
     ordered = by_value(activations)
     state_bytes = list(accumulate((each.nbytes for each in states), initial=0))
     shares = list(accumulate((each.share for each in states), initial=0.0))
+    passing = list(accumulate((int(each.streamed) for each in states), initial=0))
     kept_bytes = list(accumulate((each.nbytes for each in ordered), initial=0))
     saved = list(accumulate((each.seconds for each in ordered), initial=0.0))
-    best = Choice(frozenset(), 0, times.predicted(0.0, 0.0, 0.0))
+    fetches = slots.fetches(0, slots.count)
+    best = Choice(frozenset(), 0, times.predicted(0.0, 0.0, 0.0), slots.count)
     least = best.seconds, 0
-    for moved, (taken, share) in enumerate(zip(state_bytes, shares, strict=True)):
+    for moved, (taken, share, gone) in enumerate(zip(state_bytes, shares, passing, strict=True)):
         updates = 2 * taken / UPDATE_BYTES_PER_SECOND
         for kept, (more, seconds) in enumerate(zip(kept_bytes, saved, strict=True)):
-            if taken + more > room:
+            left = room - taken - more
+            count = slots.fitting(left, gone) if moved else slots.count if left >= 0 else None
+            if count is None:
                 break
-            expected = times.predicted(seconds, share, updates)
+            fetched = slots.fetches(gone, count) / fetches if fetches else 1.0
+            expected = times.predicted(seconds, share, updates, fetched)
             if (expected, taken + more) < least:
                 least = expected, taken + more
-                best = Choice(frozenset(each.order for each in states[:moved]), kept, expected)
+                best = Choice(frozenset(each.order for each in states[:moved]), kept, expected, count)
     return best
 
 
-def given_back(missing: float, claimed: Sequence[Movable]) -> frozenset[int]:
-    """Blocks whose states leave the GPU so that `missing` bytes come free: those that went there last, first. All of
-    them where that does not suffice."""
-    chosen = []
+def given_back(missing: float, claimed: Sequence[Movable], slots: Slots = NO_SLOTS) -> frozenset[int]:
+    """Units whose states leave the GPU so that `missing` bytes come free: those that went there last, first. All of
+    them where that does not suffice. The blocks among them take slots where there are fewer than the least."""
+    chosen: list[int] = []
+    freed, coming = 0, 0
     for each in reversed(claimed):
-        if missing <= 0:
+        if freed - (slots.after(coming) - slots.count) * slots.nbytes >= missing:
             break
         chosen.append(each.order)
-        missing -= each.nbytes
+        freed += each.nbytes
+        coming += each.streamed
     return frozenset(chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from ds_slide.plan.spare import StepTimes
 from ds_slide.runtime.activations import spare_memory
 from ds_slide.runtime.activations.spare_memory import LOOKS, Budget
+from ds_slide.runtime.activations.states import RunningStates
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -275,6 +277,29 @@ def test_states_and_activations_share_the_limit(schedule: str, monkeypatch: pyte
     assert differences(result, reference("llama", False, schedule)) == []
 
 
+def test_slots_of_an_automatic_window_give_way_to_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that the user has set stays, also when blocks that had gone past it come back."""
+    monkeypatch.setattr(spare_memory, "_times", lambda _lanes, _step_s: StepTimes(1.0, 1.0, 0.5))
+    found = []
+    for grows in (True, False):
+        model = checkpointed(MODELS["llama"](), False)
+        config = config_of({"window": 6, "gpu_memory": 2_220_000, "gpu_states": "auto"})
+        torch.manual_seed(3)
+        with engine_for(model, config) as engine:
+            runtime = engine.optimizer.runtime
+            parts, needs = runtime.parts, runtime.parts.plan.needs
+            parts.plan = replace(parts.plan, needs=replace(needs, window=2 if grows else 6, window_grows=grows))
+            parts.spare.states = RunningStates(runtime)
+            result = train(engine, batches(STEPS))
+            found.append((len(parts.plan.placement.promoted), parts.memory_report["slots"]))
+            assert parts.plan.gpu_bytes + parts.spare.activations.kept_bytes <= 2_220_000
+            assert parts.spare.states.move(frozenset())
+            assert parts.memory_report["slots"] == (3 if grows else 6)
+            result.states = states_of(model)
+        assert differences(result, reference("llama", False, "clipping")) == []
+    assert found == [(3, 3), (2, 5)]  # the outer module, and so many blocks
+
+
 class Counted:
     """A GPU that holds what the engine places, what is kept, and while a batch runs 3,000 bytes a token: as much as two
     blocks keep."""
@@ -293,9 +318,6 @@ class Counted:
 
     def reset_peak(self) -> None:
         self.most = self.allocated()
-
-    def release_cached(self) -> None:
-        pass
 
     def allocation_retries(self) -> int:
         return 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_slide.plan.spare import Keepable, Movable, Shape, StepTimes, choose, given_back, kept_within
+from ds_slide.plan.spare import Keepable, Movable, Shape, Slots, StepTimes, choose, given_back, kept_within
 
 GB = 10**9
 BLOCKS = 36
@@ -39,6 +39,26 @@ def test_when_the_hidden_lane_comes_out_states_follow() -> None:
     assert choice.seconds < choose(60 * GB, (), ACTIVATIONS, times).seconds
 
 
+SLOTS = Slots(count=19, least=4, nbytes=154 * 10**6, blocks=BLOCKS)
+
+
+def test_slots_that_hide_no_fetch_give_way() -> None:
+    assert len(choose(10 * GB, STATES, ACTIVATIONS, CLIPPED).states) == 8
+    choice = choose(10 * GB, STATES, ACTIVATIONS, CLIPPED, SLOTS)
+    assert len(choice.states) == 10 and choice.slots == 6
+    everything = choose(200 * GB, STATES, ACTIVATIONS, CLIPPED, SLOTS)
+    assert len(everything.states) == BLOCKS and everything.slots == 0
+
+
+def test_slots_stay_where_fetches_are_what_takes_time() -> None:
+    """A slow bus, and fetches of 4 micro-batches."""
+    times = StepTimes(compute=0.69, stall=0.31, lane=1.0, fetch=1.0)
+    slots = Slots(count=19, least=4, nbytes=154 * 10**6, blocks=BLOCKS, passes=8)
+    choice = choose(1.3 * GB, STATES, (), times, slots)
+    assert choice.slots == 19 and len(choice.states) == 1
+    assert choose(1.3 * GB, STATES, (), CLIPPED, slots).slots < 19
+
+
 amounts = st.floats(0, 2, allow_nan=False)
 keepables = st.lists(st.tuples(st.integers(0, 50), amounts), max_size=6).map(
     lambda given: [Keepable(order, *each) for order, each in enumerate(given)]
@@ -46,20 +66,27 @@ keepables = st.lists(st.tuples(st.integers(0, 50), amounts), max_size=6).map(
 movables = st.lists(st.integers(1, 50), max_size=6).map(
     lambda given: [Movable(100 + order, nbytes, 1 / (len(given) + 1)) for order, nbytes in enumerate(given)]
 )
-times = st.builds(StepTimes, amounts, amounts, amounts)
+times = st.builds(StepTimes, amounts, amounts, amounts, amounts)
+windows = st.integers(6, 12).flatmap(
+    lambda blocks: st.builds(
+        Slots, st.integers(0, blocks), st.integers(0, 4), st.integers(0, 20), st.just(blocks), st.integers(1, 8)
+    )
+)
 
 
-@given(st.integers(-10, 200), movables, keepables, times)
+@given(st.integers(-10, 200), movables, keepables, times, windows)
 def test_a_choice_fits_and_harms_nothing(
-    room: int, states: list[Movable], activations: list[Keepable], measured: StepTimes
+    room: int, states: list[Movable], activations: list[Keepable], measured: StepTimes, slots: Slots
 ) -> None:
-    choice = choose(room, states, activations, measured)
+    choice = choose(room, states, activations, measured, slots)
     moved = [each for each in states if each.order in choice.states]
     assert moved == states[: len(moved)]
     smallest = sum(sorted(each.nbytes for each in activations)[: choice.kept])
-    assert not (moved or choice.kept) or sum(each.nbytes for each in moved) + smallest <= room
+    taken = sum(each.nbytes for each in moved) + smallest - (slots.count - choice.slots) * slots.nbytes
+    assert not (moved or choice.kept) or taken <= room
+    assert min(slots.least, slots.count, slots.blocks - len(moved)) <= choice.slots <= slots.count
     assert choice.seconds <= measured.predicted(0.0, 0.0, 0.0)
-    assert choose(room + 10, states, activations, measured).seconds <= choice.seconds
+    assert choose(room + 10, states, activations, measured, slots).seconds <= choice.seconds
 
 
 @given(st.integers(0, 120), keepables)
@@ -74,15 +101,18 @@ def test_of_equal_blocks_the_last_are_kept() -> None:
     assert kept_within(4 * GB, ACTIVATIONS) == {34, 35, 36}
 
 
-@given(movables, st.floats(-5, 400))
-def test_as_much_is_given_back_as_is_missing(claimed: list[Movable], missing: float) -> None:
-    gone = given_back(missing, claimed)
+@given(movables, st.floats(-5, 400), windows)
+def test_as_much_is_given_back_as_is_missing(claimed: list[Movable], missing: float, slots: Slots) -> None:
+    gone = given_back(missing, claimed, slots)
     left = [each for each in claimed if each.order not in gone]
     assert left == claimed[: len(left)]
-    freed = sum(each.nbytes for each in claimed) - sum(each.nbytes for each in left)
-    assert freed >= missing or not left
-    if gone:
-        assert freed - claimed[len(left)].nbytes < missing
+
+    def freed(count: int) -> int:
+        new = max(0, min(slots.least, slots.blocks + count) - slots.count)
+        return sum(each.nbytes for each in claimed[len(claimed) - count :]) - new * slots.nbytes
+
+    assert freed(len(gone)) >= missing or not left
+    assert all(freed(fewer) < missing for fewer in range(len(gone)))
 
 
 shapes = st.builds(Shape, st.integers(1, 10**6), st.integers(1, 10**5))

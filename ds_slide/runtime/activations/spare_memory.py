@@ -20,10 +20,12 @@ import torch
 from ds_slide.plan.spare import (
     MARGIN_SHARE,
     MOST_MARGIN_SHARE,
+    NO_SLOTS,
     Handling,
     Keepable,
     Movable,
     Shape,
+    Slots,
     StepTimes,
     choose,
     given_back,
@@ -52,7 +54,6 @@ class GpuMemory(Protocol):
     def allocated(self) -> int: ...
     def peak(self) -> int: ...
     def reset_peak(self) -> None: ...
-    def release_cached(self) -> None: ...
     def allocation_retries(self) -> int: ...
 
 
@@ -65,8 +66,12 @@ class States(Protocol):
     def promoted(self) -> Sequence[Movable]:
         """Units that have gone there, in that order."""
 
-    def move(self, orders: frozenset[int]) -> bool:
-        """Make them the promoted ones. -> whether this was the moment for it. Collective."""
+    def slots(self, forwards: int) -> Slots:
+        """Of the window, which serves so many forwards a step."""
+
+    def move(self, orders: frozenset[int], slots: int | None = None) -> bool:
+        """Make them the promoted ones, and the window one of so many slots at most; None: as many as now; never fewer
+        than the least. -> whether this was the moment for it. Collective."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +100,13 @@ class Need:
 @dataclass(frozen=True)
 class Record:
     """What a rank has measured: bytes that are spare while nothing is kept, its step with `kept_s` seconds of
-    recomputation left out, and what its blocks could keep."""
+    recomputation left out, what its blocks could keep, and its window."""
 
     room: float
     times: StepTimes
     kept_s: float
     keepable: Sequence[Keepable]
+    slots: Slots
 
 
 class SpareMemory:
@@ -195,7 +201,7 @@ class SpareMemory:
         """Take states from the GPU for a batch that needs their place. -> whether that was possible."""
         if self.states is None or self._ranks.world_size > 1 or not (promoted := self.states.promoted()):
             return False
-        gone = given_back(missing, promoted)
+        gone = given_back(missing, promoted, self.states.slots(1))
         left = frozenset(each.order for each in promoted if each.order not in gone)
         moved = self.states.move(left)
         if moved:
@@ -212,14 +218,14 @@ class SpareMemory:
         if not self._budget.exists:
             return
         self._steps += 1
-        self._forwards = 0
+        forwards, self._forwards = self._forwards, 0
         if self._steps in WARM_UPS:
             self._watch_anew()
         elif self._steps + 1 in LOOKS:
             self.activations.times_forward = True
         elif self._steps in LOOKS:
             self._measure()
-            self._look()
+            self._look(forwards)
         elif self._steps > WARM_UPS[-1]:
             self._measure()
             self._widen_margin()
@@ -253,18 +259,18 @@ class SpareMemory:
         if self._steps > LOOKS[-1] + 1 and self._retries > before:
             self._margin = min(1.25 * self._margin, self._most_margin)
 
-    def _look(self) -> None:
-        """Decide about states."""
+    def _look(self, forwards: int) -> None:
+        """Decide about states, after a step of so many forwards."""
         self.activations.take_times()
         if self._budget.gpu is not None:
             free, total = self._budget.gpu.memory()
             self._usable = free + self._budget.gpu.allocated()
             self._margin, self._most_margin = total * MARGIN_SHARE, total * MOST_MARGIN_SHARE
-        given = self._ranks.exchange(self._record(), "sharing out spare GPU memory")
+        given = self._ranks.exchange(self._record(forwards), "sharing out spare GPU memory")
         if None not in given:
             self._share_out(min(given, key=lambda each: each.room))
 
-    def _record(self) -> Record | None:
+    def _record(self, forwards: int) -> Record | None:
         """None where batches have no shape."""
         latest = self._recorder.latest
         if latest is None or self._need is None:
@@ -274,33 +280,30 @@ class SpareMemory:
             room -= (HEADROOM if len(self._shapes) < 2 else HEADROOM_OF_VARYING) * self._need.nbytes
         times, kept_s = _times(latest.lanes, latest.step_s), self.activations.kept_seconds
         times = replace(times, compute=times.compute + kept_s)
-        return Record(room, times, kept_s, self.activations.keepable(self._need.shape))
+        slots = NO_SLOTS if self.states is None else self.states.slots(forwards)
+        return Record(room, times, kept_s, self.activations.keepable(self._need.shape), slots)
 
     def _share_out(self, record: Record) -> None:
         room, keepable, times = record.room, record.keepable, record.times
-        choice = choose(room, (), keepable, times)
+        choice = choose(room, (), keepable, times, record.slots)
         if self.states is not None:
             promoted = self.states.promoted()
             orders = frozenset(each.order for each in promoted)
-            with_states = choose(room, self.states.movable(), keepable, times)
+            with_states = choose(room, self.states.movable(), keepable, times, record.slots)
             if room < 0 and promoted:
-                self.states.move(orders - given_back(-room, promoted))
+                self.states.move(orders - given_back(-room, promoted, record.slots))
             elif with_states.seconds <= choice.seconds * (1 - LEAST_GAIN):
-                self._release_cached()
-                choice = with_states if self.states.move(orders | with_states.states) else choice
+                moved = self.states.move(orders | with_states.states, with_states.slots)
+                choice = with_states if moved else choice
+        given_up = record.slots.count - choice.slots
+        beside = f", and {given_up} slots of the window" if given_up else ""
         news = bool(choice.states) or choice.kept != self.activations.statistics[Handling.KEEP.value]
         if self._ranks.rank == 0 and news:
             log.info(
-                f"{size(room)} of the GPU are spare: room for the states of {len(choice.states)} more units and the "
-                f"activations of {choice.kept} of {len(keepable)} checkpointed blocks; expected: "
+                f"{size(room)} of the GPU are spare{beside}: room for the states of {len(choice.states)} more units "
+                f"and the activations of {choice.kept} of {len(keepable)} checkpointed blocks; expected: "
                 f"{choice.seconds:.3f} s a step, after {times.predicted(record.kept_s, 0.0, 0.0):.3f} s"
             )
-
-    def _release_cached(self) -> None:
-        # What stays would otherwise lie in the middle of memory that batches use again: a state of 150 MB cut from the
-        # 1 GB of a batch's logits leaves the next batch no place for these.
-        if self._budget.gpu is not None:
-            self._budget.gpu.release_cached()
 
 
 @dataclass(frozen=True)
@@ -324,4 +327,5 @@ class Watched:
 def _times(lanes: Mapping[str, Mapping[str, float | int]], step_s: float) -> StepTimes:
     compute = float(lanes["compute"]["busy_s"])
     others = (float(totals["busy_s"]) for lane, totals in lanes.items() if lane != "compute")
-    return StepTimes(compute, max(0.0, step_s - compute), max(others, default=0.0))
+    fetch = float(lanes["h2d"]["busy_s"]) if "h2d" in lanes else 0.0
+    return StepTimes(compute, max(0.0, step_s - compute), max(others, default=0.0), fetch)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from ds_slide.plan.spare import Movable
+from ds_slide.plan.allocations import slot_bytes
+from ds_slide.plan.spare import NO_SLOTS, Movable, Slots
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.tier_moves import gpu_cost, move, why_fixed
 from ds_slide.runtime.unit import Unit
+
+SPARE_SLOTS = 1
+"""Beside those that hide a fetch: for a fetch that waits for the update of its block while compute goes on."""
 
 
 class RunningStates:
@@ -13,6 +17,9 @@ class RunningStates:
 
     def __init__(self, runtime: SlideRuntime) -> None:
         self._runtime = runtime
+        plan = runtime.parts.plan
+        window = plan.placement.window
+        self._least = min(window, plan.needs.window + SPARE_SLOTS) if plan.needs.window_grows else window
 
     def movable(self) -> list[Movable]:
         """Those in host memory."""
@@ -26,12 +33,27 @@ class RunningStates:
         updated = sum(unit.codec.numel for unit in self._runtime.units)
         return [self._movable(unit, updated) for unit in self._in_order() if unit.order in promoted]
 
-    def move(self, orders: frozenset[int]) -> bool:
-        """Make them the promoted ones, as far as there is memory. -> whether this was the moment. Collective."""
-        return move(self._runtime, orders | self._runtime.parts.plan.placement.on_gpu) is not None
+    def slots(self, forwards: int) -> Slots:
+        """Of the window, which serves so many forwards a step. One whose size the user has set stays as it is."""
+        plan, window = self._runtime.parts.plan, self._runtime.parts.window
+        if window is None:
+            return NO_SLOTS
+        blocks = sum(unit.is_streamed for unit in self._runtime.units)
+        nbytes = slot_bytes(plan.units, plan.needs, plan.placement)
+        return Slots(len(window.slots), self._least, nbytes, blocks, 2 * forwards)
+
+    def move(self, orders: frozenset[int], slots: int | None = None) -> bool:
+        """Make them the promoted ones, as far as there is memory, and the window one of so many slots at most; None: as
+        many as now; never fewer than the least. -> whether this was the moment. Collective."""
+        window = self._runtime.parts.window
+        if slots is None:
+            slots = 0 if window is None else len(window.slots)
+        on_gpu = orders | self._runtime.parts.plan.placement.on_gpu
+        return move(self._runtime, on_gpu, slots=max(slots, self._least)) is not None
 
     def _in_order(self) -> list[Unit]:
         return sorted(self._runtime.units, key=lambda unit: (unit.spec.kind != "outer", unit.order))
 
     def _movable(self, unit: Unit, updated: int) -> Movable:
-        return Movable(unit.order, gpu_cost(self._runtime, unit), unit.codec.numel / max(updated, 1))
+        share, streamed = unit.codec.numel / max(updated, 1), unit.spec.kind == "block"
+        return Movable(unit.order, gpu_cost(self._runtime, unit), share, streamed)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_slide.plan.spare import MARGIN_SHARE, Movable
+from ds_slide.plan.spare import MARGIN_SHARE, Movable, Slots
 from ds_slide.report.statistics import StepRecorder, StepStatistics
+from ds_slide.report.waits import Waits
 from ds_slide.runtime.activations.activations import Activations
 from ds_slide.runtime.activations.spare_memory import HEADROOM, HEADROOM_OF_VARYING, LOOKS, Budget, SpareMemory
 from ds_slide.runtime.device import Device
@@ -20,6 +21,7 @@ TOTAL, RESIDENT, UNIT = 16_000, 2_000, 1_000
 MARGIN = int(TOTAL * MARGIN_SHARE)
 TOKENS, BYTES_PER_TOKEN = 16, 100
 UNITS = 12
+SLOT, LEAST = 250, 2
 
 
 class Gpu:
@@ -42,9 +44,6 @@ class Gpu:
     def reset_peak(self) -> None:
         self.most = self.on_gpu
 
-    def release_cached(self) -> None:
-        pass
-
     def allocation_retries(self) -> int:
         return self.retries
 
@@ -55,11 +54,13 @@ class Gpu:
 
 @dataclass
 class Units:
-    """States of units that take UNIT bytes each. `closed`: it is not the moment to move any."""
+    """States of units that take UNIT bytes each. `closed`: it is not the moment to move any. `window`: slots of SLOT
+    bytes each, which are on the GPU already."""
 
     gpu: Gpu
     orders: list[int] = field(default_factory=list)
     closed: bool = False
+    window: int = 0
 
     def movable(self) -> list[Movable]:
         return [Movable(order, UNIT, 1 / UNITS) for order in range(UNITS) if order not in self.orders]
@@ -67,11 +68,16 @@ class Units:
     def promoted(self) -> list[Movable]:
         return [Movable(order, UNIT, 1 / UNITS) for order in self.orders]
 
-    def move(self, orders: frozenset[int]) -> bool:
+    def slots(self, forwards: int) -> Slots:
+        return Slots(self.window, min(self.window, LEAST), SLOT, UNITS - len(self.orders), 2 * forwards)
+
+    def move(self, orders: frozenset[int], slots: int | None = None) -> bool:
         if self.closed:
             return False
-        self.gpu.on_gpu += UNIT * (len(orders) - len(self.orders))
-        self.orders = sorted(orders)
+        streamed = UNITS - len(orders)
+        after = min(max(self.window if slots is None else slots, LEAST if self.window else 0), streamed)
+        self.gpu.on_gpu += UNIT * (len(orders) - len(self.orders)) + SLOT * (after - self.window)
+        self.orders, self.window = sorted(orders), after
         return True
 
 
@@ -93,7 +99,7 @@ class Run:
         self.gpu = Gpu()
         self.units = Units(self.gpu)
         device = Device(torch.device("cpu"))
-        self.recorder = StepRecorder(device)
+        self.recorder = StepRecorder(device, Waits(device))
         lanes: dict[str, dict[str, float | int]] = {"compute": {"busy_s": 1 - stall, "bytes": 0}}
         self.recorder.latest = StepStatistics(1, 1.0, 1.0, "compute", lanes, {})
         budget = Budget(self.gpu, limit, lambda: self.gpu.on_gpu)
@@ -126,6 +132,22 @@ def test_states_take_what_the_measured_peak_and_the_margin_leave() -> None:
     before = list(run.units.orders)
     run.steps(10)
     assert run.units.orders == before and run.gpu.most <= TOTAL - MARGIN
+
+
+def test_slots_beyond_the_least_give_way_to_states() -> None:
+    """And do not come back when states go back to make room."""
+    run = Run()
+    other, run.units.window = 4_000, 10
+    run.gpu.on_gpu += other + run.units.window * SLOT
+    run.steps(LOOKS[0])
+    room = TOTAL - MARGIN - RESIDENT - other - TOKENS * BYTES_PER_TOKEN
+    promoted = (room - LEAST * SLOT) // UNIT
+    assert promoted > (room - 10 * SLOT) // UNIT
+    slots = (room - promoted * UNIT) // SLOT
+    assert (len(run.units.orders), run.units.window) == (promoted, slots)
+    run.forward((4, TOKENS))
+    left = room - 3 * TOKENS * BYTES_PER_TOKEN
+    assert (len(run.units.orders), run.units.window) == ((left - slots * SLOT) // UNIT, slots)
 
 
 def test_nothing_is_moved_for_nothing() -> None:
