@@ -68,13 +68,16 @@ class StepTrace:
 
 
 def kept_by_block(plain: StepTrace, checkpointed: StepTrace) -> dict[int, int]:
-    """Bytes that each block saves without checkpointing, beside what it saves with it: its input."""
-    least: Counter[int] = Counter()
+    """Bytes that each block saves without checkpointing, beside what it saves with it."""
+    found: Counter[int] = Counter()
     for segments, sign in ((plain.forward, 1), (checkpointed.forward, -1)):
+        block = None
         for segment in segments:
-            if segment.unit is not None:
-                least[segment.unit] += sign * segment.kept_bytes
-    return dict(least)
+            # The block's input may be let go of behind it. What others keep there is in both steps.
+            block = block if segment.unit is None else segment.unit
+            if block is not None:
+                found[block] += sign * segment.kept_bytes
+    return dict(found)
 
 
 def with_kept(checkpointed: StepTrace, plain: StepTrace, kept: Collection[int]) -> StepTrace:

@@ -24,12 +24,36 @@ def test_the_answer_as_json(ds_slide: Callable[..., Any], config: Callable[..., 
     for tier in ("gpu", "host"):
         found = answer["tiers"][tier]
         assert found["needed"] == sum(found["entries"].values()) <= found["available"]
-    assert answer["tiers"]["host"]["entries"]["placed by the plan"] == answer["memory"]["host_bytes"]
+    host = answer["tiers"]["host"]["entries"]
+    assert host["placed by the plan"] + host["undo logs"] == answer["memory"]["host_bytes"]
     assert answer["step_s"] >= answer["bound_s"] == max(answer["lanes"].values())
     assert answer["tokens_per_s"] == pytest.approx(1024 / answer["step_s"])
     assert set(answer["schedules"]) == {"under backward", "deferred", "two passes", "speculative"}
     assert answer["schedule"] in answer["schedules"] and answer["largest_model"] == "tiny"
     assert {"ceilings", "notes", "largest_batch", "ssd_written_bytes_a_day", "gpu_peak_allocated_bytes"} <= set(answer)
+
+
+def test_what_is_decided_after_the_first_steps(ds_slide: Callable[..., Any], config: Callable[..., Path]) -> None:
+    def plan(*options: object, **settings: Any) -> Any:
+        path = config(ds_slide={"enabled": True, **settings})
+        return ds_slide("plan", "--deepspeed_config", path, *SMALL, *H200, "--batch", 64, "--json", *options)
+
+    def decided(*options: object, **settings: Any) -> tuple[int, int]:
+        found = plan(*options, **settings).answer["decided"]
+        assert found["kept"] + found["recomputed"] == found["checkpointed"]
+        return found["promoted_units"], found["kept"]
+
+    small, large = ("--gpu-memory", "2GiB"), ("--gpu-memory", "24GiB")
+    blocks = plan(*large).answer["decided"]["blocks"]
+    assert decided(*large)[1] == blocks and 0 < decided(*small)[1] < blocks
+    assert decided(*large, activations="as_written") == (decided(*large)[0], 0)
+    assert decided(*large, gpu_states=0) == (0, blocks)
+    assert decided("--gpu-memory", "24GiB", "--no-checkpointing")[1] == 0
+    assert decided(*large, gpu_states=0, gpu_memory="200MiB")[1] < blocks
+    answer = plan(*large, gpu_states=0).answer
+    assert answer["step_s"] < answer["first_steps"]["step_s"]
+    assert answer["gpu_peak_allocated_bytes"] > answer["first_steps"]["gpu_peak_allocated_bytes"]
+    assert answer["schedule_why"] and answer["below_limit"]["step_s"] <= answer["step_s"]
 
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not(

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_slide.errors import SlideError
 from ds_slide.patching.apply import apply_kernels
-from ds_slide.plan.trace import StepTrace, TracedUnit, per_unit, trace_step
+from ds_slide.plan.trace import StepTrace, TracedUnit, per_unit, trace_step, with_kept
 
 pytest.importorskip("transformers")
 
@@ -61,14 +61,33 @@ def test_it_saves_what_a_real_forward_saves() -> None:
     assert real <= found.saved_bytes <= 1.06 * real
 
 
-def test_checkpointing_saves_the_boundaries_and_computes_the_blocks_again() -> None:
-    plain, model = traced(llama("meta")), llama("meta")
-    for block in model.model.layers:
+def with_checkpointing(blocks: int, **options: Any) -> Any:
+    """Of the first so many blocks."""
+    model = llama("meta", **options)
+    for block in model.model.layers[:blocks]:
         block.gradient_checkpointing = True
         block._gradient_checkpointing_func = functools.partial(
             checkpoint, use_reentrant=False, preserve_rng_state=False
         )
-    checkpointed = traced(model)
+    return model
+
+
+@pytest.mark.parametrize("vocabulary", [512, 16_384], ids=["blocks are the peak", "the loss is"])
+@pytest.mark.parametrize("recomputed", range(BLOCKS + 1))
+def test_a_step_that_keeps_some_blocks_is_made_of_those_that_keep_all_and_none(
+    recomputed: int, vocabulary: int
+) -> None:
+    none, every = (traced(with_checkpointing(count, vocab_size=vocabulary)) for count in (BLOCKS, 0))
+    found = with_kept(none, every, range(recomputed + 1, BLOCKS + 1))
+    real = traced(with_checkpointing(recomputed, vocab_size=vocabulary))
+    assert found.backward == real.backward
+    boundary = BATCH * SEQ * 128 * 2 + 512  # the first block's input, which the model's forward holds until it returns
+    assert found.saved_bytes == pytest.approx(real.saved_bytes, abs=boundary)
+    assert found.peak_bytes == pytest.approx(real.peak_bytes, abs=boundary)
+
+
+def test_checkpointing_saves_the_boundaries_and_computes_the_blocks_again() -> None:
+    plain, checkpointed = traced(llama("meta")), traced(with_checkpointing(BLOCKS))
     boundary = BATCH * SEQ * 128 * 2
     assert plain.saved_bytes - checkpointed.saved_bytes > 10 * BLOCKS * boundary
     assert checkpointed.peak_bytes < plain.peak_bytes

@@ -98,7 +98,10 @@ class Planner:
             tied=request.room.ranks > 1 or case.planned.micro_batches > 1,
         )
         placed = case.planned.plan
-        plan, activations = decide(placed, spare, keepable, time_of, moves_states=slide.gpu_states == "auto")
+        passes = 2 * case.planned.micro_batches
+        plan, activations = decide(
+            placed, spare, keepable, time_of, moves_states=slide.gpu_states == "auto", passes=passes
+        )
         return case.decided(plan, with_kept(case.trace, plain, activations.kept), activations)
 
     def _case(self, request: Request) -> _Case:

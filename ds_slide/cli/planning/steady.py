@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ds_slide.plan.allocations import of_promoted, total
+from ds_slide.plan.allocations import of_promoted, slot_bytes, streamed, total
 from ds_slide.plan.forecast import WORKSPACE_BYTES, Activations, Room
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, UnitSize
-from ds_slide.plan.spare import MARGIN_SHARE, Keepable, Movable, StepTimes, choose, kept_within
+from ds_slide.plan.spare import MARGIN_SHARE, Keepable, Movable, Slots, StepTimes, choose, kept_within
 from ds_slide.plan.time import StepTime
 from ds_slide.runtime.activations.spare_memory import HEADROOM, LEAST_GAIN, LOOKS
+from ds_slide.runtime.activations.states import SPARE_SLOTS
 
 
 @dataclass(frozen=True)
@@ -51,21 +52,25 @@ def decide(
     time_of: Callable[[Plan, Collection[int]], StepTime],
     *,
     moves_states: bool,
+    passes: int,
 ) -> tuple[Plan, Activations]:
     """The plan with promoted units, and the activations that are kept then. `keepable`: by the number of the unit.
-    `time_of`: a step with a plan, and with the activations of so many blocks kept."""
+    `time_of`: a step with a plan, and with the activations of these blocks kept. `passes`: of a step through the
+    window."""
     checkpointed = frozenset(each.order for each in keepable)
     if not spare.exists:
         return plan, Activations(checkpointed)
-    for _ in LOOKS:
+    for _ in LOOKS if moves_states else ():
         room = spare.bytes_beside(plan)
         times = _times(time_of(plan, kept := kept_within(room, keepable)))
         times = replace(times, compute=times.compute + sum(each.seconds for each in keepable if each.order in kept))
         room -= HEADROOM * spare.needed if spare.tied else 0
+        slots = _slots(plan, passes)
         least = choose(room, (), keepable, times).seconds
-        choice = choose(room, _movable(plan) if moves_states else (), keepable, times)
+        choice = choose(room, _movable(plan), keepable, times, slots)
         if choice.seconds <= least * (1 - LEAST_GAIN):
-            plan = plan.with_promoted(plan.placement.promoted | choice.states, plan.placement.window)
+            promoted = plan.placement.promoted | choice.states
+            plan = plan.with_promoted(promoted, max(choice.slots, slots.least))
     kept = kept_within(spare.bytes_beside(plan), keepable)
     return plan, Activations(checkpointed, kept, sum(each.nbytes for each in keepable if each.order in kept))
 
@@ -73,7 +78,15 @@ def decide(
 def _times(step: StepTime) -> StepTimes:
     compute = step.lanes["compute"]
     others = (seconds for lane, seconds in step.lanes.items() if lane != "compute")
-    return StepTimes(compute, max(0.0, step.step_s - compute), max(others, default=0.0))
+    return StepTimes(compute, max(0.0, step.step_s - compute), max(others, default=0.0), step.lanes["h2d"])
+
+
+def _slots(plan: Plan, passes: int) -> Slots:
+    """As `ds_slide.runtime.activations.states` has them. A window whose size the user has set stays as it is."""
+    window, blocks = plan.placement.window, len(streamed(plan.units, plan.placement))
+    least = min(window, plan.needs.window + SPARE_SLOTS) if plan.needs.window_grows else window
+    nbytes = slot_bytes(plan.units, plan.needs, plan.placement)
+    return Slots(min(window, blocks), least, nbytes, blocks, passes)
 
 
 def _movable(plan: Plan) -> list[Movable]:
@@ -82,7 +95,12 @@ def _movable(plan: Plan) -> list[Movable]:
     updated = sum(unit.codec.numel for index, unit in enumerate(plan.units) if index not in there)
     indices = [index for index, unit in enumerate(plan.units) if index not in there and _may_move(plan, index, unit)]
     return [
-        Movable(index, total(of_promoted(unit, plan.needs), "gpu"), unit.codec.numel / max(updated, 1))
+        Movable(
+            index,
+            total(of_promoted(unit, plan.needs), "gpu"),
+            unit.codec.numel / max(updated, 1),
+            streamed=unit.kind == "block",
+        )
         for index, unit in sorted(
             ((index, plan.units[index]) for index in indices), key=lambda each: (not each[1].is_outer, each[0])
         )

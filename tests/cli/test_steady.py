@@ -1,0 +1,118 @@
+"""What `ds-slide plan` has the engine decide is what the engine decides where it measures the same."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from ds_slide.cli.planning import steady
+from ds_slide.compression.identity import Identity
+from ds_slide.model.layout import ParameterInfo, build_layout
+from ds_slide.optim.adamw import ADAMW
+from ds_slide.optim.low_precision import STATE_FORMATS
+from ds_slide.plan.forecast import CONTEXT_BYTES, WORKSPACE_BYTES, Room
+from ds_slide.plan.memory import Plan
+from ds_slide.plan.needs import Needs, Placement, UnitSize
+from ds_slide.plan.spare import Movable, Slots
+from ds_slide.plan.time import StepTime
+from ds_slide.report.statistics import StepRecorder, StepStatistics
+from ds_slide.runtime.activations.activations import Activations
+from ds_slide.runtime.activations.spare_memory import LOOKS, Budget, SpareMemory
+from ds_slide.runtime.device import Device
+from ds_slide.runtime.ranks.collectives import Ranks
+
+NUMEL, BLOCKS, WINDOW = 1 << 22, 12, 8
+NEEDED = 400 << 20
+
+
+def unit(index: int) -> UnitSize:
+    from ds_slide.store.state_buffers import optimizer_buffers
+
+    layout = build_layout([ParameterInfo(f"{index}.weight", (NUMEL,), NUMEL, 0)], 1)
+    specs = optimizer_buffers(torch.bfloat16, ADAMW, STATE_FORMATS["fp32"])
+    kind: Any = "outer" if index == BLOCKS else "block"
+    return UnitSize(str(index), layout, Identity(layout, torch.bfloat16), kind, specs, 2)
+
+
+def made(*, window_grows: bool) -> Plan:
+    needs = Needs(held_bytes=2, window=3, ring=0, window_grows=window_grows)
+    return Plan.of([unit(index) for index in range(BLOCKS + 1)], needs, Placement(window=WINDOW))
+
+
+def step_of(plan: Plan, _: Collection[int] = ()) -> StepTime:
+    """A forward of a second, and as much again where nothing is on the GPU."""
+    left = 1 - len(plan.placement.promoted) / len(plan.units)
+    lanes = {"compute": 1.0, "update": 1.2 * left, "h2d": 0.3}
+    return StepTime("deferred", "", 1.0, left, lanes, 0, 0)
+
+
+class Engine:
+    """A GPU and the states of units, as `SpareMemory` knows them, with the bytes of a plan."""
+
+    def __init__(self, plan: Plan, total: int) -> None:
+        self.plan, self.total, self.most = plan, total, 0
+
+    def memory(self) -> tuple[int, int]:
+        return self.total - CONTEXT_BYTES - self.allocated(), self.total
+
+    def allocated(self) -> int:
+        return self.plan.gpu_bytes + WORKSPACE_BYTES
+
+    def peak(self) -> int:
+        return self.allocated() + NEEDED
+
+    def reset_peak(self) -> None: ...
+
+    def allocation_retries(self) -> int:
+        return 0
+
+    def movable(self) -> Sequence[Movable]:
+        return steady._movable(self.plan)
+
+    def promoted(self) -> Sequence[Movable]:
+        there = self.plan.placement.promoted
+        return [Movable(index, 1, 0.1) for index in sorted(there)]
+
+    def slots(self, forwards: int) -> Slots:
+        return steady._slots(self.plan, 2 * forwards)
+
+    def move(self, orders: frozenset[int], slots: int | None = None) -> bool:
+        wanted = self.plan.placement.window if slots is None else slots
+        self.plan = self.plan.with_promoted(orders, max(wanted, self.slots(1).least))
+        return True
+
+
+def run(engine: Engine, forwards: int, limit: int | None) -> Plan:
+    """Steps of the engine, until it has decided."""
+    device = Device(torch.device("cpu"))
+    recorder = StepRecorder(device, None)  # type: ignore[arg-type]
+    budget = Budget(engine, limit, lambda: engine.plan.gpu_bytes)
+    spare = SpareMemory(Activations([], device), budget, Ranks(), recorder)
+    spare.states = engine
+    for number in range(LOOKS[-1]):
+        step = step_of(engine.plan)
+        lanes: Any = {lane: {"busy_s": seconds} for lane, seconds in step.lanes.items()}
+        recorder.latest = StepStatistics(number, step.step_s, 1.0, "compute", lanes, {})
+        for _ in range(forwards):
+            spare.begin_forward((), {"input_ids": torch.zeros(1, 16, dtype=torch.long)})
+            spare.end_forward()
+        spare.end_step()
+    return engine.plan
+
+
+@pytest.mark.parametrize("forwards", [1, 4])
+@pytest.mark.parametrize("window_grows", [True, False])
+@pytest.mark.parametrize("limit", [None, 400 << 20])
+@pytest.mark.parametrize("total", [1600 << 20, 1900 << 20, 2400 << 20, 8 << 30])
+def test_the_engine_decides_the_same(forwards: int, window_grows: bool, limit: int | None, total: int) -> None:
+    plan = made(window_grows=window_grows)
+    spare = steady.Spare(Room(total, 1 << 40), NEEDED, limit, tied=forwards > 1)
+    predicted, _ = steady.decide(plan, spare, [], step_of, moves_states=True, passes=2 * forwards)
+    decided = run(Engine(plan, total), forwards, limit)
+    assert predicted.placement == decided.placement
+    # In the least memory the headroom of an accumulation takes all that there is, and in the most all units fit.
+    assert bool(predicted.placement.promoted) == (total > 1600 << 20 or forwards == 1)
+    assert total < 8 << 30 or limit is not None or len(predicted.placement.promoted) == BLOCKS + 1
