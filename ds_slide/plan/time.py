@@ -32,6 +32,8 @@ STEP_S = 5e-3
 of `step()` where nothing is copied then, page before-after). It counts as compute, as in the engine's statistics."""
 TWO_PASSES_FROM = 0.9
 """Of the forward: where the updates take as long, they are done in two passes (ds_slide.runtime.updates.passes)."""
+PASS_SHARE = 18 / 26
+"""Of the updates' time, that backward has to have for the second pass (there, too)."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,12 @@ def step_time(
         )
     if below_limit and plan.placement.undo_logs - plan.placement.promoted:
         return step.time("speculative", "norms stay below the limit, and updates of blocks begin before they are known")
-    if two and not plan.placement.chunks_on_ssd:
-        held = f"gradients are held until the norm is known, and updates of {whole:.3f} s"
-        passes = step.time("two passes", f"{held} do not fit under the next forward of {forward:.3f} s")
-        return min(one_pass, passes, key=lambda each: each.step_s)
-    return one_pass
+    held = f"gradients are held until the norm is known, and updates of {whole:.3f} s"
+    if not two or plan.placement.chunks_on_ssd:
+        return one_pass
+    if whole * PASS_SHARE >= step.compute_backward:
+        return replace(one_pass, why=f"{held} have no room for a second pass under the backward")
+    return step.time("two passes", f"{held} do not fit under the next forward of {forward:.3f} s")
 
 
 def all_schedules(

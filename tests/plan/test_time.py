@@ -18,7 +18,7 @@ from ds_slide.plan.ceilings.figures import Ceilings
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize
 from ds_slide.plan.rates import Rates
-from ds_slide.plan.time import STEP_S, all_schedules, step_time, update_bytes
+from ds_slide.plan.time import STEP_S, StepTime, all_schedules, step_time, update_bytes
 from ds_slide.plan.trace import Operation, Segment, StepTrace
 from ds_slide.store.state_buffers import optimizer_buffers
 
@@ -106,6 +106,21 @@ def test_copies_take_from_the_memory_that_updates_work_in() -> None:
     found = all_schedules(plan(), NEEDS, trace(0.2, 0.2), rates(update=UPDATE_GB), 1)
     assert found["deferred"].lanes["update"] == pytest.approx(1 + 0.6 * 2 / 26)
     assert found["under backward"].lanes["update"] == pytest.approx(1 + 1.6 * 2 / 26, rel=0.01)
+
+
+@pytest.mark.parametrize(("update_s", "schedule"), [(0.06, "deferred"), (0.20, "two passes"), (0.30, "deferred")])
+def test_the_schedule_is_the_one_that_the_engine_chooses(update_s: float, schedule: str) -> None:
+    """Beside a forward of 0.08 s and a backward of 0.16 s."""
+
+    def chosen(placement: Placement, **options: Any) -> StepTime:
+        work, found = trace(0.01, 0.02), rates(update=UPDATE_GB / update_s)
+        return step_time(plan(placement=placement), NEEDS, work, found, micro_batches=1, **{"two": True, **options})
+
+    without, logs = Placement(window=BLOCKS), Placement(window=BLOCKS, undo_logs=frozenset(range(1, BLOCKS + 1)))
+    assert chosen(without).schedule == chosen(without, below_limit=True).schedule == schedule
+    assert chosen(without, two=False).schedule == "deferred" and chosen(without).why
+    ahead = "deferred" if update_s < 0.08 else "speculative"
+    assert chosen(logs, below_limit=True).schedule == ahead and chosen(logs).schedule == schedule
 
 
 def test_a_window_that_holds_all_blocks_saves_their_second_fetch() -> None:
