@@ -54,6 +54,7 @@ class Engine:
 
     def __init__(self, plan: Plan, total: int) -> None:
         self.plan, self.total, self.most = plan, total, 0
+        self.accumulates = False
 
     def memory(self) -> tuple[int, int]:
         return self.total - CONTEXT_BYTES - self.allocated(), self.total
@@ -79,6 +80,9 @@ class Engine:
     def slots(self, forwards: int) -> Slots:
         return steady._slots(self.plan, 2 * forwards)
 
+    def may_move(self) -> bool:
+        return not self.accumulates
+
     def move(self, orders: frozenset[int], slots: int | None = None) -> bool:
         wanted = self.plan.placement.window if slots is None else slots
         self.plan = self.plan.with_promoted(orders, max(wanted, self.slots(1).least))
@@ -91,7 +95,7 @@ def run(engine: Engine, forwards: int, limit: int | None) -> Plan:
     recorder = StepRecorder(device, None)  # type: ignore[arg-type]
     budget = Budget(engine, limit, lambda: engine.plan.gpu_bytes)
     spare = SpareMemory(Activations([], device), budget, Ranks(), recorder)
-    spare.states = engine
+    spare.states, engine.accumulates = engine, forwards > 1
     for number in range(LOOKS[-1]):
         step = step_of(engine.plan)
         lanes: Any = {lane: {"busy_s": seconds} for lane, seconds in step.lanes.items()}
