@@ -291,9 +291,11 @@ class SpareMemory:
             free, total = self._budget.gpu.memory()
             self._usable = free + self._budget.gpu.allocated()
             self._margin, self._most_margin = max(self._margin, total * MARGIN_SHARE), total * MOST_MARGIN_SHARE
-        given = self._ranks.exchange(self._record(forwards), "sharing out spare GPU memory")
-        if None not in given:
-            self._share_out(min(given, key=lambda each: each.room))
+        own = self._record(forwards)
+        given = [own] if self.states is None else self._ranks.exchange(own, "sharing out spare GPU memory")
+        records = [each for each in given if each is not None]
+        if len(records) == len(given):
+            self._share_out(min(records, key=lambda each: each.room))
 
     def _record(self, forwards: int) -> Record | None:
         """None where batches have no shape."""
