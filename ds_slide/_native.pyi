@@ -256,8 +256,8 @@ def update(
 
     "with_log" is the whole step with a log, of ``low_ptrs`` (a byte an element, for the weight and each state) and
     ``slices_ptr`` (`SLICE_LOG_BYTES` for every `UPDATE_SLICE` elements), as far as that has room; "back" with the same
-    arguments gives the old bits back, "rest" does what there was no room for. For states in float, and not for
-    ``fp16_master``.
+    arguments gives the old bits back, and uses ``new_weight_ptr`` up; "rest" does what there was no room for. For
+    states in float, and not for ``fp16_master``.
     """
 
 def copy(workers: Workers, to_ptr: int, from_ptr: int, nbytes: int) -> None:

@@ -43,9 +43,9 @@ inline std::uint32_t whole_weight(UpdateArrays const& arrays, std::size_t index)
 template <WeightFormat format>
 inline void restore_whole_weight(UpdateArrays const& arrays, std::size_t index, std::uint32_t bits) {
   if constexpr (format == WeightFormat::fp32) {
-    static_cast<float*>(arrays.weight)[index] = float_of(bits);
+    static_cast<float*>(arrays.new_weight)[index] = float_of(bits);
   } else {
-    static_cast<std::uint16_t*>(arrays.weight)[index] = static_cast<std::uint16_t>(bits >> 16);
+    static_cast<std::uint16_t*>(arrays.new_weight)[index] = static_cast<std::uint16_t>(bits >> 16);
     static_cast<std::uint16_t*>(arrays.remainder)[index] = static_cast<std::uint16_t>(bits);
   }
 }
@@ -126,14 +126,14 @@ struct Undoable {
     log.done = static_cast<std::uint32_t>(i - first);
   }
 
-  /// The way back for elements [begin, end), in whole vectors, but for those that were kept whole.
+  /// The way back for elements [begin, end), in whole vectors, but for those that were kept whole. A weight
+  /// that the step did not replace is not written either: others may be reading it.
   static __attribute__((noinline)) void back(UpdateArrays arrays, UpdateNumbers const& constants,
                                              std::size_t begin, std::size_t end) {
     StepNumbers<V, Rule> const numbers(constants);
     typename Rule::template Inverse<V> const inverse(numbers);
-    UpdateArrays now = arrays, before = arrays;
+    UpdateArrays now = arrays;
     now.weight = arrays.new_weight;
-    before.new_weight = arrays.weight;
     for (std::size_t i = begin; i < end; i += V::width) {
       StepStates<V, Rule> states;
       Int old[1 + kMaxStates];
@@ -146,7 +146,7 @@ struct Undoable {
                                    nearest_with<V>(V::bits(estimate), V::load8(arrays.low[number] + i));
                                return V::operand(V::floats(old[number]));
                              });
-      store_weight<V, format>(before, i, V::floats(old[0]));
+      store_weight<V, format>(arrays, i, V::floats(old[0]));
       for (std::size_t k = 0; k < Rule::states; ++k)
         V::store_fp32(static_cast<float*>(arrays.states[k]) + i, V::floats(old[1 + k]));
     }

@@ -468,9 +468,7 @@ class SlideRuntime:
 
     def take_back(self, units: Sequence[Unit]) -> None:
         """Give the units the bits that they had before updates that no step has confirmed, and wait for that."""
-        for unit in self.speculating.take_back(units):
-            if self._window is not None:
-                self._window.forget(unit)
+        self.speculating.take_back(units, lambda unit: None if self._window is None else self._window.forget(unit))
 
     def reload_weights(self) -> None:
         """The state buffers may have been written from outside (a checkpoint was loaded): every GPU copy is renewed."""

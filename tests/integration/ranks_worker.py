@@ -36,6 +36,10 @@ RUNS = {
         {"window": 2, "share_weights": False, "debug": {"speculate": True, "take_back": 0.3}},
         {"clip": 1.9},
     ),
+    "speculative-by-one": (
+        {"window": 9, "share_weights": False, "debug": {"speculate": True}},
+        {"clip": 1.9},
+    ),
     "held": ({"window": 2, "debug": {"speculate": False}}, {"clip": 1.9}),
     "gpu-states": ({"window": 2, "gpu_states": 900_000}, {"clip": 1.0}),
     "ssd": ({"window": 2, "host_memory": 0, "debug": {"lane_delay_ms": 2.0, "seed": 9}}, {"clip": 1.0}),
@@ -112,6 +116,20 @@ class Watched:
         return causal_loss(engine, batch)
 
 
+class Anew:
+    """`causal_loss` after a backward that is dropped, with updates ahead on one rank alone: which rank does them is its
+    own affair."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __call__(self, engine: Any, batch: Batch) -> torch.Tensor:
+        engine.optimizer.runtime.speculating._wanted = self._rank == 0
+        engine.backward(causal_loss(engine, batch))
+        engine.optimizer.zero_grad()
+        return causal_loss(engine, batch)
+
+
 class Sharing:
     """`causal_loss` of a model that checkpoints its blocks, and what spare memory is used for by then."""
 
@@ -143,6 +161,8 @@ def main(rank: int, folder: Path) -> None:
             with room_for_gradients_of(1 if name == "ssd-gradients" else None) as plan, host_memory(found):
                 evaluates = name in ("clipping", "immediate") and rank == 1
                 loss_of: Any = RandomMoves() if name.startswith("moves") else Watched(data[0], evaluates)
+                if name == "speculative-by-one":
+                    loss_of = Anew(rank)
                 if name.startswith("spare"):
                     loss_of = Sharing(reentrant=name == "spare")
                 result = trained(llama(seed=rank), config, data[rank::2], loss_of=loss_of)

@@ -19,6 +19,7 @@ SAME_BITS = {
     "delays": "clipping",
     "speculative": "held",
     "speculative-gathered": "held",
+    "speculative-by-one": "held",
     "gpu-states": "clipping",
     "ssd": "clipping",
     "ssd-immediate": "immediate",

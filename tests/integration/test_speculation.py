@@ -32,6 +32,7 @@ from harness import (
     states_of,
     train,
     trained,
+    unequal,
 )
 from torch import nn
 
@@ -314,6 +315,40 @@ def test_a_slot_that_was_filled_meanwhile_is_filled_again() -> None:
             return [loss.item() for loss in evaluate(engine, engine.module, data[2])]
 
     assert of(speculate=True) == of(speculate=False)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_way_back_that_is_interrupted_is_gone_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C where a notebook goes on: some updates have been taken back, others have not."""
+    with engine_for(llama(), config({}, {}, speculate=True)) as engine:
+        runtime, data = engine.optimizer.runtime, batches(3)
+        train(engine, data[:2])
+        old = states_of(engine.module)
+        engine.backward(causal_loss(engine, data[2]))
+        _let_run(engine)
+        taken_back, calls = runtime.speculating._taken_back, itertools.count()
+
+        def interrupted(speculation: Any) -> Future:
+            if next(calls) == 3:
+                raise KeyboardInterrupt
+            return taken_back(speculation)
+
+        monkeypatch.setattr(runtime.speculating, "_taken_back", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(engine, engine.module, data[2])
+        assert unequal(states_of(engine.module), old) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_backward_that_nobody_announced() -> None:
+    """What the coming step will be is not known there."""
+    data = batches(STEPS)
+    with engine_for(llama(), config({}, {}, speculate=True)) as engine:
+        engine.module(**data[0]).loss.backward()
+        engine.optimizer.zero_grad()
+        found = train(engine, data)
+        found.states = states_of(engine.module)
+    assert differences(found, trained(llama(), config({}, {}, speculate=False), data)) == []
 
 
 @pytest.mark.usefixtures("one_rank")

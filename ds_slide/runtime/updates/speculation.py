@@ -57,6 +57,12 @@ class Speculation:
         return sum(run.stop - run.start for run in self._log.runs[: self._done])
 
     @property
+    def replaces_weights(self) -> bool:
+        """Whether who reads the weights meanwhile finds new ones. With several ranks nobody does, and what a rank has
+        read does not depend on whether it has updated anything ahead."""
+        return self._log.new_weight is None
+
+    @property
     def has_more(self) -> bool:
         """Whether it is of use to call `run` once more."""
         return not self._is_over and self._done < len(self._log.runs)
@@ -91,9 +97,11 @@ class Speculation:
         return True
 
     def take_back(self, update: HostUpdate, copy: Copy) -> None:
-        """Give the unit its old bits."""
-        self._is_over = True
-        for run in self._log.runs[: self._done]:
+        """Give the unit its old bits. Harmless when called twice, as after an interrupt, and when it has counted."""
+        if self._is_over:
+            return
+        self._is_over, done, self._done = True, self._log.runs[: self._done], 0
+        for run in done:
             if (old := self._log.part(run).old) is None:
                 self._do(update, "back", run)
                 continue
@@ -139,8 +147,9 @@ class Speculating:
         self._statistics: dict[str, Any] = {"steps": 0, "taken_back": 0, "blocks": 0, "share": 0.0}
 
     def begin(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float) -> None:
-        """The unit's gradient of this step is on its way, and will be final."""
-        if unit.undo_log is None or not unit.is_uploaded or not self._is_promising():
+        """The unit's gradient of this step is on its way, and will be final. `hypers`: none where it is not known which
+        step that will be."""
+        if unit.undo_log is None or not unit.is_uploaded or not hypers or not self._is_promising():
             return
         in_vain = self._random.random() < self._in_vain
         unit.speculation = Speculation(unit, unit.undo_log, hypers, grad_scale, in_vain=in_vain)
@@ -163,14 +172,16 @@ class Speculating:
 
         self._lane.submit(speculation.unit.order, arrived, run, "speculative update", "spare")
 
-    def take_back(self, units: Iterable[Unit]) -> list[Unit]:
-        """Give the units their old bits, and wait until they have them. -> those that have been updated ahead."""
+    def take_back(self, units: Iterable[Unit], forget: Callable[[Unit], None]) -> None:
+        """Give the units their old bits, and wait until they have them. `forget`: called for each whose weights have
+        been others meanwhile. An interrupt leaves the units as they are, ahead, to be taken back once more."""
         ahead = [(unit, unit.speculation) for unit in units if unit.speculation is not None]
-        for unit, _ in ahead:
-            unit.speculation = None
-        for future in [self._taken_back(speculation) for _, speculation in ahead]:
+        futures = [self._taken_back(speculation) for _, speculation in ahead]
+        for (unit, speculation), future in zip(ahead, futures, strict=True):
             future.wait()
-        return [unit for unit, _ in ahead]
+            if speculation.replaces_weights:
+                forget(unit)
+            unit.speculation = None
 
     def _taken_back(self, speculation: Speculation) -> Future:
         future = Future(self._failures, f"the old weights and states of {speculation.unit.name}")

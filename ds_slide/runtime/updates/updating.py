@@ -34,7 +34,7 @@ class Updating:
     def queue(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, held: Held) -> None:
         """Update the unit, by the compute thread, from its held gradient. What has been done ahead is done if it is the
         same update, and so has no second pass."""
-        speculation, unit.speculation = unit.speculation, None
+        speculation = unit.speculation
         two_passes = (
             self.passes.two
             and unit.state.in_memory
@@ -45,6 +45,7 @@ class Updating:
         for index, span in enumerate(unit.spans):
             gradient = functools.partial(held.load, span)
             self.start(unit, index, update, ready, gradient, hypers, grad_scale, speculation=speculation)
+        unit.speculation = None  # after an interrupt before this a checkpoint is loaded, and nothing may be done ahead
 
     def start(
         self,
