@@ -21,6 +21,11 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / "integration")]
 
+# torch lists the functions that `with torch.device(...)` acts on when it is first entered, and keeps the list. Entered
+# first inside of zero.Init, which replaces some of them, it never acts on torch.empty again.
+with torch.device("cpu"):
+    torch.empty(0)
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -41,6 +41,8 @@ def main() -> None:
                 if pattern.fullmatch(name) and exchange(directory, name):
                     swaps += 1
                     hide(directory, swaps, target)
+            if not os.path.lexists(f"/proc/self/fd/{directory}/link"):  # nothing could be exchanged any more
+                os.symlink(target, "link", dir_fd=directory)
         os.pwrite(counter, swaps.to_bytes(8, "little"), 0)
 
 
