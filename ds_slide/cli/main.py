@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
@@ -71,10 +72,9 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not positive")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -92,11 +92,19 @@ def _run(given: argparse.Namespace) -> int:
                 run = trace.run
             code = int(run(given, lines.append))
     except SlideError as error:
-        print("\n".join(lines), end="\n" if lines else "")
+        _print(lines)
         print(f"ds-slide {given.command}: {error}", file=sys.stderr)
         return 1
-    print("\n".join(lines))
+    _print(lines)
     return code
+
+
+def _print(lines: Sequence[str]) -> None:
+    """A reader that has seen enough, such as `head`, is no fault."""
+    try:
+        print("\n".join(lines), end="\n" if lines else "", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains of it at its end
 
 
 def versions() -> Iterator[str]:

@@ -35,6 +35,9 @@ def type_problems(raw: Mapping[str, Any], *, filled: bool = True) -> Iterator[st
             yield from _offload_problems(path, zero.get(section), filled)
             if not _directory_in_block(raw):
                 yield from _placeholder_problems(path, zero.get(section), filled)
+    clip = raw.get("gradient_clipping", 0.0)
+    if not isinstance(clip, int | float) and (filled or clip != AUTO):
+        yield f"gradient_clipping is {shown(clip)}; expected a number such as 1.0, or 0 for none"
     aio = raw.get("aio")
     if not isinstance(aio, Mapping | None):
         yield f'aio is {shown(aio)}; expected an object such as {{"queue_depth": 32}}, or leave it out'

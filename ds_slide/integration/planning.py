@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from ds_slide.config import CONFIG_KEY, SlideConfig
+from ds_slide.config import CONFIG_KEY, SlideConfig, shown
 from ds_slide.config.json_types import AUTO
 from ds_slide.errors import SlideConfigError
 from ds_slide.integration import autocast, update_rules
@@ -36,6 +37,9 @@ FILLED = {
     "zero_optimization.stage": 3,
 }
 """What Trainer puts in the place of an "auto" by default; other settings that are "auto" do not change the plan."""
+
+
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -69,16 +73,34 @@ def filled(raw: Mapping[str, Any], batch: int | None, ranks: int) -> tuple[dict[
         if path in FILLED:
             section[key] = FILLED[path]
             notes.append(f'{path} is "auto" and taken for {FILLED[path]}, the default of transformers\' Trainer')
+    for key in BATCH_SIZES:
+        if key in config and (type(config[key]) is not int or config[key] < 1):
+            raise SlideConfigError(f"{key} is {shown(config[key])}; expected a whole number above 0")
     whole = config.pop("train_batch_size", None)
-    batch = batch or config.get("train_micro_batch_size_per_gpu")
-    if not isinstance(batch, int):
-        raise SlideConfigError("the JSON names no train_micro_batch_size_per_gpu; give it, or --batch")
+    batch = batch or _micro_batch(config, whole, ranks)
     if whole and "gradient_accumulation_steps" not in config:
         config["gradient_accumulation_steps"] = max(1, whole // (batch * ranks))
     config["train_micro_batch_size_per_gpu"] = batch
     if block is not None:
         config[CONFIG_KEY] = block
     return config, notes
+
+
+def _micro_batch(config: Mapping[str, Any], whole: int | None, ranks: int) -> int:
+    """Sequences of a micro-batch by the JSON, as DeepSpeed reads it. `whole`: its train_batch_size."""
+    batch: int | None = config.get("train_micro_batch_size_per_gpu")
+    times: int | None = config.get("gradient_accumulation_steps")
+    if whole is None:
+        if batch is None:
+            raise SlideConfigError("the JSON has no number for train_micro_batch_size_per_gpu; give it, or --batch")
+        return batch
+    found = batch or whole // (ranks * (times or 1))
+    if found * ranks * (times or whole // max(1, found * ranks)) != whole:
+        raise SlideConfigError(
+            f"train_batch_size is {whole}, which is not train_micro_batch_size_per_gpu ({batch or 'not given'}) times "
+            f"gradient_accumulation_steps ({times or 'not given'}) times {ranks} of --ranks; change one of them"
+        )
+    return found
 
 
 def _autos(section: Mapping[str, Any], path: str = "") -> Any:
@@ -115,6 +137,8 @@ def plan_json(model: nn.Module, raw: Mapping[str, Any], room: Room) -> Planned:
     engine = _engine_of(parsed)
     model_dtype, accumulation_dtype = engine.get_data_types()
     model.to(model_dtype)
+    if model_dtype == torch.float32:
+        notes.append("the model is in fp32, but times are those of products in bf16, which are several times as fast")
     settings = runtime_settings(
         slide,
         rule,

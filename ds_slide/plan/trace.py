@@ -118,7 +118,7 @@ def trace_step(model: nn.Module, units: Sequence[TracedUnit], batch: int, seq: i
             saved = tracer.live
             tracer.begin_backward()
             loss.backward()
-    except (RuntimeError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError) as error:
         raise SlideError(
             f"the step of {type(model).__name__} cannot be traced without its values ({_first_line(error)}); plan with "
             "a model that is close to it in shape"

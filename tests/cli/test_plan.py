@@ -144,6 +144,25 @@ def test_values_of_trainer_and_several_ranks(ds_slide: Callable[..., Any], confi
     assert without.code == 1 and "--batch" in without.error
 
 
+def test_the_batch_of_a_json_that_names_the_whole_one(
+    ds_slide: Callable[..., Any], config: Callable[..., Path]
+) -> None:
+    path = config(train_batch_size=24, train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps=3)
+    answer = ds_slide("plan", "--deepspeed_config", path, *SMALL, *ROOM, *H200, "--json", "--ranks", 2).answer
+    assert (answer["batch"], answer["micro_batches"]) == (4, 3)
+
+
+def test_a_model_that_has_no_fused_attention_and_few_positions(
+    ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_path: Path
+) -> None:
+    shape = {"model_type": "gemma2", "vocab_size": 264, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 256}))
+    ran = ds_slide("plan", "--deepspeed_config", config(), "--model", tmp_path, "--seq", 512, *ROOM, *H200)
+    assert ran.code == 0 and "config.json has 256 positions" in ran.out
+    assert "largest preset of its kind that fits with batch 2: none" in ran.out
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
@@ -153,6 +172,10 @@ def test_values_of_trainer_and_several_ranks(ds_slide: Callable[..., Any], confi
         ({"ds_slide": {"enabled": False}}, SMALL, "does not switch DS-Slide on"),
         ({}, (*SMALL, "--ceilings", "no-such-machine"), "no preset (h200-16-cores)"),
         ({}, (*SMALL, "--gpu-memory", "24G"), "--gpu-memory"),
+        ({}, (*SMALL, *H200, "--gpu-memory", "0"), "--gpu-memory is 0, which is 0 bytes"),
+        ({"gradient_clipping": "x"}, SMALL, 'gradient_clipping is "x"; expected a number'),
+        ({"train_micro_batch_size_per_gpu": "8"}, SMALL, 'train_micro_batch_size_per_gpu is "8"; expected a whole'),
+        ({"train_batch_size": 7}, SMALL, "train_batch_size is 7, which is not"),
     ],
 )
 def test_what_is_refused_in_a_sentence(

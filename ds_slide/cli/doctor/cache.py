@@ -83,7 +83,8 @@ def _disk(path: Path) -> DiskCeilings:
     except (OSError, RuntimeError) as error:
         if isinstance(error, SlideError):
             raise
-        raise SlideError(f"--path {path} cannot be measured ({error}); name a directory on a local disk") from error
+        why = getattr(error, "strerror", None) or error
+        raise SlideError(f"--path {path} cannot be measured ({why}); name a directory on a local disk") from error
 
 
 def _kept(file: Path, key: dict[str, Any]) -> Ceilings | None:

@@ -93,6 +93,7 @@ def _rates(ceilings: Ceilings) -> Iterator[tuple[str, str]]:
         yield "copies", f"{link}; on the GPU {gpu.copy_gb_s:,.0f} GB/s (read and written)"
     elif cpu.product_tflop_s is not None:
         yield "products", f"{cpu.product_tflop_s:.3f} TFLOP/s in bf16 on the processor, which computes here"
-    updates = f"{cpu.update_gb_s:.1f} GB/s on {cpu.update_threads} threads"
+    threads = f"{cpu.update_threads} thread{'s' if cpu.update_threads > 1 else ''}"
+    updates = f"{cpu.update_gb_s:.1f} GB/s on {threads}"
     yield "updates", f"{updates}, {cpu.update_gb_s / 26:.2f} G parameters a second (AdamW in fp32, 26 B each)"
     yield "host copy", f"{cpu.copy_gb_s:.1f} GB/s (read and written)"

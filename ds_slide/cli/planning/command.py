@@ -18,6 +18,8 @@ from ds_slide.errors import SlideConfigError
 from ds_slide.plan.ceilings.figures import Ceilings, read_ceilings
 from ds_slide.plan.forecast import Room
 
+LEAST_SIZE = 1 << 20
+"""Bytes of memory; less is a number whose unit was forgotten."""
 ELSEWHERE = "h200-16-cores"
 """The ceilings for a GPU that this machine does not have, where nobody names others."""
 
@@ -99,11 +101,7 @@ def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
     if not isinstance(raw, dict):
         raise SlideConfigError(f"--deepspeed_config {arguments.deepspeed_config} holds no object")
     ceilings, notes = _ceilings(arguments)
-    sizes = {
-        name: None if text is None else parse_bytes(text, f"--{name.replace('_', '-')}")
-        for name in ("gpu_memory", "host_memory", "nvme_memory")
-        for text in (getattr(arguments, name),)
-    }
+    sizes = {name: _size(arguments, name) for name in ("gpu_memory", "host_memory", "nvme_memory")}
     gpu = sizes["gpu_memory"]
     if gpu is None and ceilings.gpu is not None:
         gpu = ceilings.gpu.memory_bytes
@@ -115,7 +113,21 @@ def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
         cpu = ceilings.cpu.model_copy(update={"update_gb_s": ceilings.cpu.update_gb_s / room.ranks})
         ceilings = ceilings.model_copy(update={"cpu": cpu})
     shape = ModelShape.named(arguments.model)
+    positions = getattr(shape.config, "max_position_embeddings", None)
+    if positions is not None and arguments.seq > positions:
+        notes.append(f"the model's config.json has {positions:,} positions, and the sequence {arguments.seq:,} tokens")
     return Request(shape, raw, arguments.batch, arguments.seq, room, ceilings, not arguments.no_checkpointing), notes
+
+
+def _size(arguments: argparse.Namespace, name: str) -> int | None:
+    """Bytes of an option, None where it is not given."""
+    text, option = getattr(arguments, name), f"--{name.replace('_', '-')}"
+    if text is None:
+        return None
+    nbytes = parse_bytes(text, option)
+    if nbytes < LEAST_SIZE:
+        raise SlideConfigError(f'{option} is {text}, which is {nbytes} bytes; give it with a unit, such as "24GiB"')
+    return nbytes
 
 
 def _ceilings(arguments: argparse.Namespace) -> tuple[Ceilings, list[str]]:

@@ -45,7 +45,7 @@ class ModelShape:
         near = difflib.get_close_matches(name, preset_names(), n=1)
         raise SlideConfigError(
             f"--model {name} is neither a preset nor a directory with a config.json"
-            f"{f'; did you mean {near[0]}' if near else ''}; presets are {', '.join(preset_names())}"
+            f"{f' (did you mean {near[0]}?)' if near else ''}; presets are {', '.join(preset_names())}"
         )
 
     def build(self) -> Any:
@@ -55,7 +55,7 @@ class ModelShape:
         self.config.use_cache = False
         try:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa")
+                model = AutoModelForCausalLM.from_config(self.config)
         except (ValueError, ImportError) as error:
             raise SlideConfigError(
                 f"--model {self.name} cannot be built as a causal language model ({str(error).splitlines()[0]})"

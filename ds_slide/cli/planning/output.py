@@ -143,10 +143,8 @@ def _decisions(answer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _largest_model(answer: Mapping[str, Any]) -> str:
-    found = answer["largest_model"]
-    if found is None:
-        return "no preset of its kind fits with this batch"
-    return f"of the presets of its kind up to {found} fits with this batch"
+    found = answer["largest_model"] or "none"
+    return f"largest preset of its kind that fits with batch {answer['batch']}: {found}"
 
 
 def _tier_rows(tiers: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
