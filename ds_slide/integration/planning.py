@@ -36,7 +36,8 @@ FILLED = {
     "fp16.enabled": False,
     "zero_optimization.stage": 3,
 }
-"""What Trainer puts in the place of an "auto" by default; other settings that are "auto" do not change the plan."""
+"""What Trainer puts in the place of an "auto" by default, but bf16, which scripts switch on; other settings that are
+"auto" do not change the plan."""
 
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -71,8 +72,10 @@ def filled(raw: Mapping[str, Any], batch: int | None, ranks: int) -> tuple[dict[
             section = section[parent]
         del section[key]
         if path in FILLED:
-            section[key] = FILLED[path]
-            notes.append(f'{path} is "auto" and taken for {FILLED[path]}, the default of transformers\' Trainer')
+            by_script = path == "bf16.enabled"
+            section[key] = not _is_fp16(config) if by_script else FILLED[path]
+            source = "TrainingArguments say it" if by_script else "the default of transformers' Trainer"
+            notes.append(f'{path} is "auto" and taken for {shown(section[key])}; {source}')
     for key in BATCH_SIZES:
         if key in config and (type(config[key]) is not int or config[key] < 1):
             raise SlideConfigError(f"{key} is {shown(config[key])}; expected a whole number above 0")
@@ -84,6 +87,11 @@ def filled(raw: Mapping[str, Any], batch: int | None, ranks: int) -> tuple[dict[
     if block is not None:
         config[CONFIG_KEY] = block
     return config, notes
+
+
+def _is_fp16(config: Mapping[str, Any]) -> bool:
+    section = config.get("fp16")
+    return isinstance(section, Mapping) and section.get("enabled") is True
 
 
 def _micro_batch(config: Mapping[str, Any], whole: int | None, ranks: int) -> int:

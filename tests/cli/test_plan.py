@@ -131,12 +131,21 @@ def test_values_of_trainer_and_several_ranks(ds_slide: Callable[..., Any], confi
         gradient_accumulation_steps="auto",
         train_batch_size="auto",
         gradient_clipping="auto",
+        bf16={"enabled": "auto"},
+        fp16={"enabled": "auto"},
         optimizer={"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
         ds_slide={"enabled": True, "gpu_states": 0, "window": "auto"},
     )
     options = ("--deepspeed_config", path, *SMALL, *ROOM, *H200, "--json")
     one = ds_slide("plan", *options, "--batch", 4).answer
     assert any("gradient_clipping" in note for note in one["notes"]) and one["schedule"] != "under backward"
+    assert 'bf16.enabled is "auto" and taken for true; TrainingArguments say it' in one["notes"]
+    fp16 = json.loads(path.read_text()) | {"fp16": {"enabled": True}}
+    path.write_text(json.dumps(fp16))
+    assert (
+        'bf16.enabled is "auto" and taken for false; TrainingArguments say it'
+        in ds_slide("plan", *options, "--batch", 4).answer["notes"]
+    )
     two = ds_slide("plan", *options, "--batch", 4, "--ranks", 2).answer
     assert two["memory"]["host_state_bytes"] < one["memory"]["host_state_bytes"]
     assert any("NCCL" in note for note in two["notes"])
