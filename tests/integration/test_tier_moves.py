@@ -6,7 +6,7 @@ import functools
 import gc
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +340,15 @@ def test_no_memory_for_another_slot(monkeypatch: pytest.MonkeyPatch) -> None:
         train(engine, batches(1))
 
 
+@pytest.fixture
+def _default_interrupt() -> Iterator[None]:
+    """A shell starts what runs in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_default_interrupt")
 @pytest.mark.parametrize("place", ["_copy", "_show", "_refit"])
 def test_an_interrupt_waits_until_the_move_is_whole(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data, of = batches(4), {"_copy": (CpuUpdater, "copy_")}
