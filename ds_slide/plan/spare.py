@@ -5,10 +5,12 @@ Pure functions over what the first steps have shown. Seconds are those of one st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
+
+from ds_slide.plan.needs import Needs
 
 MARGIN_SHARE = 1 / 16
 """Of the GPU, and left free. Torch takes memory from the driver in steps of 2 MiB, so that a saved tensor of 32 MiB (8k
@@ -96,6 +98,13 @@ class Slots:
 
 
 NO_SLOTS = Slots(0, 0, 0, 0)
+SPARE_SLOTS = 1
+"""Beside those that hide a fetch: for a fetch that waits for the update of its block while compute goes on."""
+
+
+def least_slots(window: int, needs: Needs) -> int:
+    """Slots that a window of so many keeps: all of them where the user has set its size."""
+    return min(window, needs.window + SPARE_SLOTS) if needs.window_grows else window
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,13 @@ class StepTimes:
     stall: float
     lane: float
     fetch: float = 0.0
+
+    @classmethod
+    def of(cls, busy: Mapping[str, float], step_s: float) -> StepTimes:
+        """Of a step of `step_s` seconds in which the lanes were `busy` for so many."""
+        compute = busy["compute"]
+        others = (seconds for lane, seconds in busy.items() if lane != "compute")
+        return cls(compute, max(0.0, step_s - compute), max(others, default=0.0), busy.get("h2d", 0.0))
 
     def predicted(self, recomputed_less: float, moved_share: float, updates: float, fetched: float = 1.0) -> float:
         """Of a step with so many seconds less of recomputation, so much of the host's work gone, seconds of updates on

@@ -24,16 +24,13 @@ from ds_slide.plan.rates import (
     Rates,
 )
 from ds_slide.plan.trace import StepTrace, per_unit
+from ds_slide.plan.two_passes import exceeds, second_fits
 
 Schedule = Literal["under backward", "deferred", "two passes", "speculative"]
 SCHEDULES: tuple[Schedule, ...] = ("under backward", "deferred", "two passes", "speculative")
 STEP_S = 5e-3
 """Of a GPU that stands still between two steps while the host reads the norm and queues updates and fetches (4 to 7 ms
 of `step()` where nothing is copied then, page before-after). It counts as compute, as in the engine's statistics."""
-TWO_PASSES_FROM = 0.9
-"""Of the forward: where the updates take as long, they are done in two passes (ds_slide.runtime.updates.passes)."""
-PASS_SHARE = 18 / 26
-"""Of the updates' time, that backward has to have for the second pass (there, too)."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ def step_time(
     whole, forward = one_pass.lanes["update"], step.compute_forward
     if not whole:
         return replace(one_pass, why="all states are on the GPU, and are updated there when the norm is known")
-    if whole <= TWO_PASSES_FROM * forward:
+    if not exceeds(whole, forward):
         return replace(
             one_pass, why="gradients are held until the norm is known, and updates fit under the next forward"
         )
@@ -92,7 +89,7 @@ def step_time(
     held = f"gradients are held until the norm is known, and updates of {whole:.3f} s"
     if not two or plan.placement.chunks_on_ssd:
         return one_pass
-    if whole * PASS_SHARE >= step.compute_backward:
+    if not second_fits(whole, step.compute_backward):
         return replace(one_pass, why=f"{held} have no room for a second pass under the backward")
     return step.time("two passes", f"{held} do not fit under the next forward of {forward:.3f} s")
 

@@ -14,10 +14,9 @@ from ds_slide.plan.allocations import of_promoted, slot_bytes, streamed, total
 from ds_slide.plan.forecast import WORKSPACE_BYTES, Activations, Room
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, UnitSize
-from ds_slide.plan.spare import MARGIN_SHARE, Keepable, Movable, Slots, StepTimes, choose, kept_within
+from ds_slide.plan.spare import MARGIN_SHARE, Keepable, Movable, Slots, StepTimes, choose, kept_within, least_slots
 from ds_slide.plan.time import StepTime
 from ds_slide.runtime.activations.spare_memory import HEADROOM, LEAST_GAIN, LOOKS
-from ds_slide.runtime.activations.states import SPARE_SLOTS
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,8 @@ def decide(
         return plan, Activations(checkpointed)
     for _ in LOOKS if moves_states else ():
         room = spare.bytes_beside(plan)
-        times = _times(time_of(plan, kept := kept_within(room, keepable)))
+        step = time_of(plan, kept := kept_within(room, keepable))
+        times = StepTimes.of(step.lanes, step.step_s)
         times = replace(times, compute=times.compute + sum(each.seconds for each in keepable if each.order in kept))
         room -= HEADROOM * spare.needed if spare.tied else 0
         slots = _slots(plan, passes)
@@ -75,18 +75,11 @@ def decide(
     return plan, Activations(checkpointed, kept, sum(each.nbytes for each in keepable if each.order in kept))
 
 
-def _times(step: StepTime) -> StepTimes:
-    compute = step.lanes["compute"]
-    others = (seconds for lane, seconds in step.lanes.items() if lane != "compute")
-    return StepTimes(compute, max(0.0, step.step_s - compute), max(others, default=0.0), step.lanes["h2d"])
-
-
 def _slots(plan: Plan, passes: int) -> Slots:
-    """As `ds_slide.runtime.activations.states` has them. A window whose size the user has set stays as it is."""
+    """As `ds_slide.runtime.activations.states` has them."""
     window, blocks = plan.placement.window, len(streamed(plan.units, plan.placement))
-    least = min(window, plan.needs.window + SPARE_SLOTS) if plan.needs.window_grows else window
     nbytes = slot_bytes(plan.units, plan.needs, plan.placement)
-    return Slots(min(window, blocks), least, nbytes, blocks, passes)
+    return Slots(min(window, blocks), least_slots(window, plan.needs), nbytes, blocks, passes)
 
 
 def _movable(plan: Plan) -> list[Movable]:

@@ -352,7 +352,4 @@ class Watched:
 
 
 def _times(lanes: Mapping[str, Mapping[str, float | int]], step_s: float) -> StepTimes:
-    compute = float(lanes["compute"]["busy_s"])
-    others = (float(totals["busy_s"]) for lane, totals in lanes.items() if lane != "compute")
-    fetch = float(lanes["h2d"]["busy_s"]) if "h2d" in lanes else 0.0
-    return StepTimes(compute, max(0.0, step_s - compute), max(others, default=0.0), fetch)
+    return StepTimes.of({lane: float(totals["busy_s"]) for lane, totals in lanes.items()}, step_s)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from ds_slide.plan.allocations import slot_bytes
-from ds_slide.plan.spare import NO_SLOTS, Movable, Slots
+from ds_slide.plan.spare import NO_SLOTS, Movable, Slots, least_slots
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.tier_moves import gpu_cost, move, why_fixed
 from ds_slide.runtime.unit import Unit
-
-SPARE_SLOTS = 1
-"""Beside those that hide a fetch: for a fetch that waits for the update of its block while compute goes on."""
 
 
 class RunningStates:
@@ -18,8 +15,7 @@ class RunningStates:
     def __init__(self, runtime: SlideRuntime) -> None:
         self._runtime = runtime
         plan = runtime.parts.plan
-        window = plan.placement.window
-        self._least = min(window, plan.needs.window + SPARE_SLOTS) if plan.needs.window_grows else window
+        self._least = least_slots(plan.placement.window, plan.needs)
 
     def movable(self) -> list[Movable]:
         """Those in host memory."""

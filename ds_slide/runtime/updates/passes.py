@@ -14,10 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-PASS_SHARE = 18 / 26
-"""Bytes of either pass over those of a whole update, of AdamW in fp32; so does its time."""
-UPDATE_BOUND = 0.9
-"""Forward waits for updates that take at least this part of it."""
+from ds_slide.plan.two_passes import PASS_SHARE, exceeds, second_fits
 
 
 class Passes:
@@ -56,8 +53,8 @@ class Passes:
         if self._step_ended is not None and self._backward_began is not None:
             whole = taken / (2 * PASS_SHARE) if self.two else taken
             forward, backward = self._backward_began - self._step_ended, time.perf_counter() - self._backward_began
-            self.exceed_forward = whole > UPDATE_BOUND * forward
-            two |= self._wanted == "auto" and self.exceed_forward and whole * PASS_SHARE < backward
+            self.exceed_forward = exceeds(whole, forward)
+            two |= self._wanted == "auto" and self.exceed_forward and second_fits(whole, backward)
         self.two = two and not speculated
 
     def end_step(self) -> None:

@@ -1,0 +1,19 @@
+"""When deferred updates are done in two passes: decided by the engine from measured seconds, and by a forecast from
+predicted ones."""
+
+from __future__ import annotations
+
+PASS_SHARE = 18 / 26
+"""Bytes of either pass over those of a whole update, of AdamW in fp32; so does its time."""
+UPDATE_BOUND = 0.9
+"""Forward waits for updates that take at least this part of it."""
+
+
+def exceeds(whole: float, forward: float) -> bool:
+    """Whether whole updates of so many seconds do not fit under a forward."""
+    return whole > UPDATE_BOUND * forward
+
+
+def second_fits(whole: float, backward: float) -> bool:
+    """Whether the second pass of such updates fits under a backward."""
+    return whole * PASS_SHARE < backward
