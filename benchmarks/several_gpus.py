@@ -32,11 +32,13 @@ HOST: dict[str, Any] = {"gpu_states": 0}
 ON_SSD: dict[str, Any] = {"gpu_states": 0, "host_memory": 0}
 
 
-def crossed(model: str, system: str, steps: int, blocks: list[dict[str, Any]], **shape: Any) -> list[Setting]:
+def crossed(
+    model: str, system: str, steps: int, blocks: list[dict[str, Any]], warmup: int = 2, **shape: Any
+) -> list[Setting]:
     """Clipping or not, one micro-batch or four of a quarter of the size, each with every "ds_slide" block."""
     return [
         Setting(
-            system, model, batch=8 // accumulation, grad_accum=accumulation, clip=clip, steps=steps, warmup=2,
+            system, model, batch=8 // accumulation, grad_accum=accumulation, clip=clip, steps=steps, warmup=warmup,
             slide=block, **shape,
         )
         for block in blocks
@@ -50,6 +52,7 @@ def plans(nvme_path: str) -> dict[str, list[Setting]]:
     speed: dict[str, Any] = {"steps": 12, "warmup": 3}
     return {
         "hang-3b": crossed("qwen2.5-3b", "slide", 48, [{}, HOST]),
+        "key-alone": crossed("qwen2.5-3b", "slide", 10, [{}], warmup=9),
         "hang-ssd": crossed("qwen2.5-0.5b", "slide", 8, [ON_SSD, {"host_memory": 0}], **on_disk),
         "stock-3b": crossed("qwen2.5-3b", "stock", 10, [{}]),
         "stock-0.5b": crossed("qwen2.5-0.5b", "stock", 8, [{}]),

@@ -118,8 +118,7 @@ def build_runtime(
         parts = _wire(context, units, adopt, ssd, empty, started)
         allocator.require_all_given()
         runtime = SlideRuntime(module, parts, availability)
-        # Over NCCL no move of states has been run yet; over gloo tests/integration/test_ranks.py does.
-        if settings.slide.gpu_states == "auto" and (ranks.world_size == 1 or not device.is_cuda):
+        if settings.slide.gpu_states == "auto":
             parts.spare.states = RunningStates(runtime)
     except BaseException:
         # No lane has been given anything yet, so none waits for another one, or for the disk.
