@@ -116,7 +116,7 @@ def lines_of(source: str) -> list[dict[str, Any]]:
 
 
 def ceilings_of(records: Sequence[Mapping[str, Any]], otherwise: Ceilings) -> Ceilings:
-    """With what the run has measured of its own machine (the record of pcie.py)."""
+    """With what the run has measured of its own machine: ceilings, or a flat record of the GPU, as runs had before."""
     own = next((record for record in records if record.get("gemm_tflop_s")), None)
     if own is None and (own := next((r["ceilings"] for r in records if r.get("ceilings")), None)) is not None:
         return Ceilings.model_validate(own) if "cpu" in own else _with_link(own, otherwise)
