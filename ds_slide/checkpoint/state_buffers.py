@@ -57,7 +57,8 @@ def read_values(unit: HasState, key: str, span: slice) -> torch.Tensor:
     are: a new tensor or a view."""
     state = unit.state
     if key != MASTER:
-        return state.read(key, span)
+        # In the subspace there is no state of a parameter's own: a file of its own has those (`compressed`).
+        return torch.zeros(span.stop - span.start) if state.change is not None else state.read(key, span)
     weight = state.read("weight", span)
     if not state.has("remainder"):
         return weight.float()

@@ -236,7 +236,11 @@ def _host_is_short(units: Sequence[UnitSize], needs: Needs, budgets: Budgets, on
 def _first_within(left: int, units: Sequence[UnitSize], needs: Needs) -> list[int]:
     """Units in the order of their use, as many as take `left` bytes of the GPU for their states."""
     chosen: list[int] = []
-    candidates = [index for index, unit in enumerate(units) if needs.trains and not unit.passing_numel]
+    candidates = [
+        index
+        for index, unit in enumerate(units)
+        if needs.trains and not unit.passing_numel and not unit.codec.compresses
+    ]
     for index in sorted(candidates, key=lambda index: (not units[index].stays, index)):
         cost = gpu_cost(units[index], needs)
         if cost <= left:

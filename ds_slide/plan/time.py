@@ -149,17 +149,16 @@ class _Step:
             read, written = read + held, written + held
         self.ssd_read, self.ssd_written = self.ssd_read + read, self.ssd_written + written
         gradient = unit.codec.nbytes
-        master = unit.layout.trainable_numel * unit.weight_bytes
         whole = update_bytes(unit)
         moments = sum(spec.nbytes(unit.codec.numel) for spec in unit.specs if spec.name != "remainder")
         trains = bool(unit.codec.numel)
-        up = unit.share if trains or index in self._streamed else 0
+        up = unit.written_bytes if trains or index in self._streamed else 0
         return _Unit(
             h2d=up / rates.h2d,
             d2h=gradient / rates.d2h,
             update=whole / rates.update,
             weights_pass=(whole - moments) / (WEIGHTS_PASS_RATE * rates.update),
-            states_pass=(gradient + 2 * moments) / (STATES_PASS_RATE * rates.update) if master else 0.0,
+            states_pass=(gradient + 2 * moments) / (STATES_PASS_RATE * rates.update) if trains else 0.0,
             undo=undo_bytes(unit, needs) / rates.update if index in placement.undo_logs else 0.0,
             ssd=(read + written) / rates.ssd if rates.ssd else 0.0,
             beside_up=UPDATE_LOSES_UP * up / rates.update if trains else 0.0,
@@ -247,7 +246,7 @@ def update_bytes(unit: UnitSize) -> int:
     """That the update of a unit reads and writes: its gradient; weight and state buffers, there and back."""
     if not unit.codec.numel:
         return 0
-    weight = unit.layout.trainable_numel * unit.weight_bytes
+    weight = unit.written_bytes if unit.codec.compresses else unit.layout.trainable_numel * unit.weight_bytes
     return unit.codec.nbytes + 2 * (weight + unit.state_bytes)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_slide.compression.codec import Masters
 from ds_slide.errors import SlideError
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime import running
@@ -287,7 +288,7 @@ class SlideRuntime:
         self.accumulation.close()
         if not self.deferred and self._final:
             self._unstepped = True
-            self._fetch_outer_units()
+            self._fetch_outer_units(self.gradients.hypers)
             if self._window is not None:
                 self._window.prefetch(None, "forward")
 
@@ -327,7 +328,7 @@ class SlideRuntime:
             self.parts.workers.d2h.drain()
             self.parts.workers.update.drain()
         self.parts.ranks.join()  # GPU-tier units have been through no lane
-        on_device = self.gradients.square_sums.cpu()
+        on_device = self.gradients.sums.cpu()
         total = torch.zeros(1, dtype=torch.float64)
         for unit in self.units:
             total += self.gradients.square_sum_of(unit, on_device)
@@ -366,7 +367,7 @@ class SlideRuntime:
                 )
             )
         if self.deferred:
-            self._fetch_outer_units()
+            self._fetch_outer_units(hypers)
             if self._window is not None:
                 self._window.prefetch(None, "forward")
 
@@ -404,8 +405,9 @@ class SlideRuntime:
         gathered = self.parts.gathers.into(unit, unit.resident, self.device.mark())
         self._fetched[unit.order] = Future.kept(self.parts.failures, gathered, f"the gathered weights of {unit.name}")
 
-    def _fetch_outer_units(self) -> None:
-        """Bring the updated weights of host-tier outer modules to their GPU buffers, behind what compute has submitted.
+    def _fetch_outer_units(self, hypers: Sequence[Hyper]) -> None:
+        """Bring what updates (of `hypers`) have written for units that are on the GPU to their buffers there, behind
+        what compute has submitted.
 
         Until the next forward binds them again they are partitioned: whoever looks at them in between has to gather
         them, and so cannot see the old weights.
@@ -414,14 +416,21 @@ class SlideRuntime:
         for unit in self.units:
             if unit.resident is None or not unit.is_uploaded or not unit.layout.trainable_numel:
                 continue
+            if unit.codec.compresses:
+                if unit.updated is unit.applied:  # without a gradient there was no update, and no new change
+                    continue
+                unit.applied = unit.updated
             self._unbind(unit)
-            self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free)
+            self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free, hypers)
 
-    def _fetch(self, unit: Unit, resident: torch.Tensor, h2d: StreamWorker, free: Marker) -> Future:
+    def _fetch(
+        self, unit: Unit, resident: torch.Tensor, h2d: StreamWorker, free: Marker, hypers: Sequence[Hyper]
+    ) -> Future:
         future = Future(self.parts.failures, f"the new weights of {unit.name} on the GPU")
         parts, version = list(zip(unit.spans, unit.span_updated, strict=True)), unit.version
-        if self.parts.ranks.world_size > 1:
-            parts = [(slice(0, unit.layout.trainable_numel), unit.updated)]  # as a whole
+        if self.parts.ranks.world_size > 1 or unit.codec.compresses:
+            parts = [(slice(0, unit.codec.numel), unit.updated)]  # as a whole
+        masters = Masters(resident, unit.remainder_on_gpu)
 
         def job() -> None:
             h2d.wait(free, f"the buffer of {unit.name} on the GPU")
@@ -429,7 +438,7 @@ class SlideRuntime:
                 updated.wait()
                 unit.await_others(version)
                 start = self.device.mark(h2d.stream, timed=True)
-                moved = self._fill_span(unit, span, resident)
+                moved = self._fill_span(unit, span, masters, hypers)
                 end = self.device.mark(h2d.stream, timed=True)
                 h2d.meter.add_interval(start, end, moved, ("weights", unit.order))
             future.keep(end)
@@ -437,11 +446,12 @@ class SlideRuntime:
         h2d.submit(job)
         return future
 
-    def _fill_span(self, unit: Unit, span: slice, resident: torch.Tensor) -> int:
+    def _fill_span(self, unit: Unit, span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:
         if self.parts.ranks.world_size > 1:
-            return self.parts.uploads.fill(unit, resident)
-        # A view: an outer module's weights are in memory.
-        return unit.codec.apply(unit.state.weights.buffer.read(slice(0, unit.codec.numel)), span, resident)
+            return self.parts.uploads.fill(unit, masters.weight)
+        # A view: what is written for a unit that is on the GPU is in memory.
+        written = unit.state.written.buffer.read(slice(0, unit.codec.numel))
+        return unit.codec.apply(written, span, masters, hypers)
 
     # ---- reading and writing states --------------------------------------------------------------------------
 
