@@ -55,7 +55,7 @@ def apply_(
     expanded = expand(update.T, right).T
     for part in _parts(weight):
         old = weight[part].float() if remainder is None else decode_split(weight[part], remainder[part])
-        new = add(mul(flush(old), decay), mul(expand(expanded, left, part), scale))
+        new = add(mul(flush(old), decay), mul(flush(expand(expanded, left, part)), scale))
         if remainder is not None:
             high, low = encode_split(new)
             weight[part] = high.view(torch.bfloat16)

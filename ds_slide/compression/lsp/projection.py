@@ -30,10 +30,11 @@ def compress(gradient: Tensor, left: Projector, right: Projector, out: Tensor, *
     _require_matrix("compress", "gradient", gradient, KERNEL_DTYPES, (left.rows, right.rows), left)
     _require_matrix("compress", "out", out, (torch.float32,), (left.d, right.d), right)
     if gradient.is_cuda:
-        from ds_slide.kernels.lsp.gather_sum import compress_ as run
+        from ds_slide.kernels.lsp.gather_sum import compress_
+
+        compress_(gradient, left, right, out, accumulate)
     else:
-        run = in_torch.compress_
-    run(gradient, left, right, out, accumulate)
+        in_torch.compress_(gradient, left, right, out, accumulate)
 
 
 def decompress_apply(

@@ -53,7 +53,7 @@ class Projector:
             )
         if values.device != indices.device:
             raise SlideError(f"Projector: values are on {values.device}, but indices on {indices.device}.")
-        _require_sizes(*indices.shape, self.d)
+        _require_sizes(self.rows, self.r, self.d)
 
     @property
     def rows(self) -> int:
