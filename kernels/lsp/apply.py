@@ -22,9 +22,10 @@ ROWS, COLUMNS = 8, 256
 def _tile(m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows, columns, their mask, and the places of this program's elements in a matrix [m, n]."""
     blocks = tl.cdiv(m, ROWS)
-    rows = ((tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS))[:, None]
-    columns = ((tl.program_id(0) // blocks) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    return rows, columns, (rows < m) & (columns < n), rows.to(tl.int64) * n + columns
+    rows = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)
+    columns = (tl.program_id(0) // blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (rows < m)[:, None] & (columns < n)[None, :]
+    return rows, columns, mask, rows.to(tl.int64)[:, None] * n + columns[None, :]
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def _apply_kernel(
     COLUMNS: tl.constexpr,
 ):
     rows, columns, mask, places = _tile(m, n, ROWS, COLUMNS)
-    update = expanded_tile(indices, values, expanded, rows, columns, rows < m, mask, n, R)
+    update = expanded_tile(indices, values, expanded, rows, columns, m, n, R)
     if SPLIT:
         old = load_master(weight, remainder, places, mask)
     elif weight.dtype.element_ty == tl.float32:
@@ -81,7 +82,7 @@ def _residual_kernel(
 ):
     """partial [2, programs] fp64: square sums of PE - G and of G."""
     rows, columns, mask, places = _tile(m, n, ROWS, COLUMNS)
-    returned = expanded_tile(indices, values, expanded, rows, columns, rows < m, mask, n, R).to(tl.float64)
+    returned = expanded_tile(indices, values, expanded, rows, columns, m, n, R).to(tl.float64)
     whole = tl.load(gradient + places, mask=mask, other=0.0).to(tl.float32).to(tl.float64)
     lost = tl.where(mask, returned - whole, 0.0)
     tl.store(partial + tl.program_id(0), tl.sum(tl.sum(lost * lost, axis=1), axis=0))

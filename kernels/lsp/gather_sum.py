@@ -70,11 +70,11 @@ def _expand_kernel(
 ):
     """out [width, lists] = (PX)ᵀ of X [d, width]: a tile of LISTS rows of P and WIDTH columns of X."""
     blocks = tl.cdiv(lists, LISTS)
-    rows = ((tl.program_id(0) % blocks) * LISTS + tl.arange(0, LISTS))[:, None]
-    elements = ((tl.program_id(0) // blocks) * WIDTH + tl.arange(0, WIDTH))[None, :]
-    mask = (rows < lists) & (elements < width)
-    total = expanded_tile(indices, values, matrix, rows, elements, rows < lists, mask, width, R)
-    tl.store(out + elements.to(tl.int64) * lists + rows, total, mask=mask)
+    rows = (tl.program_id(0) % blocks) * LISTS + tl.arange(0, LISTS)
+    elements = (tl.program_id(0) // blocks) * WIDTH + tl.arange(0, WIDTH)
+    total = expanded_tile(indices, values, matrix, rows, elements, lists, width, R)
+    mask = (rows < lists)[:, None] & (elements < width)[None, :]
+    tl.store(out + elements.to(tl.int64)[None, :] * lists + rows[:, None], total, mask=mask)
 
 
 def project(

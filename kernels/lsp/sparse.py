@@ -43,11 +43,14 @@ def nothing(A: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def expanded_tile(indices, values, matrix, rows, columns, row_mask, mask, width, R: tl.constexpr):
-    """PX at `rows` [A, 1] and `columns` [1, B], [A, B] fp32, of X [d, width]: terms by ascending column of P."""
-    total = nothing(mask.shape[0], mask.shape[1])
+def expanded_tile(indices, values, matrix, rows, columns, count, width, R: tl.constexpr):
+    """PX at `rows` [A] and `columns` [B], [A, B] fp32, of P [count, d] and X [d, width]: terms by ascending column."""
+    listed = rows < count
+    mask = listed[:, None] & (columns < width)[None, :]
+    total = nothing(rows.shape[0], columns.shape[0])
     for place in tl.static_range(R):
-        source = tl.load(indices + rows * R + place, mask=row_mask, other=0).to(tl.int64)
-        value = tl.load(values + rows * R + place, mask=row_mask, other=0.0)
-        total += value * tl.load(matrix + source * width + columns, mask=mask, other=0.0).to(tl.float32)
+        source = tl.load(indices + rows * R + place, mask=listed, other=0).to(tl.int64) * width
+        value = tl.load(values + rows * R + place, mask=listed, other=0.0)
+        row = tl.load(matrix + source[:, None] + columns[None, :], mask=mask, other=0.0)
+        total += value[:, None] * row.to(tl.float32)
     return total

@@ -11,7 +11,9 @@ from ds_slide.compression.lsp.projection import project, residual_square_sums
 from ds_slide.compression.lsp.projector import Projector, random_projector
 from ds_slide.errors import SlideError
 
-LEARNING_RATE = 0.05
+# At first; it falls linearly to 0. With 0.02, 0.05 and 0.1 the bias was 0.385, 0.349 and 0.339 after 100 steps (256 x 192
+# with singular values 1/k, d = 96, r = 4); 0.2 was worse than 0.1.
+LEARNING_RATE = 0.1
 # Steps between two looks at the bias on the host, each of which waits for the GPU.
 LOOK_EVERY = 10
 

@@ -106,7 +106,7 @@ def residual_square_sums(gradient: Tensor, left: Projector, right: Projector) ->
 
 def temporary_bytes(columns: int, left_d: int, right_d: int) -> int:
     """Bytes that `compress` and `decompress_apply` of a weight [m, columns] allocate on the GPU while they run."""
-    return 4 * max(columns * left_d, left_d * right_d + left_d * columns)
+    return 4 * left_d * (columns + right_d)
 
 
 def _require_matrix(
