@@ -27,6 +27,11 @@ def json_problems(values: Values, slide: SlideConfig, rule: UpdateRule | None) -
         yield f"fp16.enabled is true, but compressed gradients are of weights in bf16 or fp32; use bf16, or {REMOVE}"
     if values.get("torch_autocast"):
         yield f"torch_autocast.enabled is true, but compressed gradients need weights in one dtype; {REMOVE}"
+    if not values.get("managed_gradient_accumulation", True):
+        yield (
+            "managed_gradient_accumulation is false, but compressed gradients are checked on the last before a step, "
+            f"which nothing announces then; set it to true, or {REMOVE}"
+        )
     if slide.async_save:
         yield f"ds_slide.async_save is true, but compressed gradients are saved at once; turn it off, or {REMOVE}"
     yield from rule_problems(slide, rule)

@@ -27,6 +27,7 @@ from ds_slide.runtime.accumulation import Accumulation
 from ds_slide.runtime.device import Marker
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.interruptions import Interruptions
+from ds_slide.runtime.learning import Learning
 from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.totals import Totals
 from ds_slide.runtime.transfers.handoff import Future
@@ -57,6 +58,7 @@ class SlideRuntime:
         self.passes = parts.updating.passes
         self.speculating = parts.updating.speculating
         self.gradients = parts.gradients
+        self.learning = Learning(parts.units, self.settle)
         self.step_count = 0
         self._availability = availability
         self._window = parts.window
@@ -303,6 +305,8 @@ class SlideRuntime:
                 f"re-entrant checkpointing, or a streamed head more than once in one backward); {HOLD_HINT}"
             )
         self.take_back((unit,))  # one more gradient of the same step is added to those of before
+        if self._final:
+            self.learning.look(unit, self.step_count)
         before = unit.arrived, unit.updated
         # A unit without gradients is taken for zero, which makes no mixture as long as it is only held.
         counts = source is not None or any(parameter.grad is not None for parameter, _ in unit.trainable)
@@ -344,6 +348,7 @@ class SlideRuntime:
         self.passes.begin_step(speculated=counts)
         try:
             self._apply(hypers, grad_scale)
+            self.learning.adopt()
         except BaseException:
             self.accumulation.interrupt_step()
             raise
@@ -377,6 +382,7 @@ class SlideRuntime:
             raise SlideError(f"the gradients cannot be discarded: their updates are under way; {HOLD_HINT}")
         self.take_back(self.units)
         self.speculating.skip_step()
+        self.learning.discard()
         for unit in self.units:
             unit.gradient_ready = False
         self.accumulation.clear()
@@ -393,6 +399,7 @@ class SlideRuntime:
     def states_loaded(self) -> None:
         """Weights and optimizer states have come from a checkpoint: nothing of an interrupted step is left in them."""
         self.discard_gradients()
+        self.learning.resume(self.step_count)
         self.accumulation.reload()
 
     def _update_on_gpu(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, gradient: torch.Tensor) -> None:

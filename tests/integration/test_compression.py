@@ -15,19 +15,19 @@ from harness import batches, differences, ds_config, engine_for, llama, on_ssd, 
 from ds_slide.compression.lsp import codec
 from ds_slide.compression.lsp.projector import Projector
 from ds_slide.errors import SlideConfigError, SlideError
-from ds_slide.runtime import settings
+from ds_slide.runtime import learning, settings
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 STEPS = 4
-LSP = {"type": "lsp", "d": 32, "r": 4}
+LSP: dict[str, Any] = {"type": "lsp", "d": 32, "r": 4}
 
 
 def trained(
-    slide: dict[str, Any], data: list[Any], frozen: Callable[[str], bool] | None = None, **others: Any
+    slide: dict[str, Any], data: list[Any], frozen: Callable[[str], bool] | None = None, blocks: int = 6, **others: Any
 ) -> tuple[Any, dict[str, Any]]:
     """A training, and the statistics of its last step."""
-    model = llama()
+    model = llama(num_hidden_layers=blocks)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(frozen is None or not frozen(name))
     with engine_for(model, ds_config({"window": 2, "gpu_states": 0, **slide}, **others)) as engine:
@@ -36,25 +36,31 @@ def trained(
         return result, engine.optimizer.slide_stats()
 
 
+def permutation(rows: int, d: int, _r: int, generator: torch.Generator, device: Any) -> Projector:
+    assert rows == d
+    return Projector(torch.randperm(rows, generator=generator).int()[:, None], torch.ones(rows, 1), d).to(device)
+
+
 @pytest.fixture
 def permutations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Square matrices in subspaces of their own size, by permutations."""
-
-    def permutation(rows: int, d: int, _r: int, generator: torch.Generator, device: Any) -> Projector:
-        assert rows == d
-        return Projector(torch.randperm(rows, generator=generator).int()[:, None], torch.ones(rows, 1), d).to(device)
+    """Square matrices in subspaces of their own size, by permutations, other ones at each check."""
 
     def of_square(shape: Any, d: int) -> int:
         return d if len(shape) == 2 and min(shape) == max(shape) == d else 0
 
+    def others(_gradient: Any, left: Projector, right: Projector, *, generator: Any, **_: Any) -> tuple[Any, ...]:
+        pair = (permutation(each.rows, each.d, 1, generator, each.device) for each in (left, right))
+        return (*pair, torch.zeros(()))
+
     monkeypatch.setattr(codec, "random_projector", permutation)
     monkeypatch.setattr(codec, "subspace", of_square)
     monkeypatch.setattr(settings, "subspace", of_square)
+    monkeypatch.setattr(learning, "refit", others)
 
 
 @pytest.mark.usefixtures("permutations")
 def test_states_may_be_on_ssd(tmp_path: Path) -> None:
-    data, slide = batches(STEPS), {"compression": LSP | {"d": 64, "r": 1, "check_every": 10**9}}
+    data, slide = batches(STEPS), {"compression": LSP | {"d": 64, "r": 1, "check_every": 2}}
     expected, _ = trained(slide, data)
     disk = on_ssd(ds_config(None), tmp_path)["zero_optimization"]
     found, statistics = trained(slide | {"host_memory": 0}, data, zero_optimization=disk)
@@ -76,13 +82,15 @@ def test_states_may_be_on_ssd(tmp_path: Path) -> None:
 def test_between_permutations_it_is_exact(slide: dict[str, Any], others: dict[str, Any]) -> None:
     data = batches(STEPS * others.get("accumulation", 1))
     expected, _ = trained(slide, data, **others)
-    compressed = {"compression": LSP | {"d": 64, "r": 1, "check_every": 10**9}}
-    found, _ = trained(slide | compressed, data, **others)
+    compressed = {"compression": LSP | {"d": 64, "r": 1, "check_every": 2}}
+    found, statistics = trained(slide | compressed, data, **others)
     assert not differences(expected, found)
+    assert statistics["compression"]["refits"] == STEPS // 2 * 6 * 2  # q and o of six blocks
     assert expected.norms == found.norms
 
 
-def test_blocks_learn_and_move_less() -> None:
+def test_blocks_learn_and_move_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "FIT_STEPS", 2)
     data, fast = batches(1) * 12, {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     _, exactly = trained({}, data[:2], outside_the_blocks)
     found, compressed = trained({"compression": LSP}, data, outside_the_blocks, **fast)
@@ -94,16 +102,37 @@ def test_blocks_learn_and_move_less() -> None:
     assert compressed["lanes"]["d2h"]["bytes"] == 6 * 2 * (128 + 5 * 32 * 32 + 2 * 16 * 16)
 
 
+def test_projectors_are_fitted_when_they_lose_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "FIT_STEPS", 2)
+    data = batches(1) * STEPS
+
+    def run(**how: Any) -> tuple[Any, dict[str, Any]]:
+        result, statistics = trained({"compression": LSP | how}, data, outside_the_blocks, blocks=2)
+        return result, statistics["compression"]
+
+    random, never = run(check_every=2, threshold=100)
+    fitted, always = run(check_every=2, threshold=0.0)
+    assert (never["checks"], never["refits"]) == (2 * 2, 0)
+    assert (always["checks"], always["refits"]) == (2 * 2, 2 * 2 * 7)
+    assert always["bias"].keys() == never["bias"].keys() >= {"self_attn.q_proj", "mlp.down_proj"}
+    assert all(always["bias"][kind] < min(1.0, never["bias"][kind]) for kind in never["bias"])
+    # The first fit serves the second step, and fits that begin with other numbers end with others.
+    assert fitted.losses[:2] == random.losses[:2] and fitted.losses[2:] != random.losses[2:]
+    assert not differences(fitted, run(check_every=2, threshold=0.0)[0])
+    assert differences(fitted, run(check_every=2, threshold=0.0, seed=1)[0])
+
+
 def outside_the_blocks(name: str) -> bool:
     return "layers" not in name
 
 
 def test_four_micro_batches_are_near_one_of_their_size() -> None:
+    compression = LSP | {"threshold": 100}  # the same projectors for both
     data = batches(4 * STEPS)
     starts = range(0, len(data), 4)
     together = [{name: torch.cat([each[name] for each in data[i : i + 4]]) for name in data[0]} for i in starts]
-    accumulated, _ = trained({"compression": LSP}, data, accumulation=4)
-    whole, _ = trained({"compression": LSP}, together, train_micro_batch_size_per_gpu=8)
+    accumulated, _ = trained({"compression": compression}, data, accumulation=4)
+    whole, _ = trained({"compression": compression}, together, train_micro_batch_size_per_gpu=8)
     assert accumulated.norms == pytest.approx(whole.norms, rel=0.02)
     began = {name: parameter.detach() for name, parameter in to_bf16(llama()).named_parameters()}
     for name, state in whole.states.items():
@@ -135,8 +164,8 @@ def test_it_is_refused_by_name(slide: dict[str, Any], others: dict[str, Any], sa
 
 
 def test_a_state_in_a_subspace_is_no_parameters_own() -> None:
-    model = llama()
-    with engine_for(model, ds_config({"compression": LSP})) as engine:
+    model = llama(num_hidden_layers=2)
+    with engine_for(model, ds_config({"compression": LSP | {"threshold": 100}})) as engine:
         engine.backward(engine(**batches(1)[0]).loss)
         compressed, exact = model.model.layers[0].mlp.up_proj.weight, model.model.layers[0].input_layernorm.weight
         assert safe_get_full_grad(exact) is not None
