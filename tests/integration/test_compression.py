@@ -10,8 +10,21 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
-from harness import batches, differences, ds_config, engine_for, llama, on_ssd, states_of, to_bf16, train
+from harness import (
+    batches,
+    differences,
+    ds_config,
+    engine_for,
+    exchanged,
+    llama,
+    on_ssd,
+    states_of,
+    to_bf16,
+    train,
+    unequal,
+)
 
+from ds_slide.checkpoint.compressed import NAME
 from ds_slide.compression.lsp import codec
 from ds_slide.compression.lsp.projector import Projector
 from ds_slide.errors import SlideConfigError, SlideError
@@ -174,3 +187,46 @@ def test_a_state_in_a_subspace_is_no_parameters_own() -> None:
         engine.step()
         with pytest.raises(SlideError, match="the optimizer state of"):
             safe_get_full_optimizer_state(compressed, "exp_avg")
+
+
+@pytest.mark.parametrize("slide", [{}, {"state_dtype": "8bit"}])
+def test_a_resumed_run_has_the_same_bits(
+    slide: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "FIT_STEPS", 2)
+    data, resumed = batches(6), llama(seed=1, num_hidden_layers=2)
+    config = ds_config({"window": 2, "compression": LSP | {"check_every": 2, "threshold": 0.0}, **slide})
+    model = llama(num_hidden_layers=2)
+    with engine_for(model, config) as engine:
+        train(engine, data[:3])
+        engine.save_checkpoint(tmp_path)
+        expected = train(engine, data[3:])
+        expected.states = states_of(model, ())
+    with engine_for(resumed, config) as engine:
+        engine.load_checkpoint(tmp_path)
+        found = train(engine, data[3:])
+        found.states = states_of(resumed, ())
+        with pytest.raises(SlideError, match=f"has no {re.escape(NAME)}"):
+            (tmp_path / "global_step3" / NAME).unlink()
+            (tmp_path / "global_step3" / "ds_slide_manifest.json").unlink()
+            engine.load_checkpoint(tmp_path)
+    assert not differences(expected, found)
+
+
+def test_others_load_the_weights_alone(tmp_path: Path) -> None:
+    config = ds_config({"window": 2, "compression": LSP | {"threshold": 100}})
+    model, exact, stock = (llama(seed, num_hidden_layers=2) for seed in range(3))
+    with engine_for(model, config) as engine:
+        train(engine, batches(2))
+        engine.save_checkpoint(tmp_path)
+        expected = states_of(model, ())
+    with engine_for(exact, ds_config({"window": 2})) as engine:
+        with pytest.raises(SlideError, match=r"was saved with ds_slide\.compression"):
+            engine.load_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+        weights = {name: {"weight": state["weight"]} for name, state in states_of(exact, ()).items()}
+        assert not unequal({name: {"weight": state["weight"]} for name, state in expected.items()}, weights)
+    with engine_for(stock, ds_config(None)) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert not unequal(exchanged(expected, to_stock=True), states_of(stock, ()))
+        assert not safe_get_full_optimizer_state(stock.model.layers[0].mlp.up_proj.weight, "exp_avg").any()

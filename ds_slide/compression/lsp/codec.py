@@ -93,10 +93,11 @@ class Lsp:
         # By its name, so that the numbers do not depend on how the model is cut into units.
         generator = torch.Generator().manual_seed(self.settings.seed ^ zlib.crc32(matrix.entry.name.encode()))
         rows, columns = matrix.entry.shape
-        sides = (random_projector(side, matrix.d, self._r(matrix), generator, device) for side in (rows, columns))
+        sides = (random_projector(side, matrix.d, self.r_of(matrix), generator, device) for side in (rows, columns))
         return Pair(*sides)
 
-    def _r(self, matrix: Matrix) -> int:
+    def r_of(self, matrix: Matrix) -> int:
+        """Numbers in a row of its projectors."""
         return min(self.settings.r, matrix.d)
 
     @property
@@ -113,9 +114,8 @@ class Lsp:
 
     @property
     def gpu_bytes(self) -> int:
-        return sum(
-            projector_bytes(side, matrix.d, self._r(matrix)) for matrix in self.matrices for side in matrix.entry.shape
-        )
+        sides = [(side, matrix) for matrix in self.matrices for side in matrix.entry.shape]
+        return sum(projector_bytes(side, matrix.d, self.r_of(matrix)) for side, matrix in sides)
 
     @property
     def segments(self) -> Sequence[Segment]:
