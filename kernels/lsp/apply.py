@@ -1,7 +1,9 @@
 """The update of a weight by PDQᵀ, and what a gradient loses by compression: tiles of PE with E = DQᵀ, never stored.
 
 Bytes an element of a split master: 4 read, 4 written, and 4 * r read of E, which come out of the L2 cache: programs of
-the same columns run side by side, and d1 times the width of a tile is all that they read of E.
+the same columns run side by side, and d1 times the width of a tile is all that they read of E. By count, of the seven
+matrices of a Qwen2.5-1.5B block, d = min(m, n) / 2, r = 4: 386 MB with D are the bound (80 us at 4.8 TB/s), 48 to 96 MB
+more go through memory for E, 749 MB come out of L2. Of 3B: 638 MB (133 us), 81 to 161 and 1233.
 """
 
 from __future__ import annotations

@@ -5,8 +5,11 @@ The results are stored transposed, so that the next product, with the other proj
     compress     T = GᵀP [n, d1], S = TᵀQ [d1, d2] = PᵀGQ
     decompress   E = (Q Dᵀ)ᵀ [d1, n] = DQᵀ, of which `ds_slide.kernels.lsp.apply` takes PE
 
-T takes r reads of each row of G. Programs of the same columns of G run side by side, so that all but the first come out
-of the L2 cache: m * n * itemsize bytes of memory are the bound, beside 8 * n * d1 for T, written and read.
+Compressing is bound by reading G and writing S. Each row of G is read r times, but programs of the same columns run
+side by side and go through the rows in the same order, so that the L2 cache should have all but the first; T (fp32) is
+written, and read r times. By count, of the seven matrices of a Qwen2.5-1.5B block, bf16, d = min(m, n) / 2, r = 4: 106
+MB are the bound (22 us at 4.8 TB/s), 154 to 202 MB go through memory, 566 MB come out of L2. Of 3B: 175 MB (37 us), 256
+to 337 and 940.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_slide.compression.lsp import in_torch
-from ds_slide.compression.lsp.learning import bias, refit
+from ds_slide.compression.lsp.learning import bias, refit, refit_bytes
 from ds_slide.compression.lsp.projection import compress, decompress_apply, residual_square_sums, temporary_bytes
 from ds_slide.compression.lsp.projector import Projector, random_projector
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
@@ -117,6 +117,20 @@ def test_memory_is_what_a_plan_counts(shape: tuple[int, int]) -> None:
     step()
     # The allocator counts in 512 bytes: two tensors.
     assert torch.cuda.max_memory_allocated() - before <= temporary_bytes(shape[1], left.d, right.d) + 1024
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_memory_of_a_refit_is_what_a_plan_counts(shape: tuple[int, int]) -> None:
+    left, right = pair(shape)
+    gradient = normal(*shape, dtype=torch.bfloat16)
+    peak = 0
+    for _ in range(2):  # the first has the workspace of cuBLAS and the order of columns, which stay
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before: Any = torch.cuda.memory_allocated()
+        refit(gradient, left, right, threshold=0.0, steps=2, beta=1e-3, generator=torch.Generator().manual_seed(0))
+        peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= refit_bytes(gradient, left, right)
 
 
 def test_a_refit_lowers_the_bias_and_repeats() -> None:

@@ -11,8 +11,8 @@ from ds_slide.compression.lsp.projection import project, residual_square_sums
 from ds_slide.compression.lsp.projector import Projector, random_projector
 from ds_slide.errors import SlideError
 
-# At first; it falls linearly to 0. With 0.02, 0.05 and 0.1 the bias was 0.385, 0.349 and 0.339 after 100 steps (256 x 192
-# with singular values 1/k, d = 96, r = 4); 0.2 was worse than 0.1.
+# At first; it falls linearly to 0. With 0.02, 0.05 and 0.1 the bias was 0.385, 0.349 and 0.339 after 100 steps (256 x
+# 192 with singular values 1/k, d = 96, r = 4); 0.2 was worse than 0.1.
 LEARNING_RATE = 0.1
 # Steps between two looks at the bias on the host, each of which waits for the GPU.
 LOOK_EVERY = 10
@@ -74,6 +74,15 @@ def refit(
         optimizer.step()
     left, right = left.with_values(best[0]), right.with_values(best[1])
     return left, right, bias(gradient, left, right)
+
+
+def refit_bytes(gradient: Tensor, left: Projector, right: Projector) -> int:
+    """Bytes that `refit` allocates on the GPU at most, beside those of matrix products' own workspace: Gᵀ, GQ, GᵀP, a
+    dense product or projector, matrices with sides of d, and some numbers for each non-zero."""
+    (m, n), (d1, d2) = gradient.shape, (left.d, right.d)
+    dense = 4 * (n * d1 + m * d2 + max(m * d1, n * d2))
+    non_zeros = m * left.r * (8 * left.r + 64) + n * right.r * (8 * right.r + 64)
+    return gradient.nbytes + dense + 64 * max(d1, d2) ** 2 + non_zeros
 
 
 @torch.no_grad()

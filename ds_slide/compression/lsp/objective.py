@@ -82,8 +82,8 @@ class Objective:
 
     def _products(self, values: Sequence[Tensor]) -> _Products:
         left, right = (one.with_values(each) for one, each in zip(self._patterns, values, strict=True))
-        by_left = project(self._gradient, left) * self._inverse_norm
-        by_right = project(self._transposed, right) * self._inverse_norm
+        by_left = project(self._gradient, left).mul_(self._inverse_norm)
+        by_right = project(self._transposed, right).mul_(self._inverse_norm)
         grams = [project(one.dense(), one) for one in (left, right)]
         return _Products(project(by_left, right), grams[0], grams[1], by_left, by_right)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_slide.errors import SlideError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Columns:
     """The non-zeros of a projector by column, those of one column by ascending row."""
 
@@ -25,7 +25,7 @@ class Columns:
     """[rows * r] int32: places in the flattened `indices` and `values`; the row is the place divided by r."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Projector:
     """A matrix [rows, d] with r non-zeros in each row ("(d, r)-sparse" in arXiv 2406.10181).
 
