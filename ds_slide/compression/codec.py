@@ -83,6 +83,16 @@ class GradientCodec(Protocol):
         ...
 
     @property
+    def encode_traffic(self) -> int:
+        """Bytes of GPU memory that `encode` reads and writes more than a copy of the gradient does."""
+        ...
+
+    @property
+    def apply_traffic(self) -> int:
+        """Bytes of GPU memory that `apply` reads and writes more than a copy of the weights does."""
+        ...
+
+    @property
     def segments(self) -> Sequence[Segment]:
         """Ranges of one parameter group each, which cover [0, numel) without gaps: an update is a step on each."""
         ...

@@ -43,6 +43,11 @@ class Matrix:
         return self.d * self.d
 
     @property
+    def product_numel(self) -> int:
+        """Elements of the product with one of its projectors."""
+        return self.d * self.entry.shape[1]
+
+    @property
     def stop(self) -> int:
         return self.start + align_up(self.numel)
 
@@ -116,6 +121,19 @@ class Lsp:
     def gpu_bytes(self) -> int:
         sides = [(side, matrix) for matrix in self.matrices for side in matrix.entry.shape]
         return sum(projector_bytes(side, matrix.d, self.r_of(matrix)) for side, matrix in sides)
+
+    @property
+    def encode_traffic(self) -> int:
+        # By row of P a row of G for each of its numbers; PᵀG written and read; by row of Q one of that for each.
+        return sum(
+            self.r_of(each) * (2 * each.entry.numel + 4 * each.product_numel) + 8 * each.product_numel
+            for each in self.matrices
+        )
+
+    @property
+    def apply_traffic(self) -> int:
+        # The same way back, all in fp32, and the masters read and written.
+        return sum((4 * self.r_of(each) + 8) * (each.entry.numel + each.product_numel) for each in self.matrices)
 
     @property
     def segments(self) -> Sequence[Segment]:
