@@ -1,4 +1,4 @@
-"""Run the settings of a plan one after the other and write table, CSV and a dated Markdown page.
+"""Run the settings of a plan one after the other and write table, records and a dated Markdown page.
 
     python3 benchmarks/compare.py --plan main --limit 570 --out results/
 
@@ -34,6 +34,10 @@ from plans import PLANS
 from settings import HIDDEN_FOLDER, Setting
 
 HERE = Path(__file__).resolve().parent
+MEASURE = (
+    "import json; from ds_slide.cli.doctor.cache import of_this_machine; "
+    "print(json.dumps(of_this_machine(refresh=True).model_dump()))"
+)
 # Below this a setting cannot even build its model; what is left of the limit is then reported, not spent.
 LEAST_SECONDS = 20.0
 ERROR_LENGTH = 300
@@ -103,8 +107,8 @@ def run_setting(setting: Setting, log: Path, seconds: float) -> Record:
 
 
 def measure_ceilings(log: Path) -> Record | None:
-    """The record of `pcie.py`; None when it failed."""
-    status, output = run_process([sys.executable, str(HERE / "pcie.py")], log, 60)
+    """What `ds-slide doctor` measures; None when it failed. In a process of its own, which leaves the GPU empty."""
+    status, output = run_process([sys.executable, "-c", MEASURE], log, 120)
     return json.loads(output.splitlines()[-1]) if status == 0 else None
 
 
@@ -130,7 +134,6 @@ class Report:
     def write(self, ceilings: Record | None, records: list[Record]) -> None:
         text = page.markdown_page(self._title, self._facts, ceilings, self._command, records)
         self.file(".md").write_text(text)
-        self.file(".csv").write_text(page.csv_text(records))
         header = {"facts": self._facts, "ceilings": ceilings}
         self.file(".jsonl").write_text(page.json_lines([header, *records]))
 
@@ -178,7 +181,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, help="timed steps of every row")
     parser.add_argument("--warmup", type=int, help="warm-up steps of every row")
-    parser.add_argument("--no-ceilings", action="store_true", help="skip pcie.py")
+    parser.add_argument("--no-ceilings", action="store_true", help="do not measure the machine")
     parser.add_argument("--list", action="store_true", help="print the commands and stop")
     arguments = parser.parse_args()
     settings = chosen_settings(arguments)
@@ -207,7 +210,7 @@ def main() -> None:
         report.write(ceilings, records)
     if records:
         print(page.plain(page.rows(records)))
-        print(f"written: {report.path}.md, .csv, .jsonl, .log")
+        print(f"written: {report.path}.md, .jsonl, .log")
 
 
 if __name__ == "__main__":

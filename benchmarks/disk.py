@@ -3,29 +3,102 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ssd
+import torch
 
-CEILING_SECONDS = 1.2
+from ds_slide import _native
+from ds_slide.store.ssd.disk_load import Load, put_load
+
+CEILING_SECONDS = 2.4
 # Each of its halves holds what a disk of 4 GB/s reads or writes in that time.
 CEILING_FILE_BYTES = 8 << 30
-# Of each of two orders, in turns.
-STATES_SECONDS, STATES_ROUNDS = 3.0, 2
+STATES_SECONDS = 12.0
+# Larger requests and more of them gave no more on any disk tried, nor did bursts of reads and writes in turns.
+REQUEST_BYTES = 2 << 20
+DEPTH = 32
+# As much as an engine has between disk and update: where a processor copies what the disk moves, as in a virtual
+# machine, few buffers stay in its cache.
+MEMORY_BYTES = 1 << 30
+# More than DEPTH, so that the disk never waits for the thread that hands them over.
+AHEAD = DEPTH + DEPTH // 4
+LEAST_FILE_BYTES = 2 * DEPTH * REQUEST_BYTES
 _SECTOR_BYTES = 512
 
 
 def ceiling(folder: str) -> dict[str, Any]:
-    """Mixed bandwidth of the disk that holds `folder` (see `ssd.mixed_ceiling`), on a file that is gone afterwards."""
+    """Mixed bandwidth of the disk that holds `folder`, on a file that is gone afterwards."""
     free = shutil.disk_usage(folder).free
-    with ssd.full_file(
-        Path(folder), min(CEILING_FILE_BYTES, free // 4 // ssd.FILL_BYTES * ssd.FILL_BYTES), False
-    ) as path:
-        return ssd.mixed_ceiling(path, CEILING_SECONDS)
+    with full_file(Path(folder), min(CEILING_FILE_BYTES, free // 4 // REQUEST_BYTES * REQUEST_BYTES)) as path:
+        return mixed_ceiling(path, CEILING_SECONDS)
+
+
+@contextmanager
+def full_file(folder: Path, nbytes: int) -> Iterator[Path]:
+    """A file of `nbytes` random bytes (multiple of 2 MiB), all of it on the disk, removed at the end.
+
+    Extents that were only reserved read as zeros without the disk, and zeros may be compressed on the way: so every
+    byte is written, and none repeats within 64 MiB. SystemExit where it is too short.
+    """
+    if nbytes < LEAST_FILE_BYTES:
+        raise SystemExit(
+            f"a file of {nbytes} bytes is too short to measure a disk on: {DEPTH} requests of {REQUEST_BYTES} bytes, "
+            f"read and written, need a half each; make it at least {LEAST_FILE_BYTES} bytes"
+        )
+    path = folder / f"ds_slide-benchmark-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        with engine() as io:
+            file = io.open(str(path), nbytes)
+            memory = buffers(DEPTH)
+            load = Load("write", REQUEST_BYTES, DEPTH)
+            put_load(io, file, nbytes, (memory.data_ptr(), DEPTH), load, requests=nbytes // REQUEST_BYTES)
+            io.sync(file)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def engine() -> Iterator[_native.IoEngine]:
+    # The order of reads and writes is the load's, not the engine's to choose.
+    io = _native.IoEngine("auto", DEPTH, REQUEST_BYTES, burst_bytes=0)
+    try:
+        yield io
+    finally:
+        io.close()
+
+
+def buffers(count: int) -> torch.Tensor:
+    """Random bytes of `count` requests in page-aligned memory, in huge pages as the engine's own buffers are."""
+    memory = torch.frombuffer(_native.Slab(REQUEST_BYTES * count, False, True), dtype=torch.uint8)
+    # By words: one number for each byte took five seconds for 1 GiB.
+    memory.view(torch.int64).random_()
+    return memory
+
+
+def mixed_ceiling(path: Path, seconds: float) -> dict[str, Any]:
+    """The disk's bandwidth in GB/s on an existing full file, reads and writes taking turns in a half of the file each:
+    nothing is read again while a host may have it in its cache, if the halves are large enough."""
+    count = MEMORY_BYTES // REQUEST_BYTES
+    memory, nbytes = buffers(count), path.stat().st_size
+    with engine() as io:
+        file = io.open(str(path), 0)
+        io.register_memory(memory.data_ptr(), memory.numel())
+        load = Load("mixed", REQUEST_BYTES, AHEAD)
+        sample = put_load(io, file, nbytes, (memory.data_ptr(), count), load, seconds=seconds)
+        return {
+            "gb_s": sample.gb_s,
+            "read_gb_s": sample.read_bytes / sample.seconds / 1e9,
+            "write_gb_s": sample.written_bytes / sample.seconds / 1e9,
+            "file_bytes": nbytes,
+            "backend": io.stats()["backend"],
+            "direct": io.is_direct(file),
+        }
 
 
 @contextmanager
@@ -54,7 +127,7 @@ def ceiling_of_states(path: Path) -> dict[str, Any]:
     A file that has just been filled may be in the cache of the machine that a virtual disk belongs to, and a disk that
     has rested may be faster for a second than it is for a minute: neither is so for the engine's own traffic.
     """
-    return {**ssd.mixed_ceiling(path, STATES_SECONDS, STATES_ROUNDS), "on_states": True}
+    return {**mixed_ceiling(path, STATES_SECONDS), "on_states": True}
 
 
 def empty(folder: str) -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import kernel_rivals as rivals
 import torch
 from kernel_problem import DTYPE, Factory, Problem, System, by_autograd, compiled, random_tensor
 from torch import Tensor
+
+from ds_slide.kernels.gated import gated_activation
+from ds_slide.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from ds_slide.kernels.norm.layer_norm import add_layer_norm, layer_norm
+from ds_slide.kernels.norm.rms_norm import add_rms_norm, rms_norm
+from ds_slide.kernels.rope.rotary import rope
 
 Makers = list[Callable[[], Problem]]
 
@@ -53,49 +60,12 @@ def _name(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _ours_rms_norm() -> System:
-    from ds_slide.kernels.norm.rms_norm import rms_norm
-
-    return lambda x, weight: rms_norm(x, weight, rivals.EPS, round_before_weight=True)
+def _ours_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(x, weight, rivals.EPS, round_before_weight=True)
 
 
-def _ours_add_rms_norm() -> System:
-    from ds_slide.kernels.norm.rms_norm import add_rms_norm
-
-    return lambda x, residual, weight: add_rms_norm(x, residual, weight, rivals.EPS, round_before_weight=True)
-
-
-def _ours_layer_norm() -> System:
-    from ds_slide.kernels.norm.layer_norm import layer_norm
-
-    return lambda x, weight, bias: layer_norm(x, weight, bias, rivals.EPS)
-
-
-def _ours_add_layer_norm() -> System:
-    from ds_slide.kernels.norm.layer_norm import add_layer_norm
-
-    return lambda x, residual, weight, bias: add_layer_norm(x, residual, weight, bias, rivals.EPS)
-
-
-def _ours_rope() -> System:
-    from ds_slide.kernels.rope.rotary import rope
-
-    return rope
-
-
-def _ours_gated(activation: str) -> Factory:
-    def make() -> System:
-        from ds_slide.kernels.gated.gated_activation import gated
-
-        return lambda gate, up: gated(gate, up, activation)
-
-    return make
-
-
-def _ours_loss() -> System:
-    from ds_slide.kernels.loss.linear_cross_entropy import linear_cross_entropy
-
-    return lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, ignore_index=rivals.IGNORED)
+def _ours_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return add_rms_norm(x, residual, weight, rivals.EPS, round_before_weight=True)
 
 
 # By kernel: the formula in plain PyTorch, whether a residual is added and a bias is there, and the other systems.
@@ -104,16 +74,26 @@ NORMS: dict[str, tuple[System, bool, bool, dict[str, Factory]]] = {
         rivals.eager_rms_norm,
         False,
         False,
-        {"ours": _ours_rms_norm, "torch": rivals.torch_rms_norm, "liger": rivals.liger_rms_norm},
+        {"ours": lambda: _ours_rms_norm, "torch": rivals.torch_rms_norm, "liger": rivals.liger_rms_norm},
     ),
     "add_rms_norm": (
         rivals.eager_add_rms_norm,
         True,
         False,
-        {"ours": _ours_add_rms_norm, "liger": rivals.liger_add_rms_norm},
+        {"ours": lambda: _ours_add_rms_norm, "liger": rivals.liger_add_rms_norm},
     ),
-    "layer_norm": (rivals.eager_layer_norm, False, True, {"ours": _ours_layer_norm, "liger": rivals.liger_layer_norm}),
-    "add_layer_norm": (rivals.eager_add_layer_norm, True, True, {"ours": _ours_add_layer_norm}),
+    "layer_norm": (
+        rivals.eager_layer_norm,
+        False,
+        True,
+        {"ours": lambda: partial(layer_norm, eps=rivals.EPS), "liger": rivals.liger_layer_norm},
+    ),
+    "add_layer_norm": (
+        rivals.eager_add_layer_norm,
+        True,
+        True,
+        {"ours": lambda: partial(add_layer_norm, eps=rivals.EPS)},
+    ),
 }
 
 
@@ -169,7 +149,7 @@ def rotary(shape: tuple[int, ...], device: torch.device) -> Problem:
         _name(shape),
         inputs,
         outputs,
-        {"ours": _ours_rope, "liger": rivals.liger_rope, "eager": lambda: formula, "compile": compiled(formula)},
+        {"ours": lambda: rope, "liger": rivals.liger_rope, "eager": lambda: formula, "compile": compiled(formula)},
         lambda: by_autograd(formula, inputs, outputs, gradients, upstream),
         forward_bytes=moved,
         backward_bytes=moved,
@@ -190,7 +170,7 @@ def gated(kernel: str, shape: tuple[int, ...], device: torch.device) -> Problem:
         inputs,
         ("y",),
         {
-            "ours": _ours_gated(activation),
+            "ours": lambda: partial(gated_activation.gated, activation=activation),
             "liger": rivals.liger_silu if activation == "silu" else rivals.liger_gelu_tanh,
             "eager": lambda: formula,
             "compile": compiled(formula),
@@ -230,7 +210,7 @@ def loss(shape: tuple[int, ...], device: torch.device) -> Problem:
         {"hidden": hidden, "weight": weight, "labels": labels},
         ("loss",),
         {
-            "ours": _ours_loss,
+            "ours": lambda: partial(linear_cross_entropy, ignore_index=rivals.IGNORED),
             "torch": rivals.torch_loss,
             "liger": rivals.liger_loss,
             "liger fp32": lambda: rivals.liger_loss(torch.float32),

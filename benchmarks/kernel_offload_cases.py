@@ -10,6 +10,12 @@ from kernel_cases import NO_LIGER, Makers
 from kernel_problem import DTYPE, Factory, Problem, Results, System, compiled, random_tensor
 from torch import Tensor
 
+from ds_slide.kernels.offload.adamw_split import adamw_split_
+from ds_slide.kernels.offload.gradient_pack import pack_gradients
+from ds_slide.kernels.offload.square_sum import square_sum
+from ds_slide.optim.adamw import AdamWHyper
+from ds_slide.optim.reference import encode_split
+
 ALIGNMENT = 64
 # Hidden size, intermediate size, rows of the key projection: blocks of Qwen2.5-3B, Llama-3-8B, Qwen2.5-0.5B,
 # Qwen2.5-7B and Qwen2.5-1.5B, all with the biases and norms of Qwen2.
@@ -47,8 +53,6 @@ def pack(accumulate: bool, shape: tuple[int, ...], device: torch.device) -> Prob
         return [flat[start:end] for start, end in zip(offsets, ends, strict=True)]
 
     def ours() -> System:
-        from ds_slide.kernels.offload.gradient_pack import pack_gradients
-
         total = torch.zeros((), dtype=torch.float64, device=device)
 
         def call(flat: Tensor, *sources: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,14 +65,9 @@ def pack(accumulate: bool, shape: tuple[int, ...], device: torch.device) -> Prob
         views = [source.reshape(-1) for source in sources]
         (torch._foreach_add_ if accumulate else torch._foreach_copy_)(parts(flat), views)
 
-    def two_passes() -> System:
-        from ds_slide.kernels.offload.square_sum import square_sum
-
-        def call(flat: Tensor, *sources: Tensor) -> tuple[Tensor, Tensor]:
-            gather(flat, sources)
-            return flat, square_sum(flat)
-
-        return call
+    def two_passes(flat: Tensor, *sources: Tensor) -> tuple[Tensor, Tensor]:
+        gather(flat, sources)
+        return flat, square_sum(flat)
 
     def eager(flat: Tensor, *sources: Tensor) -> tuple[Tensor, Tensor]:
         gather(flat, sources)
@@ -85,7 +84,7 @@ def pack(accumulate: bool, shape: tuple[int, ...], device: torch.device) -> Prob
     names = [f"gradient {number}" for number in range(len(gradients))]
     systems: dict[str, Factory] = {
         "ours": ours,
-        "torch": two_passes,
+        "torch": lambda: two_passes,
         "eager": lambda: eager,
         "compile": compiled(eager),
     }
@@ -98,11 +97,6 @@ def pack(accumulate: bool, shape: tuple[int, ...], device: torch.device) -> Prob
 def square_sums(numel: int, device: torch.device) -> Problem:
     values = random_tensor(numel, device=device)
 
-    def ours() -> System:
-        from ds_slide.kernels.offload.square_sum import square_sum
-
-        return square_sum
-
     def eager(tensor: Tensor) -> Tensor:
         return tensor.double().square().sum()
 
@@ -110,7 +104,7 @@ def square_sums(numel: int, device: torch.device) -> Problem:
         return torch.linalg.vector_norm(tensor, dtype=torch.float32).square()
 
     systems: dict[str, Factory] = {
-        "ours": ours,
+        "ours": lambda: square_sum,
         "torch": lambda: torch_norm,
         "eager": lambda: eager,
         "compile": compiled(eager),
@@ -121,9 +115,6 @@ def square_sums(numel: int, device: torch.device) -> Problem:
 
 
 def adamw(numel: int, device: torch.device) -> Problem:
-    from ds_slide.optim.adamw import AdamWHyper
-    from ds_slide.optim.reference import encode_split
-
     hyper = AdamWHyper(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, step=STEP)
     master = random_tensor(numel, device=device, scale=0.02, dtype=torch.float32)
     high, low = encode_split(master)
@@ -137,14 +128,9 @@ def adamw(numel: int, device: torch.device) -> Problem:
     }
     correction1, correction2 = 1 - BETAS[0] ** STEP, 1 - BETAS[1] ** STEP
 
-    def ours() -> System:
-        from ds_slide.kernels.offload.adamw_split import adamw_split_
-
-        def call(weight: Tensor, low: Tensor, m: Tensor, v: Tensor, g: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-            adamw_split_(weight, low, m, v, g, hyper.constants(), hyper.adam_w_mode)
-            return weight, m, v
-
-        return call
+    def ours(weight: Tensor, low: Tensor, m: Tensor, v: Tensor, g: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        adamw_split_(weight, low, m, v, g, hyper.constants(), hyper.adam_w_mode)
+        return weight, m, v
 
     def torch_fused() -> System:
         step = torch.full((), STEP, dtype=torch.float32, device=device)
@@ -171,7 +157,7 @@ def adamw(numel: int, device: torch.device) -> Problem:
         return {"weight": weight, "exp_avg": m, "exp_avg_sq": v}
 
     systems: dict[str, Factory] = {
-        "ours": ours,
+        "ours": lambda: ours,
         "torch": torch_fused,
         "eager": lambda: eager,
         "compile": compiled(eager),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+if not torch.cuda.is_available():
+    # Triton reads it when it is imported, which the kernels do; whoever imports these imports this module first.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 System = Callable[..., Any]
 # Called when the problem is set up, so that a system which is not installed fails there, with a reason.

@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import datetime
 import gc
-import os
 import random
 import re
 import shlex
@@ -257,9 +256,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if not ON_GPU and not arguments.quick:
         parser.error("there is no CUDA device: only --quick runs without one, and its times mean nothing")
-    if not ON_GPU:
-        # Kernels are imported when their problem is set up, triton with them: it reads this then.
-        os.environ.setdefault("TRITON_INTERPRET", "1")
     device = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
     if arguments.compile_only:
         fill_caches(arguments, device)

@@ -1,9 +1,7 @@
-"""Records of `step.py` as table, CSV and Markdown page."""
+"""Records of `step.py` as table, JSON lines and Markdown page."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -189,40 +187,17 @@ def json_lines(records: Iterable[Record]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def csv_text(records: list[Record]) -> str:
-    """Every scalar of every record, settings first, ratios last."""
-    flat = []
-    for record in records:
-        stock, bound = baseline(records, "stock", record), baseline(records, "gpu-only", record)
-        scalars = {key: value for key, value in record.items() if not isinstance(value, dict | list)}
-        ratios = {
-            "speed_over_stock": speed_ratio(record, stock),
-            "speed_over_gpu_only": speed_ratio(record, bound),
-            "loss_difference_to_stock": loss_difference(record, stock),
-        }
-        setting = {
-            key: json.dumps(value) if isinstance(value, dict) else value for key, value in record["setting"].items()
-        }
-        flat.append({**setting, **scalars, **ratios})
-    names = list(dict.fromkeys(name for row in flat for name in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return text.getvalue()
-
-
 def markdown_page(
     title: str, facts: dict[str, str], ceilings: Record | None, command: str, records: list[Record]
 ) -> str:
     """The dated page: machine, versions, ceilings, the table, and the exact commands."""
     parts = [f"# {title}", "\n".join(f"* {name}: {value}" for name, value in facts.items())]
-    if ceilings and ceilings.get("gemm_tflop_s"):
+    if ceilings and (gpu := ceilings["gpu"]):
         parts.append(
             "Ceilings measured in this run: "
-            f"bf16 GEMM 8192^3 {ceilings['gemm_tflop_s']:.0f} TFLOP/s; page-locked H2D {ceilings['h2d_gb_s']:.1f} "
-            f"GB/s, D2H {ceilings['d2h_gb_s']:.1f} GB/s, both at once {ceilings['h2d_both_gb_s']:.1f} GB/s each way; "
-            f"device copy {ceilings['device_copy_gb_s']:.0f} GB/s (read + write)."
+            f"bf16 GEMM 8192^3 {gpu['product_tflop_s']['8192x8192x8192']:.0f} TFLOP/s; page-locked H2D "
+            f"{gpu['h2d_gb_s']:.1f} GB/s, D2H {gpu['d2h_gb_s']:.1f} GB/s, both at once {gpu['both_ways_gb_s']:.1f} "
+            f"GB/s each way; device copy {gpu['copy_gb_s']:.0f} GB/s (read + write)."
         )
     parts += [markdown_table(rows(records)), LEGEND]
     commands = "\n".join(record["command"] for record in records)

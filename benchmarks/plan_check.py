@@ -48,7 +48,12 @@ RECORDS = (
     ),
 )
 """Those that the committed page is made from."""
-CAPS_GIB = (12, 24, 80)
+GPU_GIB = 139.8
+"""Of an H200."""
+
+
+def share_of_gpu(gib: float) -> float:
+    return round(gib / GPU_GIB, 4)
 
 
 def checks(nvme_path: str, *, on_gpu: bool = True) -> Iterator[Setting]:
@@ -57,20 +62,21 @@ def checks(nvme_path: str, *, on_gpu: bool = True) -> Iterator[Setting]:
     if not on_gpu:
         yield Setting("slide", "tiny", batch=2, seq=128, steps=3, warmup=2)
         return
-    short: dict[str, Any] = {"steps": 6, "warmup": 3}
-    yield Setting("slide", "qwen2.5-0.5b", **short)
-    yield Setting("slide", "qwen2.5-1.5b", clip=0, **short)
-    yield Setting("slide", "qwen2.5-3b", **short)
-    yield Setting("slide", "qwen2.5-3b", clip=0, **short)
-    yield Setting("slide", "qwen2.5-3b", checkpointing="none", **short)
-    yield Setting("slide", "qwen2.5-3b", slide={"gpu_states": "46GB", "window": 40}, **short)
-    yield Setting("slide", "qwen2.5-3b", grad_accum=4, batch=4, **short)
-    yield Setting("slide", "qwen2.5-3b", batch=32, seq=512, **short)
-    yield Setting("slide", "qwen2.5-3b", batch=1, seq=32_768, **short)
-    yield Setting("slide", "qwen2.5-7b", slide={"gpu_states": 0}, **short)
-    yield Setting("slide", "qwen2.5-7b", slide={"gpu_states": 0}, clip=0, **short)
-    for gigabytes in CAPS_GIB:
-        yield Setting("slide", "qwen2.5-3b", batch=4, gpu_fraction=gigabytes / 139.8, **short)
+    # Decisions are made after steps 3 and 6, and step 7 makes the room.
+    decided: dict[str, Any] = {"steps": 4, "warmup": 7, "checkpointing": "reentrant"}
+    yield Setting("slide", "qwen2.5-0.5b", **decided)
+    yield Setting("slide", "qwen2.5-1.5b", clip=0, **decided)
+    yield Setting("slide", "qwen2.5-3b", grad_accum=4, batch=4, **decided)
+    yield Setting("slide", "qwen2.5-3b", batch=32, seq=512, **decided)
+    yield Setting("slide", "qwen2.5-3b", batch=1, seq=32_768, **decided)
+    yield Setting("slide", "qwen2.5-3b", clip=0, **decided)
+    yield Setting("slide", "qwen2.5-7b", clip=0, **decided)
+    yield Setting("slide", "qwen2.5-3b", batch=4, gpu_fraction=share_of_gpu(12), **decided)
+    yield Setting("slide", "qwen2.5-1.5b", gpu_fraction=share_of_gpu(24), **decided)
+    yield Setting("slide", "qwen2.5-0.5b", seq=512, grad_accum=4, **decided)
+    yield Setting("slide", "qwen2.5-3b", gpu_fraction=share_of_gpu(80), **decided)
+    yield Setting("slide", "qwen2.5-7b", batch=4, clip=0, gpu_fraction=share_of_gpu(24), **decided)
+    yield Setting("slide", "qwen2.5-14b", batch=4, clip=0, **decided)
     if nvme_path:
         on_ssd: dict[str, Any] = {"offload": "nvme", "nvme_path": nvme_path, "steps": 2, "warmup": 2}
         yield Setting("slide", "qwen2.5-1.5b", slide={"gpu_states": 0, "host_memory": 0}, **on_ssd)
@@ -110,7 +116,7 @@ def lines_of(source: str) -> list[dict[str, Any]]:
 
 
 def ceilings_of(records: Sequence[Mapping[str, Any]], otherwise: Ceilings) -> Ceilings:
-    """With what the run has measured of its own machine (the record of pcie.py)."""
+    """With what the run has measured of its own machine: ceilings, or a flat record of the GPU, as runs had before."""
     own = next((record for record in records if record.get("gemm_tflop_s")), None)
     if own is None and (own := next((r["ceilings"] for r in records if r.get("ceilings")), None)) is not None:
         return Ceilings.model_validate(own) if "cpu" in own else _with_link(own, otherwise)

@@ -85,9 +85,9 @@ def readme(rows: Rows) -> str:
             find(rows, "slide", "TRL SFT qwen2.5-1.5b 8 x 2048", "clipping 1", "trl"),
         ),
         (
-            "3 B, two GPUs, 8 x 2048 each",
-            find(rows, "stock", "qwen2.5-3b 2 x 8 x 2048", "clipping 1", "ranks"),
-            find(rows, "slide", "qwen2.5-3b 2 x 8 x 2048", "clipping 1", "ranks"),
+            "3 B, two GPUs, 8 x 2048 each, the key alone",
+            find(rows, "stock", "qwen2.5-3b 2 x 8 x 2048", "clipping 1", "default"),
+            find(rows, "slide", "qwen2.5-3b 2 x 8 x 2048", "clipping 1", "default"),
         ),
         (
             "1.5 B, everything on SSD",

@@ -9,11 +9,15 @@ from ds_slide.errors import SlideError
 from ds_slide.plan.ceilings.figures import Ceilings
 from ds_slide.plan.trace import Operation
 
-ATTENTION_SHARE = {"attention": 0.42, "attention backward": 0.38}
-"""Of the rate of matrix products: FlashAttention-2, causal, heads of 128, 2,048 to 4,096 tokens reaches 300 to 350 of
-the 790 TFLOP/s that an H100 or H200 gives products (FlashAttention-3, arXiv 2407.08608, figures 5 and 6)."""
+ATTENTION_SHARE = {"attention": (0.80, 1_850), "attention backward": (0.75, 1_990)}
+"""Of the rate of matrix products, what attention comes near to with many keys, and the keys with which it has half of
+that: 0.42 and 0.38 of it at 2,048 tokens, and 0.76 and 0.71 at 32,768, with which a step of 3 B takes the 0.58 s of the
+one and the 2.07 s of the other that were measured (benchmarks/results/2026-11-23_nvidia-h200_decided.md)."""
 LEAST_OPERATION_S = 3e-6
 """Of a kernel on a GPU, however little it does."""
+LAUNCH_S = 1e-4
+"""Of the host, to have a GPU do one, with all that Python does around it: a micro-batch of 8 x 512 tokens of 0.5 B, of
+1,017 operations, takes 0.101 s (benchmarks/results/2026-11-23_nvidia-h200_decided.md), however few tokens it has."""
 UPDATE_LOSES_UP, UPDATE_LOSES_DOWN = 0.6, 1.0
 """Of the bytes that a copy moves up or down beside an update of the CPU, what the update moves less: they share the
 memory. 154 GB/s alone became 131 beside 40 GB/s up, and 104 beside 50 down
@@ -65,14 +69,18 @@ class Rates:
         )
 
     def seconds(self, operations: Counter[Operation]) -> float:
-        """Of operations one after the other, each as long as its arithmetic or its bytes take."""
-        return sum(self._seconds(operation) * count for operation, count in operations.items())
+        """Of operations one after the other, each as long as its arithmetic or its bytes take, or of the host that
+        launches all of them."""
+        launches = 0.0 if self.ceilings.gpu is None else LAUNCH_S * operations.total()
+        return max(launches, sum(self._seconds(operation) * count for operation, count in operations.items()))
 
     def _seconds(self, operation: Operation) -> float:
         gpu = self.ceilings.gpu
         if gpu is None:
             flops = (self.ceilings.cpu.product_tflop_s or 1.0) * 1e12
         else:
-            flops = gpu.product_flops(operation.shape)
-        flops *= ATTENTION_SHARE.get(operation.kind, 1.0)
+            flops = gpu.product_flops(operation.shape if operation.kind == "product" else None)
+        if operation.kind in ATTENTION_SHARE and operation.shape is not None:
+            most, keys_at_half = ATTENTION_SHARE[operation.kind]
+            flops *= most * operation.shape[1] / (operation.shape[1] + keys_at_half)
         return max(operation.flops / flops, operation.nbytes / self.copy, LEAST_OPERATION_S)

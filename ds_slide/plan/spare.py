@@ -110,26 +110,32 @@ def least_slots(window: int, needs: Needs) -> int:
 @dataclass(frozen=True)
 class StepTimes:
     """One measured step. `compute`: when the GPU computed. `stall`: when it waited for transfers and updates. `lane`:
-    of the busiest of the other lanes. `fetch`: of the one that brings blocks."""
+    of the busiest of the other lanes. `fetch`: of the one that brings blocks. `under_backward`: updates are done as
+    gradients arrive."""
 
     compute: float
     stall: float
     lane: float
     fetch: float = 0.0
+    under_backward: bool = False
 
     @classmethod
-    def of(cls, busy: Mapping[str, float], step_s: float) -> StepTimes:
+    def of(cls, busy: Mapping[str, float], step_s: float, *, under_backward: bool) -> StepTimes:
         """Of a step of `step_s` seconds in which the lanes were `busy` for so many."""
         compute = busy["compute"]
-        others = (seconds for lane, seconds in busy.items() if lane != "compute")
-        return cls(compute, max(0.0, step_s - compute), max(others, default=0.0), busy.get("h2d", 0.0))
+        lane = max((seconds for lane, seconds in busy.items() if lane != "compute"), default=0.0)
+        return cls(compute, max(0.0, step_s - compute), lane, busy.get("h2d", 0.0), under_backward)
 
     def predicted(self, recomputed_less: float, moved_share: float, updates: float, fetched: float = 1.0) -> float:
         """Of a step with so many seconds less of recomputation, so much of the host's work gone, seconds of updates on
-        the GPU, and so many times the fetches: what is hidden costs nothing, until what hides it has become shorter."""
+        the GPU, and so many times the fetches: what is hidden costs nothing, until what hides it has become shorter.
+
+        With updates under backward the GPU waits for the end of a queue, and what leaves it shortens the wait second
+        for second: 7.6 B waited 0.32 s of 1.50, and 0.05 s of 1.24 when 12 of its 28 blocks had moved. Deferred
+        updates are waited for one by one, and some of them, in a second pass, by nobody."""
         computes = self.compute - recomputed_less + updates
-        left = 1.0 - moved_share
-        return max(computes + self.stall * left, self.lane * left, self.fetch * fetched)
+        gone = max(self.stall, self.lane if self.under_backward else 0.0) * moved_share
+        return max(computes + max(0.0, self.stall - gone), self.lane * (1.0 - moved_share), self.fetch * fetched)
 
 
 @dataclass(frozen=True)

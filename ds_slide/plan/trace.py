@@ -38,7 +38,7 @@ class Operation:
     flops: int
     nbytes: int
     shape: tuple[int, int, int] | None = None
-    """Rows, columns and inner length of a product of matrices."""
+    """Rows, columns and inner length of a product of matrices; queries, keys and the width of a head of attention."""
 
 
 @dataclass
@@ -296,7 +296,9 @@ def _operations(
     if "attention" in name:
         backward = "backward" in name
         causal = any(each is True for each in args)  # their only flag that is set, beside one that asks for a number
-        return [Operation("attention backward" if backward else "attention", flops // (1 + causal), nbytes)]
+        query, key = [each for each in inputs if each.dim() == 4][backward : backward + 2]
+        shape = query.shape[2], key.shape[2], query.shape[3]
+        return [Operation("attention backward" if backward else "attention", flops // (1 + causal), nbytes, shape)]
     return [Operation("product", flops, nbytes)]
 
 

@@ -249,7 +249,10 @@ def _spare(context: BuildContext, units: Sequence[Unit]) -> SpareMemory:
     limit = settings.slide.gpu_memory if settings.trains else None
     budget = Budget(gpu, limit, running.on_gpu)
     blocks = [unit for unit in units if unit.spec.kind == "block" and settings.slide.activations == "auto"]
-    return SpareMemory(Activations(blocks, device), budget, context.ranks, context.recorder)
+    under_backward = settings.held_dtype is None
+    return SpareMemory(
+        Activations(blocks, device), budget, context.ranks, context.recorder, under_backward=under_backward
+    )
 
 
 def _make_workers(context: BuildContext, units: Sequence[Unit]) -> Workers:

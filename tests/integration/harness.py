@@ -14,7 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.utils import logger as deepspeed_logger
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -154,6 +154,30 @@ def trained(model: nn.Module, config: dict[str, Any], data: Sequence[Batch], **a
     return result
 
 
+def first_gradients(model: nn.Module, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Those of the first step, as a script reads them before it."""
+    gradients = {}
+    with engine_for(model, config) as engine:
+        for batch in batches(config["gradient_accumulation_steps"]):
+            engine.backward(causal_loss(engine, batch))
+            if engine.is_gradient_accumulation_boundary():
+                trains = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+                gradients = {name: safe_get_full_grad(parameter).clone() for name, parameter in trains.items()}
+            engine.step()
+    assert any(bool(gradient.any()) for gradient in gradients.values())
+    return gradients
+
+
+def distance_of_masters(found: Result, expected: Result, start: nn.Module) -> float:
+    """How far apart two runs have ended, over the way that `expected` has come."""
+    begin = dict(start.named_parameters())
+    apart = come = 0.0
+    for name, states in expected.states.items():
+        apart += float((found.states[name]["master"] - states["master"]).abs().sum())
+        come += float((states["master"] - begin[name].detach()).abs().sum())
+    return apart / come
+
+
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal to the bit, so that 0 and -0 differ and NaN equals itself."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
@@ -256,6 +280,20 @@ class PlainAdamW:
             values = zip(("master", *self.hyper.rule.state_names), (master, *self.moments[name]), strict=True)
             states[name] = {"weight": p.detach(), **{key: value.view(p.shape) for key, value in values}}
         return states
+
+
+def plain_training(
+    model: nn.Module, data: Sequence[Batch], clip: float, loss_of: Loss = causal_loss, **options: Any
+) -> Result:
+    """As `trained`, without an engine: a step for each micro-batch. `options`: more of PlainAdamW's."""
+    optimizer, result = PlainAdamW(model, clip, **options), Result()
+    for batch in data:
+        loss = loss_of(model, batch)
+        loss.backward()
+        result.losses.append(loss.item())
+        result.norms.append(optimizer.step())
+    result.states = optimizer.states()
+    return result
 
 
 class _Identity(torch.autograd.Function):

@@ -148,7 +148,7 @@ class Sharing:
 def main(rank: int, folder: Path) -> None:
     ssd_settings.CHUNK_NUMEL = 4096  # several chunks a block
     # Spare memory goes to states: which of the lanes stands still is a matter of chance here.
-    spare_memory._times = lambda _lanes, _step_s: StepTimes(compute=1.0, stall=1.0, lane=0.5)
+    spare_memory._times = lambda *_, **__: StepTimes(compute=1.0, stall=1.0, lane=0.5)
     with two_ranks.as_rank(rank, folder) as results:
         callers = threads_by_collective()
         for name, (slide, settings) in RUNS.items():

@@ -17,10 +17,11 @@ from harness import (
     ADAMW,
     Result,
     batches,
-    causal_loss,
     differences,
+    distance_of_masters,
     ds_config,
     engine_for,
+    first_gradients,
     llama,
     on_ssd,
     same_bits,
@@ -73,27 +74,17 @@ def test_losses_and_masters_are_stocks(schedule: Any, tied: bool) -> None:
     assert slide.losses[: schedule[1]] == stock.losses[: schedule[1]]
     assert slide.losses == pytest.approx(stock.losses, abs=TOLERANCE)
     assert slide.norms == pytest.approx(stock.norms, rel=1e-2)
-    start = dict(model(tied=tied).named_parameters())
-    apart = come = 0.0
-    for name, states in stock.states.items():
-        assert slide.states[name]["weight"].dtype is states["weight"].dtype is torch.float32
-        apart += float((slide.states[name]["master"] - states["master"]).abs().sum())
-        come += float((states["master"] - start[name].detach()).abs().sum())
-    assert apart < 0.02 * come
+    for result in (stock, slide):
+        assert {states["weight"].dtype for states in result.states.values()} == {torch.float32}
+    assert distance_of_masters(slide, stock, model(tied=tied)) < 0.02
 
 
 def test_first_gradients_are_stocks() -> None:
     """But for single elements: where sums of fp32 are taken in another order, and in weights that are ties."""
-    gradients = []
-    for slide in (None, {}):
-        own = model()
-        with engine_for(own, config_of(slide)) as engine:
-            engine.backward(causal_loss(engine, batches(1)[0]))
-            gradients.append({name: safe_get_full_grad(p).clone() for name, p in own.named_parameters()})
-            engine.step()
-    for name, expected in gradients[0].items():
-        assert float((gradients[1][name] - expected).norm()) < 5e-3 * float(expected.norm()), name
-    reduced = {name: same_bits(g, g.bfloat16().float()) for name, g in gradients[1].items()}
+    stock, slide = (first_gradients(model(), config_of(slide)) for slide in (None, {}))
+    for name, expected in stock.items():
+        assert float((slide[name] - expected).norm()) < 5e-3 * float(expected.norm()), name
+    reduced = {name: same_bits(gradient, gradient.bfloat16().float()) for name, gradient in slide.items()}
     assert reduced == {name: "proj" in name or "lm_head" in name for name in reduced}
 
 

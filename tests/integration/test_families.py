@@ -11,10 +11,9 @@ import torch
 from harness import (
     VOCABULARY,
     Batch,
-    PlainAdamW,
-    Result,
     differences,
     ds_config,
+    plain_training,
     sum_gradients_by_block,
     to_bf16,
     trained,
@@ -111,18 +110,6 @@ def data_for(name: str) -> list[Batch]:
     return [{"input_ids": ids, "labels": ids} for ids in tokens]
 
 
-def plain_training(model: nn.Module, data: list[Batch]) -> Result:
-    """The same steps without an engine."""
-    optimizer, result = PlainAdamW(model, CLIP), Result()
-    for batch in data:
-        loss = model(**batch).loss
-        loss.backward()
-        result.losses.append(loss.item())
-        result.norms.append(optimizer.step())
-    result.states = optimizer.states()
-    return result
-
-
 def check(name: str, blocks: Callable[[int], bool], checkpointing: dict[str, Any] | None = None) -> None:
     model, reference = build(name), to_bf16(build(name))
     if checkpointing is not None:
@@ -141,7 +128,7 @@ def check(name: str, blocks: Callable[[int], bool], checkpointing: dict[str, Any
 
     slide = trained(model, ds_config({"window": 2}, clip=CLIP), data, loss_of=loss_of)
     assert blocks(seen[0])
-    plain = plain_training(reference.train(), data)
+    plain = plain_training(reference.train(), data, CLIP)
     assert plain.norms[0] > 0.0
     assert slide.norms == plain.norms
     assert differences(slide, plain) == []

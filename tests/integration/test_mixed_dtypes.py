@@ -14,19 +14,20 @@ import deepspeed
 import pytest
 import torch
 from adapters import RANK, Adapter, adapted, under_zero_init
-from deepspeed.utils import safe_get_full_grad
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import (
     ADAMW,
-    PlainAdamW,
+    Batch,
     Result,
     batches,
     causal_loss,
     differences,
     ds_config,
     engine_for,
+    first_gradients,
     llama,
     on_ssd,
+    plain_training,
     same_bits,
     states_of,
     sum_gradients_by_block,
@@ -68,13 +69,7 @@ def test_plain_torch_gives_the_same_bits(clip: float, beside: Collection[str]) -
     """Losses, norms and states: fp32 parameters are their own masters, bf16 ones have theirs in two halves."""
     plain = adapted(trained=beside, partitioned=False).train()
     sum_gradients_by_block(plain.model.layers)
-    optimizer, expected = PlainAdamW(plain, clip, gradient_dtype=torch.bfloat16), Result()
-    for batch in batches(STEPS):
-        loss = plain(**batch).loss
-        loss.backward()
-        expected.losses.append(loss.item())
-        expected.norms.append(optimizer.step())
-    expected.states = optimizer.states()
+    expected = plain_training(plain, batches(STEPS), clip, gradient_dtype=torch.bfloat16)
     found = reference((clip, 1), beside)
     assert {tensors["weight"].dtype for tensors in found.states.values()} == {torch.bfloat16, torch.float32}
     assert differences(found, expected) == []
@@ -181,17 +176,14 @@ def test_blocks_of_different_data_types_pass_through_one_window() -> None:
 
     generator = torch.Generator().manual_seed(1)
     data = [{"x": torch.randn(4, 64, generator=generator)} for _ in range(STEPS)]
-    plain = Two()
-    optimizer, expected = PlainAdamW(plain, 1.0, gradient_dtype=torch.float32), Result()
-    for batch in data:
-        loss = plain(**batch)
-        loss.backward()
-        expected.losses.append(loss.item())
-        optimizer.step()
-    expected.states = optimizer.states()
+
+    def loss_of(model: Any, batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = model(**batch)
+        return loss
+
+    expected = plain_training(Two(), data, 1.0, loss_of, gradient_dtype=torch.float32)
     for slide in ({"blocks": ["first", "second"]}, {"blocks": ["first", "second"], "window": 9, "gpu_states": 200_000}):
-        config = config_of(slide, bf16=None)
-        found = trained(Two(), config, data, loss_of=lambda engine, batch: engine(**batch))
+        found = trained(Two(), config_of(slide, bf16=None), data, loss_of=loss_of)
         assert differences(found, expected) == []
 
 
@@ -225,18 +217,9 @@ def test_losses_are_stocks(schedule: Any) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_first_gradients_are_stocks_to_the_bit(accumulation: int) -> None:
-    gradients = []
-    for slide in (None, {}):
-        model = summed_as_by_stock(adapted())
-        with engine_for(model, config_of(slide, (1.0, accumulation))) as engine:
-            for batch in batches(accumulation):
-                engine.backward(causal_loss(engine, batch))
-                if engine.is_gradient_accumulation_boundary():
-                    trains = {name: p for name, p in model.named_parameters() if p.requires_grad}
-                    gradients.append({name: safe_get_full_grad(p).clone() for name, p in trains.items()})
-                engine.step()
-    assert any(bool(gradient.any()) for gradient in gradients[0].values())
-    assert [name for name in gradients[0] if not same_bits(gradients[0][name], gradients[1][name])] == []
+    configs = (config_of(slide, (1.0, accumulation)) for slide in (None, {}))
+    stock, slide = (first_gradients(summed_as_by_stock(adapted()), config) for config in configs)
+    assert unequal(slide, stock) == []
 
 
 def test_gradients_may_be_reduced_in_a_longer_data_type() -> None:

@@ -21,6 +21,7 @@ from harness import (
     differences,
     ds_config,
     engine_for,
+    plain_training,
     states_of,
     to_bf16,
     train,
@@ -130,15 +131,7 @@ def run(
 @pytest.fixture(scope="module")
 def undisturbed(one_rank: None) -> Result:  # noqa: ARG001
     """The same steps in plain torch."""
-    model, result = to_bf16(toy()), Result()
-    reference = PlainAdamW(model, clip=1.0)
-    for batch in batches(2):
-        loss = model(**batch)
-        loss.backward()
-        result.losses.append(loss.item())
-        result.norms.append(reference.step())
-    result.states = reference.states()
-    return result
+    return plain_training(to_bf16(toy()), batches(2), 1.0, lambda model, batch: model(**batch))
 
 
 class Client(saved_tensors_hooks):

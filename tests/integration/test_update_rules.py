@@ -14,7 +14,6 @@ from deepspeed.ops.lion import DeepSpeedCPULion
 from deepspeed.utils import safe_get_full_optimizer_state
 from harness import (
     Batch,
-    PlainAdamW,
     Result,
     batches,
     differences,
@@ -23,6 +22,7 @@ from harness import (
     exchanged,
     llama,
     on_ssd,
+    plain_training,
     states_of,
     sum_gradients_by_block,
     to_bf16,
@@ -103,14 +103,7 @@ def in_host_memory(name: str, clip: float) -> Result:
 def test_the_engine_has_the_bits_of_the_reference(name: str, clip: float) -> None:
     plain = to_bf16(model())
     sum_gradients_by_block(plain.model.layers)
-    optimizer = PlainAdamW(plain, clip, hyper=CASES[name].hyper)
-    expected = Result()
-    for batch in batches(STEPS):
-        loss = plain(**batch).loss
-        loss.backward()
-        expected.norms.append(optimizer.step())
-        expected.losses.append(loss.item())
-    expected.states = optimizer.states()
+    expected = plain_training(plain, batches(STEPS), clip, hyper=CASES[name].hyper)
     found = in_host_memory(name, clip)
     assert differences(found, expected) == []
     assert found.losses[0] > found.losses[-1]

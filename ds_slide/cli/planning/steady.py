@@ -62,7 +62,7 @@ def decide(
     for _ in LOOKS if moves_states else ():
         room = spare.bytes_beside(plan)
         step = time_of(plan, kept := kept_within(room, keepable))
-        times = StepTimes.of(step.lanes, step.step_s)
+        times = StepTimes.of(step.lanes, step.step_s, under_backward=step.schedule == "under backward")
         times = replace(times, compute=times.compute + sum(each.seconds for each in keepable if each.order in kept))
         room -= HEADROOM * spare.needed if spare.tied else 0
         slots = _slots(plan, passes)

@@ -118,13 +118,23 @@ class Record:
 class SpareMemory:
     """All methods are called by the thread that computes, between backwards."""
 
-    def __init__(self, activations: Activations, budget: Budget, ranks: Ranks, recorder: StepRecorder) -> None:
+    def __init__(
+        self,
+        activations: Activations,
+        budget: Budget,
+        ranks: Ranks,
+        recorder: StepRecorder,
+        *,
+        under_backward: bool = False,
+    ) -> None:
+        """`under_backward`: updates are done as gradients arrive."""
         self.activations = activations
         self.states: States | None = None
         """None: they stay where the plan has them."""
         self._budget = budget
         self._ranks = ranks
         self._recorder = recorder
+        self._under_backward = under_backward
         self._steps = 0
         self._looks = frozenset(LOOKS)
         self._latest_look = 0
@@ -305,7 +315,8 @@ class SpareMemory:
         room = self._room(None, with_gradient=True)
         if self._is_tied:
             room -= (HEADROOM if len(self._shapes) < 2 else HEADROOM_OF_VARYING) * self._need.nbytes
-        times, kept_s = _times(latest.lanes, latest.step_s), self.activations.kept_seconds
+        times = _times(latest.lanes, latest.step_s, under_backward=self._under_backward)
+        kept_s = self.activations.kept_seconds
         times = replace(times, compute=times.compute + kept_s)
         slots = NO_SLOTS if self.states is None else self.states.slots(forwards)
         return Record(room, times, kept_s, self.activations.keepable(self._need.shape), slots)
@@ -351,5 +362,6 @@ class Watched:
         return Watched(min(self.base, allocated), max(self.kept, kept), largest)
 
 
-def _times(lanes: Mapping[str, Mapping[str, float | int]], step_s: float) -> StepTimes:
-    return StepTimes.of({lane: float(totals["busy_s"]) for lane, totals in lanes.items()}, step_s)
+def _times(lanes: Mapping[str, Mapping[str, float | int]], step_s: float, *, under_backward: bool) -> StepTimes:
+    busy = {lane: float(totals["busy_s"]) for lane, totals in lanes.items()}
+    return StepTimes.of(busy, step_s, under_backward=under_backward)

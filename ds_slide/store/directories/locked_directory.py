@@ -7,9 +7,9 @@ The lock, not the pid, says whether an owner is alive: the kernel drops it howev
 same in every container that sees the directory and after a pid was used again.
 
 Making and removing race without a lock on the parent, because the order is fixed. A maker counts its directory as made
-once it holds the lock of a file that is still in its place; a remover deletes only what it has locked so, and the lock
-file last. A directory without a lock file is being made, or what a maker or remover left when it was killed: it is
-empty, and rmdir takes nothing else.
+once it holds the lock of a file that is still in its place, and empty. A remover deletes only what it has locked so; it
+makes the lock file a byte long before it lets go of the lock, and deletes that file last. A directory without a lock
+file is being made, or what a maker or remover left when it was killed: it is empty, and rmdir takes nothing else.
 
 Others may be able to write to the parent, so that any name in it may become anything at any time. A directory is
 therefore reached by its descriptor (owned_directory.py), also by its own owner at the end: it is emptied wherever it is
@@ -125,7 +125,7 @@ def make_locked(path: Path, parent: int, mode: int, *, without_locks: bool = Fal
         locked = _try_lock(lock)
         if locked is None and not without_locks:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), name)
-        if locked is not False and is_at(LOCK, directory, lock):
+        if locked is not False and is_at(LOCK, directory, lock) and not os.fstat(lock).st_size:
             made = LockedDirectory(path, os.dup(parent), directory, lock)
             _held.add(made)
             return made
@@ -156,7 +156,11 @@ def remove_dead(path: Path, parent: int, prepare: Prepare) -> None:
         lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
         try:
             is_dead = _try_lock(lock) and is_at(LOCK, directory, lock)
-            name = prepare(path, parent, directory) if is_dead else path.name
+            name = path.name
+            if is_dead:
+                name = prepare(path, parent, directory)
+                # Its maker may have been about to lock it, and would find the file still there until it is deleted.
+                os.ftruncate(lock, 1)
         finally:
             os.close(lock)  # before the file goes: NFS and FUSE keep an open one, and with it the directory
         if is_dead:

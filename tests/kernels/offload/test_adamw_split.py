@@ -99,8 +99,10 @@ def test_keeps_nan_and_infinity_apart_from_numbers() -> None:
 
 def test_every_low_half_is_kept() -> None:
     """With and without a tie (0x8000), below even and odd upper halves; the largest numbers, infinity and NaN too."""
-    uppers = torch.tensor([0x0080, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0xBF80, 0xBF81])
-    bits32 = ((uppers << 16)[:, None] + torch.arange(1 << 16)).flatten()
+    edges = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    every, some = torch.tensor([0x3F80, 0xBF81]), torch.tensor([0x0080, 0x3F81, 0x7F7F, 0x7F80, 0xBF80])
+    pairs = ((every, torch.arange(1 << 16)), (some, edges))
+    bits32 = torch.cat([((uppers << 16)[:, None] + lows).flatten() for uppers, lows in pairs])
     masters = torch.where(bits32 >= 1 << 31, bits32 - (1 << 32), bits32).int().view(torch.float32).to(DEVICE)
     high, low = encode_split(masters)
     states = [high.view(torch.bfloat16).clone(), low.clone(), *torch.zeros(2, len(masters), device=DEVICE).unbind()]

@@ -209,6 +209,24 @@ def test_a_new_directory_that_cannot_be_opened_goes(tmp_path, monkeypatch, code)
     assert names(tmp_path) == set()
 
 
+def test_a_maker_does_not_take_what_a_remover_has_found_without_an_owner(tmp_path, monkeypatch):
+    """The remover has looked between the maker's lock file and its lock, and deletes the file after that."""
+    try_lock, late = locked_directory._try_lock, []
+
+    def after_a_remover(descriptor: int) -> bool | None:
+        monkeypatch.setattr(locked_directory, "_try_lock", try_lock)
+        with opened(tmp_path) as directory:
+            remove_dead_runs(directory, tmp_path)
+        return try_lock(descriptor)
+
+    monkeypatch.setattr(locked_directory, "_try_lock", after_a_remover)
+    monkeypatch.setattr(locked_directory, "remove_unlocked", lambda name, *_: late.append(name))
+    with opened(tmp_path) as directory:
+        run = RunDirectory(directory, tmp_path, 0)
+    assert len(late) == 1
+    assert run.path.name not in late
+
+
 def test_an_empty_directory_of_a_maker_that_was_killed_is_removed(tmp_path):
     (tmp_path / "ds_slide-host-1-0-0123456789ab").mkdir()
     started(tmp_path).close()
