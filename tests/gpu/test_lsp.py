@@ -10,7 +10,13 @@ import torch
 
 from ds_slide.compression.lsp import in_torch
 from ds_slide.compression.lsp.learning import bias, refit, refit_bytes
-from ds_slide.compression.lsp.projection import compress, decompress_apply, residual_square_sums, temporary_bytes
+from ds_slide.compression.lsp.projection import (
+    compress,
+    decompress_apply,
+    residual_square_sums,
+    sampled,
+    temporary_bytes,
+)
 from ds_slide.compression.lsp.projector import Projector, random_projector
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
 from ds_slide.optim.reference import encode_split
@@ -98,6 +104,18 @@ def test_the_residual_is_that_of_torch(shape: tuple[int, int]) -> None:
         found, in_torch.residual_square_sums(gradient, compressed, left, right), rtol=1e-12, atol=0
     )
     assert torch.equal(found, residual_square_sums(gradient, left, right))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sampled_products_are_those_of_fp64(shape: tuple[int, int]) -> None:
+    left, right = pair(shape)
+    own, matrix, factor = normal(left.d, left.d), normal(shape[0], right.d), normal(right.d, left.d, seed=1)
+    whole = left.dense().double() @ own.double() + matrix.double() @ factor.double()
+    found = sampled(left, own, matrix, factor)
+    torch.testing.assert_close(
+        found.double(), whole.gather(1, left.indices.long()), rtol=1e-4, atol=1e-5 * right.d**0.5
+    )
+    assert torch.equal(found, sampled(left, own, matrix, factor))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

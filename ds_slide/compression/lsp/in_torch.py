@@ -78,6 +78,13 @@ def residual_square_sums(gradient: Tensor, compressed: Tensor, left: Projector, 
     return sums
 
 
+def sampled(projector: Projector, own: Tensor, matrix: Tensor, factor: Tensor) -> Tensor:
+    """`projection.sampled`."""
+    columns = projector.indices.long()
+    pairs = own[columns[:, None, :], columns[:, :, None]]  # [rows, of the result, of P]
+    return (pairs * projector.values[:, None, :]).sum(dim=2) + (matrix @ factor).gather(1, columns)
+
+
 def _nothing(rows: int, beside: Tensor) -> Tensor:
     """-0.0: the number that changes no other when it is added to it, not even -0.0."""
     return torch.full((rows, beside.shape[1]), -0.0, dtype=torch.float32, device=beside.device)

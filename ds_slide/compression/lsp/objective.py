@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_slide.compression.lsp.projection import project
+from ds_slide.compression.lsp.projection import project, sampled
 from ds_slide.compression.lsp.projector import Projector
 
 
@@ -65,8 +65,8 @@ class Objective:
         norms = [each.norm() for each in values]
         sb, as_ = s @ b, a @ s
         slopes = [
-            _at_pattern(self._patterns[0], values[0], sb @ s.T, by_right, sb.T @ a - 2 * s.T),
-            _at_pattern(self._patterns[1], values[1], s.T @ as_, by_left, as_ @ b - 2 * s),
+            sampled(self._patterns[0].with_values(values[0]), sb @ s.T, by_right, sb.T @ a - 2 * s.T),
+            sampled(self._patterns[1].with_values(values[1]), s.T @ as_, by_left, as_ @ b - 2 * s),
         ]
         # A bias of zero has no slope; the floor keeps it finite.
         inverse = bias.clamp(min=1e-12).reciprocal().float()
@@ -86,10 +86,3 @@ class Objective:
         by_right = project(self._transposed, right).mul_(self._inverse_norm)
         grams = [project(one.dense(), one) for one in (left, right)]
         return _Products(project(by_left, right), grams[0], grams[1], by_left, by_right)
-
-
-def _at_pattern(pattern: Projector, values: Tensor, own: Tensor, dense: Tensor, factor: Tensor) -> Tensor:
-    """At the non-zeros of a projector V with `values`: V @ own + dense @ factor, [rows, r]."""
-    columns = pattern.indices.long()
-    pairs = own[columns[:, None, :], columns[:, :, None]]  # [rows, of the result, of V]
-    return (pairs * values[:, None, :]).sum(dim=2) + (dense @ factor).gather(1, columns)

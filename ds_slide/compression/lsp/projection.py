@@ -90,6 +90,19 @@ def project(matrix: Tensor, projector: Projector) -> Tensor:
     return run(matrix, projector)
 
 
+def sampled(projector: Projector, own: Tensor, matrix: Tensor, factor: Tensor) -> Tensor:
+    """P @ own + X @ F where P [rows, d] has non-zeros, [rows, r] fp32, without waiting.
+
+    own: [d, d]. X (matrix): [rows, k], contiguous. F (factor): [k, d]. All fp32. The order of the sums is fixed, but
+    not that of other devices.
+    """
+    if not matrix.is_cuda:
+        return in_torch.sampled(projector, own, matrix, factor)
+    from ds_slide.kernels.lsp.sampled import sampled as run
+
+    return run(projector, own, matrix, factor)
+
+
 def residual_square_sums(gradient: Tensor, left: Projector, right: Projector) -> Tensor:
     """|PPᵀGQQᵀ - G|^2 and |G|^2, [2] fp64 on the gradient's device, without waiting and without a matrix of its size.
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from ds_slide.compression.lsp import in_torch
 from ds_slide.compression.lsp.projector import Projector, random_projector
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
-from ds_slide.kernels.lsp import apply, gather_sum
+from ds_slide.kernels.lsp import apply, gather_sum, sampled
 from ds_slide.optim.reference import encode_split
 from ds_slide.optim.rounding import keys
 from ds_slide.optim.rule import fp32
@@ -86,6 +86,18 @@ def test_residual(shape: tuple[int, ...]) -> None:
     found = apply.residual_square_sums(gradient, compressed, left, right)
     # Two fp64 sums of the same non-negative terms.
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=0.0)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (9, 270, 7, 3, 3)])
+def test_sampled(shape: tuple[int, ...]) -> None:
+    """X [m, n]: a row less than, exactly and more than what is read at once."""
+    left, _ = pair(*shape)
+    generator = torch.Generator().manual_seed(0)
+    sides = (left.d, left.d), shape[:2], (shape[1], left.d)
+    own, matrix, factor = (torch.randn(*side, generator=generator).to(DEVICE) for side in sides)
+    expected = (left.dense().double() @ own.double() + matrix.double() @ factor.double()).gather(1, left.indices.long())
+    for found in (sampled.sampled(left, own, matrix, factor), in_torch.sampled(left, own, matrix, factor)):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * shape[1] ** 0.5)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
