@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import kernel_cases
+import kernel_lsp_cases
 import kernel_offload_cases
 import kernel_page
 import machine
@@ -181,7 +182,7 @@ def free() -> None:
 
 def chosen_problems(arguments: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, int, Problem]]:
     """(kernel, position of the shape among those of its kernel, problem), a problem at a time: inputs take memory."""
-    for source in (kernel_cases, kernel_offload_cases):
+    for source in (kernel_cases, kernel_offload_cases, kernel_lsp_cases):
         for kernel, problems in source.makers(device, not ON_GPU):
             if not re.search(arguments.only, kernel):
                 continue

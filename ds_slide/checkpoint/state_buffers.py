@@ -57,7 +57,8 @@ def read_values(unit: HasState, key: str, span: slice) -> torch.Tensor:
     are: a new tensor or a view."""
     state = unit.state
     if key != MASTER:
-        return state.read(key, span)
+        # In a subspace there is no state of a parameter's own (`ds_slide.checkpoint.compressed` has what there is).
+        return torch.zeros(span.stop - span.start) if state.change is not None else state.read(key, span)
     weight = state.read("weight", span)
     if not state.has("remainder"):
         return weight.float()
@@ -77,7 +78,8 @@ def write_values(unit: Unit, key: str, span: slice, values: torch.Tensor) -> Non
     """Set `key` of the trainable elements `span` from flat fp32 values; masters set the weights too."""
     state, dtype = unit.state, unit.state.dtype_of("weight")
     if key != MASTER:
-        state.write(key, span, values)
+        if state.change is None:  # else they are in a file of their own (`ds_slide.checkpoint.compressed`)
+            state.write(key, span, values)
     elif state.has("remainder") and not state.dtype_of("remainder").is_floating_point:
         high = torch.empty(values.numel(), dtype=torch.int16, device=values.device)
         low = torch.empty_like(high)

@@ -3,8 +3,12 @@
     GPU       encode the parameters' gradients, into a staging buffer or where they lie
     d2h       `numel` elements of `dtype`
     update    one step of the optimizer states, which have an item for each of these elements
-    h2d       what the step has written in the weights' state buffer
+    h2d       what the step has written: weights, in their state buffer, or a change of them
     GPU       `apply` it to the weights that modules read
+
+A step of a codec that `compresses` writes no weights: it is done on weights of -0.0, which no decay moves and of which
+every change is the exact one (-0.0 - x is -x, zeros of both signs included), in `CHANGE_DTYPE`. The weights are on the
+GPU, with what completes them to the masters, and are decayed there.
 
 A codec is made from a unit's layout, before the plan, which takes its bytes from it, and belongs to that unit for the
 run; `ds_slide.runtime.settings` says which unit has which. Units that pass through the window are fetched as weights,
@@ -20,9 +24,23 @@ from typing import Protocol
 import torch
 
 from ds_slide.model.layout import Segment
+from ds_slide.optim.rule import Hyper
+
+CHANGE_DTYPE = torch.float32
+"""The data type of what a step writes where that is a change of the weights."""
+CHANGE_START = -0.0
 
 Gradients = Sequence[torch.Tensor | None]
 """Gradients of a unit's trainable parameters in the order of its layout, as autograd left them; None: no gradient."""
+
+
+@dataclass(frozen=True)
+class Masters:
+    """The weights of a unit on the GPU, [slot_numel] in slot layout, and what completes them to their masters, where
+    that is there as well."""
+
+    weight: torch.Tensor
+    remainder: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +72,27 @@ class GradientCodec(Protocol):
         ...
 
     @property
+    def compresses(self) -> bool:
+        """Whether a step writes a change of the weights. The square sum that `encode` gives is then that of the
+        gradient itself, not of what `out` holds."""
+        ...
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes that the codec keeps on the GPU."""
+        ...
+
+    @property
+    def encode_traffic(self) -> int:
+        """Bytes of GPU memory that `encode` reads and writes more than a copy of the gradient does."""
+        ...
+
+    @property
+    def apply_traffic(self) -> int:
+        """Bytes of GPU memory that `apply` reads and writes more than a copy of the weights does."""
+        ...
+
+    @property
     def segments(self) -> Sequence[Segment]:
         """Ranges of one parameter group each, which cover [0, numel) without gaps: an update is a step on each."""
         ...
@@ -61,8 +100,8 @@ class GradientCodec(Protocol):
     def encode(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor | None:
         """Write or add the encoded gradient, rounded to `dtype`, to `out` ([>= numel], any dtype). With one rank only.
 
-        -> the square sum of the gradient that `out` then holds, [] fp64, where the same pass gives it; None where it
-        is that of the elements of `out`.
+        -> the square sum of the gradient that `out` then holds (of `gradients` alone, where the codec compresses), []
+        fp64, where the same pass gives it; None where it is that of the elements of `out`.
         """
         ...
 
@@ -75,7 +114,7 @@ class GradientCodec(Protocol):
         """The encoded gradient without a buffer of its size, [0, numel) ascending, without gaps. With one rank only."""
         ...
 
-    def apply(self, written: torch.Tensor, span: slice, weights: torch.Tensor) -> int:
-        """Bring the elements `span` of what an update has `written` (the weights' state buffer, page-locked) to the
-        `weights` on the GPU ([slot_numel], in slot layout), on the current stream. -> bytes moved. One rank only."""
+    def apply(self, written: torch.Tensor, span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:
+        """Bring the elements `span` of what an update has `written` (page-locked) to `masters`, on the current stream.
+        `hypers`: of that update, by parameter group. -> bytes moved. One rank only."""
         ...

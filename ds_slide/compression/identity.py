@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_slide.compression.codec import Gradients, Place
+from ds_slide.compression.codec import Gradients, Masters, Place
 from ds_slide.model.layout import Entry, Segment, UnitLayout, align_up, piece
+from ds_slide.optim.rule import Hyper
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,22 @@ class Identity:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @property
+    def compresses(self) -> bool:
+        return False
+
+    @property
+    def gpu_bytes(self) -> int:
+        return 0
+
+    @property
+    def encode_traffic(self) -> int:
+        return 0
+
+    @property
+    def apply_traffic(self) -> int:
+        return 0
 
     @property
     def segments(self) -> Sequence[Segment]:
@@ -83,9 +100,9 @@ class Identity:
                 places.append(Place(entry.offset + entry.numel, gap, None))
         return places
 
-    def apply(self, written: torch.Tensor, span: slice, weights: torch.Tensor) -> int:
-        weights[span].copy_(written[span], non_blocking=True)
-        return (span.stop - span.start) * weights.element_size()
+    def apply(self, written: torch.Tensor, span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:  # noqa: ARG002
+        masters.weight[span].copy_(written[span], non_blocking=True)
+        return (span.stop - span.start) * written.element_size()
 
     def _flat(self, gradients: Gradients) -> Iterator[tuple[Entry, torch.Tensor | None]]:
         """Each trainable entry with its gradient, [numel] of `dtype`."""

@@ -5,7 +5,7 @@ A wrong value is reported by its JSON path and what was expected there; an unkno
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -76,6 +76,9 @@ LEAST_HANG_TIMEOUT_S, MOST_HANG_TIMEOUT_S = 0.1, 100_000_000
 MOST_DIRECTORIES = 32
 MOST_TRACED_STEPS = 100  # some thousand events each, which wait in memory until the last of them has ended
 _LARGEST_SEED = 2**63 - 1
+# Below 16 the padding of a d x d state to whole cache lines, and a launch for it, cost more than the transfer.
+LEAST_D, MOST_D, MOST_R = 16, 65_536, 16
+MOST_STEPS, MOST_BIAS = 1_000_000_000, 100
 
 Budget = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_size_or_none)]
 StateBudget = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_size_or_none)]
@@ -152,6 +155,36 @@ class TraceConfig(_Block):
     """First and last step that are recorded, counted as in `slide_stats()["step"]`; the very first step has no
     beginning, so 2 is the earliest.
     """
+
+
+class CompressionConfig(_Block):
+    """Gradients in learned subspaces ([compression](compression.md)). Lossy."""
+
+    type: Literal["lsp"] = Field(description='"lsp"')
+    """LSP-Offload: a matrix's gradient G goes down as P^T G Q, d x d, is updated there, and comes back as P D Q^T."""
+
+    d: Literal["auto"] | Annotated[StrictInt, Field(ge=LEAST_D, le=MOST_D)] = Field(
+        default="auto", description=f'"auto" or an integer from {LEAST_D} to {MOST_D:,}'
+    )
+    """Rows and columns of the subspace, of each matrix at most half of its smaller side; "auto": the most for which
+    transfers and updates still fit beside the GPU's work, by the ceilings of this machine."""
+
+    r: Annotated[StrictInt, Field(ge=1, le=MOST_R)] = Field(default=4, description=f"an integer from 1 to {MOST_R}")
+    """Numbers other than zero in each row of P and Q."""
+
+    check_every: Annotated[StrictInt, Field(ge=1, le=MOST_STEPS)] = Field(
+        default=500, description=f"an integer from 1 to {MOST_STEPS:,}"
+    )
+    """Steps from one check of the projectors to the next; the first step is checked."""
+
+    threshold: float = Field(
+        default=0.5, ge=0, le=MOST_BIAS, allow_inf_nan=False, strict=True, description=f"a number from 0 to {MOST_BIAS}"
+    )
+    """The part of a gradient, by its norm, that its way through the subspace may lose or add in a check; where it is
+    more, P and Q are fitted to that gradient anew."""
+
+    seed: StrictInt = Field(default=0, ge=0, le=_LARGEST_SEED, description="an integer from 0 to 2^63 - 1")
+    """Seed of the first P and Q."""
 
 
 class SlideConfig(_Block):
@@ -318,6 +351,9 @@ class SlideConfig(_Block):
     Slow work is no standstill. 0 switches this off.
     """
 
+    compression: CompressionConfig | None = Field(default=None, description="an object or null")
+    """How gradients of blocks' matrices leave the GPU where the link is too slow for all of them; null: exactly."""
+
     trace: TraceConfig = Field(default_factory=lambda: TraceConfig(), description="an object")
     """A record of what every lane did in chosen steps, for a picture of them."""
 
@@ -353,7 +389,11 @@ class SlideConfig(_Block):
         return config if config.enabled else None
 
 
-_NESTED = (CheckpointConfig, TraceConfig, DebugConfig)
+def _nested(key: str, model: type[BaseModel]) -> type[BaseModel] | None:
+    """The model of an object that is the value of `key`; None where that is something else."""
+    annotation = model.model_fields[key].annotation
+    candidates = (annotation, *get_args(annotation))  # an object, or an object or null
+    return next((each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -365,13 +405,15 @@ def _sentence(error: ErrorDetails, block: Mapping[str, Any]) -> str:
         return str(cause)
     # error["loc"] is key after key, then names of union branches and list positions, which say nothing to the user.
     model: type[BaseModel] = SlideConfig
-    path, value, expected = CONFIG_KEY, block, "an object"
+    path, expected = CONFIG_KEY, "an object"
+    value: Any = block
     for key in map(str, error["loc"]):
-        field, path, value = model.model_fields[key], f"{path}.{key}", value[key]
+        field, path, value = model.model_fields[key], f"{path}.{key}", value.get(key)  # a key may be missing
         expected = field.description or ""
-        if field.annotation not in _NESTED or not isinstance(value, Mapping):
+        nested = _nested(key, model)
+        if nested is None or not isinstance(value, Mapping):
             break
-        model = field.annotation
+        model = nested
     return f"{path} is {shown(value)}; expected {expected}"
 
 
@@ -380,8 +422,8 @@ def _refuse_unknown_keys(block: Mapping[Any, Any], path: str, model: type[BaseMo
     for key, value in block.items():
         if key not in model.model_fields:
             raise SlideConfigError(_unknown_key(path, key, model))
-        nested = model.model_fields[key].annotation
-        if nested in _NESTED and isinstance(value, Mapping):
+        nested = _nested(key, model)
+        if nested is not None and isinstance(value, Mapping):
             _refuse_unknown_keys(value, f"{path}.{key}", nested)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from ds_slide.checkpoint import state_buffers
 from ds_slide.errors import SlideError
+from ds_slide.integration.compression import require_own_layout
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.runtime.engine import SlideRuntime
@@ -37,6 +38,8 @@ class StateAccess:
         place = self._trainable(parameter)
         if place is None:
             return None
+        if key is not None:
+            require_own_layout(place[0], "the optimizer state")
         state_buffers.require_stepped(self._runtime, place[0], "reading a state")
         self._runtime.settle(place[0])
         unit, entry = place
@@ -51,6 +54,8 @@ class StateAccess:
         if place is None:
             return
         unit, entry = place
+        if key is not None:
+            require_own_layout(unit, "the optimizer state")
         state_buffers.require_stepped(self._runtime, unit, "writing a state")
         self._runtime.settle(unit)
         if key is None:
@@ -115,6 +120,7 @@ class StateAccess:
         return place if place[1].trainable else None
 
     def _settle_gradient(self, unit: Unit) -> None:
+        require_own_layout(unit, "the gradient")
         self._runtime.require_held("reading or writing a gradient")
         self._runtime.settle(unit)
         self._runtime.parts.workers.update.drain()  # an accumulation may be under way

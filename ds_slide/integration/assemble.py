@@ -11,7 +11,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import z3_leaf_module
 from torch import nn
 
+from ds_slide.compression.lsp.codec import LEAST_SUBSPACE
 from ds_slide.config import SlideConfig
+from ds_slide.errors import SlideConfigError
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.kernels import install_kernels
 from ds_slide.model.layout import ParameterInfo, build_layout
@@ -122,9 +124,19 @@ def divided(
     config = settings.slide
     head = find_streamed_head(module, world_size, settings, precision_of) if config.stream_head else None
     leaves = [child for child in module.modules() if z3_leaf_module(child)]
-    structure = find_structure(module, config.blocks, () if head is None else (head.path,), leaves, precision_of)
+    apart = () if head is None else (head.path,)
+
+    def is_compressed(parameter: nn.Parameter) -> bool:
+        return parameter in group_of and settings.compresses(parameter)
+
+    structure = find_structure(module, config.blocks, apart, leaves, precision_of, is_compressed)
     if head is not None:
         check_is_outer(head, structure)
+    if config.compression is not None and settings.trains and not any(part.compressed for part in structure.parts):
+        raise SlideConfigError(
+            "ds_slide.compression is set, but no block has a trainable matrix whose smaller side is at least "
+            f"{2 * LEAST_SUBSPACE}; remove it"
+        )
     specs = _in_forward_order(module, structure.units)
     return [_unit_plan(spec, group_of, settings, world_size, head) for spec in specs], head
 
@@ -154,7 +166,8 @@ def _unit_plan(
     layout = build_layout(infos, world_size)
     passes = head is not None and any(parameter is head.module.weight for parameter in by_name.values())
     rows = chunk_rows(*layout.entries[0].shape) if passes else 0
-    codec = settings.codec_of(spec.precision, layout)
+    codec_of = settings.compressing_codec_of if spec.compressed else settings.codec_of
+    codec = codec_of(spec.precision, layout)
     return UnitPlan(spec, layout, [by_name[entry.name] for entry in layout.entries], codec, rows)
 
 

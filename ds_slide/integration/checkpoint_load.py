@@ -10,6 +10,7 @@ from typing import Any
 
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 
+from ds_slide.checkpoint import compressed
 from ds_slide.checkpoint.pickle_writer import PIECE
 from ds_slide.checkpoint.state_buffers import write_frozen
 from ds_slide.errors import SlideError
@@ -45,7 +46,13 @@ def load_checkpoint(
         "load_module_only": load_module_only,
         "custom_load_fn": custom_load_fn,
     }
+    units = compressed.compressed_units(engine.optimizer.runtime.units)
     if engine.load_universal_checkpoint():
+        if units and everything:
+            raise SlideError(
+                "a universal checkpoint has no moments in the subspaces of ds_slide.compression; pass "
+                "load_optimizer_states=False to load_checkpoint for its weights, or remove ds_slide.compression"
+            )
         tag = universal_tag(engine, directory, tag, everything=everything)
         with _reading(engine):
             universal: Loaded = engine._load_checkpoint(str(load_dir), tag, **options)
@@ -63,11 +70,14 @@ def load_checkpoint(
     tag = whole_tag(engine, directory, tag, every_rank=through_module)
     whole_model = through_module(directory / tag)
     with _reading(engine) as reading:
+        subspaces = _subspaces(units, directory / tag, reading) if everything else None
         with whole_model_loaded(engine, str(load_dir), tag) if whole_model else nullcontext():
             loaded: Loaded = engine._load_checkpoint(str(load_dir), tag, **options)
         if everything:
             _load_frozen(engine, reading)
             engine._load_zero_checkpoint(str(load_dir), tag, load_optimizer_states=True)
+            if subspaces is not None:
+                compressed.load(units, subspaces, reading.files, engine.optimizer.runtime.device.torch)
             engine.optimizer.runtime.states_loaded()
         elif whole_model:
             engine.optimizer._restore_from_bit16_weights()
@@ -75,6 +85,26 @@ def load_checkpoint(
             _load_frozen(engine, reading)
             _load_weights(engine, reading, str(load_dir), tag)
     return loaded
+
+
+def _subspaces(units: compressed.Compressed, tag: Path, reading: Reading) -> dict[str, Any] | None:
+    """What a tag holds of the subspaces of `units`; None where neither has any. Raises SlideError."""
+    path = tag / compressed.NAME
+    if not units:
+        if os.path.lexists(path):
+            raise SlideError(
+                f"{tag} was saved with ds_slide.compression, so that it has no moments of the matrices that were "
+                "compressed; set that, or pass load_optimizer_states=False to load_checkpoint for its weights"
+            )
+        return None
+    if not os.path.lexists(path):
+        raise SlideError(
+            f"{tag} has no {path.name}: it was saved without ds_slide.compression, which this run has; remove that, or "
+            "pass load_optimizer_states=False to load_checkpoint for its weights"
+        )
+    saved: dict[str, Any] = reading.files.load(str(path), "cpu")
+    compressed.check(units, saved, str(path))
+    return saved
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from deepspeed.checkpoint.constants import DS_VERSION, OPTIMIZER_STATE_DICT
 from deepspeed.git_version_info import version
 from torch import nn
 
-from ds_slide.checkpoint import restricted
+from ds_slide.checkpoint import compressed, restricted
 from ds_slide.checkpoint.agreement import Agreement
 from ds_slide.checkpoint.archive import Archive, Wrote
 from ds_slide.checkpoint.background import BackgroundSave
@@ -177,6 +177,8 @@ def _planned_files(engine: Any, request: _Request, snapshot: Snapshot | None) ->
         optimizer_state = engine.optimizer.planned_state_dict(states)
         content = {OPTIMIZER_STATE_DICT: optimizer_state, "ds_config": engine.config, DS_VERSION: version}
         engine.checkpoint_engine.save(content, engine._get_zero_ckpt_name(str(directory), tag))
+        if units := compressed.compressed_units(engine.optimizer.runtime.units):
+            engine.checkpoint_engine.save(compressed.planned(units), str(directory / tag / compressed.NAME))
     if is_publisher(engine):
         _say_what_will_be_refused(engine, request.staging.save_dir / tag, [archive for _, archive in collected])
     return collected

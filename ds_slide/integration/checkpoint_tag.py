@@ -10,6 +10,7 @@ from typing import Any
 
 from deepspeed import comm as dist
 
+from ds_slide.checkpoint import compressed
 from ds_slide.checkpoint.archive import is_ours
 from ds_slide.checkpoint.manifest import NAME, Manifest, newest_whole_tag
 from ds_slide.checkpoint.mapped import MappedFiles
@@ -110,6 +111,7 @@ def _verify(engine: Any, directory: Path, tag: str, every_rank: Callable[[Path],
         raise SlideError(f"there is no checkpoint {path}; load a tag that is there")
     files = [engine._get_zero_ckpt_name(str(directory), tag), engine._get_ckpt_name(str(directory), tag)]
     files += engine._get_all_ckpt_names(str(directory), tag)  # DeepSpeed merges them where there are several
+    files.append(str(path / compressed.NAME))
     if every_rank(path):
         files += [str(file) for pattern in (_MODEL, _OPTIMIZER) for file in path.glob(pattern)]
     names = {os.path.basename(file) for file in files}

@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_slide.config import SlideConfig, shown
 from ds_slide.errors import SlideConfigError
-from ds_slide.integration import update_rules
+from ds_slide.integration import compression, update_rules
 from ds_slide.integration.refused import (
     FP32_STATES,
     REFUSED_ENGINE_SETTINGS,
@@ -43,6 +43,7 @@ def check_deepspeed_config(
     require_stage(int(config.zero_optimization_stage))
     values = values_of_config(config) | {"mpu": mpu}
     trains = has_optimizer(config.optimizer_name, client_optimizer)
+    rule = update_rules.asked_for(config.optimizer_name, client_optimizer)
     raise_all(
         *setting_problems(values, (*REFUSED_ENGINE_SETTINGS, *REFUSED_ZERO_SETTINGS)),
         *autocast_problems(values),
@@ -50,7 +51,8 @@ def check_deepspeed_config(
         *offload_problems(values),
         *ssd_problems(slide, config._param_dict),
         *(state_dtype_problems(slide) if trains else ()),
-        *rule_problems(slide, update_rules.asked_for(config.optimizer_name, client_optimizer)),
+        *rule_problems(slide, rule),
+        *(compression.json_problems(values, slide, rule) if trains else ()),
         *(holding_problems(values, slide) if trains else ()),
         *(core_problems(slide) if trains else ()),
         *model_problems(model),
@@ -64,7 +66,7 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, slid
     `kwargs`: the constructor's keyword arguments by DeepSpeed's names; an absent one counts as off.
     `init_optimizer`: the optimizer that brings the hyperparameters. `module`: the model. Raises SlideConfigError.
     """
-    values = dict(kwargs)
+    values, rule = dict(kwargs), update_rules.asked_for(None, init_optimizer)
     # These two arrive under other names than they are set with.
     values["prescale_gradients"] = not values.get("postscale_gradients", True)
     values["zero_quantized_gradients"] = values.get("all2all_process_group") is not None
@@ -77,7 +79,9 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, slid
         *dtype_problems(values, module),
         *model_problems(module),
         *optimizer_problems(init_optimizer),
-        *rule_problems(slide, update_rules.asked_for(None, init_optimizer)),
+        *rule_problems(slide, rule),
+        *compression.rule_problems(slide, rule),
+        *compression.engine_problems(kwargs, init_optimizer, slide),
     )
 
 

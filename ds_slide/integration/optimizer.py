@@ -299,6 +299,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             "update_passes": 2 if self.runtime.passes.two else 1,
             "activations": dict(self.runtime.parts.spare.activations.statistics),
             "speculation": self.runtime.speculating.statistics(),
+            "compression": self.runtime.learning.statistics(),
         }
         return statistics and {**statistics, "pools": self.runtime.parts.pool_report(), **own}
 

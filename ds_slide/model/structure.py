@@ -1,7 +1,7 @@
 """What a model is made of: blocks (elements of its repeated layer lists) and outer modules (everything else).
 
 A unit has one precision. A block of several (adapters in fp32 beside frozen weights in bf16) keeps the one that most of
-its elements have; the others are its parts.
+its elements have; the others are its parts. So are those of its parameters whose gradients are compressed.
 
 Found from the module tree alone: no forward, no trace. Parameters may be ZeRO-3 partitions (empty data, the real size
 in `ds_numel` and `ds_shape`).
@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -31,6 +31,11 @@ LIST_TYPES = (nn.ModuleList, nn.Sequential)
 _Kind = tuple[type[nn.Module], tuple[tuple[int, ...], ...]]
 _Named = list[tuple[str, nn.Parameter]]
 PrecisionOf = Callable[[nn.Parameter], Precision]
+IsCompressed = Callable[[nn.Parameter], bool]
+
+
+def _never(_parameter: nn.Parameter) -> bool:
+    return False
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +57,8 @@ class UnitSpec:
 
     precision: Precision
     """The data types of all its parameters."""
+    compressed: bool = False
+    """It is a part whose gradients leave the GPU compressed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +68,7 @@ class ModelStructure:
     blocks: tuple[UnitSpec, ...]
     """Blocks of all layer lists in registration order (T5: encoder, then decoder)."""
     parts: tuple[UnitSpec, ...]
-    """What blocks have in other precisions, one for each of these."""
+    """What blocks have in other precisions, one for each of these, and compressed."""
     outer_units: tuple[UnitSpec, ...]
     lists: tuple[str, ...]
     """Module paths of the layer lists; "" is the model itself."""
@@ -88,6 +95,7 @@ def find_structure(
     apart: Collection[str] = (),
     undivided: Collection[nn.Module] = (),
     precision_of: PrecisionOf = Precision.declared,
+    is_compressed: IsCompressed = _never,
 ) -> ModelStructure:
     """Split `module` into blocks and outer modules.
 
@@ -99,11 +107,11 @@ def find_structure(
     `blocks` names the layer lists by module path instead. Raises SlideConfigError when such a path is not one. `apart`:
     module paths whose own parameters, where they belong to an outer module, are a unit by themselves however few they
     are. `undivided`: modules whose lists are no layer lists: which of their layers run, and when, may differ between
-    ranks.
+    ranks. `is_compressed`: of a parameter of a block, in the precision of the block; the block keeps one at least.
     """
     ownership = _Ownership(module)
     lists = _find_lists(module, ownership, undivided) if blocks == "auto" else _named_lists(module, blocks, ownership)
-    return _split(module, lists, ownership, apart, precision_of)
+    return _split(module, lists, ownership, apart, precision_of, is_compressed)
 
 
 @dataclass(frozen=True)
@@ -256,6 +264,7 @@ def _split(
     ownership: _Ownership,
     apart: Collection[str],
     precision_of: PrecisionOf,
+    is_compressed: IsCompressed,
 ) -> ModelStructure:
     """Hand every parameter to its block, to a part of that, or to an outer module."""
     layers = [layer for layer_list in lists for layer in layer_list.layers]
@@ -279,18 +288,27 @@ def _split(
     # A block whose parameters are all shared has nothing to move.
     blocks: list[tuple[str, nn.Module, _Named]] = []
     parts: list[tuple[str, nn.Module, _Named]] = []
+    compressed: list[tuple[str, nn.Module, _Named]] = []
     for path, layer in layers:
         if path in of_block:
             found = _by_precision(of_block[path], precision_of)
             main = _main(found)
             for precision, same in found.items():
                 if precision == main:
-                    blocks.append((path, layer, same))
+                    matrices = {name: p for name, p in same if is_compressed(p)}
+                    if len(matrices) == len(same):
+                        del matrices[same[0][0]]  # a unit without parameters would have no place in the model
+                    blocks.append((path, layer, [(name, p) for name, p in same if name not in matrices]))
+                    if matrices:
+                        compressed.append((f"{path} (compressed)", layer, list(matrices.items())))
                 else:
                     parts.append((_with(path, precision), layer, same))
     return ModelStructure(
         blocks=_specs("block", blocks, precision_of),
-        parts=_specs("part", parts, precision_of),
+        parts=tuple(
+            replace(spec, compressed=spec.index >= len(parts))
+            for spec in _specs("part", parts + compressed, precision_of)
+        ),
         outer_units=_specs(
             "outer", [(name, None, parameters) for name, parameters in outer_units.items()], precision_of
         ),

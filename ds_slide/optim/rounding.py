@@ -28,19 +28,25 @@ def random_bits(seed: int, step: int, first: int, numel: int, device: torch.devi
 
     The upper 16 round ``exp_avg``, the lower 16 ``exp_avg_sq``.
     """
-    key = _mix64(_mix64((seed + 0x9E3779B97F4A7C15) & _MASK64) + step & _MASK64)
     parts = []
     for high in range(first >> 32, (first + max(numel, 1) - 1 >> 32) + 1):
         start, stop = max(first, high << 32), min(first + numel, high + 1 << 32)
-        mixed = _mix64(key + high & _MASK64)
+        low_key, high_key = keys(seed, step, high)
         # int64 wraps around as unsigned numbers do, and only the lower 32 bits of a product are used.
         x = torch.arange(start & _MASK32, (start & _MASK32) + stop - start, dtype=torch.int64, device=device)
-        x = (x + (mixed & _MASK32)) & _MASK32
+        x = (x + low_key) & _MASK32
         x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK32
-        x = ((x ^ (x >> 15)) + (mixed >> 32)) & _MASK32
+        x = ((x ^ (x >> 15)) + high_key) & _MASK32
         x = (x * 0x846CA68B) & _MASK32
         parts.append(x ^ (x >> 16))
     return torch.cat(parts)
+
+
+def keys(seed: int, step: int, high: int) -> tuple[int, int]:
+    """Two numbers of 32 bits, which with the lower half of an element's number make its bits; ``high`` is the upper."""
+    key = _mix64(_mix64((seed + 0x9E3779B97F4A7C15) & _MASK64) + step & _MASK64)
+    mixed = _mix64(key + high & _MASK64)
+    return mixed & _MASK32, mixed >> 32
 
 
 def round_bf16(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,7 @@ CHUNK_BUFFERS = "host buffers for optimizer states on SSD"
 WEIGHT_BUFFERS = "host buffers for weights on SSD"
 GRADIENT_BUFFER = "host buffers for gradients on SSD"
 CHECKSUMS = "checksums of the pages on SSD"
+CHANGES = "changes of weights on their way"
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,11 @@ class Allocation:
 def state_buffer_of(unit: str, state_buffer: str) -> str:
     """The name of a unit's "weight", held "gradient" or optimizer state buffer."""
     return f"{state_buffer} of {unit}"
+
+
+def projectors_of(unit: str) -> str:
+    """The name of the projectors of a unit whose gradients are compressed."""
+    return f"projectors of {unit}"
 
 
 def promoted_buffer_of(unit: str, state_buffer: str) -> str:
@@ -175,7 +181,10 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
         locked = copied and where == "host" and needs.page_locks
         return Allocation(state_buffer_of(unit.name, name), where, nbytes, why, page_locked=locked)
 
-    made = [state_buffer("weight", tier(placement.weights_on_ssd), unit.share, copied=True)]
+    if unit.codec.compresses:
+        made = [*_masters_on_gpu(unit), state_buffer("change", "host", unit.written_bytes, copied=True)]
+    else:
+        made = [state_buffer("weight", tier(placement.weights_on_ssd), unit.share, copied=True)]
     for spec in unit.specs:
         nbytes = spec.nbytes(unit.codec.numel)
         made.append(state_buffer(spec.name, tier(placement.chunks_on_ssd), nbytes))
@@ -194,6 +203,14 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
             _extent_bytes(unit, index, needs, placement) - total(made, "ssd"),
             "whole pages",
         )
+
+
+def _masters_on_gpu(unit: UnitSize) -> Iterator[Allocation]:
+    """Of a unit whose gradients are compressed: the weights, where they are updated, and what this needs there."""
+    yield Allocation(state_buffer_of(unit.name, "weight"), "gpu", unit.share, "states")
+    if unit.low_bytes:
+        yield Allocation(state_buffer_of(unit.name, "remainder"), "gpu", unit.low_bytes, "states")
+    yield Allocation(projectors_of(unit.name), "gpu", unit.codec.gpu_bytes, "states")
 
 
 def _extent_bytes(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> int:
@@ -222,7 +239,7 @@ def _read_by_modules(unit: UnitSize, index: int, needs: Needs, placement: Placem
         yield Allocation(rows_of(unit.name), "gpu", rows, "weights on their way", ROW_BUFFERS)
         if unit.layout.trainable_numel:
             yield Allocation(row_gradients_of(unit.name), "gpu", rows, "gradients on their way", ROW_BUFFERS)
-    elif unit.stays:
+    elif unit.stays and not unit.codec.compresses:
         own = unit.share if _is_gathered(index, needs, placement.home) else 0
         yield Allocation(whole_weights_of(unit.name), "gpu", whole + own, "weights that modules read")
 
@@ -260,6 +277,9 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
     yield Allocation(SLOTS, "gpu", slots * slot_bytes(units, needs, placement), "the window", slots)
     packed = [unit for index, unit in enumerate(units) if ranks > 1 or not (unit.is_outer or index in placement.on_gpu)]
     staged = max((unit.codec.nbytes for unit in packed), default=0)
+    change = max((unit.written_bytes for unit in units if unit.codec.compresses), default=0)
+    if change:
+        yield Allocation(CHANGES, "gpu", change, "weights on their way")
     yield Allocation(STAGED, "gpu", STAGINGS * ranks * staged, "gradients on their way", STAGINGS)
     if ranks == 1:
         return

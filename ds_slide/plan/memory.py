@@ -236,7 +236,11 @@ def _host_is_short(units: Sequence[UnitSize], needs: Needs, budgets: Budgets, on
 def _first_within(left: int, units: Sequence[UnitSize], needs: Needs) -> list[int]:
     """Units in the order of their use, as many as take `left` bytes of the GPU for their states."""
     chosen: list[int] = []
-    candidates = [index for index, unit in enumerate(units) if needs.trains and not unit.passing_numel]
+    candidates = [
+        index
+        for index, unit in enumerate(units)
+        if needs.trains and not unit.passing_numel and not unit.codec.compresses
+    ]
     for index in sorted(candidates, key=lambda index: (not units[index].stays, index)):
         cost = gpu_cost(units[index], needs)
         if cost <= left:
@@ -289,6 +293,8 @@ def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
             source = f"free host memory, in which this accelerator computes ({budgets.host_source}),"
         others = _beside(budgets.taken.gpu) if gpu_limit != budgets.gpu_free else ""
         entries = [each for each in plan.allocations if each.tier == "gpu"]
+        compressed = any(unit.codec.compresses for unit in plan.units)
+        stay = ", or remove ds_slide.compression, whose matrices stay there" if compressed else ""
         raise DoesNotFit(
             "gpu",
             plan.gpu_bytes,
@@ -296,7 +302,7 @@ def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
             f"GPU tier: window, outer modules and GPU states need {plan.gpu_bytes:,} bytes, but {source} is "
             f"{gpu_limit:,}{others}; "
             f"lower ds_slide.window (now {plan.placement.window}) or ds_slide.gpu_states (now "
-            f"{plan.gpu_states_used:,} bytes), or allow more{_largest(entries)}",
+            f"{plan.gpu_states_used:,} bytes){stay}, or allow more{_largest(entries)}",
         )
     _check_host(plan, budgets, needs)
 

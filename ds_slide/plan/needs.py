@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ds_slide.compression.codec import GradientCodec
+from ds_slide.compression.codec import CHANGE_DTYPE, GradientCodec
 from ds_slide.model.layout import UnitLayout
 from ds_slide.store.state_buffers import StateBufferSpec, optimizer_bytes
 
@@ -31,6 +31,17 @@ class UnitSize:
     @property
     def is_outer(self) -> bool:
         return self.kind == "outer"
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of what an update writes: one rank's weights, or a change of them."""
+        return self.codec.numel * CHANGE_DTYPE.itemsize if self.codec.compresses else self.share
+
+    @property
+    def low_bytes(self) -> int:
+        """Bytes of what completes the weights to their masters, where both are on the GPU: the low halves of bf16; an
+        fp32 weight is its own master."""
+        return 0 if self.weight_bytes == 4 else 2 * self.layout.local_numel
 
     @property
     def stays(self) -> bool:

@@ -104,10 +104,12 @@ def all_schedules(
 
 @dataclass(frozen=True)
 class _Unit:
-    """Seconds that a unit takes on every lane in a step. `beside_up`, `beside_down`: that an update of the CPU loses to
-    its copies."""
+    """Seconds that a unit takes on every lane in a step. `encode`, `apply`: of its codec, on the GPU. `beside_up`,
+    `beside_down`: that an update of the CPU loses to its copies."""
 
     h2d: float = 0.0
+    encode: float = 0.0
+    apply: float = 0.0
     d2h: float = 0.0
     update: float = 0.0
     weights_pass: float = 0.0
@@ -125,6 +127,7 @@ class _Step:
         self._plan, self._trace, self._rates, self._micro_batches = plan, trace, rates, micro_batches
         self._streamed = sorted(streamed(plan.units, plan.placement))
         self._fetched_again = self._streamed[: max(0, len(self._streamed) - plan.placement.window)]
+        self._parts = _parts(plan.units)
         self.ssd_read = self.ssd_written = 0
         self._units = [self._lanes_of(index, unit, needs) for index, unit in enumerate(plan.units)]
         forward, backward = (per_unit(segments) for segments in (trace.forward, trace.backward))
@@ -149,17 +152,18 @@ class _Step:
             read, written = read + held, written + held
         self.ssd_read, self.ssd_written = self.ssd_read + read, self.ssd_written + written
         gradient = unit.codec.nbytes
-        master = unit.layout.trainable_numel * unit.weight_bytes
         whole = update_bytes(unit)
         moments = sum(spec.nbytes(unit.codec.numel) for spec in unit.specs if spec.name != "remainder")
         trains = bool(unit.codec.numel)
-        up = unit.share if trains or index in self._streamed else 0
+        up = unit.written_bytes if trains or index in self._streamed else 0
         return _Unit(
             h2d=up / rates.h2d,
+            encode=unit.codec.encode_traffic / rates.copy,
+            apply=unit.codec.apply_traffic / rates.copy,
             d2h=gradient / rates.d2h,
             update=whole / rates.update,
             weights_pass=(whole - moments) / (WEIGHTS_PASS_RATE * rates.update),
-            states_pass=(gradient + 2 * moments) / (STATES_PASS_RATE * rates.update) if master else 0.0,
+            states_pass=(gradient + 2 * moments) / (STATES_PASS_RATE * rates.update) if trains else 0.0,
             undo=undo_bytes(unit, needs) / rates.update if index in placement.undo_logs else 0.0,
             ssd=(read + written) / rates.ssd if rates.ssd else 0.0,
             beside_up=UPDATE_LOSES_UP * up / rates.update if trains else 0.0,
@@ -187,7 +191,8 @@ class _Step:
         more = self._micro_batches - 1
         again = sum(units[index].h2d for index in self._fetched_again)
         down = sum(each.d2h for each in units)
-        compute = self._micro_batches * (self.compute_forward + self.compute_backward)
+        encode, apply = sum(each.encode for each in units), sum(each.apply for each in units)
+        compute = self._micro_batches * (self.compute_forward + self.compute_backward + encode) + apply
         return StepTime(
             schedule,
             why,
@@ -217,6 +222,7 @@ class _Step:
         for segment in self._trace.backward:
             now += self._rates.seconds(segment.operations)
             if segment.unit is not None:
+                now += self._units[segment.unit].encode
                 now = max(now, ready[segment.unit] if later[segment.unit] else 0.0)
                 copied = max(copied, now) + self._units[segment.unit].d2h * slower
                 arrived[segment.unit] = copied
@@ -228,7 +234,7 @@ class _Step:
         ready, lane, updates_end = [], 0.0, max(done, default=0.0)
         for unit, updated in zip(self._units, done, strict=True):
             lane = max(lane, updated)
-            lane += unit.h2d / (UP_BESIDE_UPDATE if lane < updates_end else 1.0)
+            lane += unit.h2d / (UP_BESIDE_UPDATE if lane < updates_end else 1.0) + unit.apply
             ready.append(lane if unit.h2d else begin)
         outer = [index for index, unit in enumerate(self._plan.units) if unit.stays]
         now = begin
@@ -237,17 +243,23 @@ class _Step:
         now = max([now, *(ready[index] for index in outer if index < first)])
         for segment in self._trace.forward:
             if segment.unit is not None:
-                now = max(now, ready[segment.unit])
+                now = max([now, ready[segment.unit], *(ready[part] for part in self._parts[segment.unit])])
             now += self._rates.seconds(segment.operations)
         # What is needed behind the blocks, as an untied head, comes after them in the order of updates as well.
         return max([now, *(ready[index] for index in outer)])
+
+
+def _parts(units: Sequence[UnitSize]) -> list[list[int]]:
+    """Of each unit those that are parts of it, whose names are its own with more in parentheses."""
+    parts = [index for index, unit in enumerate(units) if unit.kind == "part"]
+    return [[part for part in parts if units[part].name.startswith(f"{unit.name} (")] for unit in units]
 
 
 def update_bytes(unit: UnitSize) -> int:
     """That the update of a unit reads and writes: its gradient; weight and state buffers, there and back."""
     if not unit.codec.numel:
         return 0
-    weight = unit.layout.trainable_numel * unit.weight_bytes
+    weight = unit.written_bytes if unit.codec.compresses else unit.layout.trainable_numel * unit.weight_bytes
     return unit.codec.nbytes + 2 * (weight + unit.state_bytes)
 
 

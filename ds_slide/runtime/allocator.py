@@ -48,6 +48,10 @@ class Allocator:
         """Its bytes, of which the caller makes a part of the state file."""
         return self._give(what, "ssd").nbytes
 
+    def begun(self, what: str) -> int:
+        """Its bytes, of which the caller makes tensors of its own."""
+        return self._give(what, "gpu", "host").nbytes
+
     def tier(self, what: str) -> Tier | None:
         """Where an entry that has not been given out is to be; None where the plan has none of that name."""
         entry = self._left.get(what)

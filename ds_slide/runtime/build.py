@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from ds_slide.config.trace_file import trace_request
 from ds_slide.optim.cpu import CpuUpdater
+from ds_slide.optim.square_sum import square_sum
 from ds_slide.plan.allocations import (
     BLOCK_RING,
     GATHERED,
@@ -38,10 +39,9 @@ from ds_slide.runtime.activations.states import RunningStates
 from ds_slide.runtime.allocator import Allocator
 from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.build_ssd import announcer, open_ssd, provide_buffers
-from ds_slide.runtime.build_units import TakeWeights, join_parts, load_weights, make_unit
+from ds_slide.runtime.build_units import TakeWeights, begin_codecs, join_parts, load_weights, make_unit
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.gradients.norm import square_sum
 from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.sources import Staging
 from ds_slide.runtime.parts import Parts
@@ -107,6 +107,7 @@ def build_runtime(
     units: list[Unit] = []
     started = ExitStack()
     try:
+        begin_codecs(context, unit_plans)
         progress = tqdm(unit_plans, desc="ds_slide: placing states", disable=None, leave=False)
         for order, unit_plan in enumerate(progress):
             units.append(make_unit(context, unit_plan, order, on_ssd))

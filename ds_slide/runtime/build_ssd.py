@@ -63,7 +63,7 @@ def _add_unit(context: BuildContext, ssd: SsdStates, unit_plan: UnitPlan, order:
         urgent = settings.held_dtype is None
         ssd.parts.weights[order] = SsdWeights(order, buffer, ssd.weights, urgent, requests)
     if places.chunks:
-        specs = settings.specs(unit_plan.dtype)
+        specs = unit_plan.specs(settings)
         ssd.parts.optimizer[order] = SsdOptimizerStates(
             order, store, specs, places.chunks, ssd.chunks, ssd.weights, requests
         )
@@ -89,7 +89,7 @@ def _update_order(
 
 def _extents(context: BuildContext, unit_plan: UnitPlan, order: int, start: int, chunk_numel: int) -> UnitExtents:
     """The extents of the unit's entries in the plan, from byte `start` on."""
-    placement, allocator, specs = context.plan.placement, context.allocator, context.settings.specs(unit_plan.dtype)
+    placement, allocator, specs = context.plan.placement, context.allocator, unit_plan.specs(context.settings)
 
     def nbytes(state_buffer: str, on_ssd: frozenset[int]) -> int:
         return allocator.on_ssd(state_buffer_of(unit_plan.spec.name, state_buffer)) if order in on_ssd else 0

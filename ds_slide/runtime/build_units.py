@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from ds_slide.compression.codec import CHANGE_DTYPE
+from ds_slide.compression.lsp.codec import Lsp
 from ds_slide.model.layout import Entry
 from ds_slide.optim.reference import encode_split
-from ds_slide.plan.allocations import state_buffer_of, undo_log_of, undo_runs, whole_weights_of
+from ds_slide.plan.allocations import CHANGES, projectors_of, state_buffer_of, undo_log_of, undo_runs, whole_weights_of
 from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.ranks.collectives import Ranks
@@ -28,8 +30,8 @@ from ds_slide.store.in_memory import (
 )
 from ds_slide.store.memory_file import SharedHostMemory
 from ds_slide.store.state import UnitState
-from ds_slide.store.state_buffers import StateBufferSpec
-from ds_slide.store.tiers import GradientSink, OptimizerStates, Weights
+from ds_slide.store.state_buffers import REMAINDER_DTYPE, StateBufferSpec
+from ds_slide.store.tiers import GradientSink, OptimizerStates, StateBuffer, Weights
 from ds_slide.store.undo_log import UndoLog
 
 SPLIT_NUMEL = 1 << 22
@@ -53,7 +55,7 @@ def make_unit(context: BuildContext, unit_plan: UnitPlan, order: int, ssd: SsdPa
         runs = undo_runs(codec)
         unit.undo_log = UndoLog.of(memory, unit_plan.dtype, specs, runs, keeps_weight=several)
     unit.is_gathered = several and (context.shared is None or on_gpu or order in ssd.weights)
-    if on_gpu and not several:
+    if codec.compresses or (on_gpu and not several):
         unit.resident = state.weights.buffer.tensor
     elif context.allocator.tier(whole_weights_of(name)) is not None:
         unit.resident = context.allocator.tensor(whole_weights_of(name), unit_plan.dtype)
@@ -90,20 +92,47 @@ def _state(context: BuildContext, unit_plan: UnitPlan, order: int, ssd: SsdParts
     def on_host(name: str, dtype: torch.dtype, memory: SharedHostMemory | None = None) -> InMemory:
         return InMemory(context.allocator.tensor(state_buffer_of(unit_plan.spec.name, name), dtype, memory))
 
-    specs = context.settings.specs(unit_plan.dtype)
+    specs = unit_plan.specs(context.settings)
     held = context.settings.held_of(unit_plan.spec.precision)
     weights: Weights | None = ssd.weights.get(order)
     optimizer: OptimizerStates | None = ssd.optimizer.get(order)
     gradient: GradientSink | None = ssd.gradients.get(order)
     if gradient is None:
         gradient = NotHeld() if held is None else HeldInMemory(on_host("gradient", held))
+    if optimizer is None:
+        optimizer = StatesInMemory(specs, {spec.name: on_host(spec.name, spec.dtype) for spec in specs})
+    if unit_plan.codec.compresses:
+        change = WeightsInMemory(on_host("change", CHANGE_DTYPE))
+        weight, masters = _masters_on_gpu(context, unit_plan)
+        return UnitState(specs, weight, optimizer, gradient, change, masters)
     if weights is None:
         # The weights that other ranks read are in memory that they can map.
         shared = None if context.shared is None else context.shared.memory
         weights = WeightsInMemory(on_host("weight", unit_plan.dtype, shared))
-    if optimizer is None:
-        optimizer = StatesInMemory(specs, {spec.name: on_host(spec.name, spec.dtype) for spec in specs})
     return UnitState(specs, weights, optimizer, gradient)
+
+
+def _masters_on_gpu(context: BuildContext, unit_plan: UnitPlan) -> tuple[Weights, dict[str, StateBuffer]]:
+    """The weights of a unit whose gradients are compressed, and what completes them to the masters."""
+
+    def on_gpu(name: str, dtype: torch.dtype) -> InMemory:
+        return InMemory(context.allocator.tensor(state_buffer_of(unit_plan.spec.name, name), dtype), "gpu")
+
+    low = REMAINDER_DTYPE[unit_plan.dtype]
+    masters: dict[str, StateBuffer] = {} if low is None else {"remainder": on_gpu("remainder", low)}
+    return WeightsOnGpu(on_gpu("weight", unit_plan.dtype), context.device.synchronize), masters
+
+
+def begin_codecs(context: BuildContext, unit_plans: Sequence[UnitPlan]) -> None:
+    """Give the codecs that compress what they keep on the GPU."""
+    allocator = context.allocator
+    if allocator.tier(CHANGES) is None:
+        return
+    changes = allocator.tensor(CHANGES, CHANGE_DTYPE)
+    for unit_plan in unit_plans:
+        if isinstance(unit_plan.codec, Lsp):
+            allocator.begun(projectors_of(unit_plan.spec.name))
+            unit_plan.codec.begin(context.device.torch, changes)
 
 
 def join_parts(units: Sequence[Unit]) -> None:

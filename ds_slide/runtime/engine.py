@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_slide.compression.codec import Masters
 from ds_slide.errors import SlideError
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime import running
@@ -26,6 +27,7 @@ from ds_slide.runtime.accumulation import Accumulation
 from ds_slide.runtime.device import Marker
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.interruptions import Interruptions
+from ds_slide.runtime.learning import Learning
 from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.totals import Totals
 from ds_slide.runtime.transfers.handoff import Future
@@ -56,6 +58,7 @@ class SlideRuntime:
         self.passes = parts.updating.passes
         self.speculating = parts.updating.speculating
         self.gradients = parts.gradients
+        self.learning = Learning(parts.units, self.settle)
         self.step_count = 0
         self._availability = availability
         self._window = parts.window
@@ -287,7 +290,7 @@ class SlideRuntime:
         self.accumulation.close()
         if not self.deferred and self._final:
             self._unstepped = True
-            self._fetch_outer_units()
+            self._fetch_outer_units(self.gradients.hypers)
             if self._window is not None:
                 self._window.prefetch(None, "forward")
 
@@ -302,6 +305,8 @@ class SlideRuntime:
                 f"re-entrant checkpointing, or a streamed head more than once in one backward); {HOLD_HINT}"
             )
         self.take_back((unit,))  # one more gradient of the same step is added to those of before
+        if self._final:
+            self.learning.look(unit, self.step_count)
         before = unit.arrived, unit.updated
         # A unit without gradients is taken for zero, which makes no mixture as long as it is only held.
         counts = source is not None or any(parameter.grad is not None for parameter, _ in unit.trainable)
@@ -327,7 +332,7 @@ class SlideRuntime:
             self.parts.workers.d2h.drain()
             self.parts.workers.update.drain()
         self.parts.ranks.join()  # GPU-tier units have been through no lane
-        on_device = self.gradients.square_sums.cpu()
+        on_device = self.gradients.sums.cpu()
         total = torch.zeros(1, dtype=torch.float64)
         for unit in self.units:
             total += self.gradients.square_sum_of(unit, on_device)
@@ -343,6 +348,7 @@ class SlideRuntime:
         self.passes.begin_step(speculated=counts)
         try:
             self._apply(hypers, grad_scale)
+            self.learning.adopt()
         except BaseException:
             self.accumulation.interrupt_step()
             raise
@@ -366,7 +372,7 @@ class SlideRuntime:
                 )
             )
         if self.deferred:
-            self._fetch_outer_units()
+            self._fetch_outer_units(hypers)
             if self._window is not None:
                 self._window.prefetch(None, "forward")
 
@@ -376,6 +382,7 @@ class SlideRuntime:
             raise SlideError(f"the gradients cannot be discarded: their updates are under way; {HOLD_HINT}")
         self.take_back(self.units)
         self.speculating.skip_step()
+        self.learning.discard()
         for unit in self.units:
             unit.gradient_ready = False
         self.accumulation.clear()
@@ -392,6 +399,7 @@ class SlideRuntime:
     def states_loaded(self) -> None:
         """Weights and optimizer states have come from a checkpoint: nothing of an interrupted step is left in them."""
         self.discard_gradients()
+        self.learning.resume(self.step_count)
         self.accumulation.reload()
 
     def _update_on_gpu(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, gradient: torch.Tensor) -> None:
@@ -404,8 +412,9 @@ class SlideRuntime:
         gathered = self.parts.gathers.into(unit, unit.resident, self.device.mark())
         self._fetched[unit.order] = Future.kept(self.parts.failures, gathered, f"the gathered weights of {unit.name}")
 
-    def _fetch_outer_units(self) -> None:
-        """Bring the updated weights of host-tier outer modules to their GPU buffers, behind what compute has submitted.
+    def _fetch_outer_units(self, hypers: Sequence[Hyper]) -> None:
+        """Bring what updates (of `hypers`) have written for units that are on the GPU to their buffers there, behind
+        what compute has submitted.
 
         Until the next forward binds them again they are partitioned: whoever looks at them in between has to gather
         them, and so cannot see the old weights.
@@ -414,14 +423,21 @@ class SlideRuntime:
         for unit in self.units:
             if unit.resident is None or not unit.is_uploaded or not unit.layout.trainable_numel:
                 continue
+            if unit.codec.compresses:
+                if unit.updated is unit.applied:  # without a gradient there was no update, and no new change
+                    continue
+                unit.applied = unit.updated
             self._unbind(unit)
-            self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free)
+            self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free, hypers)
 
-    def _fetch(self, unit: Unit, resident: torch.Tensor, h2d: StreamWorker, free: Marker) -> Future:
+    def _fetch(
+        self, unit: Unit, resident: torch.Tensor, h2d: StreamWorker, free: Marker, hypers: Sequence[Hyper]
+    ) -> Future:
         future = Future(self.parts.failures, f"the new weights of {unit.name} on the GPU")
         parts, version = list(zip(unit.spans, unit.span_updated, strict=True)), unit.version
-        if self.parts.ranks.world_size > 1:
-            parts = [(slice(0, unit.layout.trainable_numel), unit.updated)]  # as a whole
+        if self.parts.ranks.world_size > 1 or unit.codec.compresses:
+            parts = [(slice(0, unit.codec.numel), unit.updated)]  # as a whole
+        masters = Masters(resident, unit.remainder_on_gpu)
 
         def job() -> None:
             h2d.wait(free, f"the buffer of {unit.name} on the GPU")
@@ -429,7 +445,7 @@ class SlideRuntime:
                 updated.wait()
                 unit.await_others(version)
                 start = self.device.mark(h2d.stream, timed=True)
-                moved = self._fill_span(unit, span, resident)
+                moved = self._fill_span(unit, span, masters, hypers)
                 end = self.device.mark(h2d.stream, timed=True)
                 h2d.meter.add_interval(start, end, moved, ("weights", unit.order))
             future.keep(end)
@@ -437,11 +453,12 @@ class SlideRuntime:
         h2d.submit(job)
         return future
 
-    def _fill_span(self, unit: Unit, span: slice, resident: torch.Tensor) -> int:
+    def _fill_span(self, unit: Unit, span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:
         if self.parts.ranks.world_size > 1:
-            return self.parts.uploads.fill(unit, resident)
-        # A view: an outer module's weights are in memory.
-        return unit.codec.apply(unit.state.weights.buffer.read(slice(0, unit.codec.numel)), span, resident)
+            return self.parts.uploads.fill(unit, masters.weight)
+        # A view: what is written for a unit that is on the GPU is in memory.
+        written = unit.state.written.buffer.read(slice(0, unit.codec.numel))
+        return unit.codec.apply(written, span, masters, hypers)
 
     # ---- reading and writing states --------------------------------------------------------------------------
 

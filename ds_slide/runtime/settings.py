@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ds_slide.compression.codec import GradientCodec
+from ds_slide.compression.codec import CHANGE_DTYPE, GradientCodec
 from ds_slide.compression.identity import Identity
+from ds_slide.compression.lsp.codec import Lsp, subspace
 from ds_slide.config import SlideConfig
 from ds_slide.model.layout import UnitLayout
 from ds_slide.model.precision import Precision
-from ds_slide.model.structure import UnitSpec
+from ds_slide.model.structure import UnitSpec, parameter_shape
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
@@ -100,6 +101,19 @@ class RuntimeSettings:
         """A codec for the gradients of a unit."""
         return Identity(layout, self.gradient_of(precision))
 
+    def compressing_codec_of(self, precision: Precision, layout: UnitLayout) -> GradientCodec:
+        """A codec for the gradients of a unit of matrices, which compresses them."""
+        assert self.slide.compression is not None
+        return Lsp(layout, self.gradient_of(precision), self.slide.compression)
+
+    def compresses(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient of a trainable parameter of a block is compressed, by its shape."""
+        compression = self.slide.compression
+        if compression is None or not self.trains:
+            return False
+        assert compression.d != "auto"
+        return bool(subspace(parameter_shape(parameter), compression.d))
+
     def gradient_of(self, precision: Precision) -> torch.dtype:
         """The data type in which gradients of units of `precision` are reduced and go to host memory."""
         return precision.gradient or self.gradient_dtype
@@ -133,6 +147,10 @@ class UnitPlan:
         """Elements of each GPU buffer through which such an outer module passes (`ds_slide.runtime.weights.rows`)."""
         return self.chunk_rows * self.layout.entries[0].shape[1] if self.chunk_rows else 0
 
+    def specs(self, settings: RuntimeSettings) -> tuple[StateBufferSpec, ...]:
+        """The optimizer state buffers, beside what an update writes."""
+        return settings.specs(CHANGE_DTYPE if self.codec.compresses else self.dtype)
+
     def size(self, settings: RuntimeSettings) -> UnitSize:
         """What the plan knows of it."""
         held = settings.held_of(self.spec.precision)
@@ -141,7 +159,7 @@ class UnitPlan:
             self.layout,
             self.codec,
             self.spec.kind,
-            settings.specs(self.dtype),
+            self.specs(settings),
             self.dtype.itemsize,
             self.passing_numel,
             0 if held is None else held.itemsize,

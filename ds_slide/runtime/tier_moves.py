@@ -80,7 +80,8 @@ def why_fixed(runtime: SlideRuntime, unit: Unit) -> str | None:
     if unit.order in placement.on_ssd:
         return "it has states on SSD"
     if unit.spec.kind == "part":
-        return "it holds a block's parameters in another data type"
+        which = "whose gradients are compressed" if unit.codec.compresses else "in another data type"
+        return f"it holds a block's parameters {which}"
     if unit.chunk_rows:
         return "its rows pass through the GPU"
     if any(spec.state is not None and spec.dtype != torch.float32 for spec in unit.state.specs):

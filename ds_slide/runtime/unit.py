@@ -127,6 +127,8 @@ class Unit:
         """Place in the order of the next forward: the deadline of this unit's update. Outer modules come first."""
         self.updated = self.completed = updated
         self.arrived = updated
+        self.applied = updated
+        """The last update whose change has been sent to the weights: of a unit whose gradients are compressed."""
         self.version = 0
         """Counts the weights' generations; a slot that holds an older one has to be filled again. The same on all
         ranks: whatever changes weights is called on all of them."""
@@ -179,8 +181,14 @@ class Unit:
 
     @property
     def is_uploaded(self) -> bool:
-        """Whether its new weights come to the GPU from host memory or SSD. Otherwise they are updated there."""
-        return self.state.weights.buffer.tier != "gpu"
+        """Whether what its updates write comes to the GPU from host memory or SSD. Otherwise they are done there."""
+        return self.state.written.buffer.tier != "gpu"
+
+    @property
+    def remainder_on_gpu(self) -> torch.Tensor | None:
+        """What completes weights to masters there, of a unit whose gradients are compressed."""
+        remainder = self.state.masters.get("remainder")
+        return None if remainder is None else remainder.tensor
 
     @property
     def is_streamed(self) -> bool:
@@ -204,7 +212,7 @@ class Unit:
     def open_update(self, failures: Failures, *, two_passes: bool = False) -> Update:
         """The weights are about to change: new futures."""
         self.version += 1
-        publish, press = functools.partial(self.publish, self.version), self.state.weights.press
+        publish, press = functools.partial(self.publish, self.version), self.state.written.press
         update = Update(self.name, len(self.spans), failures, press, publish, two_passes=two_passes)
         self.span_updated, self.updated, self.completed = update.spans, update.done, update.completed
         return update

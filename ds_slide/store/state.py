@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -20,17 +20,36 @@ Leased = Callable[[], StateBuffers]
 @dataclass(frozen=True)
 class UnitState:
     """This rank's state buffers of one unit, each flat, in the unit's local layout. `specs`: of the optimizer state
-    buffers."""
+    buffers.
+
+    Of a unit whose gradients are compressed an update does not write the weights, but `change`, which is then applied
+    to them on the GPU. Optimizer states, change and gradient are in the layout of its codec then, and `masters`, beside
+    the weights on the GPU, is what completes these."""
 
     specs: Sequence[StateBufferSpec]
     weights: Weights
     optimizer: OptimizerStates
     gradient: GradientSink
+    change: Weights | None = None
+    masters: Mapping[str, StateBuffer] = field(default_factory=dict)
 
     @cached_property
     def buffers(self) -> dict[str, StateBuffer]:
-        """The state buffers by name: weight, the names of `specs`, and gradient where it is held."""
-        return {"weight": self.weights.buffer, **self.optimizer.buffers, **self.gradient.buffers}
+        """The state buffers by name: weight, the names of `specs`, gradient where it is held, change where there is
+        one."""
+        change = {} if self.change is None else {"change": self.change.buffer}
+        return {
+            "weight": self.weights.buffer,
+            **self.masters,
+            **self.optimizer.buffers,
+            **self.gradient.buffers,
+            **change,
+        }
+
+    @property
+    def written(self) -> Weights:
+        """What an update writes."""
+        return self.weights if self.change is None else self.change
 
     def nbytes(self) -> int:
         """Bytes of the states that are in memory."""
@@ -57,7 +76,7 @@ class UnitState:
 
     def reserve(self, count: int) -> None:
         """`count` spans will be leased as soon as their gradient is in host memory."""
-        self.weights.reserve(count)
+        self.written.reserve(count)
 
     def lease(self, index: int, span: slice, update: Lessee, use: Callable[[Leased], None], *, reserved: bool) -> None:
         """Call `use`, at once or later on any thread, when the parameters `span`, the unit's span number `index`, are
@@ -71,12 +90,12 @@ class UnitState:
             self.optimizer.lease(index, update, with_states)
 
         # The weights first, always: two updates that hold one and wait for the other would wait for ever.
-        self.weights.lease(update, with_weights, reserved=reserved)
+        self.written.lease(update, with_weights, reserved=reserved)
 
     def put_back(self, index: int, span: slice) -> None:
         """What was leased has been updated. Called by the update lane."""
         self.optimizer.put_back(index)
-        self.weights.put_back(span)
+        self.written.put_back(span)
 
     def state_buffers(self, span: slice) -> StateBuffers:
         """The parameters `span`, for an update where they are stored."""
@@ -88,7 +107,7 @@ class UnitState:
 
     def settle(self, updated: Callable[[], None]) -> None:
         """Wait for the pending update, by `updated`, and for its writes, and keep nothing of it in other buffers."""
-        with self.weights.hurry(), self.optimizer.hurry():
+        with self.written.hurry(), self.optimizer.hurry():
             updated()
         self.drain()
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+import ds_slide as package
 from ds_slide.config import parse_bytes
 
+CEILINGS = Path(package.__file__).parent / "configs" / "ceilings"
 SMALL = ("--model", "tiny", "--seq", "512")
 ROOM = ("--gpu-memory", "3GiB", "--host-memory", "4GiB")
 H200 = ("--ceilings", "h200-16-cores")
@@ -207,3 +209,26 @@ def test_a_plot(ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_p
         assert ran.code == 1 and 'pip install "ds-slide[plot]"' in ran.error and not picture.exists()
     else:
         assert ran.code == 0 and picture.read_text().startswith("<?xml")
+
+
+def test_the_subspace_is_the_largest_that_hides(
+    ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_path: Path
+) -> None:
+    fast = json.loads((CEILINGS / "h200-16-cores.json").read_text())
+    slow = tmp_path / "slow.json"
+    slow.write_text(json.dumps(fast | {"gpu": fast["gpu"] | {"h2d_gb_s": 0.2, "d2h_gb_s": 0.2, "both_ways_gb_s": 0.2}}))
+
+    def plan(ceilings: Path | str, d: int | str) -> Any:
+        block = {"enabled": True, "gpu_states": 0, "compression": {"type": "lsp", "d": d}}
+        options = ("--deepspeed_config", config(ds_slide=block), *SMALL, *ROOM, "--ceilings", ceilings, "--json")
+        return ds_slide("plan", *options).answer
+
+    def picked(ceilings: Path | str) -> int:
+        (said,) = [note for note in plan(ceilings, "auto")["notes"] if "compression.d" in note]
+        return int(said.split("taken for ")[1].split(",")[0])
+
+    at_most = picked("h200-16-cores")
+    assert 64 <= picked(slow) < at_most
+    # Of what the compressed matrices send, and nothing else, there is less at a smaller d.
+    lanes, less = plan(slow, at_most)["lanes"], plan(slow, 64)["lanes"]
+    assert less["d2h"] < lanes["d2h"] and less["h2d"] < lanes["h2d"] and less["update"] < lanes["update"]

@@ -47,6 +47,7 @@ def test_defaults():
     assert config.async_save is False
     assert config.checkpoint.require_manifest is False
     assert config.hang_timeout == 300.0
+    assert config.compression is None
     assert config.debug.lane_delay_ms == 0
     assert config.debug.seed == 0
     assert config.debug.update_passes == "auto"
@@ -80,6 +81,7 @@ def test_every_setting_is_read():
             "checksums": False,
             "checkpoint": {"require_manifest": True},
             "hang_timeout": 60.0,
+            "compression": {"type": "lsp", "d": 512, "r": 2, "check_every": 7, "threshold": 0.25, "seed": 5},
             "trace": {"path": "step.json", "steps": [5, 7]},
             "debug": {"lane_delay_ms": 2.5, "seed": 11, "update_passes": 2, "speculate": True, "take_back": 0.5},
         }
@@ -109,6 +111,7 @@ def test_every_setting_is_read():
         "checksums": False,
         "checkpoint": {"require_manifest": True},
         "hang_timeout": 60.0,
+        "compression": {"type": "lsp", "d": 512, "r": 2, "check_every": 7, "threshold": 0.25, "seed": 5},
         "trace": {"path": "step.json", "steps": (5, 7)},
         "debug": {"lane_delay_ms": 2.5, "seed": 11, "update_passes": 2, "speculate": True, "take_back": 0.5},
     }

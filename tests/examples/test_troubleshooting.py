@@ -15,6 +15,9 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 # Arguments of functions that only this project's own code calls, and errors that pass another one on.
 NOT_FOR_USERS = {
     "cpu.py",
+    "learning.py",
+    "projection.py",
+    "projector.py",
     "low_precision.py",
     "striping.py",
     "layout.py",

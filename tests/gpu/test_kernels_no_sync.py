@@ -122,6 +122,26 @@ def adamw() -> Work:
     return lambda: adamw_split_(weight, remainder, *moments, gradient, AdamWHyper(lr=1e-3).constants(), True)
 
 
+def lsp() -> Work:
+    from ds_slide.compression.lsp.learning import bias
+    from ds_slide.compression.lsp.projection import compress, decompress_apply
+    from ds_slide.compression.lsp.projector import Projector, random_projector
+
+    generator = torch.Generator().manual_seed(0)
+    pair = [random_projector(rows, 48, 4, generator, "cuda") for rows in (ROWS, HIDDEN)]
+    weight, gradient = tensor(ROWS, HIDDEN, gradient=False), tensor(ROWS, HIDDEN, gradient=False)
+    compressed = torch.empty(48, 48, device="cuda")
+
+    def work() -> None:
+        # Of new projectors every time, whose order of columns is computed here.
+        left, right = (Projector(one.indices, one.values, one.d) for one in pair)
+        compress(gradient, left, right, compressed, accumulate=False)
+        decompress_apply(weight, None, compressed, left, right, decay=0.9, scale=0.1, seed=1)
+        bias(gradient, left, right)
+
+    return work
+
+
 WORKS: dict[str, Callable[[], Work]] = {
     "rms_norm": lambda: rms_norms("rms_norm", residual=False),
     "add_rms_norm": lambda: rms_norms("add_rms_norm", residual=True),
@@ -139,6 +159,7 @@ WORKS: dict[str, Callable[[], Work]] = {
     "pack_gradients, accumulating": lambda: pack(accumulate=True),
     "square_sum": square_sum,
     "adamw_split": adamw,
+    "lsp": lsp,
 }
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from harness import batches, differences, ds_config, engine_for, llama, states_of, train
 
-from ds_slide.compression.codec import Gradients, Place
+from ds_slide.compression.codec import Gradients, Masters, Place
 from ds_slide.compression.identity import Identity
+from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.settings import RuntimeSettings
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -30,9 +32,9 @@ class Doubled(Identity):
     def encode_in_place(self, gradients: Gradients) -> list[Place]:
         return super().encode_in_place(_doubled(gradients))
 
-    def apply(self, written: torch.Tensor, span: slice, weights: torch.Tensor) -> int:
+    def apply(self, written: torch.Tensor, span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:
         Doubled.applied += span.stop - span.start
-        return super().apply(written, span, weights)
+        return super().apply(written, span, masters, hypers)
 
 
 def _doubled(gradients: Gradients) -> Gradients:

@@ -13,6 +13,7 @@ from ds_slide.cli.planning import output, plot
 from ds_slide.cli.planning.model import ModelShape
 from ds_slide.cli.planning.planner import Planner, Request
 from ds_slide.cli.planning.search import fits, largest_batch, largest_model, recommended, shortage, smallest_change
+from ds_slide.cli.planning.subspace import with_subspace
 from ds_slide.config import parse_bytes
 from ds_slide.errors import SlideConfigError
 from ds_slide.plan.ceilings.figures import Ceilings, read_ceilings
@@ -30,6 +31,8 @@ def run(arguments: argparse.Namespace, say: Any) -> int:
         plot.require_matplotlib()
     request, notes = _request(arguments)
     planner = Planner()
+    request, chosen = with_subspace(planner, request)
+    notes += chosen
     if arguments.fit:
         return _fit(planner, request, arguments, say)
     short = shortage(planner, request)

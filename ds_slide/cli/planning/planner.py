@@ -114,7 +114,7 @@ class Planner:
     def _trace(self, request: Request, planned: Planned, batch: int, *, checkpointing: bool) -> _Traced:
         slide = planned.settings.slide
         name, on_gpu = request.shape.name, request.room.gpu is not None
-        run = (name, slide.kernels, slide.stream_head, on_gpu)
+        run = (name, slide.kernels, slide.stream_head, slide.compression is not None, on_gpu)
         key = (run, checkpointing, batch, request.seq, request.room.gpu)
         if key not in self._traces:
             if run not in self._prepared:

@@ -90,9 +90,12 @@ class Gradients:
         """Hyper-parameters, by parameter group, of updates that start as soon as a gradient arrives."""
         self.grad_scale = 1.0
         """The factor that such gradients get where nothing is clipped."""
-        self.square_sums = torch.zeros(num_units, dtype=torch.float64, device=device.torch)
-        """Square sum of every unit's gradient on this rank, by `Unit.order`; `Unit.square_sum_on`
-        says which entries count. Written on the collectives stream where there are several ranks."""
+        self.sums = torch.zeros(2, num_units, dtype=torch.float64, device=device.torch)
+        """Square sum of every unit's gradient on this rank, by `Unit.order`; `Unit.square_sum_on` says which entries
+        count. Written on the collectives stream where there are several ranks. Of units whose gradients are compressed
+        and added up: those of all micro-batches of a step, added up, and in the second row those of what they were
+        compressed to."""
+        self.square_sums, self._encoded_sums = self.sums
 
     def finalize(self, unit: Unit, *, final: bool, source: Source | None = None) -> None:
         """Take the gradients out of the unit's parameters. `final`: the last micro-batch before the step.
@@ -122,13 +125,18 @@ class Gradients:
         unit.gradient_ready = True
 
     def square_sum_of(self, unit: Unit, on_device: torch.Tensor) -> float:
-        """Square sum of a unit's held gradient, once the lanes have drained; `on_device`: `square_sums`."""
+        """Square sum of a unit's held gradient, once the lanes have drained; `on_device`: `sums`."""
         if not unit.gradient_ready:
             return 0.0
-        if unit.square_sum_on is None:
-            gradient = unit.state.read("gradient", slice(0, unit.codec.numel))
-            return self._updater.sum_of_squares(gradient) if unit.is_uploaded else float(self._square_sum(gradient))
-        return float(on_device[unit.order]) if unit.square_sum_on == "device" else unit.host_square_sum
+        own, encoded = on_device[:, unit.order].tolist()
+        if unit.square_sum_on == "device":
+            return float(own)
+        held = self._held_square_sum(unit) if unit.square_sum_on is None else unit.host_square_sum
+        return _of_sum(held, own, encoded) if unit.codec.compresses else held
+
+    def _held_square_sum(self, unit: Unit) -> float:
+        gradient = unit.state.read("gradient", slice(0, unit.codec.numel))
+        return self._updater.sum_of_squares(gradient) if unit.is_uploaded else float(self._square_sum(gradient))
 
     def _keep_on_gpu(self, unit: Unit, state_buffer: torch.Tensor) -> None:
         # From here on it may be there in part, whatever fails.
@@ -158,7 +166,9 @@ class Gradients:
         unit.square_sum_on = None if adds else "device"
         try:
             with self._ranks.on_stream():
-                if not adds:
+                if unit.codec.compresses and isinstance(source, Packed):
+                    self._add_square_sums(unit, source)
+                elif not adds:
                     self.square_sums[unit.order] = source.square_sum(self._square_sum)
                 packed = self._device.mark()
         except BaseException:
@@ -172,6 +182,12 @@ class Gradients:
         except BaseException as error:  # an interrupt: whether the lane has the gradient is not known
             self._failures.record("compute", error)
             raise
+
+    def _add_square_sums(self, unit: Unit, source: Packed) -> None:
+        if not unit.gradient_ready:
+            self.sums[:, unit.order] = 0
+        self.square_sums[unit.order] += source.square_sum(self._square_sum)
+        self._encoded_sums[unit.order] += self._square_sum(source.own)
 
     def _submit_update(self, arrival: _Arrival) -> None:
         unit = arrival.unit
@@ -325,6 +341,13 @@ class Gradients:
         codec.encode_for_ranks(unit.gradients(), packed)
         self._ranks.reduce_gradients(unit, packed, own, self._device.mark())
         return Packed(staging.free, own, None)
+
+
+def _of_sum(compressed: float, gradients: float, encoded: float) -> float:
+    """The square sum of a sum of gradients, of which only what they were compressed to is added up (`compressed`: its
+    square sum). `gradients` and `encoded`: square sums of the single gradients, and of what these were compressed to,
+    added up. Exact for one gradient; of several it takes the sum to lose the part that they lose."""
+    return compressed * (gradients / encoded) if encoded else gradients
 
 
 def _of_dtype(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

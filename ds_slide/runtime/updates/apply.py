@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ds_slide.compression.codec import CHANGE_START
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.reference import reference_update_
 from ds_slide.optim.rule import Hyper, Part, UpdateRule
@@ -48,6 +49,8 @@ def host_update(updater: CpuUpdater) -> HostUpdate:
         part: Part,
         log: UndoLog | None,
     ) -> int:
+        if unit.codec.compresses and part in ("whole", "weights"):
+            state_buffers.weight.fill_(CHANGE_START)
         for buffers, span, group, first in _segments(unit, within, state_buffers, gradient):
             hyper = hypers[group]
             run = None if log is None else log.part(slice(first, first + span.numel()))

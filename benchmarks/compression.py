@@ -1,0 +1,162 @@
+"""Train the same model on real text with exact AdamW and with compressed gradients, and write the curves as a CSV.
+
+    python3 benchmarks/compression.py --steps 2000 --d 384 --check-every 500 --out curves.csv
+
+The text is Python's standard library as it is installed here, byte by byte: every twentieth file is held out, and tells
+how well a model has learned. Weights, batches and schedule depend on the seed only. The seconds are those of the steps,
+without the evaluations; each system runs in this process, one after the other. Runs without a GPU, too
+(`DS_ACCELERATOR=cpu`, with few layers and steps).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+VOCABULARY = 256
+HELD_OUT_EVERY = 20
+COLUMNS = ("system", "d", "r", "step", "tokens", "seconds", "train_loss", "held_out_loss", "refits", "bytes_down")
+
+
+def text() -> tuple[Tensor, Tensor]:
+    """Bytes to train on, and bytes that are held out, each [n] uint8, the files in the order of their names."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in sorted(folder.rglob("*.py")) if "site-packages" not in path.parts]
+    contents = [path.read_bytes() for path in files]
+    held_out = b"".join(contents[::HELD_OUT_EVERY])
+    trained = b"".join(content for number, content in enumerate(contents) if number % HELD_OUT_EVERY)
+    return tuple(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (trained, held_out))  # type: ignore[return-value]
+
+
+def batches(data: Tensor, options: argparse.Namespace, device: torch.device) -> Iterator[Tensor]:
+    """Runs of bytes at random places, [batch, seq]."""
+    generator = torch.Generator().manual_seed(options.seed)
+    while True:
+        starts = torch.randint(data.numel() - options.seq, (options.batch,), generator=generator)
+        rows = [data[start : start + options.seq] for start in starts.tolist()]
+        yield torch.stack(rows).long().to(device)
+
+
+def model_of(options: argparse.Namespace) -> nn.Module:
+    """A Llama; 12 layers of 768 have 85 million parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(options.seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=options.hidden,
+            intermediate_size=options.hidden * 8 // 3,
+            num_hidden_layers=options.layers,
+            num_attention_heads=options.hidden // 64,
+            num_key_value_heads=options.hidden // 64,
+            max_position_embeddings=options.seq,
+            use_cache=False,
+        )
+    )
+
+
+def json_of(options: argparse.Namespace, compression: dict[str, Any] | None) -> dict[str, Any]:
+    schedule = {"total_num_steps": options.steps, "warmup_num_steps": max(1, options.steps // 20)}
+    return {
+        "train_micro_batch_size_per_gpu": options.batch,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupCosineLR", "params": schedule},
+        "steps_per_print": 10**9,
+        "ds_slide": {"enabled": True, "gpu_states": 0, "compression": compression},
+    }
+
+
+@torch.no_grad()
+def held_out_loss(engine: Any, data: Tensor, options: argparse.Namespace, device: torch.device) -> float:
+    """Mean over the first runs of the held-out bytes, one behind the other."""
+    rows = data[: options.evaluated * options.seq].view(-1, options.seq).long()
+    engine.eval()
+    losses = [
+        engine(input_ids=part.to(device), labels=part.to(device)).loss.float() for part in rows.split(options.batch)
+    ]
+    engine.train()
+    return float(torch.stack(losses).mean())
+
+
+def run(name: str, compression: dict[str, Any] | None, options: argparse.Namespace, out: TextIO) -> None:
+    """One training, a row of the CSV for every evaluation."""
+    device = torch.device(get_accelerator().current_device_name())
+    trained, held_out = text()
+    model = model_of(options)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=json_of(options, compression)
+    )
+    writer, source = csv.writer(out), batches(trained, options, device)
+    seconds, losses = 0.0, []
+    for step in range(1, options.steps + 1):
+        began = time.perf_counter()
+        batch = next(source)
+        loss = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+        if step % options.evaluate_every and step != options.steps:
+            seconds += time.perf_counter() - began
+            continue
+        mean = float(torch.stack(losses).mean())  # waits for the steps so far
+        seconds += time.perf_counter() - began
+        losses.clear()
+        statistics = engine.optimizer.slide_stats()
+        found = held_out_loss(engine, held_out, options, device)
+        d, r = (compression["d"], compression["r"]) if compression else ("", "")
+        refits, down = statistics["compression"].get("refits", ""), statistics["lanes"]["d2h"]["bytes"]
+        tokens = step * options.batch * options.seq
+        writer.writerow([name, d, r, step, tokens, round(seconds, 3), round(mean, 5), round(found, 5), refits, down])
+        out.flush()
+        print(f"{name}: step {step}, {seconds:.1f} s, loss {mean:.4f}, held out {found:.4f}", flush=True)
+    engine.destroy()
+
+
+def main() -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", "29517")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--systems", nargs="+", choices=("exact", "lsp"), default=["exact", "lsp"])
+    parser.add_argument("--out", type=Path, default=Path("compression.csv"))
+    for name, default in (
+        ("steps", 2000),
+        ("d", 384),
+        ("r", 4),
+        ("check-every", 500),
+        ("batch", 16),
+        ("seq", 1024),
+        ("hidden", 768),
+        ("layers", 12),
+        ("evaluate-every", 100),
+        ("evaluated", 128),
+        ("seed", 0),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--threshold", type=float, default=0.5)
+    options = parser.parse_args()
+    how = {"d": options.d, "r": options.r, "check_every": options.check_every, "threshold": options.threshold}
+    with options.out.open("w", newline="", encoding="utf-8") as out:
+        csv.writer(out).writerow(COLUMNS)
+        for system in options.systems:
+            run(system, {"type": "lsp", **how} if system == "lsp" else None, options, out)
+
+
+if __name__ == "__main__":
+    main()

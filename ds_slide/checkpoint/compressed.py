@@ -1,0 +1,93 @@
+"""The file of a checkpoint with what DeepSpeed's have no place for: projectors, and moments in their subspaces."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ds_slide.checkpoint.mapped import MappedFiles
+from ds_slide.checkpoint.pickle_writer import PIECE, Planned
+from ds_slide.checkpoint.state_buffers import pieces
+from ds_slide.compression.lsp.codec import Lsp, Pair
+from ds_slide.compression.lsp.projector import Projector
+from ds_slide.errors import SlideError
+from ds_slide.runtime.learning import MOMENTS
+from ds_slide.runtime.unit import Unit
+
+NAME = "ds_slide_compression.pt"
+_FORMAT = 1
+
+Compressed = Sequence[tuple[Unit, Lsp]]
+"""Units whose gradients are compressed, with their codecs."""
+
+
+def compressed_units(units: Sequence[Unit]) -> Compressed:
+    return [(unit, unit.codec) for unit in units if isinstance(unit.codec, Lsp)]
+
+
+def planned(units: Compressed) -> dict[str, Any]:
+    """What the file holds: by unit the moments, [numel] in the layout of its codec, and by matrix both projectors."""
+    return {
+        "format": _FORMAT,
+        "units": {unit.name: {"projectors": _projectors(codec), **_moments(unit)} for unit, codec in units},
+    }
+
+
+def _projectors(codec: Lsp) -> dict[str, list[torch.Tensor]]:
+    return {
+        matrix.entry.name: [each.cpu() for side in (pair.left, pair.right) for each in (side.indices, side.values)]
+        for matrix, pair in zip(codec.matrices, codec.pairs, strict=True)
+    }
+
+
+def _moments(unit: Unit) -> dict[str, Planned]:
+    def read(name: str, start: int, stop: int) -> torch.Tensor:
+        return unit.state.read(name, slice(start, stop))
+
+    return {name: Planned(unit.codec.numel, torch.float32, functools.partial(read, name)) for name in MOMENTS}
+
+
+def check(units: Compressed, saved: Any, path: str) -> None:
+    """Raise SlideError where the file at `path`, which holds `saved`, is of other subspaces than these units have."""
+    known = isinstance(saved, Mapping) and saved.get("format") == _FORMAT and isinstance(saved.get("units"), Mapping)
+    found = dict(_sizes_of_file(saved["units"])) if known else None
+    wanted = {
+        (unit.name, matrix.entry.name): (unit.codec.numel, *matrix.entry.shape, codec.r_of(matrix))
+        for unit, codec in units
+        for matrix in codec.matrices
+    }
+    if found != wanted:
+        raise SlideError(
+            f"{path} does not hold the subspaces of this run; load it with the model and the ds_slide.compression (d "
+            "and r) that it was saved with, or pass load_optimizer_states=False to load_checkpoint for its weights"
+        )
+
+
+def _sizes_of_file(units: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], tuple[int, ...]]]:
+    for unit, own in units.items():
+        numel = own["exp_avg"].numel()
+        for name, (left, _, right, _) in own["projectors"].items():
+            yield (unit, name), (numel, left.shape[0], right.shape[0], left.shape[1])
+
+
+def load(units: Compressed, saved: Mapping[str, Any], files: MappedFiles, device: torch.device) -> None:
+    """Set projectors and moments of the units, which have settled, from what the file holds."""
+    for unit, codec in units:
+        own = saved["units"][unit.name]
+        codec.pairs = [
+            _pair([each.clone().to(device) for each in own["projectors"][matrix.entry.name]], matrix.d)
+            for matrix in codec.matrices
+        ]
+        for name in MOMENTS:
+            for span in pieces(codec.numel, PIECE):
+                with files.using(own[name][span]) as values:
+                    unit.state.write(name, span, values)
+        unit.state.drain()
+
+
+def _pair(tensors: Sequence[torch.Tensor], d: int) -> Pair:
+    left, left_values, right, right_values = tensors
+    return Pair(Projector(left, left_values, d), Projector(right, right_values, d))

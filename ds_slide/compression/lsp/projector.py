@@ -1,0 +1,127 @@
+"""A sparse projector: a tall matrix with the same number of non-zeros in each row.
+
+Bytes of a non-zero: 4 for its column, 4 for its value and, once it is used to compress, 4 for its place in the order of
+columns, which a product with the transpose reads: it gathers then, and needs no atomic addition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ds_slide.errors import SlideError
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The non-zeros of a projector by column, those of one column by ascending row."""
+
+    starts: Tensor
+    """[d + 1] int32: column c has the entries [starts[c], starts[c + 1])."""
+    entries: Tensor
+    """[rows * r] int32: places in the flattened `indices` and `values`; the row is the place divided by r."""
+
+
+@dataclass(frozen=True, eq=False)
+class Projector:
+    """A matrix [rows, d] with r non-zeros in each row ("(d, r)-sparse" in arXiv 2406.10181).
+
+    Raises SlideError for tensors that do not belong together. The columns are the caller's promise: to check them would
+    wait for the GPU.
+    """
+
+    indices: Tensor
+    """[rows, r] int32: columns, ascending and distinct within a row."""
+    values: Tensor
+    """[rows, r] fp32."""
+    d: int
+
+    def __post_init__(self) -> None:
+        indices, values = self.indices, self.values
+        if indices.dim() != 2 or indices.dtype != torch.int32 or not indices.is_contiguous():
+            raise SlideError(
+                f"Projector: indices must be int32 [rows, r] and contiguous, but they are {indices.dtype} of shape "
+                f"{list(indices.shape)}."
+            )
+        if values.shape != indices.shape or values.dtype != torch.float32 or not values.is_contiguous():
+            raise SlideError(
+                f"Projector: values must be float32 of shape {list(indices.shape)} and contiguous, but they are "
+                f"{values.dtype} of shape {list(values.shape)}."
+            )
+        if values.device != indices.device:
+            raise SlideError(f"Projector: values are on {values.device}, but indices on {indices.device}.")
+        _require_sizes(self.rows, self.r, self.d)
+
+    @property
+    def rows(self) -> int:
+        return self.indices.shape[0]
+
+    @property
+    def r(self) -> int:
+        return self.indices.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
+
+    @cached_property
+    def columns(self) -> Columns:
+        """Computed at the first use, without waiting for the GPU."""
+        sorted_columns, entries = self.indices.view(-1).sort(stable=True)
+        wanted = torch.arange(self.d + 1, dtype=torch.int32, device=self.device)
+        return Columns(torch.searchsorted(sorted_columns, wanted, out_int32=True), entries.int())
+
+    def with_values(self, values: Tensor) -> Projector:
+        """A projector of the same pattern, which shares what has been computed of it."""
+        other = Projector(self.indices, values, self.d)
+        if "columns" in self.__dict__:
+            other.__dict__["columns"] = self.columns
+        return other
+
+    def to(self, device: torch.device | str) -> Projector:
+        """This projector on `device`."""
+        return Projector(self.indices.to(device), self.values.to(device), self.d)
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix itself, [rows, d]."""
+        matrix = torch.zeros(self.rows, self.d, dtype=dtype, device=self.device)
+        return matrix.scatter_(1, self.indices.long(), self.values.to(dtype))
+
+
+def projector_bytes(rows: int, d: int, r: int) -> int:
+    """Bytes of a projector on its device, its order of columns included."""
+    return 12 * rows * r + 4 * (d + 1)
+
+
+def random_projector(rows: int, d: int, r: int, generator: torch.Generator, device: torch.device | str) -> Projector:
+    """A projector whose rows have r uniformly chosen columns and values of N(0, 1/r), variance 1/r, so that a row's
+    squares add up to 1 in the mean: the start of arXiv 2406.10181.
+
+    generator: on the CPU, where the numbers are drawn, so that they are the same on every device. Raises SlideError for
+    another one, and for sizes that are not 1 <= r <= d.
+    """
+    if generator.device.type != "cpu":
+        raise SlideError(
+            f"random_projector: the generator is on {generator.device}; pass one on the CPU, for numbers that do not "
+            "depend on the device."
+        )
+    _require_sizes(rows, r, d)
+    indices = torch.empty(rows, r, dtype=torch.int64)
+    # Floyd's choice of r among d: each set has the same probability, and nothing of size [rows, d] is made.
+    for place in range(r):
+        last = d - r + place
+        drawn = torch.randint(last + 1, (rows,), generator=generator)
+        taken = (indices[:, :place] == drawn[:, None]).any(dim=1)
+        indices[:, place] = torch.where(taken, last, drawn)
+    values = torch.randn(rows, r, generator=generator) / r**0.5
+    return Projector(indices.sort(dim=1).values.int().to(device), values.to(device), d)
+
+
+def _require_sizes(rows: int, r: int, d: int) -> None:
+    if rows < 1 or not 1 <= r <= d:
+        raise SlideError(f"Projector: {rows} rows, r = {r} and d = {d}; it needs a row, and 1 <= r <= d.")
+    if rows * r >= 1 << 31:
+        raise SlideError(f"Projector: {rows} rows of {r} non-zeros are more than its 32-bit indices count.")

@@ -1,0 +1,143 @@
+"""Projectors that are learned while the run goes on: checked on a gradient every so many steps, and fitted to it anew
+where they lose too much of it.
+
+A fit takes the last gradient of a step on the GPU, before it is compressed, and waits for it: once in `check_every`
+steps. The projectors are replaced, and the moments carried into their subspace, when the step's updates have been
+queued: the gradient, its update and the change that this makes are all in one subspace. Nothing of it is pending
+between two steps, so that checkpoints have no half of it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_slide.compression.lsp.codec import Lsp, Matrix, Pair
+from ds_slide.compression.lsp.learning import carry_moments, refit
+from ds_slide.runtime.unit import Unit
+
+FIT_STEPS = 50
+"""Steps of a fit at most: what it has not reached then, the next hundreds hardly bring, at a millisecond each."""
+NORM_WEIGHT = 1e-5
+"""Of the projectors' norms (a few tens) beside the bias: it keeps unused columns from growing, and nothing else."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    unit: Unit
+    codec: Lsp
+    number: int
+    """Of the matrix."""
+    pair: Pair
+
+
+class Learning:
+    """Called by the compute thread."""
+
+    def __init__(self, units: Sequence[Unit], settle: Callable[[Unit], None]) -> None:
+        """`settle`: waits until a unit's pending update has been applied."""
+        self._codecs = {unit.order: unit.codec for unit in units if isinstance(unit.codec, Lsp)}
+        self._units = {order: units[order] for order in self._codecs}
+        self._settle = settle
+        self._next_check = dict.fromkeys(self._codecs, 0)
+        self._fitted: list[_Fitted] = []
+        self._biases: dict[tuple[int, int], float] = {}
+        self._checks = self._refits = 0
+
+    def resume(self, step: int) -> None:
+        """`step` steps have been done, by the run of a checkpoint."""
+        self._fitted.clear()
+        self._next_check = {
+            order: -(-step // codec.settings.check_every) * codec.settings.check_every
+            for order, codec in self._codecs.items()
+        }
+
+    def look(self, unit: Unit, step: int) -> None:
+        """Check the projectors of `unit` on its parameters' gradients, which are the last before step `step`, the first
+        of which is 0; if it is time."""
+        codec = self._codecs.get(unit.order)
+        if codec is None or step < self._next_check[unit.order]:
+            return
+        every = codec.settings.check_every
+        self._next_check[unit.order] = (step // every + 1) * every
+        self._checks += 1
+        for number, (matrix, gradient) in enumerate(zip(codec.matrices, unit.gradients(), strict=True)):
+            if gradient is not None:
+                self._fit(unit, codec, number, matrix, gradient.contiguous(), step)
+
+    def _fit(self, unit: Unit, codec: Lsp, number: int, matrix: Matrix, gradient: torch.Tensor, step: int) -> None:
+        old, settings = codec.pairs[number], codec.settings
+        generator = torch.Generator().manual_seed(settings.seed ^ zlib.crc32(f"{matrix.entry.name} {step}".encode()))
+        left, right, bias = refit(
+            gradient,
+            old.left,
+            old.right,
+            threshold=settings.threshold,
+            steps=FIT_STEPS,
+            beta=NORM_WEIGHT,
+            generator=generator,
+        )
+        self._biases[unit.order, number] = float(bias)
+        if left is not old.left or right is not old.right:
+            self._fitted.append(_Fitted(unit, codec, number, Pair(left, right)))
+
+    def adopt(self) -> None:
+        """Replace the projectors that were fitted, after the step's updates have been queued."""
+        fitted, self._fitted = self._fitted, []
+        for each in fitted:
+            self._settle(each.unit)
+            _carry(each)
+            each.codec.pairs[each.number] = each.pair
+            each.unit.state.drain()
+        self._refits += len(fitted)
+
+    def discard(self) -> None:
+        """The step was not taken."""
+        self._fitted.clear()
+
+    def statistics(self) -> dict[str, Any]:
+        """Of the whole run: checks of units, fits of matrices; of the newest checks the mean bias by kind of matrix, on
+        the gradient that was looked at, with the projectors that came of it; bytes of a micro-batch's compressed
+        gradients, and of a step's changes."""
+        if not self._codecs:
+            return {}
+        settings = next(iter(self._codecs.values())).settings
+        return {
+            "d": settings.d,
+            "r": settings.r,
+            "matrices": sum(len(codec.matrices) for codec in self._codecs.values()),
+            "checks": self._checks,
+            "refits": self._refits,
+            "bias": dict(self._mean_biases()),
+            "bytes_down": sum(codec.nbytes for codec in self._codecs.values()),
+            "bytes_up": sum(unit.state.written.buffer.numel * 4 for unit in self._units.values()),
+        }
+
+    def _mean_biases(self) -> Iterator[tuple[str, float]]:
+        by_kind: dict[str, list[float]] = {}
+        for (order, number), bias in self._biases.items():
+            by_kind.setdefault(_kind(self._codecs[order].matrices[number].entry.name), []).append(bias)
+        return ((kind, sum(biases) / len(biases)) for kind, biases in by_kind.items())
+
+
+def _kind(name: str) -> str:
+    """What the matrices of one name in all blocks have in common: "self_attn.q_proj" of
+    "model.layers.7.self_attn.q_proj.weight"."""
+    parts = name.removesuffix(".weight").split(".")
+    last = max((place for place, part in enumerate(parts) if part.isdecimal()), default=-1)
+    return ".".join(parts[last + 1 :])
+
+
+def _carry(fitted: _Fitted) -> None:
+    """Bring the moments of a matrix, whose unit has settled, into the subspace of its new projectors."""
+    state, matrix, old = fitted.unit.state, fitted.codec.matrices[fitted.number], fitted.codec.pairs[fitted.number]
+    span = slice(matrix.start, matrix.start + matrix.numel)
+    exp_avg, exp_avg_sq = (state.read(name, span).view(matrix.d, matrix.d) for name in MOMENTS)
+    carried = carry_moments(exp_avg, exp_avg_sq, old.left, old.right, fitted.pair.left, fitted.pair.right)
+    for name, moment in zip(MOMENTS, carried, strict=True):
+        state.write(name, span, moment.reshape(-1))

@@ -1,0 +1,232 @@
+"""Training with compressed gradients, through DeepSpeed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
+from harness import (
+    batches,
+    differences,
+    ds_config,
+    engine_for,
+    exchanged,
+    llama,
+    on_ssd,
+    states_of,
+    to_bf16,
+    train,
+    unequal,
+)
+
+from ds_slide.checkpoint.compressed import NAME
+from ds_slide.compression.lsp import codec
+from ds_slide.compression.lsp.projector import Projector
+from ds_slide.errors import SlideConfigError, SlideError
+from ds_slide.runtime import learning, settings
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+STEPS = 4
+LSP: dict[str, Any] = {"type": "lsp", "d": 32, "r": 4}
+
+
+def trained(
+    slide: dict[str, Any], data: list[Any], frozen: Callable[[str], bool] | None = None, blocks: int = 6, **others: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A training, and the statistics of its last step."""
+    model = llama(num_hidden_layers=blocks)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen is None or not frozen(name))
+    with engine_for(model, ds_config({"window": 2, "gpu_states": 0, **slide}, **others)) as engine:
+        result = train(engine, data)
+        result.states = states_of(model, ())
+        return result, engine.optimizer.slide_stats()
+
+
+def permutation(rows: int, d: int, _r: int, generator: torch.Generator, device: Any) -> Projector:
+    assert rows == d
+    return Projector(torch.randperm(rows, generator=generator).int()[:, None], torch.ones(rows, 1), d).to(device)
+
+
+@pytest.fixture
+def permutations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Square matrices in subspaces of their own size, by permutations, other ones at each check."""
+
+    def of_square(shape: Any, d: int) -> int:
+        return d if len(shape) == 2 and min(shape) == max(shape) == d else 0
+
+    def others(_gradient: Any, left: Projector, right: Projector, *, generator: Any, **_: Any) -> tuple[Any, ...]:
+        pair = (permutation(each.rows, each.d, 1, generator, each.device) for each in (left, right))
+        return (*pair, torch.zeros(()))
+
+    monkeypatch.setattr(codec, "random_projector", permutation)
+    monkeypatch.setattr(codec, "subspace", of_square)
+    monkeypatch.setattr(settings, "subspace", of_square)
+    monkeypatch.setattr(learning, "refit", others)
+
+
+@pytest.mark.usefixtures("permutations")
+def test_states_may_be_on_ssd(tmp_path: Path) -> None:
+    data, slide = batches(STEPS), {"compression": LSP | {"d": 64, "r": 1, "check_every": 2}}
+    expected, _ = trained(slide, data)
+    disk = on_ssd(ds_config(None), tmp_path)["zero_optimization"]
+    found, statistics = trained(slide | {"host_memory": 0}, data, zero_optimization=disk)
+    assert not differences(expected, found)
+    assert statistics["memory"]["ssd_bytes"] > 0
+
+
+@pytest.mark.usefixtures("permutations")
+@pytest.mark.parametrize(
+    ("slide", "others"),
+    [
+        ({}, {}),
+        ({}, {"clip": 0.0}),
+        ({}, {"accumulation": 4}),
+        ({"debug": {"update_passes": 2}}, {}),
+        ({"state_dtype": "fp32", "debug": {"lane_delay_ms": 2.0}}, {}),
+    ],
+)
+def test_between_permutations_it_is_exact(slide: dict[str, Any], others: dict[str, Any]) -> None:
+    data = batches(STEPS * others.get("accumulation", 1))
+    expected, _ = trained(slide, data, **others)
+    compressed = {"compression": LSP | {"d": 64, "r": 1, "check_every": 2}}
+    found, statistics = trained(slide | compressed, data, **others)
+    assert not differences(expected, found)
+    assert statistics["compression"]["refits"] == STEPS // 2 * 6 * 2  # q and o of six blocks
+    assert expected.norms == found.norms
+
+
+def test_blocks_learn_and_move_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "FIT_STEPS", 2)
+    data, fast = batches(1) * 12, {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    _, exactly = trained({}, data[:2], outside_the_blocks)
+    found, compressed = trained({"compression": LSP}, data, outside_the_blocks, **fast)
+    again, _ = trained({"compression": LSP}, data, outside_the_blocks, **fast)
+    assert not differences(found, again)
+    assert found.losses[-1] < found.losses[0] - 0.3
+    # 128 numbers of a block go down as they are; a matrix as 32 x 32, those of k and v as 16 x 16.
+    assert exactly["lanes"]["d2h"]["bytes"] == 6 * 2 * 45_440
+    assert compressed["lanes"]["d2h"]["bytes"] == 6 * 2 * (128 + 5 * 32 * 32 + 2 * 16 * 16)
+
+
+def test_projectors_are_fitted_when_they_lose_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "FIT_STEPS", 2)
+    data = batches(1) * STEPS
+
+    def run(**how: Any) -> tuple[Any, dict[str, Any]]:
+        result, statistics = trained({"compression": LSP | how}, data, outside_the_blocks, blocks=2)
+        return result, statistics["compression"]
+
+    random, never = run(check_every=2, threshold=100)
+    fitted, always = run(check_every=2, threshold=0.0)
+    assert (never["checks"], never["refits"]) == (2 * 2, 0)
+    assert (always["checks"], always["refits"]) == (2 * 2, 2 * 2 * 7)
+    assert always["bias"].keys() == never["bias"].keys() >= {"self_attn.q_proj", "mlp.down_proj"}
+    assert all(always["bias"][kind] < min(1.0, never["bias"][kind]) for kind in never["bias"])
+    # The first fit serves the second step, and fits that begin with other numbers end with others.
+    assert fitted.losses[:2] == random.losses[:2] and fitted.losses[2:] != random.losses[2:]
+    assert not differences(fitted, run(check_every=2, threshold=0.0)[0])
+    assert differences(fitted, run(check_every=2, threshold=0.0, seed=1)[0])
+
+
+def outside_the_blocks(name: str) -> bool:
+    return "layers" not in name
+
+
+def test_four_micro_batches_are_near_one_of_their_size() -> None:
+    compression = LSP | {"threshold": 100}  # the same projectors for both
+    data = batches(4 * STEPS)
+    starts = range(0, len(data), 4)
+    together = [{name: torch.cat([each[name] for each in data[i : i + 4]]) for name in data[0]} for i in starts]
+    accumulated, _ = trained({"compression": compression}, data, accumulation=4)
+    whole, _ = trained({"compression": compression}, together, train_micro_batch_size_per_gpu=8)
+    assert accumulated.norms == pytest.approx(whole.norms, rel=0.02)
+    began = {name: parameter.detach() for name, parameter in to_bf16(llama()).named_parameters()}
+    for name, state in whole.states.items():
+        moved = (state["master"] - began[name]).norm()
+        assert (accumulated.states[name]["master"] - state["master"]).norm() < 0.3 * moved
+
+
+@pytest.mark.parametrize(
+    ("slide", "others", "said"),
+    [
+        ({"async_save": True}, {}, "async_save is true"),
+        ({}, {"bf16": None, "fp16": {"enabled": True}}, "fp16.enabled is true"),
+        (
+            {},
+            {"bf16": None, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+            "torch_autocast.enabled is true",
+        ),
+        ({}, {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}, "the optimizer is Lion"),
+        ({}, {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False}}}, "Adam with L2"),
+        ({"compression": LSP | {"d": 8}}, {}, "ds_slide.compression.d is 8; expected"),
+        ({"compression": LSP | {"type": "topk"}}, {}, 'ds_slide.compression.type is "topk"; expected "lsp"'),
+        ({"compression": {"d": 32}}, {}, 'ds_slide.compression.type is null; expected "lsp"'),
+    ],
+)
+def test_it_is_refused_by_name(slide: dict[str, Any], others: dict[str, Any], said: str) -> None:
+    with pytest.raises(SlideConfigError, match=re.escape(said)):
+        with engine_for(llama(), ds_config({"compression": LSP, **slide}, **others)):
+            pass
+
+
+def test_a_state_in_a_subspace_is_no_parameters_own() -> None:
+    model = llama(num_hidden_layers=2)
+    with engine_for(model, ds_config({"compression": LSP | {"threshold": 100}})) as engine:
+        engine.backward(engine(**batches(1)[0]).loss)
+        compressed, exact = model.model.layers[0].mlp.up_proj.weight, model.model.layers[0].input_layernorm.weight
+        assert safe_get_full_grad(exact) is not None
+        with pytest.raises(SlideError, match=r"the gradient of model.layers.0 \(compressed\) is in the subspace"):
+            safe_get_full_grad(compressed)
+        engine.step()
+        with pytest.raises(SlideError, match="the optimizer state of"):
+            safe_get_full_optimizer_state(compressed, "exp_avg")
+
+
+@pytest.mark.parametrize("slide", [{}, {"state_dtype": "8bit"}])
+def test_a_resumed_run_has_the_same_bits(
+    slide: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "FIT_STEPS", 2)
+    data, resumed = batches(6), llama(seed=1, num_hidden_layers=2)
+    config = ds_config({"window": 2, "compression": LSP | {"check_every": 2, "threshold": 0.0}, **slide})
+    model = llama(num_hidden_layers=2)
+    with engine_for(model, config) as engine:
+        train(engine, data[:3])
+        engine.save_checkpoint(tmp_path)
+        expected = train(engine, data[3:])
+        expected.states = states_of(model, ())
+    with engine_for(resumed, config) as engine:
+        engine.load_checkpoint(tmp_path)
+        found = train(engine, data[3:])
+        found.states = states_of(resumed, ())
+        with pytest.raises(SlideError, match=f"has no {re.escape(NAME)}"):
+            (tmp_path / "global_step3" / NAME).unlink()
+            (tmp_path / "global_step3" / "ds_slide_manifest.json").unlink()
+            engine.load_checkpoint(tmp_path)
+    assert not differences(expected, found)
+
+
+def test_others_load_the_weights_alone(tmp_path: Path) -> None:
+    config = ds_config({"window": 2, "compression": LSP | {"threshold": 100}})
+    model, exact, stock = (llama(seed, num_hidden_layers=2) for seed in range(3))
+    with engine_for(model, config) as engine:
+        train(engine, batches(2))
+        engine.save_checkpoint(tmp_path)
+        expected = states_of(model, ())
+    with engine_for(exact, ds_config({"window": 2})) as engine:
+        with pytest.raises(SlideError, match=r"was saved with ds_slide\.compression"):
+            engine.load_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+        weights = {name: {"weight": state["weight"]} for name, state in states_of(exact, ()).items()}
+        assert not unequal({name: {"weight": state["weight"]} for name, state in expected.items()}, weights)
+    with engine_for(stock, ds_config(None)) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert not unequal(exchanged(expected, to_stock=True), states_of(stock, ()))
+        assert not safe_get_full_optimizer_state(stock.model.layers[0].mlp.up_proj.weight, "exp_avg").any()
