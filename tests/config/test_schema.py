@@ -50,7 +50,7 @@ def test_defaults():
     assert config.debug.lane_delay_ms == 0
     assert config.debug.seed == 0
     assert config.debug.update_passes == "auto"
-    assert (config.debug.speculate, config.debug.take_back) == ("auto", 0)
+    assert (config.debug.speculate, config.debug.out_of_place, config.debug.take_back) == ("auto", "auto", 0)
 
 
 def test_every_setting_is_read():
@@ -81,7 +81,14 @@ def test_every_setting_is_read():
             "checkpoint": {"require_manifest": True},
             "hang_timeout": 60.0,
             "trace": {"path": "step.json", "steps": [5, 7]},
-            "debug": {"lane_delay_ms": 2.5, "seed": 11, "update_passes": 2, "speculate": True, "take_back": 0.5},
+            "debug": {
+                "lane_delay_ms": 2.5,
+                "seed": 11,
+                "update_passes": 2,
+                "speculate": True,
+                "out_of_place": False,
+                "take_back": 0.5,
+            },
         }
     )
     assert config.model_dump() == {
@@ -110,7 +117,14 @@ def test_every_setting_is_read():
         "checkpoint": {"require_manifest": True},
         "hang_timeout": 60.0,
         "trace": {"path": "step.json", "steps": (5, 7)},
-        "debug": {"lane_delay_ms": 2.5, "seed": 11, "update_passes": 2, "speculate": True, "take_back": 0.5},
+        "debug": {
+            "lane_delay_ms": 2.5,
+            "seed": 11,
+            "update_passes": 2,
+            "speculate": True,
+            "out_of_place": False,
+            "take_back": 0.5,
+        },
     }
 
 
