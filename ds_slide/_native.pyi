@@ -231,11 +231,13 @@ def update(
     seed: int = 0,
     step: int = 1,
     first: int = 0,
-    part: Literal["whole", "weights", "states", "with_log", "back", "rest"] = "whole",
+    part: Literal["whole", "weights", "states", "with_log", "back", "rest", "out_of_place"] = "whole",
     new_weight_ptr: int = 0,
     old_ptrs: Sequence[int] = (),
     low_ptrs: Sequence[int] = (),
     slices_ptr: int = 0,
+    new_remainder_ptr: int = 0,
+    new_state_ptrs: Sequence[int] = (),
 ) -> None:
     """One step of ``rule`` in place, in one pass over memory; ``step`` is 1 at the first update.
 
@@ -258,6 +260,9 @@ def update(
     ``slices_ptr`` (`SLICE_LOG_BYTES` for every `UPDATE_SLICE` elements), as far as that has room; "back" with the same
     arguments gives the old bits back, and uses ``new_weight_ptr`` up; "rest" does what there was no room for. For
     states in float, and not for ``fp16_master``.
+
+    "out_of_place" is the whole step with what it writes in ``new_weight_ptr``, ``new_remainder_ptr`` (0 for ``fp32``)
+    and ``new_state_ptrs``, each at a multiple of 64 bytes, past the caches. For states in float.
     """
 
 def copy(workers: Workers, to_ptr: int, from_ptr: int, nbytes: int) -> None:

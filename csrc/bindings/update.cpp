@@ -48,11 +48,12 @@ StateFormat state_format_of(std::string const& name) {
 }
 
 Pass pass_of(std::string const& name) {
-  static constexpr std::array<std::pair<char const*, Pass>, 6> kValues{{{"whole", Pass::whole},
+  static constexpr std::array<std::pair<char const*, Pass>, 7> kValues{{{"whole", Pass::whole},
                                                                         {"weights", Pass::weights},
                                                                         {"states", Pass::states},
                                                                         {"with_log", Pass::with_log},
                                                                         {"back", Pass::back},
+                                                                        {"out_of_place", Pass::out_of_place},
                                                                         {"rest", Pass::rest}}};
   return named("part", name, kValues);
 }
@@ -139,7 +140,8 @@ void update_binding(Workers& workers, std::string const& rule_name, std::string 
                     std::vector<std::uintptr_t> const& scale_ptrs, std::uint64_t seed, std::int64_t step,
                     std::uint64_t first, std::string const& part, std::uintptr_t new_weight_ptr,
                     std::vector<std::uintptr_t> const& old_ptrs, std::vector<std::uintptr_t> const& low_ptrs,
-                    std::uintptr_t slices_ptr) {
+                    std::uintptr_t slices_ptr, std::uintptr_t new_remainder_ptr,
+                    std::vector<std::uintptr_t> const& new_state_ptrs) {
   Rule const rule = rule_of(rule_name);
   KernelTable const& kernels = kernels_named(isa);
   RuleKernels const& own = kernels.rules[static_cast<int>(rule)];
@@ -171,6 +173,15 @@ void update_binding(Workers& workers, std::string const& rule_name, std::string 
   require_count("low_ptrs", low_ptrs.size(), has_slices ? 1 + own.states : 0);
   for (std::size_t k = 0; k < low_ptrs.size(); ++k)
     arrays.low[k] = static_cast<std::uint8_t*>(pointer("low_ptrs", low_ptrs[k], 1, numel));
+  bool const writes_elsewhere = pass == Pass::out_of_place;
+  require_count("new_state_ptrs", new_state_ptrs.size(), writes_elsewhere ? own.states : 0);
+  if (writes_elsewhere) {
+    arrays.new_weight = pointer("new_weight_ptr", new_weight_ptr, kCacheLine, numel);
+    if (format != WeightFormat::fp32)
+      arrays.new_remainder = pointer("new_remainder_ptr", new_remainder_ptr, kCacheLine, numel);
+    for (std::size_t k = 0; k < new_state_ptrs.size(); ++k)
+      arrays.new_states[k] = pointer("new_state_ptrs", new_state_ptrs[k], kCacheLine, numel);
+  }
   if (has_slices) arrays.slices = static_cast<SliceLog*>(pointer("slices_ptr", slices_ptr, 8, numel));
   arrays.first = first;
   arrays.grad = pointer("grad_ptr", grad_ptr, size_of(gradient), numel);
@@ -207,7 +218,9 @@ void register_update(py::module_& module) {
              py::arg("scale_ptrs") = std::vector<std::uintptr_t>{}, py::arg("seed") = 0, py::arg("step") = 1,
              py::arg("first") = 0, py::arg("part") = "whole", py::arg("new_weight_ptr") = 0,
              py::arg("old_ptrs") = std::vector<std::uintptr_t>{},
-             py::arg("low_ptrs") = std::vector<std::uintptr_t>{}, py::arg("slices_ptr") = 0, Release());
+             py::arg("low_ptrs") = std::vector<std::uintptr_t>{}, py::arg("slices_ptr") = 0,
+             py::arg("new_remainder_ptr") = 0, py::arg("new_state_ptrs") = std::vector<std::uintptr_t>{},
+             Release());
   module.attr("UPDATE_SLICE") = kUpdateSlice;
   module.attr("SLICE_LOG_BYTES") = sizeof(SliceLog);
   module.def("copy", &copy_binding, "Copy bytes.", py::arg("workers"), py::arg("to_ptr"), py::arg("from_ptr"),

@@ -105,6 +105,29 @@ void there_and_back(Workers& workers, KernelTable const& kernels, Rule rule, Wei
     update(workers, kernels, rule, pass, StateFormat::fp32, format, dtype, arrays, buffers.numel, numbers);
 }
 
+/// A step out of place, into exactly sized allocations that begin in cache lines of their own, and what it
+/// leaves put in place.
+void elsewhere(Workers& workers, KernelTable const& kernels, Rule rule, WeightFormat format, Dtype dtype,
+               StateBuffers& buffers, UpdateNumbers const& numbers) {
+  std::align_val_t const line{kCacheLine};
+  std::size_t const bytes = buffers.numel * sizeof(std::uint32_t);
+  void* written[2 + kMaxStates];
+  for (std::size_t k = 0; k < 2 + kMaxStates; ++k) {
+    written[k] = ::operator new(bytes, line);
+    std::memcpy(written[k], buffers.words[k].data(), bytes);
+  }
+  UpdateArrays arrays = buffers.arrays();
+  arrays.new_weight = written[0];
+  arrays.new_remainder = written[1];
+  for (std::size_t k = 0; k < kMaxStates; ++k) arrays.new_states[k] = written[2 + k];
+  update(workers, kernels, rule, Pass::out_of_place, StateFormat::fp32, format, dtype, arrays, buffers.numel,
+         numbers);
+  for (std::size_t k = 0; k < 2 + kMaxStates; ++k) {
+    std::memcpy(buffers.words[k].data(), written[k], bytes);
+    ::operator delete(written[k], line);
+  }
+}
+
 /// Calls from several threads on one Workers object; every result equals that of a single thread.
 void shared_workers() {
   Workers shared(3, {});
@@ -122,9 +145,13 @@ void shared_workers() {
         auto const dtype = static_cast<Dtype>(round % kNumDtypes);
         StateBuffers actual(numel, caller * 100 + round);
         StateBuffers expected = actual;
-        for (Pass const pass : passes_of(rule))
-          update(shared, kernels_for(round), rule, pass, state, format, dtype, actual.arrays(), numel,
-                 numbers);
+        if (state == StateFormat::fp32 && round % 2 == 1) {
+          elsewhere(shared, kernels_for(round), rule, format, dtype, actual, numbers);
+        } else {
+          for (Pass const pass : passes_of(rule))
+            update(shared, kernels_for(round), rule, pass, state, format, dtype, actual.arrays(), numel,
+                   numbers);
+        }
         update(alone, portable_kernels(), rule, Pass::whole, state, format, dtype, expected.arrays(), numel,
                numbers);
         require(actual == expected, "an update differs");
@@ -184,6 +211,11 @@ void exact_ends() {
         there_and_back(workers, kernels_for(isa), static_cast<Rule>(rule), WeightFormat::bf16_split,
                        Dtype::bf16, buffers, numbers);
         require(buffers == old, "an update was not undone");
+        elsewhere(workers, kernels_for(isa), static_cast<Rule>(rule), WeightFormat::bf16_split, Dtype::bf16,
+                  buffers, numbers);
+        update(workers, kernels_for(isa), static_cast<Rule>(rule), Pass::whole, StateFormat::fp32,
+               WeightFormat::bf16_split, Dtype::bf16, old.arrays(), numel, numbers);
+        require(buffers == old, "an update out of place differs");
       }
       accumulate(workers, kernels_for(isa), grad.data(), Dtype::bf16, weight.data(), Dtype::fp16, numel);
       require(sum_of_squares(workers, kernels_for(isa), grad.data(), Dtype::bf16, numel) >= 0.0,

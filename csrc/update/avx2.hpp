@@ -30,8 +30,10 @@ struct Avx2 {
   static __m128i load16(std::uint16_t const* p) {
     return _mm_loadu_si128(reinterpret_cast<__m128i const*>(p));
   }
+  template <bool streams = false>
   static void store16(std::uint16_t* p, __m128i value) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), value);
+    if constexpr (streams) _mm_stream_si128(reinterpret_cast<__m128i*>(p), value);
+    if constexpr (!streams) _mm_storeu_si128(reinterpret_cast<__m128i*>(p), value);
   }
   static __m256i upper16(__m128i value) { return _mm256_slli_epi32(_mm256_cvtepu16_epi32(value), 16); }
   static __m256i is_nan(__m256 value) {
@@ -46,23 +48,29 @@ struct Avx2 {
   static __m256 load_fp32(float const* p) { return _mm256_loadu_ps(p); }
   static __m256 load_bf16(std::uint16_t const* p) { return _mm256_castsi256_ps(upper16(load16(p))); }
   static __m256 load_fp16(std::uint16_t const* p) { return _mm256_cvtph_ps(load16(p)); }
-  static void store_fp32(float* p, __m256 value) { _mm256_storeu_ps(p, value); }
+  template <bool streams = false>
+  static void store_fp32(float* p, __m256 value) {
+    if constexpr (streams) _mm256_stream_ps(p, value);
+    if constexpr (!streams) _mm256_storeu_ps(p, value);
+  }
   static void store_bf16(std::uint16_t* p, __m256 value) { store16(p, rounded_upper(value)); }
+  template <bool streams = false>
   static void store_fp16(std::uint16_t* p, __m256 value) {
-    store16(p, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    store16<streams>(p, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
 
   static __m256 load_split(std::uint16_t const* hi, std::uint16_t const* lo) {
     return _mm256_castsi256_ps(_mm256_add_epi32(upper16(load16(hi)), _mm256_cvtepi16_epi32(load16(lo))));
   }
+  template <bool streams = false>
   static void store_split(std::uint16_t* hi, std::uint16_t* lo, __m256 value) {
     __m256i const bits = _mm256_castps_si256(value);
     // A NaN is not rounded but made quiet.
     __m256i const nan = is_nan(value);
     __m256i const quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
     __m256i const rounded = _mm256_blendv_epi8(_mm256_add_epi32(bits, _mm256_set1_epi32(0x8000)), quiet, nan);
-    store16(hi, narrow(_mm256_srli_epi32(rounded, 16)));
-    store16(lo, narrow(_mm256_andnot_si256(nan, _mm256_and_si256(bits, _mm256_set1_epi32(0xFFFF)))));
+    store16<streams>(hi, narrow(_mm256_srli_epi32(rounded, 16)));
+    store16<streams>(lo, narrow(_mm256_andnot_si256(nan, _mm256_and_si256(bits, _mm256_set1_epi32(0xFFFF)))));
   }
 
   /// bf16 of value: round to nearest even, NaN kept and made quiet.

@@ -30,8 +30,10 @@ struct Avx512 {
   static __m256i load16(std::uint16_t const* p) {
     return _mm256_loadu_si256(reinterpret_cast<__m256i const*>(p));
   }
+  template <bool streams = false>
   static void store16(std::uint16_t* p, __m256i value) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), value);
+    if constexpr (streams) _mm256_stream_si256(reinterpret_cast<__m256i*>(p), value);
+    if constexpr (!streams) _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), value);
   }
   static __m512i upper16(__m256i value) { return _mm512_slli_epi32(_mm512_cvtepu16_epi32(value), 16); }
   static __mmask16 is_nan(__m512 value) { return _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q); }
@@ -39,23 +41,29 @@ struct Avx512 {
   static __m512 load_fp32(float const* p) { return _mm512_loadu_ps(p); }
   static __m512 load_bf16(std::uint16_t const* p) { return _mm512_castsi512_ps(upper16(load16(p))); }
   static __m512 load_fp16(std::uint16_t const* p) { return _mm512_cvtph_ps(load16(p)); }
-  static void store_fp32(float* p, __m512 value) { _mm512_storeu_ps(p, value); }
+  template <bool streams = false>
+  static void store_fp32(float* p, __m512 value) {
+    if constexpr (streams) _mm512_stream_ps(p, value);
+    if constexpr (!streams) _mm512_storeu_ps(p, value);
+  }
   static void store_bf16(std::uint16_t* p, __m512 value) { store16(p, rounded_upper(value)); }
+  template <bool streams = false>
   static void store_fp16(std::uint16_t* p, __m512 value) {
-    store16(p, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    store16<streams>(p, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
 
   static __m512 load_split(std::uint16_t const* hi, std::uint16_t const* lo) {
     return _mm512_castsi512_ps(_mm512_add_epi32(upper16(load16(hi)), _mm512_cvtepi16_epi32(load16(lo))));
   }
+  template <bool streams = false>
   static void store_split(std::uint16_t* hi, std::uint16_t* lo, __m512 value) {
     __m512i const bits = _mm512_castps_si512(value);
     // A NaN is not rounded but made quiet.
     __mmask16 const number = _mm512_cmp_ps_mask(value, value, _CMP_ORD_Q);
     __m512i const quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x00400000));
     __m512i const rounded = _mm512_mask_add_epi32(quiet, number, bits, _mm512_set1_epi32(0x8000));
-    store16(hi, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
-    store16(lo, _mm512_maskz_cvtepi32_epi16(number, bits));
+    store16<streams>(hi, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+    store16<streams>(lo, _mm512_maskz_cvtepi32_epi16(number, bits));
   }
 
   /// bf16 of value: round to nearest even, NaN kept and made quiet.

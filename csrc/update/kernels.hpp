@@ -8,6 +8,7 @@
 
 #include "update/adamw.hpp"
 #include "update/lion.hpp"
+#include "update/out_of_place.hpp"
 #include "update/portable.hpp"
 #include "update/sgd.hpp"
 #include "update/state_formats.hpp"
@@ -96,6 +97,23 @@ void fill_undo(RuleKernels& kernels) {
               sizeof(back));
 }
 
+/// The steps out of place.
+template <class V, class Kind, Rule rule>
+void fill_out_of_place(RuleKernels& kernels) {
+  constexpr Dtype bf16 = Dtype::bf16, fp16 = Dtype::fp16, fp32 = Dtype::fp32;
+  constexpr WeightFormat split = WeightFormat::bf16_split, plain = WeightFormat::fp32,
+                         master = WeightFormat::fp16_master;
+  RuleKernels::Formats const found = {
+      {step_out_of_place<V, Kind, rule, split, bf16>, step_out_of_place<V, Kind, rule, split, fp16>,
+       step_out_of_place<V, Kind, rule, split, fp32>},
+      {step_out_of_place<V, Kind, rule, plain, bf16>, step_out_of_place<V, Kind, rule, plain, fp16>,
+       step_out_of_place<V, Kind, rule, plain, fp32>},
+      {step_out_of_place<V, Kind, rule, master, bf16>, step_out_of_place<V, Kind, rule, master, fp16>,
+       step_out_of_place<V, Kind, rule, master, fp32>}};
+  std::memcpy(kernels.update[static_cast<int>(Pass::out_of_place)][static_cast<int>(StateFormat::fp32)],
+              found, sizeof(found));
+}
+
 template <class V, class Kind, Rule rule, StateFormat state>
 void fill_format(RuleKernels& kernels) {
   fill_pass<V, Kind, rule, Pass::whole, state>(kernels);
@@ -114,6 +132,7 @@ void fill_rule(KernelTable& table) {
   kernels.numbers = Kind::numbers;
   fill_format<V, Kind, rule, StateFormat::fp32>(kernels);
   fill_undo<V, Kind, rule>(kernels);
+  fill_out_of_place<V, Kind, rule>(kernels);
   if constexpr (Kind::short_formats) {
     fill_format<V, Kind, rule, StateFormat::bf16>(kernels);
     fill_format<V, Kind, rule, StateFormat::block8>(kernels);

@@ -105,9 +105,15 @@ struct Portable {
   static float load_fp32(float const* p) { return *p; }
   static float load_bf16(std::uint16_t const* p) { return float_of(static_cast<std::uint32_t>(*p) << 16); }
   static float load_fp16(std::uint16_t const* p) { return fp16_to_float(*p); }
-  static void store_fp32(float* p, float value) { *p = value; }
+  template <bool streams = false>
+  static void store_fp32(float* p, float value) {
+    *p = value;
+  }
   static void store_bf16(std::uint16_t* p, float value) { *p = float_to_bf16(value); }
-  static void store_fp16(std::uint16_t* p, float value) { *p = float_to_fp16(value); }
+  template <bool streams = false>
+  static void store_fp16(std::uint16_t* p, float value) {
+    *p = float_to_fp16(value);
+  }
 
   static float load_split(std::uint16_t const* hi, std::uint16_t const* lo) {
     std::uint32_t const remainder = static_cast<std::uint32_t>(static_cast<std::int16_t>(*lo));
@@ -116,6 +122,7 @@ struct Portable {
   /// hi: value rounded to bf16, half up (ties away from zero), so that the low half of value's bits, read as
   /// a signed number, is what hi lacks of it: load_split gives every value back. Rounding half to even would
   /// give two values (low half 0x8000, one rounded up and one down) the same hi and lo. A NaN is made quiet.
+  template <bool streams = false>
   static void store_split(std::uint16_t* hi, std::uint16_t* lo, float value) {
     std::uint32_t const bits = bits_of(value);
     std::uint32_t const rounded = (bits + 0x8000u) >> 16;

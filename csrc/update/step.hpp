@@ -40,16 +40,19 @@ inline typename V::Float load_weight(UpdateArrays const& arrays, std::size_t ind
   if constexpr (format == WeightFormat::fp16_master) return load<V, Dtype::fp32>(arrays.remainder, index);
 }
 
-template <class V, WeightFormat format>
+/// `streams`: past the caches, to whole vectors at their own alignment.
+template <class V, WeightFormat format, bool streams = false>
 inline void store_weight(UpdateArrays const& arrays, std::size_t index, typename V::Float value) {
   if constexpr (format == WeightFormat::bf16_split) {
-    V::store_split(static_cast<std::uint16_t*>(arrays.new_weight) + index,
-                   static_cast<std::uint16_t*>(arrays.remainder) + index, value);
+    V::template store_split<streams>(static_cast<std::uint16_t*>(arrays.new_weight) + index,
+                                     static_cast<std::uint16_t*>(arrays.remainder) + index, value);
   }
-  if constexpr (format == WeightFormat::fp32) store<V, Dtype::fp32>(arrays.new_weight, index, value);
+  if constexpr (format == WeightFormat::fp32) {
+    V::template store_fp32<streams>(static_cast<float*>(arrays.new_weight) + index, value);
+  }
   if constexpr (format == WeightFormat::fp16_master) {
-    store<V, Dtype::fp32>(arrays.remainder, index, value);
-    store<V, Dtype::fp16>(arrays.new_weight, index, value);
+    V::template store_fp32<streams>(static_cast<float*>(arrays.remainder) + index, value);
+    V::template store_fp16<streams>(static_cast<std::uint16_t*>(arrays.new_weight) + index, value);
   }
 }
 

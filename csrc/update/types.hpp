@@ -28,9 +28,10 @@ inline constexpr std::size_t kStateGroup = 64;
 /// What a kernel does of a step. `weights` and after it `states`, from the same gradient and old states,
 /// leave the bits of `whole`: the first reads all and writes the weight, the second reads and writes the
 /// states alone. `with_log` is `whole` with a log of what `back` needs to give the old bits back (undo.hpp).
-/// After `with_log`, `rest` does what the log had no room for, by the kernels of `whole`.
-enum class Pass { whole, weights, states, with_log, back, rest };
-inline constexpr int kNumPasses = 5;  // with kernels of their own
+/// After `with_log`, `rest` does what the log had no room for, by the kernels of `whole`. `out_of_place` is
+/// `whole` with what it writes in other arrays, and the old ones left as they are (out_of_place.hpp).
+enum class Pass { whole, weights, states, with_log, back, out_of_place, rest };
+inline constexpr int kNumPasses = 6;  // with kernels of their own
 
 // 16 Ki elements are 416 KiB of split state: small enough that 16 threads end within 30 us of each other,
 // large enough that taking the next slice (one atomic add) is not seen.
@@ -91,7 +92,12 @@ struct UpdateArrays {
   std::uint8_t* low[1 + kMaxStates] =
       {};                      // lowest bytes of the old weights and states; with_log and back only
   SliceLog* slices = nullptr;  // one for each slice; likewise
+  void* new_remainder =
+      nullptr;  // out_of_place only, as `new_states`; each begins in a cache line of its own
+  void* new_states[kMaxStates] = {};
 };
+
+inline constexpr std::size_t kCacheLine = 64;
 
 using Update = void (*)(UpdateArrays const&, UpdateNumbers const&, std::size_t begin, std::size_t end);
 

@@ -70,10 +70,11 @@ void update(Workers& workers, KernelTable const& kernels, Rule rule, Pass pass, 
   auto const kernel = passes[static_cast<int>(of_kernel)][static_cast<int>(state)][static_cast<int>(format)]
                             [static_cast<int>(grad_dtype)];
   if (kernel == nullptr) {
-    throw std::invalid_argument(state != StateFormat::fp32 ? "this update rule keeps its states in fp32 only"
-                                : pass == Pass::with_log || pass == Pass::back
-                                    ? "steps of a copy of an fp16 master have no way back"
-                                    : "this update rule has no two passes");
+    throw std::invalid_argument(
+        pass == Pass::out_of_place                     ? "there are no steps out of place for short states"
+        : state != StateFormat::fp32                   ? "this update rule keeps its states in fp32 only"
+        : pass == Pass::with_log || pass == Pass::back ? "steps of a copy of an fp16 master have no way back"
+                                                       : "this update rule has no two passes");
   }
   for_slices(workers, numel, kUpdateSlice, [&](std::size_t index, std::size_t begin, std::size_t end) {
     if (pass == Pass::rest) begin += arrays.slices[index].done;

@@ -124,6 +124,12 @@ class DebugConfig(_Block):
     below the limit, and are taken back where it is not. "auto": while the last four norms were below the limit and the
     updates take longer than the forward. With false no memory is set aside for the way back."""
 
+    out_of_place: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
+    """Whether such updates write to spare state buffers of their block (12 bytes a parameter, 14 of fp16), which become
+    its own when the update counts; the others write an undo log beside the update in place. "auto": as far as half of
+    the host memory reaches that is left, when all blocks have undo logs. True: spare state buffers first. False: undo
+    logs only. Short moments, blocks that train in part and several ranks have undo logs."""
+
     take_back: float = Field(
         default=0.0, ge=0, le=1, allow_inf_nan=False, strict=True, description="a number from 0 to 1"
     )

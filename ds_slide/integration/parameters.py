@@ -112,17 +112,15 @@ def _of_first_rank(own: torch.Tensor, group: Any) -> torch.Tensor:
 def adopt(unit: Unit) -> None:
     """Point the parameters of `unit` at its state buffers and let go of what they held before."""
     parameters: Sequence[Any] = unit.parameters
-    weights = unit.state.weights.buffer.tensor
-    remainder = unit.state.buffers.get("remainder")
-    low = None if remainder is None else remainder.tensor
+    weights, remainder = unit.state.weights.buffer, unit.state.buffers.get("remainder")
     for parameter, entry in zip(parameters, unit.layout.entries, strict=True):
-        view = torch.empty(0, dtype=unit.dtype)  # on SSD: whoever wants the elements gathers them
         span = state_buffers.local_span(entry)
-        if weights is not None:
-            view = weights[span]
+        view = weights.view(span)
+        if view is None:  # on SSD: whoever wants the elements gathers them
+            view = torch.empty(0, dtype=unit.dtype)
         parameter.ds_tensor = _as_partition(view, entry.partition_numel)
         if unit.spec.precision.narrowed:
-            setattr(parameter.ds_tensor, _LOW_HALVES, None if low is None else low[span])
+            setattr(parameter.ds_tensor, _LOW_HALVES, None if remainder is None else remainder.view(span))
         # Not where the weights were: who asks a parameter for its device wants to know where the model computes.
         device = get_accelerator().current_device_name()
         parameter.data = torch.empty(0, dtype=unit.parameter_dtype, device=device)

@@ -76,6 +76,8 @@ class CpuUpdater:
         old: Sequence[torch.Tensor | None] = (),
         low: Sequence[torch.Tensor] = (),
         slices: torch.Tensor | None = None,
+        new_remainder: torch.Tensor | None = None,
+        new_states: Sequence[torch.Tensor] = (),
     ) -> None:
         """One step of ``hyper.rule`` in place, in one pass over memory; all tensors have the same number of elements.
         ``part``: "weights" and then "states", for hyper-parameters with ``two_passes``, leave the same bits.
@@ -93,6 +95,9 @@ class CpuUpdater:
         for each of weight, remainder, states and scales (of codes only), or None, which gets its old bytes. For the
         parts with a log ``low`` has one of uint8 for the weight and each state, and ``slices`` 4 KiB for every 16 Ki
         elements. They are for states in fp32 and all weights but fp16; ``back`` takes what the step has been given.
+
+        "out_of_place", for states in fp32, writes to ``new_weight``, ``new_remainder`` and ``new_states`` alone, each
+        from a multiple of 64 bytes on.
         """
         weight_format = _WEIGHT_FORMATS.get((weight.dtype, None if remainder is None else remainder.dtype))
         if weight_format is None:
@@ -130,6 +135,10 @@ class CpuUpdater:
             old_ptrs=_old_pointers(old, [weight, remainder, *states, *(scales if state.has_scales else ())]),
             low_ptrs=[_pointer("update_", "low", each, numel, torch.uint8) for each in low],
             slices_ptr=0 if slices is None else slices.data_ptr(),
+            new_remainder_ptr=0
+            if new_remainder is None or remainder is None
+            else _pointer("update_", "new_remainder", new_remainder, numel, remainder.dtype),
+            new_state_ptrs=[_pointer("update_", "new_states", each, numel, torch.float32) for each in new_states],
         )
 
     def copy_(self, dst: torch.Tensor, src: torch.Tensor) -> None:

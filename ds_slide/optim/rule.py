@@ -19,10 +19,10 @@ from ds_slide.errors import SlideConfigError
 
 _FP32_MIN_NORMAL = 2.0**-126
 
-Part = Literal["whole", "weights", "states", "with_log", "back", "rest"]
+Part = Literal["whole", "weights", "states", "with_log", "back", "rest", "out_of_place"]
 """What a call does of a step on the CPU: all of it, or the new weights and in a later call, from the same gradient and
 the states that are still the old ones, the new states. Or all that there is room for in a log, by which a later call
-goes back; or after it the rest."""
+goes back; or after it the rest. Or all, in other state buffers."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Literal
 
 from ds_slide.compression.codec import GradientCodec
 from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize, held_bytes, is_held
+from ds_slide.store.spare_buffers import can_be_out_of_place
 from ds_slide.store.ssd.extents import chunk_bytes, sum_table_bytes, unit_extents, whole_pages
 from ds_slide.store.tiers import Tier
 from ds_slide.store.undo_log import undo_log_bytes
@@ -29,6 +30,7 @@ Why = Literal[
     "gradients on their way",
     "states on their way",
     "undo logs",
+    "spare states",
     "checksums",
     "whole pages",
 ]
@@ -105,6 +107,22 @@ def undo_log_of(unit: str) -> str:
 def undo_bytes(unit: UnitSize, needs: Needs) -> int:
     """Of a unit's undo log. With several ranks the new weights wait in it: the others read the old ones."""
     return undo_log_bytes(unit.weight_bytes, unit.specs, undo_runs(unit.codec), keeps_weight=needs.world_size > 1)
+
+
+def spare_buffer_of(unit: str, state_buffer: str) -> str:
+    """The name of a second one, for the new numbers of an update out of place."""
+    return f"spare {state_buffer} of {unit}"
+
+
+def can_have_spare(unit: UnitSize, needs: Needs) -> bool:
+    """Whether updates of the unit may be out of place: where they write all of its state buffers, which nobody else has
+    mapped."""
+    return needs.world_size == 1 and unit.layout.local_numel == unit.codec.numel and can_be_out_of_place(unit.specs)
+
+
+def spare_bytes(unit: UnitSize) -> int:
+    """Of a unit's spare state buffers."""
+    return unit.share + unit.state_bytes
 
 
 def undo_runs(codec: GradientCodec) -> list[slice]:
@@ -196,6 +214,12 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
     yield from made
     if index in placement.undo_logs:
         yield Allocation(undo_log_of(unit.name), "host", undo_bytes(unit, needs), "undo logs")
+    if index in placement.spare_states:
+        name, locked = spare_buffer_of(unit.name, "weight"), needs.page_locks
+        yield Allocation(name, "host", unit.share, "spare states", page_locked=locked)
+        for spec in unit.specs:
+            nbytes = spec.nbytes(unit.codec.numel)
+            yield Allocation(spare_buffer_of(unit.name, spec.name), "host", nbytes, "spare states")
     if index in placement.on_ssd:
         yield Allocation(
             state_buffer_of(unit.name, "padding"),

@@ -101,10 +101,11 @@ class Forecast:
     @property
     def host(self) -> dict[str, int]:
         """Bytes of host memory on one machine, by what they are for."""
-        ranks, logs = self.room.ranks, self.plan.undo_log_bytes
+        ranks, logs, spare = self.room.ranks, self.plan.undo_log_bytes, self.plan.spare_state_bytes
         entries = {
-            "placed by the plan": ranks * (self.plan.host_bytes - logs),
+            "placed by the plan": ranks * (self.plan.host_bytes - logs - spare),
             "undo logs": ranks * logs,
+            "spare states": ranks * spare,
             "processes": ranks * self.room.process,
         }
         if self.room.gpu is None:
@@ -112,8 +113,11 @@ class Forecast:
         return entries
 
     def host_peak(self, schedule: Schedule) -> int:
-        """What is in use of it: undo logs are, page by page, where updates are done ahead."""
-        return sum(self.host.values()) - (0 if schedule == "speculative" else self.host["undo logs"])
+        """What is in use of it: undo logs and spare states are, page by page, where updates are done ahead, and what is
+        page-locked from the start."""
+        ways_back = [each for each in self.plan.allocations if each.why in ("undo logs", "spare states")]
+        untouched = self.room.ranks * sum(each.nbytes for each in ways_back if not each.page_locked)
+        return sum(self.host.values()) - (0 if schedule == "speculative" else untouched)
 
     @property
     def ssd_bytes(self) -> int:

@@ -7,15 +7,17 @@ updates are due first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from ds_slide.errors import DoesNotFit
 from ds_slide.plan.allocations import (
     Allocation,
+    can_have_spare,
     make_allocations,
     of_unit,
     slot_bytes,
+    spare_bytes,
     streamed,
     total,
     undo_bytes,
@@ -31,8 +33,8 @@ SHORT_HOST_SHARE = 0.6
 # For slots beyond those that hide a fetch: 14 GB on a 141 GB card hold all blocks of a 7 B model, 2.4 GB on a 24 GB
 # card 15 of the 36 blocks of a 3 B model.
 AUTO_WINDOW_SHARE = 0.10
-# Of the host memory that everything else leaves, for undo logs.
-UNDO_LOG_SHARE = 0.5
+# Of the host memory that everything else leaves, for undo logs and spare state buffers.
+WAY_BACK_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,10 @@ class Plan:
         return total(self.allocations, "host", "undo logs")
 
     @property
+    def spare_state_bytes(self) -> int:
+        return total(self.allocations, "host", "spare states")
+
+    @property
     def ssd_bytes(self) -> int:
         """Bytes of states and held gradients; the state files hold them in whole pages."""
         return total(self.allocations, "ssd", "states", "held gradients")
@@ -143,7 +149,7 @@ class Plan:
 
     @property
     def taken(self) -> Taken:
-        host_states = self.host_state_bytes + self.undo_log_bytes
+        host_states = self.host_state_bytes + self.undo_log_bytes + self.spare_state_bytes
         return Taken(self.gpu_bytes, self.gpu_states_used, self.window_bytes, host_states)
 
     def report(self) -> dict[str, int]:
@@ -157,6 +163,7 @@ class Plan:
             "host_state_bytes": self.host_state_bytes,
             "host_reserved_bytes": self.host_reserved_bytes,
             "undo_log_bytes": self.undo_log_bytes,
+            "spare_state_bytes": self.spare_state_bytes,
             "ssd_bytes": self.ssd_bytes,
             "ssd_units": len(placement.on_ssd),
             "ssd_gradient_units": len(placement.gradients_on_ssd),
@@ -186,27 +193,44 @@ def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan
     placement = replace(placement, window=_window(units, needs, placement, budgets))
     plan = Plan.of(units, needs, placement)
     _check(plan, budgets, needs)
-    logs = _undo_logs(plan, budgets, needs)
-    return Plan.of(units, needs, replace(placement, undo_logs=logs)) if logs else plan
+    with_ways_back = _ways_back(plan, budgets, needs)
+    return Plan.of(units, needs, with_ways_back) if with_ways_back.ways_back else plan
 
 
-def _undo_logs(plan: Plan, budgets: Budgets, needs: Needs) -> frozenset[int]:
-    """Blocks with an undo log: those in host memory, from the last one on, whose gradients arrive first, as far as the
-    memory reaches that `plan` leaves."""
+def _ways_back(plan: Plan, budgets: Budgets, needs: Needs) -> Placement:
+    """With undo logs and spare state buffers of blocks in host memory, from the last one on, whose gradients arrive
+    first, as far as the memory reaches that `plan` leaves. As many logs as there can be, which are short, and then
+    spare state buffers in their place: what is not updated ahead at all costs more than the log."""
     if not needs.speculates:
-        return frozenset()
-    left = int((int(budgets.host_free * USABLE_SHARE) - _in_host_memory(plan, budgets)) * UNDO_LOG_SHARE)
+        return plan.placement
+    left = int((int(budgets.host_free * USABLE_SHARE) - _in_host_memory(plan, budgets)) * WAY_BACK_SHARE)
     if budgets.host_limit is not None:
         left = min(left, budgets.host_limit - plan.host_state_bytes)
-    chosen = set()
-    for index, unit in sorted(streamed(plan.units, plan.placement).items(), reverse=True):
-        if index in plan.placement.on_ssd or not is_held(unit, needs) or not unit.codec.numel:
-            continue
-        left -= undo_bytes(unit, needs)
-        if left < 0:
+    blocks = {
+        index: unit
+        for index, unit in sorted(streamed(plan.units, plan.placement).items(), reverse=True)
+        if index not in plan.placement.on_ssd and is_held(unit, needs) and unit.codec.numel
+    }
+    log = {index: undo_bytes(unit, needs) for index, unit in blocks.items()}
+    spare = {index: spare_bytes(unit) for index, unit in blocks.items() if can_have_spare(unit, needs)}
+    spares: frozenset[int] = frozenset()
+    if needs.out_of_place is True:
+        spares, left = _within(left, spare)
+    logs, left = _within(left, {index: nbytes for index, nbytes in log.items() if index not in spares})
+    if needs.out_of_place == "auto":
+        spares, left = _within(left, {index: spare[index] - log[index] for index in spare if index in logs})
+    return replace(plan.placement, undo_logs=logs - spares, spare_states=spares)
+
+
+def _within(left: int, costs: Mapping[int, int]) -> tuple[frozenset[int], int]:
+    """The first ones of `costs`, in bytes, that `left` has room for, and what it has then."""
+    chosen: set[int] = set()
+    for index, nbytes in costs.items():
+        if nbytes > left:
             break
+        left -= nbytes
         chosen.add(index)
-    return frozenset(chosen)
+    return frozenset(chosen), left
 
 
 def _in_host_memory(plan: Plan, budgets: Budgets) -> int:

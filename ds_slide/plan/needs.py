@@ -99,7 +99,9 @@ class Needs:
     page_locks: bool = True
     """Whether host memory that the GPU copies from or to is page-locked: not where the accelerator is the host."""
     speculates: bool = False
-    """Whether updates of blocks may begin before the norm is known, with an undo log each."""
+    """Whether updates of blocks may begin before the norm is known, with a way back each."""
+    out_of_place: Literal["auto"] | bool = "auto"
+    """Whether that is spare state buffers: as host memory allows, never, or of all that can have some first."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,18 @@ class Placement:
     promoted: frozenset[int] = frozenset()
     undo_logs: frozenset[int] = frozenset()
     """Of the units with an undo log."""
+    spare_states: frozenset[int] = frozenset()
+    """Of the units with spare state buffers instead."""
 
     @property
     def home(self) -> Placement:
         """With every unit where it goes back to."""
         return replace(self, promoted=frozenset())
+
+    @property
+    def ways_back(self) -> frozenset[int]:
+        """Units of which updates may begin before the norm is known."""
+        return self.undo_logs | self.spare_states
 
     @property
     def on_ssd(self) -> frozenset[int]:

@@ -84,7 +84,7 @@ def step_time(
         return replace(
             one_pass, why="gradients are held until the norm is known, and updates fit under the next forward"
         )
-    if below_limit and plan.placement.undo_logs - plan.placement.promoted:
+    if below_limit and plan.placement.ways_back - plan.placement.promoted:
         return step.time("speculative", "norms stay below the limit, and updates of blocks begin before they are known")
     held = f"gradients are held until the norm is known, and updates of {whole:.3f} s"
     if not two or plan.placement.chunks_on_ssd:
@@ -105,7 +105,8 @@ def all_schedules(
 @dataclass(frozen=True)
 class _Unit:
     """Seconds that a unit takes on every lane in a step. `encode`, `apply`: of its codec, on the GPU. `beside_up`,
-    `beside_down`: that an update of the CPU loses to its copies."""
+    `beside_down`: that an update of the CPU loses to its copies. `undo`: an undo log. `ahead`: its update may begin
+    before the norm is known."""
 
     h2d: float = 0.0
     encode: float = 0.0
@@ -115,6 +116,7 @@ class _Unit:
     weights_pass: float = 0.0
     states_pass: float = 0.0
     undo: float = 0.0
+    ahead: bool = False
     ssd: float = 0.0
     beside_up: float = 0.0
     beside_down: float = 0.0
@@ -165,6 +167,7 @@ class _Step:
             weights_pass=(whole - moments) / (WEIGHTS_PASS_RATE * rates.update),
             states_pass=(gradient + 2 * moments) / (STATES_PASS_RATE * rates.update) if trains else 0.0,
             undo=undo_bytes(unit, needs) / rates.update if index in placement.undo_logs else 0.0,
+            ahead=index in placement.ways_back,
             ssd=(read + written) / rates.ssd if rates.ssd else 0.0,
             beside_up=UPDATE_LOSES_UP * up / rates.update if trains else 0.0,
             beside_down=UPDATE_LOSES_DOWN * gradient / rates.update,
@@ -172,7 +175,7 @@ class _Step:
 
     def time(self, schedule: Schedule, why: str = "") -> StepTime:
         units = self._units
-        ahead = [schedule == "under backward" or (schedule == "speculative" and each.undo > 0) for each in units]
+        ahead = [schedule == "under backward" or (schedule == "speculative" and each.ahead) for each in units]
         update = [each.update + each.beside_up for each in units]
         later = [0.0] * len(units)
         if schedule == "two passes":

@@ -11,7 +11,15 @@ from ds_slide.compression.codec import CHANGE_DTYPE
 from ds_slide.compression.lsp.codec import Lsp
 from ds_slide.model.layout import Entry
 from ds_slide.optim.reference import encode_split
-from ds_slide.plan.allocations import CHANGES, projectors_of, state_buffer_of, undo_log_of, undo_runs, whole_weights_of
+from ds_slide.plan.allocations import (
+    CHANGES,
+    projectors_of,
+    spare_buffer_of,
+    state_buffer_of,
+    undo_log_of,
+    undo_runs,
+    whole_weights_of,
+)
 from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.ranks.collectives import Ranks
@@ -29,6 +37,7 @@ from ds_slide.store.in_memory import (
     WeightsOnGpu,
 )
 from ds_slide.store.memory_file import SharedHostMemory
+from ds_slide.store.spare_buffers import SpareBuffers, WayBack
 from ds_slide.store.state import UnitState
 from ds_slide.store.state_buffers import REMAINDER_DTYPE, StateBufferSpec
 from ds_slide.store.tiers import GradientSink, OptimizerStates, StateBuffer, Weights
@@ -50,16 +59,25 @@ def make_unit(context: BuildContext, unit_plan: UnitPlan, order: int, ssd: SsdPa
     first = Future.kept(context.failures)
     unit = Unit(unit_plan.spec, unit_plan.layout, unit_plan.parameters, state, order, first, codec, held)
     unit.chunk_rows = unit_plan.chunk_rows
-    if context.allocator.tier(undo_log_of(name)) is not None:
-        memory, specs = context.allocator.tensor(undo_log_of(name), torch.uint8), settings.specs(unit_plan.dtype)
-        runs = undo_runs(codec)
-        unit.undo_log = UndoLog.of(memory, unit_plan.dtype, specs, runs, keeps_weight=several)
+    unit.way_back = _way_back(context, unit, keeps_weight=several)
     unit.is_gathered = several and (context.shared is None or on_gpu or order in ssd.weights)
     if codec.compresses or (on_gpu and not several):
         unit.resident = state.weights.buffer.tensor
     elif context.allocator.tier(whole_weights_of(name)) is not None:
         unit.resident = context.allocator.tensor(whole_weights_of(name), unit_plan.dtype)
     return unit
+
+
+def _way_back(context: BuildContext, unit: Unit, *, keeps_weight: bool) -> WayBack | None:
+    allocator, name, state, runs = context.allocator, unit.name, unit.state, undo_runs(unit.codec)
+    if allocator.tier(undo_log_of(name)) is not None:
+        memory = allocator.tensor(undo_log_of(name), torch.uint8)
+        return UndoLog.of(memory, unit.dtype, state.specs, runs, keeps_weight=keeps_weight)
+    if allocator.tier(spare_buffer_of(name, "weight")) is None:
+        return None
+    own = {key: each for key, each in state.buffers.items() if key != "gradient" and isinstance(each, InMemory)}
+    spare = {key: InMemory(allocator.tensor(spare_buffer_of(name, key), each.dtype)) for key, each in own.items()}
+    return SpareBuffers(runs, state.specs, own, spare)
 
 
 def _state_on_gpu(context: BuildContext, unit_plan: UnitPlan, gradient_dtype: torch.dtype) -> UnitState:

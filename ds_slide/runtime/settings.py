@@ -78,6 +78,7 @@ class RuntimeSettings:
             ssd=None if self.ssd is None else self._ssd_needs(self.ssd),
             page_locks=gpu_is_own,
             speculates=held is not None and self.trains and self.slide.debug.speculate is not False,
+            out_of_place=slide.debug.out_of_place,
         )
 
     def _ssd_needs(self, ssd: SsdSettings) -> SsdNeeds:

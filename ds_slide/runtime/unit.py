@@ -15,8 +15,8 @@ from ds_slide.compression.codec import GradientCodec
 from ds_slide.model.layout import UnitLayout
 from ds_slide.model.structure import UnitSpec
 from ds_slide.runtime.transfers.handoff import Failures, Future
+from ds_slide.store.spare_buffers import WayBack
 from ds_slide.store.state import UnitState
-from ds_slide.store.undo_log import UndoLog
 
 if TYPE_CHECKING:
     from ds_slide.runtime.updates.speculation import Speculation
@@ -97,6 +97,9 @@ class Unit:
       (`SlideRuntime.settle`). States on the GPU belong to the compute stream.
     * they belong to the update lane, too, while `speculation` is not None: others take it back before they read or
       write them (`SlideRuntime.take_back`). The compute thread sets it, and whoever else has it got it from there.
+    * where `way_back` is spare state buffers, these belong to the update lane, always. It exchanges them with those of
+      `state` while these are its own, too. So others keep no view of a state buffer for longer than that is theirs, but
+      for one that follows (`StateBuffer.view`).
     """
 
     def __init__(
@@ -154,8 +157,8 @@ class Unit:
         self.chunk_rows = 0
         """Rows of a chunk of an outer module, one matrix, that passes through the GPU
         (`ds_slide.runtime.weights.rows`)."""
-        self.undo_log: UndoLog | None = None
-        """For updates that begin before the norm is known; None where there is no way back from one."""
+        self.way_back: WayBack | None = None
+        """From updates that begin before the norm is known; None where there is none."""
         self.speculation: Speculation | None = None
         """Such an update, from the finalization of its gradient until it counts or is taken back."""
         self.square_sum_on: Literal["device", "host"] | None = None

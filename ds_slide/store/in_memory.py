@@ -6,22 +6,25 @@ because the GPU copies from and to them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ds_slide.store.state_buffers import StateBufferSpec
-from ds_slide.store.tiers import Lessee, StateBuffer, T, Tier, Use, Views, Ways
+from ds_slide.store.tiers import Lessee, StateBuffer, T, Tier, Use, Views, Ways, WeightView
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class InMemory:
     """A `StateBuffer`."""
 
     tensor: torch.Tensor
     tier: Tier = "host"
+    _views: list[tuple[weakref.ref[torch.Tensor], slice]] = field(default_factory=list)
+    """That have been given to whoever keeps them."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -41,6 +44,19 @@ class InMemory:
     def write(self, items: slice, values: torch.Tensor) -> None:
         self.tensor[items].copy_(values)
 
+    def view(self, items: slice) -> torch.Tensor:
+        made = self.tensor[items]
+        self._views = [each for each in self._views if each[0]() is not None] + [(weakref.ref(made), items)]
+        return made
+
+    def exchange(self, other: InMemory) -> None:
+        """Each has the other's memory, as have the views of it. Called by the owner of both."""
+        self.tensor, other.tensor = other.tensor, self.tensor
+        for buffer in (self, other):
+            for reference, items in buffer._views:
+                if (view := reference()) is not None:
+                    view.data = buffer.tensor[items]
+
 
 @dataclass(frozen=True)
 class WeightsInMemory:
@@ -50,8 +66,14 @@ class WeightsInMemory:
 
     def reserve(self, count: int) -> None: ...
 
-    def lease(self, update: Lessee, use: Use, *, reserved: bool) -> None:  # noqa: ARG002 - they are always there
-        use(self.buffer.tensor)
+    def lease(
+        self,
+        update: Lessee,  # noqa: ARG002 - they are always there
+        use: Callable[[WeightView], None],
+        *,
+        reserved: bool,  # noqa: ARG002
+    ) -> None:
+        use(lambda: self.buffer.tensor)
 
     def put_back(self, span: slice) -> None: ...
 

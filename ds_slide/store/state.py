@@ -11,7 +11,7 @@ import torch
 from ds_slide.optim.low_precision import to_fp32, with_scales
 from ds_slide.optim.rule import StateSpec
 from ds_slide.store.state_buffers import StateBuffers, StateBufferSpec, scales_of
-from ds_slide.store.tiers import GradientSink, Lessee, OptimizerStates, StateBuffer, Views, Weights
+from ds_slide.store.tiers import GradientSink, Lessee, OptimizerStates, StateBuffer, Views, Weights, WeightView
 
 Leased = Callable[[], StateBuffers]
 """Makes the views that an update works on. Called where it runs."""
@@ -83,9 +83,9 @@ class UnitState:
         in memory in all state buffers. `put_back` follows. `update`: the one that they are for, which the one before
         must have left. `reserved`: after `reserve`."""
 
-        def with_weights(weight: torch.Tensor) -> None:
+        def with_weights(weight: WeightView) -> None:
             def with_states(views: Views) -> None:
-                use(lambda: StateBuffers(weight[span], views(span)))
+                use(lambda: StateBuffers(weight()[span], views(span)))
 
             self.optimizer.lease(index, update, with_states)
 

@@ -23,6 +23,8 @@ Tier = Literal["host", "gpu", "ssd"]
 T = TypeVar("T")
 
 Use = Callable[[torch.Tensor], None]
+WeightView = Callable[[], torch.Tensor]
+"""Makes a view of the leased weights of a unit. Called where the update runs."""
 Views = Callable[[slice], dict[str, torch.Tensor]]
 """Makes views of the leased parameters in every optimizer state buffer, by name. Called where the update runs."""
 
@@ -42,7 +44,12 @@ class StateBuffer(Protocol):
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """All of it, for whoever keeps views of it; None on SSD."""
+        """All of it as it is now, None on SSD: an update that counts may give it other memory."""
+        ...
+
+    def view(self, items: slice) -> torch.Tensor | None:
+        """Items for whoever keeps them: they remain those of the state buffer, whatever memory that gets. None on
+        SSD."""
         ...
 
     def read(self, items: slice) -> torch.Tensor:
@@ -69,8 +76,8 @@ class Weights(Protocol):
         """`count` leases follow that nothing but disk and updates can hold up."""
         ...
 
-    def lease(self, update: Lessee, use: Use, *, reserved: bool) -> None:
-        """Call `use` with all of them once they are in memory. `put_back` follows. `reserved`: after `reserve`."""
+    def lease(self, update: Lessee, use: Callable[[WeightView], None], *, reserved: bool) -> None:
+        """Call `use` once all of them are in memory. `put_back` follows. `reserved`: after `reserve`."""
         ...
 
     def put_back(self, span: slice) -> None:

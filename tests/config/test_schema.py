@@ -51,7 +51,7 @@ def test_defaults():
     assert config.debug.lane_delay_ms == 0
     assert config.debug.seed == 0
     assert config.debug.update_passes == "auto"
-    assert (config.debug.speculate, config.debug.take_back) == ("auto", 0)
+    assert (config.debug.speculate, config.debug.out_of_place, config.debug.take_back) == ("auto", "auto", 0)
 
 
 def test_every_setting_is_read():
@@ -83,7 +83,14 @@ def test_every_setting_is_read():
             "hang_timeout": 60.0,
             "compression": {"type": "lsp", "d": 512, "r": 2, "check_every": 7, "threshold": 0.25, "seed": 5},
             "trace": {"path": "step.json", "steps": [5, 7]},
-            "debug": {"lane_delay_ms": 2.5, "seed": 11, "update_passes": 2, "speculate": True, "take_back": 0.5},
+            "debug": {
+                "lane_delay_ms": 2.5,
+                "seed": 11,
+                "update_passes": 2,
+                "speculate": True,
+                "out_of_place": False,
+                "take_back": 0.5,
+            },
         }
     )
     assert config.model_dump() == {
@@ -113,7 +120,14 @@ def test_every_setting_is_read():
         "hang_timeout": 60.0,
         "compression": {"type": "lsp", "d": 512, "r": 2, "check_every": 7, "threshold": 0.25, "seed": 5},
         "trace": {"path": "step.json", "steps": (5, 7)},
-        "debug": {"lane_delay_ms": 2.5, "seed": 11, "update_passes": 2, "speculate": True, "take_back": 0.5},
+        "debug": {
+            "lane_delay_ms": 2.5,
+            "seed": 11,
+            "update_passes": 2,
+            "speculate": True,
+            "out_of_place": False,
+            "take_back": 0.5,
+        },
     }
 
 

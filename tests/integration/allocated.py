@@ -20,6 +20,7 @@ import torch
 from ds_slide import _native
 from ds_slide.plan import allocations as names
 from ds_slide.plan.allocations import Allocation
+from ds_slide.store.spare_buffers import SpareBuffers
 from ds_slide.store.ssd.extents import PAGE, whole_pages
 
 SMALL = 1024
@@ -145,8 +146,10 @@ def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
             if name != "weight" or not lends:
                 found[names.promoted_buffer_of(unit.name, name)] = [state_buffer.tensor]
         own = unit.state.buffers["weight"].tensor
-        if unit.undo_log is not None:
-            log = unit.undo_log
+        if isinstance(unit.way_back, SpareBuffers):
+            for name, buffer in unit.way_back.spare.items():
+                found[names.spare_buffer_of(unit.name, name)] = [buffer.tensor]
+        elif (log := unit.way_back) is not None:
             first = log.new_weight if log.new_weight is not None else log.low[0] if log.low else log.old.weight
             found[names.undo_log_of(unit.name)] = [first]
         if unit.resident is not None and (unit.resident is not own or (unit.home is not None and lends)):

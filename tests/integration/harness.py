@@ -20,6 +20,8 @@ from torch.utils import _pytree as pytree
 
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.reference import decode_split, encode_split, reference_update_
+from ds_slide.runtime.device import PASSED
+from ds_slide.runtime.transfers.handoff import Future
 
 deepspeed_logger.setLevel(logging.ERROR)
 
@@ -127,6 +129,21 @@ def train(engine: Any, data: Sequence[Batch], loss_of: Loss = causal_loss) -> Re
         if boundary:
             result.norms.append(float(engine.get_global_grad_norm() or 0.0))
     return result
+
+
+def let_run_ahead(engine: Any) -> None:
+    """Wait until all blocks have been updated ahead whose gradients are final."""
+    parts = engine.optimizer.runtime.parts
+    parts.workers.d2h.drain()
+    parts.workers.update.drain()
+    last = Future(parts.failures)
+
+    def run() -> int:
+        last.keep()
+        return 0
+
+    parts.workers.update.submit(len(parts.units), PASSED, run, turn="spare")
+    last.wait()
 
 
 def states_of(model: nn.Module, keys: Sequence[str] = ADAMW_STATES) -> dict[str, dict[str, torch.Tensor]]:

@@ -4,13 +4,14 @@ are taken back, and whoever comes in between."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -26,6 +27,7 @@ from harness import (
     differences,
     ds_config,
     engine_for,
+    let_run_ahead,
     llama,
     on_ssd,
     same_bits,
@@ -34,9 +36,10 @@ from harness import (
     trained,
     unequal,
 )
+from ssd_fault_runs import Launcher, launched
 from torch import nn
 
-from ds_slide.runtime.device import PASSED
+from ds_slide.checkpoint.state_buffers import local_span
 from ds_slide.runtime.transfers.handoff import Future
 from ds_slide.store.undo_log import SLICE
 
@@ -44,6 +47,7 @@ STEPS = 6
 DELAYS = {"lane_delay_ms": 3.0, "seed": 2}
 # Norms of these models are between 2.0 and 3.3.
 ALWAYS, NEVER, SOMETIMES = 1e3, 1e-3, 2.2
+SPARE, LOGS = {"out_of_place": True}, {"out_of_place": False}
 SGD = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}}
 LION = {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}}
 ADAM_L2 = {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.1, "adam_w_mode": False}}
@@ -81,28 +85,13 @@ def trained_with_pauses(engine: Any, data: list[Batch]) -> Result:
     for batch in data:
         loss = causal_loss(engine, batch)
         engine.backward(loss)
-        _let_run(engine)
+        let_run_ahead(engine)
         boundary = engine.is_gradient_accumulation_boundary()
         engine.step()
         result.losses.append(loss.item())
         if boundary:
             result.norms.append(float(engine.get_global_grad_norm() or 0.0))
     return result
-
-
-def _let_run(engine: Any) -> None:
-    """Wait until all blocks have been updated ahead whose gradients are final."""
-    parts = engine.optimizer.runtime.parts
-    parts.workers.d2h.drain()
-    parts.workers.update.drain()
-    last = Future(parts.failures)
-
-    def run() -> int:
-        last.keep()
-        return 0
-
-    parts.workers.update.submit(len(parts.units), PASSED, run, turn="spare")
-    last.wait()
 
 
 def run(
@@ -125,8 +114,10 @@ def test_speculation_changes_no_bit(slide: dict[str, Any], other: dict[str, Any]
     data = batches(STEPS * other.get("accumulation", 1))
     held, none = run(config(slide, other, speculate=False), data)
     assert not any(none.values())
-    for debug in ({}, DELAYS, {"take_back": 1.0}, {"take_back": 0.5, "update_passes": 2}):
-        found, speculation = run(config(slide, other, speculate=True, **debug), data)
+    for way_back, debug in itertools.product(
+        (SPARE, LOGS), ({}, DELAYS, {"take_back": 1.0}, {"take_back": 0.5, "update_passes": 2})
+    ):
+        found, speculation = run(config(slide, other, speculate=True, **way_back, **debug), data)
         assert differences(found, held) == []
         bitten = sum(norm > other["clip"] for norm in found.norms)
         if debug != DELAYS:  # nothing else keeps the updates from being begun
@@ -182,9 +173,10 @@ class Skipping(nn.Module):
 def test_of_models_that_train_in_part_or_have_parts(make: Callable[[], nn.Module]) -> None:
     data = batches(STEPS)
     held, _ = run(config({}, {"clip": SOMETIMES}, speculate=False), data, make)
-    found, speculation = run(config({}, {"clip": SOMETIMES}, speculate=True, **DELAYS), data, make)
-    assert differences(found, held) == []
-    assert speculation["steps"]
+    for way_back in (SPARE, LOGS):
+        found, speculation = run(config({}, {"clip": SOMETIMES}, speculate=True, **way_back, **DELAYS), data, make)
+        assert differences(found, held) == []
+        assert speculation["steps"]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -219,6 +211,39 @@ def test_gradients_with_a_loss_scale_are_expected_to_have_it() -> None:
     assert differences(found, held) == []
     assert max(found.norms) < 4.0
     assert (speculation["steps"], speculation["taken_back"]) == (STEPS, 0)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("way_back", [SPARE, LOGS], ids=["spare", "logs"])
+def test_a_loss_scale_that_overflows_while_blocks_are_ahead(
+    way_back: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fp16's own scaler, which lowers the scale and skips the step."""
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)  # slow on a CPU, but it works
+    scaling = {"enabled": True, "initial_scale_power": 17, "hysteresis": 1, "loss_scale_window": 2}
+    ahead: list[bool] = []
+
+    def of(speculate: bool) -> tuple[Result, list[float]]:
+        given = config({}, {"bf16": None, "fp16": scaling}, speculate, **way_back)
+        with engine_for(llama(), given) as engine:
+            placement, found, scales = engine.optimizer.runtime.parts.plan.placement, Result(), []
+            assert bool(placement.spare_states) == (speculate and way_back["out_of_place"])
+            for batch in batches(2 * STEPS):
+                loss = causal_loss(engine, batch)
+                engine.backward(loss)
+                let_run_ahead(engine)
+                begun, skipped = any(unit.speculation for unit in engine.optimizer.runtime.units), engine.skipped_steps
+                engine.step()
+                ahead.append(begun and engine.skipped_steps > skipped)
+                scales.append(engine.optimizer.loss_scaler.cur_scale)
+                found.losses.append(loss.item())
+            found.states = states_of(engine.module)
+            return found, scales
+
+    (found, scales), (held, expected) = of(speculate=True), of(speculate=False)
+    assert differences(found, held) == []
+    assert scales == expected
+    assert any(ahead[: 2 * STEPS])
 
 
 # What comes between backward and step, and must meet the bits of before.
@@ -279,19 +304,22 @@ def fail(engine: Any, model: nn.Module, batch: Batch) -> list[torch.Tensor]:
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("way_back", [SPARE, LOGS], ids=["spare", "logs"])
 @pytest.mark.parametrize(
     "between", [read, write, evaluate, begin_anew, go_backward_again, go_through_the_graph_again, fail]
 )
-def test_whoever_comes_before_the_step_meets_the_old_bits(between: Callable[..., list[torch.Tensor]]) -> None:
+def test_whoever_comes_before_the_step_meets_the_old_bits(
+    between: Callable[..., list[torch.Tensor]], way_back: dict[str, Any]
+) -> None:
     def of(speculate: bool) -> tuple[list[torch.Tensor], Result]:
         model, seen, result = llama(), [], Result()
         model.model.embed_tokens.requires_grad_(requires_grad=False)  # backward is not announced to the first block
-        with engine_for(model, config({}, {}, speculate)) as engine:
+        with engine_for(model, config({}, {}, speculate, **way_back)) as engine:
             for batch, other in itertools.pairwise(batches(STEPS)):
                 engine.last_loss = causal_loss(engine, batch)
                 engine.backward(engine.last_loss, retain_graph=True)
                 if speculate:  # as far as this can be before the norm is known
-                    _let_run(engine)
+                    let_run_ahead(engine)
                 seen += [tensor.clone() for tensor in between(engine, model, other)]
                 engine.step()
             result.states = states_of(model)
@@ -309,7 +337,7 @@ def test_a_slot_that_was_filled_meanwhile_is_filled_again() -> None:
             runtime, data = engine.optimizer.runtime, batches(3)
             train(engine, data[:1])
             engine.backward(causal_loss(engine, data[1]))  # without the first block, which is fetched all the same
-            _let_run(engine)
+            let_run_ahead(engine)
             runtime._window.prefetch(None, "forward")  # as late as a lane that is slow
             runtime.parts.workers.h2d.drain()
             return [loss.item() for loss in evaluate(engine, engine.module, data[2])]
@@ -325,7 +353,7 @@ def test_a_way_back_that_is_interrupted_is_gone_once_more(monkeypatch: pytest.Mo
         train(engine, data[:2])
         old = states_of(engine.module)
         engine.backward(causal_loss(engine, data[2]))
-        _let_run(engine)
+        let_run_ahead(engine)
         taken_back, calls = runtime.speculating._taken_back, itertools.count()
 
         def interrupted(speculation: Any) -> Future:
@@ -360,7 +388,7 @@ def test_an_engine_that_ends_before_the_step_leaves_the_old_weights() -> None:
             engine.optimizer.runtime.settle(unit)
         old = [parameter.ds_tensor.clone() for parameter in model.model.layers.parameters()]
         engine.backward(causal_loss(engine, batches(1)[0]))
-        _let_run(engine)
+        let_run_ahead(engine)
     now = [parameter.ds_tensor for parameter in model.model.layers.parameters()]
     assert all(itertools.starmap(same_bits, zip(now, old, strict=True)))
 
@@ -376,7 +404,7 @@ def test_a_checkpoint_before_the_step_resumes_with_the_old_bits(tmp_path: Path) 
             train(engine, data[:3])
             engine.backward(causal_loss(engine, data[3]))
             if speculate:
-                _let_run(engine)
+                let_run_ahead(engine)
             engine.save_checkpoint(folder)
         with engine_for(llama(seed=7), given) as engine:
             engine.load_checkpoint(folder)
@@ -391,6 +419,50 @@ def test_a_checkpoint_before_the_step_resumes_with_the_old_bits(tmp_path: Path) 
         assert differences(found, expected) == []
 
 
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    yield from launched(tmp_path_factory.mktemp("runs"), "ahead_worker.py")
+
+
+@pytest.mark.parametrize(
+    ("way_back", "instant", "count"),
+    [
+        (SPARE, "ds_slide.runtime.updates.speculation:Speculation.run", 4),
+        (SPARE, "ds_slide.store.spare_buffers:SpareBuffers.exchange", 3),
+        (LOGS, "ds_slide.runtime.updates.speculation:Speculation.end", 3),
+        (LOGS, "ds_slide.runtime.updates.speculation:Speculation.take_back", 2),
+    ],
+)
+def test_a_run_that_is_killed_while_blocks_are_ahead_resumes(
+    launcher: Launcher, tmp_path: Path, way_back: dict[str, Any], instant: str, count: int
+) -> None:
+    saves, debug = str(tmp_path / "saves"), {"speculate": True, "lane_delay_ms": 1.0, **way_back}
+    whole = launcher.run(["start", {"speculate": False}], ["train", 5], ["digest", "end"])
+    killed = launcher.begin(
+        ["start", debug], ["train", 2], ["save", saves, "tag"], ["at", instant, count, "kill", 9], ["train", 3]
+    )
+    assert killed.end() == -9
+    assert killed.result["interrupted"] == instant
+    resumed = launcher.run(["start", debug], ["load", saves], ["train", 3], ["digest", "end"])
+    assert resumed["digests"] == whole["digests"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_partition_that_a_script_keeps_follows_its_block() -> None:
+    """ZeRO-3's `ds_tensor`, in whatever memory the block is after a step out of place."""
+    model = llama()
+    with engine_for(model, config({}, {}, speculate=True, **SPARE)) as engine:
+        kept = [parameter.ds_tensor for parameter in model.model.layers.parameters()]
+        places = [engine.optimizer.protocol.places[parameter] for parameter in model.model.layers.parameters()]
+        before = [tensor.data_ptr() for tensor in kept]
+        for step in range(2):
+            trained_with_pauses(engine, batches(1, seed=step))
+            for (unit, entry), tensor, address in zip(places, kept, before, strict=True):
+                engine.optimizer.runtime.settle(unit)
+                assert same_bits(tensor, unit.state.read("weight", local_span(entry)))
+                assert (tensor.data_ptr() == address) == bool(step)
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_blocks_with_states_on_ssd_wait_for_the_norm(tmp_path: Path) -> None:
     def of(speculate: bool) -> tuple[Result, int]:
@@ -399,9 +471,9 @@ def test_blocks_with_states_on_ssd_wait_for_the_norm(tmp_path: Path) -> None:
             found = trained_with_pauses(engine, batches(STEPS))
             found.states = states_of(engine.module)
             placement = engine.optimizer.runtime.parts.plan.placement
-            assert placement.on_ssd and not placement.on_ssd & placement.undo_logs
-            assert len(placement.undo_logs) == engine.optimizer.slide_stats()["speculation"]["blocks"]
-            return found, len(placement.undo_logs)
+            assert placement.on_ssd and not placement.on_ssd & placement.ways_back
+            assert len(placement.ways_back) == engine.optimizer.slide_stats()["speculation"]["blocks"]
+            return found, len(placement.ways_back)
 
     (found, logs), (held, none) = of(speculate=True), of(speculate=False)
     assert differences(found, held) == []

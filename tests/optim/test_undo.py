@@ -18,7 +18,7 @@ from ds_slide.optim.rule import Hyper
 from ds_slide.optim.sgd import SgdHyper
 from ds_slide.store.undo_log import SLICE, SLICE_BYTES
 
-from .units import GRADIENTS, WEIGHT_FORMATS, Unit, assert_same_bits, native, random_unit, unit
+from .units import GRADIENTS, WEIGHT_FORMATS, Unit, assert_same_bits, native, random_unit, unit, written_elsewhere
 
 NUMEL = 2 * SLICE + 77
 ADAMW = AdamWHyper(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=7)
@@ -174,6 +174,29 @@ def test_old_bytes_are_copied(hyper: Hyper, state: str, weight_format: str) -> N
     updater.update_(*found.arguments(), hyper, scales=found.scales, old=copies)
     assert_same_bits(found, expected)
     assert_all_bits(old, before)
+
+
+@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
+@pytest.mark.parametrize("hyper", RULES, ids=str)
+def test_new_numbers_go_elsewhere(isa: str, workers: _native.Workers, hyper: Hyper, weight_format: str) -> None:
+    for grad, numel in zip(GRADIENTS, (NUMEL, 64, 5), strict=True):
+        found = random_unit(hyper, numel, weight_format, "fp32", grad)
+        old, expected = found.clone(), found.clone()
+        native(workers, expected, hyper, 0.37, isa)
+        new = written_elsewhere(workers, found, hyper, 0.37, isa)
+        assert_same_bits(new, expected)
+        assert_all_bits(found, old)
+
+
+def test_steps_out_of_place_are_for_states_in_fp32_and_whole_cache_lines() -> None:
+    updater = CpuUpdater(1)
+    for state, place, problem in (("bf16", 0, "no steps out of place"), ("fp32", 4, "64-byte")):
+        found = random_unit(ADAMW, 256, state_format=state)
+        new = found.map(torch.zeros_like)
+        states = [torch.zeros(512)[place : place + 256] for _ in new.states]
+        given = {"new_weight": new.weight, "new_remainder": new.remainder, "new_states": states}
+        with pytest.raises(ValueError, match=problem):
+            updater.update_(*found.arguments(), ADAMW, part="out_of_place", **given)
 
 
 def test_steps_without_a_way_back_are_refused(workers: _native.Workers) -> None:

@@ -127,6 +127,30 @@ def native(
     )
 
 
+def written_elsewhere(workers: _native.Workers, own: Unit, hyper: Hyper, grad_scale: float, isa: str) -> Unit:
+    """What a step out of place leaves."""
+    new = own.map(torch.zeros_like)
+    _native.update(
+        workers,
+        hyper.kernel,
+        next(name for name, dtype in WEIGHT_FORMATS.items() if dtype == own.weight.dtype),
+        own.weight.data_ptr(),
+        0 if own.remainder is None else own.remainder.data_ptr(),
+        [state.data_ptr() for state in own.states],
+        own.grad.data_ptr(),
+        GRADIENTS[own.grad.dtype],
+        own.weight.numel(),
+        hyper.constants(grad_scale),
+        isa,
+        step=hyper.step,
+        part="out_of_place",
+        new_weight_ptr=new.weight.data_ptr(),
+        new_remainder_ptr=0 if new.remainder is None else new.remainder.data_ptr(),
+        new_state_ptrs=[state.data_ptr() for state in new.states],
+    )
+    return new
+
+
 def reference(own: Unit, hyper: Hyper, grad_scale: float = 1.0, *, first: int = 0, seed: int = SEED) -> None:
     reference_update_(*own.arguments(), hyper, grad_scale, scales=own.scales, seed=seed, first=first)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, UnitLayout, build_layout
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
-from ds_slide.plan.allocations import PIECES, PIECES_RING
+from ds_slide.plan.allocations import PIECES, PIECES_RING, undo_bytes
 from ds_slide.plan.memory import NOTHING_TAKEN, Budgets, Plan, Taken, gpu_cost, make_plan
 from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
 from ds_slide.store.state_buffers import optimizer_buffers
@@ -311,7 +312,7 @@ def test_configured_limits_are_for_all_engines_together() -> None:
 
 
 def test_undo_logs_take_what_is_left_and_nothing_else() -> None:
-    needs = replace(NEEDS, speculates=True)
+    needs = replace(NEEDS, speculates=True, out_of_place=False)
     without = make_plan(UNITS, NEEDS, BUDGETS)
     logged = make_plan(UNITS, needs, BUDGETS)
     blocks = [index for index, unit in enumerate(UNITS) if unit.kind == "block"]
@@ -331,6 +332,40 @@ def test_undo_logs_take_what_is_left_and_nothing_else() -> None:
     assert chosen(host_free=room(one) - 4) == []
     assert chosen(host_memory=without.host_state_bytes + 2 * one) == blocks[-2:]
     assert chosen(host_memory=without.host_state_bytes) == []
+
+
+def test_spare_states_take_the_place_of_undo_logs_where_they_fit() -> None:
+    without = make_plan(UNITS, NEEDS, BUDGETS)
+    blocks = [index for index, unit in enumerate(UNITS) if unit.kind == "block"]
+    spare = 12 * BLOCK
+
+    def chosen(nbytes: int, out_of_place: Literal["auto"] | bool = "auto", **other: Any) -> tuple[list[int], list[int]]:
+        """Blocks with spare states, and with logs, where `host_memory` leaves `nbytes`."""
+        needs = replace(NEEDS, speculates=True, out_of_place=out_of_place, **other)
+        limit = without.host_state_bytes + nbytes
+        made = make_plan(UNITS, needs, replace(BUDGETS, host_memory=limit))
+        assert made.taken.host_states <= limit
+        assert made.host_bytes == without.host_bytes + made.undo_log_bytes + made.spare_state_bytes
+        assert made.spare_state_bytes == spare * len(made.placement.spare_states)
+        return sorted(made.placement.spare_states), sorted(made.placement.undo_logs)
+
+    log = undo_bytes(UNITS[1], NEEDS)
+    assert chosen(4 * spare) == (blocks, [])
+    assert chosen(4 * log) == ([], blocks)
+    assert chosen(4 * log - 1) == ([], blocks[1:])
+    # The last one's gradient arrives first, and every block has a way back before any has a longer one.
+    assert chosen(4 * log + (spare - log)) == (blocks[3:], blocks[:3])
+    assert chosen(4 * log + 2 * (spare - log) - 1) == (blocks[3:], blocks[:3])
+    assert chosen(spare + log, out_of_place=True) == (blocks[3:], blocks[2:3])
+    assert chosen(4 * spare, out_of_place=False) == ([], blocks)
+
+
+def test_blocks_that_others_read_or_that_train_in_part_have_no_spare_states() -> None:
+    needs = replace(NEEDS, speculates=True, out_of_place=True)
+    partly = unit("blocks.4", BLOCK, frozen=BLOCK)
+    made = make_plan([*UNITS, partly], needs, BUDGETS)
+    assert made.placement.undo_logs == {5} and made.placement.spare_states == {1, 2, 3, 4}
+    assert not make_plan(UNITS, replace(needs, world_size=2), BUDGETS).placement.spare_states
 
 
 def test_taken_adds_up() -> None:

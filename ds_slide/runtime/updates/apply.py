@@ -16,12 +16,13 @@ from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.reference import reference_update_
 from ds_slide.optim.rule import Hyper, Part, UpdateRule
 from ds_slide.runtime.unit import Unit
+from ds_slide.store.spare_buffers import WayBack
 from ds_slide.store.state_buffers import StateBuffers
 from ds_slide.store.undo_log import UndoLog
 
-HostUpdate = Callable[[Unit, slice, StateBuffers, torch.Tensor, Sequence[Hyper], float, Part, UndoLog | None], int]
+HostUpdate = Callable[[Unit, slice, StateBuffers, torch.Tensor, Sequence[Hyper], float, Part, WayBack | None], int]
 """(unit, span, state buffers of the span, gradient of the span, hyper-parameters by group, factor on the gradient,
-part of the step, the unit's undo log for an update of all of it) -> bytes moved."""
+part of the step, the unit's way back where the span is one of its runs) -> bytes moved."""
 
 
 def _segments(
@@ -47,13 +48,13 @@ def host_update(updater: CpuUpdater) -> HostUpdate:
         hypers: Sequence[Hyper],
         grad_scale: float,
         part: Part,
-        log: UndoLog | None,
+        way_back: WayBack | None,
     ) -> int:
         if unit.codec.compresses and part in ("whole", "weights"):
             state_buffers.weight.fill_(CHANGE_START)
         for buffers, span, group, first in _segments(unit, within, state_buffers, gradient):
             hyper = hypers[group]
-            run = None if log is None else log.part(slice(first, first + span.numel()))
+            run = None if way_back is None else way_back.part(slice(first, first + span.numel()))
             updater.update_(
                 buffers.weight,
                 buffers.remainder,
@@ -65,15 +66,18 @@ def host_update(updater: CpuUpdater) -> HostUpdate:
                 seed=unit.order,
                 first=first,
                 part=part,
-                **({} if run is None else _undo(run, hyper.rule)),
+                **({} if run is None else _arguments(run, hyper.rule)),
             )
-        return _moved(state_buffers, gradient, part, log)
+        log = way_back.part(within).nbytes if isinstance(way_back, UndoLog) else 0
+        return _moved(state_buffers, gradient, part) + log
 
     return update
 
 
-def _undo(log: UndoLog, rule: UpdateRule) -> dict[str, Any]:
-    """Arguments of `CpuUpdater.update_`."""
+def _arguments(log: UndoLog | StateBuffers, rule: UpdateRule) -> dict[str, Any]:
+    """Of `CpuUpdater.update_`. `log`: or the state buffers that get the new numbers."""
+    if isinstance(log, StateBuffers):
+        return {"new_weight": log.weight, "new_remainder": log.remainder, "new_states": log.states(rule)}
     if (old := log.old) is None:
         return {"new_weight": log.new_weight, "low": log.low, "slices": log.slices}
     scales = [scale for scale in old.scales(rule) if scale is not None]
@@ -81,7 +85,7 @@ def _undo(log: UndoLog, rule: UpdateRule) -> dict[str, Any]:
     return {"new_weight": log.new_weight, "old": copied}
 
 
-def _moved(state_buffers: StateBuffers, gradient: torch.Tensor, part: Part, log: UndoLog | None) -> int:
+def _moved(state_buffers: StateBuffers, gradient: torch.Tensor, part: Part) -> int:
     weights, all_states = state_buffers.weight_bytes(), state_buffers.nbytes()
     moved = 2 * all_states
     if part == "weights":
@@ -90,7 +94,7 @@ def _moved(state_buffers: StateBuffers, gradient: torch.Tensor, part: Part, log:
         moved = 2 * (all_states - weights)
     elif part == "rest":
         return 0
-    return moved + gradient.nbytes + (0 if log is None else log.nbytes)
+    return moved + gradient.nbytes
 
 
 def device_update(unit: Unit, gradient: torch.Tensor, hypers: Sequence[Hyper], grad_scale: float) -> None:

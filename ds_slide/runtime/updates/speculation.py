@@ -1,9 +1,11 @@
 """Deferred updates that begin under backward, before the norm is known, as if it was below the limit.
 
 The update of a block in host memory runs as soon as its held gradient has arrived and the update lane has nothing
-better to do, with the factor that the gradients get where nothing is clipped. What it overwrites goes to the block's
-undo log. At the step every unit's update is queued as ever; where it finds that the same update, of the same
-hyper-parameters and factor, has been done already, it has nothing left to do, and otherwise it takes that back first.
+better to do, with the factor that the gradients get where nothing is clipped. The new numbers go to spare state buffers
+where host memory has room for them; elsewhere they replace the old ones, of which the block's undo log has what it
+takes. At the step every unit's update is queued as ever; where it finds that the same update, of the same
+hyper-parameters and factor, has been done already, it has next to nothing left to do (spare state buffers become the
+block's own, the old ones are spare), and otherwise it takes that back first.
 So no rank has to know what another one has speculated, and neither choice changes a bit.
 
 Whoever else comes first (a reader of a state, a second backward, `zero_grad`, the end of the engine) has the update
@@ -26,6 +28,7 @@ from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.updates.apply import HostUpdate
 from ds_slide.runtime.updates.passes import Passes
 from ds_slide.runtime.updates.update_worker import UpdateWorker
+from ds_slide.store.spare_buffers import SpareBuffers, WayBack
 from ds_slide.store.undo_log import UndoLog
 
 Copy = Callable[[torch.Tensor, torch.Tensor], None]
@@ -36,42 +39,43 @@ CALM_STEPS = 4
 
 class Speculation:
     """One update of a unit. The compute thread makes it, and hands it to the update lane: with the gradient, to be
-    done, and with the update of the step or a task that takes it back, to be ended. The lane does all the rest."""
+    done, and with the update of the step or a task that takes it back, to be ended. The lane does all the rest: spare
+    state buffers are written and exchanged by `run` and `end` alone, before the future of the step's update is kept."""
 
     def __init__(
-        self, unit: Unit, log: UndoLog, hypers: Sequence[Hyper], grad_scale: float, *, in_vain: bool = False
+        self, unit: Unit, way_back: WayBack, hypers: Sequence[Hyper], grad_scale: float, *, in_vain: bool = False
     ) -> None:
         """`in_vain`: it is taken back, whatever the step brings."""
         self.unit = unit
-        self._log = log
+        self._way_back = way_back
         self._hypers = tuple(hypers)
         self._grad_scale = grad_scale
         self._in_vain = in_vain
         self._is_over = False
         self._done = 0
-        """Runs of the log."""
+        """Runs of the way back."""
 
     @property
     def numel_done(self) -> int:
         """Elements that have been updated."""
-        return sum(run.stop - run.start for run in self._log.runs[: self._done])
+        return sum(run.stop - run.start for run in self._way_back.runs[: self._done])
 
     @property
     def replaces_weights(self) -> bool:
         """Whether who reads the weights meanwhile finds new ones. With several ranks nobody does, and what a rank has
         read does not depend on whether it has updated anything ahead."""
-        return self._log.new_weight is None
+        return isinstance(self._way_back, UndoLog) and self._way_back.new_weight is None
 
     @property
     def has_more(self) -> bool:
         """Whether it is of use to call `run` once more."""
-        return not self._is_over and self._done < len(self._log.runs)
+        return not self._is_over and self._done < len(self._way_back.runs)
 
     def run(self, update: HostUpdate) -> int:
         """Do a part of the update, unless it has been ended before its turn came. -> bytes moved."""
         if not self.has_more:
             return 0
-        moved = self._do(update, "whole" if self._log.slices is None else "with_log", self._log.runs[self._done])
+        moved = self._do(update, self._part, self._way_back.runs[self._done])
         self._done += 1
         return moved
 
@@ -85,35 +89,49 @@ class Speculation:
         if not (self._done and self.agrees(hypers, grad_scale)):
             self.take_back(update, copy)
             return False
-        done, left = self._log.runs[: self._done], self._log.runs[self._done :]
+        done, left = self._way_back.runs[: self._done], self._way_back.runs[self._done :]
         self._is_over = True
+        if isinstance(self._way_back, SpareBuffers):
+            for run in left:
+                self._do(update, self._part, run)
+            self._way_back.exchange()
+            return True
         for run in done:
-            if self._log.slices is not None:
+            if self._way_back.slices is not None:
                 self._do(update, "rest", run)
-            if self._log.new_weight is not None:
-                copy(self._state("weight", run), self._log.new_weight[run])
+            if self._way_back.new_weight is not None:
+                copy(self._state("weight", run), self._way_back.new_weight[run])
         for run in left:
-            self._do(update, "whole", run, logged=False)
+            self._do(update, "whole", run, for_good=True)
         return True
 
     def take_back(self, update: HostUpdate, copy: Copy) -> None:
         """Give the unit its old bits. Harmless when called twice, as after an interrupt, and when it has counted."""
         if self._is_over:
             return
-        self._is_over, done, self._done = True, self._log.runs[: self._done], 0
+        self._is_over, done, self._done = True, self._way_back.runs[: self._done], 0
+        if isinstance(self._way_back, SpareBuffers):
+            return  # they have never been others
         for run in done:
-            if (old := self._log.part(run).old) is None:
+            if (old := self._way_back.part(run).old) is None:
                 self._do(update, "back", run)
                 continue
-            if self._log.new_weight is None:
+            if self._way_back.new_weight is None:
                 copy(self._state("weight", run), old.weight)
-            for spec in self._log.specs:
+            for spec in self._way_back.specs:
                 copy(self._state(spec.name, spec.cut(run)), old.optimizer[spec.name])
 
-    def _do(self, update: HostUpdate, part: Part, run: slice, *, logged: bool = True) -> int:
+    @property
+    def _part(self) -> Part:
+        """Of the step, that is done ahead."""
+        if isinstance(self._way_back, SpareBuffers):
+            return "out_of_place"
+        return "whole" if self._way_back.slices is None else "with_log"
+
+    def _do(self, update: HostUpdate, part: Part, run: slice, *, for_good: bool = False) -> int:
         buffers, gradient = self.unit.state.state_buffers(run), self._state("gradient", run)
-        log = self._log if logged else None
-        return update(self.unit, run, buffers, gradient, self._hypers, self._grad_scale, part, log)
+        way_back = None if for_good else self._way_back
+        return update(self.unit, run, buffers, gradient, self._hypers, self._grad_scale, part, way_back)
 
     def _state(self, name: str, items: slice) -> torch.Tensor:
         return self.unit.state.raw(name, items)
@@ -149,10 +167,10 @@ class Speculating:
     def begin(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float) -> None:
         """The unit's gradient of this step is on its way, and will be final. `hypers`: none where it is not known which
         step that will be."""
-        if unit.undo_log is None or not unit.is_uploaded or not hypers or not self._is_promising():
+        if unit.way_back is None or not unit.is_uploaded or not hypers or not self._is_promising():
             return
         in_vain = self._random.random() < self._in_vain
-        unit.speculation = Speculation(unit, unit.undo_log, hypers, grad_scale, in_vain=in_vain)
+        unit.speculation = Speculation(unit, unit.way_back, hypers, grad_scale, in_vain=in_vain)
 
     def _is_promising(self) -> bool:
         if self._wanted != "auto":

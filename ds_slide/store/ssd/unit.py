@@ -21,7 +21,7 @@ from ds_slide.report.trace import Requests
 from ds_slide.store.ssd.extents import PAGE, Chunk, whole_pages
 from ds_slide.store.ssd.store import Part, SsdStore
 from ds_slide.store.state_buffers import StateBufferSpec
-from ds_slide.store.tiers import Lessee, StateBuffer, T, Tier, Use, Views, Ways
+from ds_slide.store.tiers import Lessee, StateBuffer, T, Tier, Use, Views, Ways, WeightView
 
 Then = Callable[[], None]
 ChunkKey = tuple[int, int]
@@ -92,6 +92,9 @@ class OnSsd:
     def tensor(self) -> None:
         return None
 
+    def view(self, items: slice) -> None:  # noqa: ARG002
+        return None
+
     def read(self, items: slice) -> torch.Tensor:
         """A new tensor."""
         out = torch.empty(items.stop - items.start, dtype=self.dtype)
@@ -147,10 +150,10 @@ class SsdWeights:
     def reserve(self, count: int) -> None:
         self.buffers.reserve(self.order, count)
 
-    def lease(self, update: Lessee, use: Use, *, reserved: bool) -> None:
+    def lease(self, update: Lessee, use: Callable[[WeightView], None], *, reserved: bool) -> None:
         self.buffers.take(
             self.order,
-            lambda buffer: use(self._view(buffer)),
+            lambda buffer: use(lambda: self._view(buffer)),
             urgent=self.urgent,
             pressed=lambda: update.is_pressed,
             generation=update,
