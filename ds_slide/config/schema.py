@@ -229,9 +229,9 @@ class SlideConfig(_Block):
     """
 
     activations: Literal["auto", "as_written"] = Field(default="auto", description='"auto" or "as_written"')
-    """Whether activation checkpointing that the script has asked for through transformers is taken over: a block's
-    saved tensors then stay on the GPU where memory is left, and it is recomputed where it is not, step by step and with
-    the same bits. Checkpointing by a script's own calls is left alone.
+    """Which blocks are recomputed in backward. "auto": the saved tensors of a layer of transformers stay on the GPU
+    where memory is left, and it is recomputed where it is not, forward by forward and with the same bits, whether the
+    script has switched gradient checkpointing on or not. [What is left alone](budgets.md#spare-gpu-memory).
 
     "as_written" recomputes what the script says, always.
     """

@@ -23,6 +23,7 @@ from ds_slide.errors import SlideError
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime import running
 from ds_slide.runtime.accumulation import Accumulation
+from ds_slide.runtime.activations.checkpointing import CacheHooks
 from ds_slide.runtime.device import Marker
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.interruptions import Interruptions
@@ -79,7 +80,7 @@ class SlideRuntime:
         self._totals = Totals(parts.ranks, self.device)
         self._module = module
         self._saved = SavedWeights({} if self._window is None else self._window.by_storage, self.enter_backward)
-        self.hooks: list[BlockHooks | RootHooks | OuterHooks | WideHooks] = []
+        self.hooks: list[BlockHooks | RootHooks | OuterHooks | WideHooks | CacheHooks] = []
         self.attach()
         self.bind_residents()
         self._at_exit = running.close_at_exit(self)
@@ -100,6 +101,7 @@ class SlideRuntime:
                 self._end_forward,
                 self.interruptions.begin_backward,
             ),
+            *CacheHooks.on(self._module, self.parts.spare.activations.leave_unasked),
         ]
 
     def detach(self) -> None:

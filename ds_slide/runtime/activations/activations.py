@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,11 +52,12 @@ def _shape_of(tensor: torch.Tensor) -> Shape | None:
 class Activations:
     """All methods are called by the thread that computes: the caller's, and autograd's for recomputations."""
 
-    def __init__(self, blocks: Sequence[Unit], device: Device) -> None:
+    def __init__(self, blocks: Sequence[Unit], device: Device, unasked: Collection[int] = ()) -> None:
+        """`unasked`: blocks, by `Unit.order`, that may be recomputed though their script does not ask for it."""
         self._blocks = list(blocks)
         self._device = device
         self._kind = {unit.order: _kind_of(unit) for unit in blocks}
-        self._taken = TakenOver(blocks, self._run)
+        self._taken = TakenOver(blocks, unasked, self._run)
         self._orders: frozenset[int] = frozenset()
         """Blocks that were taken over in the newest forward."""
         self._shape: Shape | None = None
@@ -99,6 +100,19 @@ class Activations:
         self._kept = kept_within(room, candidates)
         kept_bytes = sum(each.nbytes for each in candidates if each.order in self._kept)
         self.statistics = _statistics(len(checkpointed), len(self._kept), kept_bytes)
+
+    def leave_unasked(self) -> None:
+        """In this forward the script's model runs as it is written."""
+        self._taken.leave_unasked()
+        self._orders = self._taken.orders
+        self._kept &= self._orders
+        kept_bytes = sum(each.nbytes for each in self.keepable(self._shape) if each.order in self._kept)
+        self.statistics = _statistics(len(self._orders), len(self._kept), kept_bytes)
+
+    @property
+    def unasked(self) -> int:
+        """Blocks that are taken over at present though their script has not asked for it."""
+        return self._taken.unasked
 
     def end(self) -> None:
         """The forward has ended, with an exception perhaps."""

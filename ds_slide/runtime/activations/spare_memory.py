@@ -174,11 +174,18 @@ class SpareMemory:
     def _say_once(self) -> None:
         checkpointed = self.activations.statistics["checkpointed"]
         if checkpointed and not self._has_said and self._ranks.rank == 0:
-            log.info(
-                f"the activation checkpointing of {checkpointed} blocks, which the script asks for, is taken over, "
-                'and a block recomputed only where memory is short ("ds_slide": {"activations": "as_written"} leaves '
-                "it alone)"
-            )
+            way_out = '("ds_slide": {"activations": "as_written"} leaves them alone)'
+            if unasked := self.activations.unasked:
+                log.info(
+                    f"{unasked} blocks are recomputed in backward, which the script does not ask for, in the first "
+                    f"{LOOKS[0]} steps, and later where memory is short; the losses are the same, and a key-value "
+                    f"cache that nobody asks for stays empty {way_out}"
+                )
+            if asked := checkpointed - unasked:
+                log.info(
+                    f"the activation checkpointing of {asked} blocks, which the script asks for, is taken over, and "
+                    f"a block recomputed only where memory is short {way_out}"
+                )
         self._has_said = self._has_said or bool(checkpointed)
 
     def end_forward(self) -> None:
