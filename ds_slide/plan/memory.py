@@ -31,8 +31,8 @@ SHORT_HOST_SHARE = 0.6
 # For slots beyond those that hide a fetch: 14 GB on a 141 GB card hold all blocks of a 7 B model, 2.4 GB on a 24 GB
 # card 15 of the 36 blocks of a 3 B model.
 AUTO_WINDOW_SHARE = 0.10
-# Of the host memory that everything else leaves, for undo logs.
-UNDO_LOG_SHARE = 0.5
+# Of the host memory that everything else leaves, for undo logs; of what is free later, for inputs of blocks.
+SPARE_HOST_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _undo_logs(plan: Plan, budgets: Budgets, needs: Needs) -> frozenset[int]:
     memory reaches that `plan` leaves."""
     if not needs.speculates:
         return frozenset()
-    left = int((int(budgets.host_free * USABLE_SHARE) - _in_host_memory(plan, budgets)) * UNDO_LOG_SHARE)
+    left = int((int(budgets.host_free * USABLE_SHARE) - _in_host_memory(plan, budgets)) * SPARE_HOST_SHARE)
     if budgets.host_limit is not None:
         left = min(left, budgets.host_limit - plan.host_state_bytes)
     chosen = set()

@@ -32,11 +32,9 @@ from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
 from ds_slide.report.trace import Trace
 from ds_slide.report.waits import Waits
 from ds_slide.runtime import running
-from ds_slide.runtime.activations.activations import Activations
-from ds_slide.runtime.activations.checkpointing import may_be_unasked
-from ds_slide.runtime.activations.spare_memory import Budget, SpareMemory
 from ds_slide.runtime.activations.states import RunningStates
 from ds_slide.runtime.allocator import Allocator
+from ds_slide.runtime.build_activations import make_spare_memory
 from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.build_ssd import announcer, open_ssd, provide_buffers
 from ds_slide.runtime.build_units import TakeWeights, join_parts, load_weights, make_unit
@@ -242,21 +240,11 @@ def _wire(
         shared=shared,
         gathers=Gathers(ranks, _scratch(context, GATHERED), all_fit=all_fit),
         updating=updating,
-        spare=_spare(module, context, units),
+        spare=make_spare_memory(module, context, units),
         ssd=ssd,
         make_rows=_make_rows(context, units, workers, gradients),
         watchdog=_watchdog(settings, ranks, device, failures, None if ssd is None else ssd.store),
     )
-
-
-def _spare(module: nn.Module, context: BuildContext, units: Sequence[Unit]) -> SpareMemory:
-    settings, device = context.settings, context.device
-    gpu = device if device.is_cuda and settings.trains else None
-    limit = settings.slide.gpu_memory if settings.trains else None
-    budget = Budget(gpu, limit, running.on_gpu)
-    blocks = [unit for unit in units if unit.spec.kind == "block" and settings.slide.activations == "auto"]
-    activations = Activations(blocks, device, may_be_unasked(module, blocks))
-    return SpareMemory(activations, budget, context.ranks, context.recorder)
 
 
 def _make_workers(context: BuildContext, units: Sequence[Unit]) -> Workers:

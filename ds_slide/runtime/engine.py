@@ -246,6 +246,7 @@ class SlideRuntime:
                 f"clipping off weights are updated under backward; {HOLD_HINT}"
             )
         self.interruptions.begin_backward_of_block()
+        self.parts.spare.activations.enter_backward(unit.order)
         if (compute := self.parts.recorder.compute) is not None:
             compute.enter(("backward", unit.order), self.device.mark(timed=True))
         unit.in_backward = True
@@ -529,6 +530,7 @@ class SlideRuntime:
         why = self.parts.failures.message
         try:
             with self.parts.failures.waiting("the engine to end"):
+                self.parts.spare.activations.close()
                 self.parts.workers.close(self.parts.ssd, self.parts.shared, self.parts.failures)
                 self.device.synchronize()
                 for pool in self.parts.pools.values():

@@ -56,7 +56,7 @@ def test_nothing_is_recomputed_once_all_of_it_fits() -> None:
 
 
 def test_without_memory_of_its_own_an_accelerator_recomputes_nothing() -> None:
-    assert run(llama(), {}, batches(2))[1] == {"checkpointed": 0, "keep": 0, "recompute": 0, "kept_bytes": 0}
+    assert not any(run(llama(), {}, batches(2))[1].values())
 
 
 class Remembering(nn.Module):
