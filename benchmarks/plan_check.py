@@ -202,13 +202,16 @@ def compare(planner: Planner, record: Mapping[str, Any], ceilings: Ceilings, roo
 
 
 def as_engine_of_then(request: Request, setting: Setting, stats: Mapping[str, Any]) -> Request:
-    """Without what the engine of an older record had not: two passes, kernels by default, updates ahead."""
+    """Without what the engine of an older record had not: two passes, kernels by default, updates ahead,
+    recomputation that the script does not ask for."""
     if "speculation" not in stats:
         request = request.with_block(debug={**request.raw.get("ds_slide", {}).get("debug", {}), "speculate": False})
     if "update_passes" not in stats:
         request = request.with_block(debug={"update_passes": 1, "speculate": False})
     if "kernels" not in stats and "kernels" not in setting.slide:
         request = request.with_block(kernels="off")
+    if setting.checkpointing == "none" and not (stats.get("activations") or {}).get("checkpointed"):
+        request = request.with_block(activations="as_written")
     return request
 
 

@@ -65,7 +65,11 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-memory", metavar="SIZE", help="host memory for the run")
     parser.add_argument("--nvme-memory", metavar="SIZE", help="room on the SSD")
     parser.add_argument("--ceilings", metavar="FILE", help="a preset, or what `ds-slide doctor --json` has written")
-    parser.add_argument("--no-checkpointing", action="store_true", help="the script does no gradient checkpointing")
+    parser.add_argument(
+        "--no-checkpointing",
+        action="store_true",
+        help='the script does no gradient checkpointing (matters with "activations": "as_written")',
+    )
     parser.add_argument("--fit", action="store_true", help="say first whether it fits, and with which batch")
     parser.add_argument("--json", action="store_true", help="answer with a JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the plan, for instance as plan.png")

@@ -214,7 +214,7 @@ class SlideConfig(_Block):
     host_memory: StateBudget = Field(default=None, description=f"{SIZE_HELP}, 0, or null for what is free")
     """Limit in bytes of the states in host memory; null: what is free of the machine, of the container's control groups
     and of `ulimit -v`. With an SSD tier, the rest goes there, block by block; 0 puts there every state that may go.
-    Held gradients and staging buffers come on top of it.
+    Held gradients and staging buffers come on top of it; undo logs and inputs of blocks take what states leave.
     """
 
     nvme_path: Paths = Field(
@@ -268,9 +268,10 @@ class SlideConfig(_Block):
     """
 
     activations: Literal["auto", "as_written"] = Field(default="auto", description='"auto" or "as_written"')
-    """Whether activation checkpointing that the script has asked for through transformers is taken over: a block's
-    saved tensors then stay on the GPU where memory is left, and it is recomputed where it is not, step by step and with
-    the same bits. Checkpointing by a script's own calls is left alone.
+    """Which blocks are recomputed in backward. "auto": the saved tensors of a layer of transformers stay on the GPU
+    where memory is left, and it is recomputed where it is not, forward by forward and with the same bits, whether the
+    script has switched gradient checkpointing on or not. Where that does not suffice, inputs of recomputed blocks wait
+    in host memory. [What is left alone](budgets.md#spare-gpu-memory).
 
     "as_written" recomputes what the script says, always.
     """

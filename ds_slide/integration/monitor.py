@@ -90,4 +90,5 @@ def _decided(statistics: dict[str, Any]) -> str:
     said = f", {memory['gpu_units']} of {memory['units']} units updated on the GPU" if memory["gpu_units"] else ""
     if not activations.get("checkpointed"):
         return said
-    return f"{said}, activations of {activations['keep']} of {activations['checkpointed']} checkpointed blocks kept"
+    said += f", activations of {activations['keep']} of {activations['checkpointed']} checkpointed blocks kept"
+    return f"{said}, inputs of {activations['move']} in host memory" if activations["move"] else said

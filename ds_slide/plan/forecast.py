@@ -56,8 +56,8 @@ class Room:
 
 @dataclass(frozen=True)
 class Activations:
-    """`checkpointed`: blocks whose checkpointing, which the script asks for, the engine takes over. `kept`: those of
-    them that are not recomputed, with `kept_bytes`."""
+    """`checkpointed`: blocks that the engine recomputes where memory is short. `kept`: those of them that it does not
+    recompute, with `kept_bytes`."""
 
     checkpointed: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()

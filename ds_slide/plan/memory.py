@@ -33,8 +33,9 @@ SHORT_HOST_SHARE = 0.6
 # For slots beyond those that hide a fetch: 14 GB on a 141 GB card hold all blocks of a 7 B model, 2.4 GB on a 24 GB
 # card 15 of the 36 blocks of a 3 B model.
 AUTO_WINDOW_SHARE = 0.10
-# Of the host memory that everything else leaves, for undo logs and spare state buffers.
-WAY_BACK_SHARE = 0.5
+# Of the host memory that everything else leaves, for undo logs and spare state buffers; of what is free later, for
+# inputs of blocks.
+SPARE_HOST_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def _ways_back(plan: Plan, budgets: Budgets, needs: Needs) -> Placement:
     spare state buffers in their place: what is not updated ahead at all costs more than the log."""
     if not needs.speculates:
         return plan.placement
-    left = int((int(budgets.host_free * USABLE_SHARE) - _in_host_memory(plan, budgets)) * WAY_BACK_SHARE)
+    left = int((int(budgets.host_free * USABLE_SHARE) - _in_host_memory(plan, budgets)) * SPARE_HOST_SHARE)
     if budgets.host_limit is not None:
         left = min(left, budgets.host_limit - plan.host_state_bytes)
     blocks = {

@@ -18,6 +18,12 @@ tokens of a model 2,048 wide) may take a sixteenth more, and it cannot always us
 What differs from step to step without a longer batch (experts that get more tokens) has to fit in here, too."""
 MOST_MARGIN_SHARE = 4 * MARGIN_SHARE
 """Where torch has had to search for room again and again."""
+BLOCKS_UNDER_WAY = 2
+"""Whose inputs are not yet gone when the last block has computed, where all of them move."""
+UNMEASURED_SHARE = 1 / 4
+"""Of the free GPU memory, that inputs of blocks may take in the first steps. A block that is recomputed saves 10 to 30
+times its input, so that with 36 blocks and a fused loss the rest takes no more than the inputs do, and all of it half
+of the memory."""
 UPDATE_BYTES_PER_SECOND = 1e12
 """Of states that an update on the GPU reads and writes; of a card of the middle class, so that no state is moved for a
 gain that its own update takes back."""
@@ -30,6 +36,8 @@ class Handling(Enum):
     """They stay on the GPU."""
     RECOMPUTE = "recompute"
     """The block's input stays, and its forward runs again in backward."""
+    MOVE = "move"
+    """As `RECOMPUTE`, and the block's input waits in host memory."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,14 @@ class Keepable:
     order: int
     nbytes: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Input:
+    """What the calls of a block in one forward get from the blocks before."""
+
+    order: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -162,6 +178,31 @@ def kept_within(room: float, activations: Iterable[Keepable]) -> frozenset[int]:
             chosen.append(each.order)
             room -= each.nbytes
     return frozenset(chosen)
+
+
+def movable_inputs(inputs: Sequence[Input]) -> Sequence[Input]:
+    """Those that may wait in host memory, of the blocks in the order of their calls: those of the last ones are still
+    on their way down when the memory is needed most, in the loss."""
+    return inputs[:-BLOCKS_UNDER_WAY]
+
+
+def moved_within(missing: float, available: float, inputs: Sequence[Input]) -> frozenset[int]:
+    """Blocks whose inputs wait in host memory, of which `available` bytes may be taken, so that `missing` bytes of the
+    GPU come free: the first ones, which have the longest way between forward and backward to hide their copies in."""
+    chosen = []
+    for each in movable_inputs(inputs):
+        if missing <= 0 or each.nbytes > available:
+            break
+        chosen.append(each.order)
+        missing -= each.nbytes
+        available -= each.nbytes
+    return frozenset(chosen)
+
+
+def moves_unmeasured(nbytes: int, free: float) -> bool:
+    """Whether inputs of blocks, of `nbytes` in all, wait in host memory before it is known what a batch needs beside
+    them, with `free` bytes of the GPU."""
+    return nbytes > UNMEASURED_SHARE * free
 
 
 def choose(

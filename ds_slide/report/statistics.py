@@ -16,7 +16,10 @@ from ds_slide.report.waits import Waits
 
 OUTER_H2D = "h2d of outer modules"
 """Copies up beside those of the blocks, on a stream of their own; statistics count them under "h2d"."""
-STREAM_LANES = ("h2d", OUTER_H2D, "d2h", "update")
+INPUTS = "inputs of blocks"
+"""Copies of inputs of recomputed blocks to host memory and back, on one stream; as many bytes go down as come up again,
+and statistics count a half of them under "d2h" and one under "h2d"."""
+STREAM_LANES = ("h2d", OUTER_H2D, "d2h", INPUTS, "update")
 """The lanes that have a meter of their own."""
 SSD = "ssd"
 """The lane of runs with an SSD tier; reads and writes share the disk, so they are one lane."""
@@ -202,9 +205,12 @@ class StepRecorder:
             return None
         lanes: dict[str, dict[str, float | int]] = {"compute": {"busy_s": max(0.0, wall - stalled), "bytes": 0}}
         outer_seconds, outer_bytes = taken.pop(OUTER_H2D)
+        inputs_seconds, inputs_bytes = taken.pop(INPUTS)
         for lane, (seconds, moved) in taken.items():
             lanes[lane] = {"busy_s": seconds, "bytes": moved}
-        lanes["h2d"] = {"busy_s": taken["h2d"][0] + outer_seconds, "bytes": taken["h2d"][1] + outer_bytes}
+        for lane, seconds, moved in (("h2d", outer_seconds, outer_bytes), ("d2h", 0.0, 0)):
+            lanes[lane]["busy_s"] += seconds + inputs_seconds / 2
+            lanes[lane]["bytes"] += moved + inputs_bytes // 2
         if ssd:
             lanes[SSD] = {"busy_s": ssd["busy_s"], "bytes": ssd["read_bytes"] + ssd["written_bytes"]}
         bound_lane = max(lanes, key=lambda lane: lanes[lane]["busy_s"])

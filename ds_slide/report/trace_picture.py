@@ -18,7 +18,7 @@ OTHER, WAITING = "#9aa0a6", "#f7dcdc"
 PHASES = {"forward": "#3b6fb6", "backward": "#e08a2e"}
 SHOWN_SHARE = 0.01
 """Of the step: threads of the script that have waited for less have no row."""
-_SHORT = {"h2d of outer modules": "h2d, outer"}
+_SHORT = {"h2d of outer modules": "h2d, outer", "inputs of blocks": "inputs"}
 _DISK_ROWS = {REQUESTS: ("ssd read", "ssd written")}
 
 

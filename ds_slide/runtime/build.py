@@ -33,10 +33,9 @@ from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
 from ds_slide.report.trace import Trace
 from ds_slide.report.waits import Waits
 from ds_slide.runtime import running
-from ds_slide.runtime.activations.activations import Activations
-from ds_slide.runtime.activations.spare_memory import Budget, SpareMemory
 from ds_slide.runtime.activations.states import RunningStates
 from ds_slide.runtime.allocator import Allocator
+from ds_slide.runtime.build_activations import make_spare_memory
 from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.build_ssd import announcer, open_ssd, provide_buffers
 from ds_slide.runtime.build_units import TakeWeights, begin_codecs, join_parts, load_weights, make_unit
@@ -116,7 +115,7 @@ def build_runtime(
         join_parts(units)
         if shared is not None:
             shared.map_others([unit for unit in units if not unit.is_gathered])
-        parts = _wire(context, units, adopt, ssd, empty, started)
+        parts = _wire(module, context, units, adopt, ssd, empty, started)
         allocator.require_all_given()
         runtime = SlideRuntime(module, parts, availability)
         if settings.slide.gpu_states == "auto":
@@ -177,7 +176,13 @@ def _choices(unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettin
 
 
 def _wire(
-    context: BuildContext, units: list[Unit], adopt: Adopt, ssd: SsdStates | None, empty: Empty, started: ExitStack
+    module: nn.Module,
+    context: BuildContext,
+    units: list[Unit],
+    adopt: Adopt,
+    ssd: SsdStates | None,
+    empty: Empty,
+    started: ExitStack,
 ) -> Parts:
     """`started`: gets what ends the threads, for a caller that is left with them when this fails."""
     settings, ranks, device, failures = context.settings, context.ranks, context.device, context.failures
@@ -236,22 +241,10 @@ def _wire(
         shared=shared,
         gathers=Gathers(ranks, _scratch(context, GATHERED), all_fit=all_fit),
         updating=updating,
-        spare=_spare(context, units),
+        spare=make_spare_memory(module, context, units),
         ssd=ssd,
         make_rows=_make_rows(context, units, workers, gradients),
         watchdog=_watchdog(settings, ranks, device, failures, None if ssd is None else ssd.store),
-    )
-
-
-def _spare(context: BuildContext, units: Sequence[Unit]) -> SpareMemory:
-    settings, device = context.settings, context.device
-    gpu = device if device.is_cuda and settings.trains else None
-    limit = settings.slide.gpu_memory if settings.trains else None
-    budget = Budget(gpu, limit, running.on_gpu)
-    blocks = [unit for unit in units if unit.spec.kind == "block" and settings.slide.activations == "auto"]
-    under_backward = settings.held_dtype is None
-    return SpareMemory(
-        Activations(blocks, device), budget, context.ranks, context.recorder, under_backward=under_backward
     )
 
 

@@ -24,6 +24,7 @@ from ds_slide.errors import SlideError
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime import running
 from ds_slide.runtime.accumulation import Accumulation
+from ds_slide.runtime.activations.checkpointing import CacheHooks
 from ds_slide.runtime.device import Marker
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.interruptions import Interruptions
@@ -82,7 +83,7 @@ class SlideRuntime:
         self._totals = Totals(parts.ranks, self.device)
         self._module = module
         self._saved = SavedWeights({} if self._window is None else self._window.by_storage, self.enter_backward)
-        self.hooks: list[BlockHooks | RootHooks | OuterHooks | WideHooks] = []
+        self.hooks: list[BlockHooks | RootHooks | OuterHooks | WideHooks | CacheHooks] = []
         self.attach()
         self.bind_residents()
         self._at_exit = running.close_at_exit(self)
@@ -103,6 +104,7 @@ class SlideRuntime:
                 self._end_forward,
                 self.interruptions.begin_backward,
             ),
+            *CacheHooks.on(self._module, self.parts.spare.activations.leave_unasked),
         ]
 
     def detach(self) -> None:
@@ -247,6 +249,7 @@ class SlideRuntime:
                 f"clipping off weights are updated under backward; {HOLD_HINT}"
             )
         self.interruptions.begin_backward_of_block()
+        self.parts.spare.activations.enter_backward(unit.order)
         if (compute := self.parts.recorder.compute) is not None:
             compute.enter(("backward", unit.order), self.device.mark(timed=True))
         unit.in_backward = True
@@ -544,6 +547,7 @@ class SlideRuntime:
         why = self.parts.failures.message
         try:
             with self.parts.failures.waiting("the engine to end"):
+                self.parts.spare.activations.close()
                 self.parts.workers.close(self.parts.ssd, self.parts.shared, self.parts.failures)
                 self.device.synchronize()
                 for pool in self.parts.pools.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.plan.memory import Plan, Taken
@@ -72,7 +72,8 @@ class Parts:
     @property
     def taken(self) -> Taken:
         """Bytes that are taken of the limits that all engines of a process share."""
-        return self.plan.taken
+        taken = self.plan.taken
+        return replace(taken, host_states=taken.host_states + self.spare.activations.host_bytes)
 
     @property
     def kept(self) -> int:

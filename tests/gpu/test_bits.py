@@ -17,6 +17,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "other delays": {"window": 2, "gpu_states": 0, "debug": {"lane_delay_ms": 3.0, "seed": 2}},
     "states on the GPU": {"window": 2, "gpu_states": "auto"},
     "checkpointing as written": {"window": 2, "gpu_states": 0, "activations": "as_written"},
+    "inputs in host memory": {"window": 2, "gpu_states": 0, "gpu_memory": "8GiB"},
+    "inputs in host memory, delays": {
+        "window": 3,
+        "gpu_states": 0,
+        "gpu_memory": "8GiB",
+        "debug": {"lane_delay_ms": 3.0, "seed": 4},
+    },
     "moves": {"window": 3, "gpu_states": 0},
     "moves, delays": {"window": 2, "gpu_states": 0, "debug": {"lane_delay_ms": 3.0, "seed": 3}},
     "all on SSD": {"window": 3, "gpu_states": 0, "host_memory": 0},
@@ -32,7 +39,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 CLIPS = (0.0, 1.0)
 ON_HOST = "weights from host memory"
-WITH_KERNELS = ("the same again", "window 4", "states on the GPU", "moves", "all on SSD")
+MOVED_INPUTS = 6
+"""Of the worker's 8 blocks."""
+WITH_KERNELS = ("the same again", "window 4", "states on the GPU", "inputs in host memory", "moves", "all on SSD")
 KERNELS_CLIP = 1.0
 # Of the worker's Llama: two norms a block and the last one.
 REPLACED = {"loss": 1, "norm": 17, "rope": 8, "mlp": 8}
@@ -46,6 +55,7 @@ def scenario(name: str, clip: float, kernels: str) -> dict[str, Any]:
         "slide": slide,
         "ssd": "SSD" in name,
         "moves": "moves" in name,
+        "moves_inputs": "inputs" in name,
     }
     return {"steps": STEPS, "exact": True, "record": ["states"], **named}
 
@@ -66,6 +76,7 @@ def assert_same_bits(variant: str, clip: float, recorded: Any, kernels: dict[str
     # "the same again" is the control: if it fails, the model's own kernels are not deterministic here.
     reference, other = recorded[f"reference, clip {clip:g}"], recorded[f"{variant}, clip {clip:g}"]
     assert reference["kernels"] == other["kernels"] == kernels
+    assert other["moved_inputs"] == (MOVED_INPUTS if "inputs" in variant else 0)
     assert other["losses"] == reference["losses"]
     assert other["states"] == reference["states"]
 

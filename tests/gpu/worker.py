@@ -55,6 +55,8 @@ class Scenario:
     """Whether states may go to SSD: into a folder that is gone afterwards."""
     on_host: bool = False
     """Whether the model is in host memory when the engine gets it."""
+    moves_inputs: bool = False
+    """Whether the inputs of all blocks that may go to host memory do."""
     moves: bool = False
     """Whether other units have their states on the GPU in every step."""
     slide: dict[str, Any] = field(default_factory=dict)
@@ -216,6 +218,7 @@ class Recorder:
         # Statistics of a step are there when the next one has begun: none after a single step.
         if self._scenario.system == "slide" and (statistics := self._engine.optimizer.slide_stats()):
             self.result["kernels"] = statistics["kernels"]["replaced"]
+            self.result["moved_inputs"] = statistics["activations"]["move"]
         if self._allocations:
             self.result["allocations"] = self._allocations.stop()
         if self._syncs:
@@ -265,6 +268,8 @@ def run(scenario: Scenario) -> dict[str, Any]:
     is_slide = hasattr(engine.optimizer, "slide_stats")
     assert is_slide == (scenario.system == "slide"), f"{scenario.system} runs {type(engine.optimizer).__name__}"
     peak = gpu_bytes_in_use() - before
+    if scenario.moves_inputs:
+        engine.optimizer.runtime.parts.spare._room = lambda *_, **__: -1e12  # whatever there is, it is not enough
     data = batches()
     recorder = Recorder(scenario, engine)
     try:

@@ -71,7 +71,7 @@ def test_events_of_a_lane_follow_each_other_and_name_their_blocks(tmp_path: Path
     document = json.loads(path.read_text())
     rows = {e["tid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"}
     lanes = [name for name in rows.values() if "waits" not in name]
-    assert lanes == ["step", "compute", "h2d", "h2d of outer modules", "d2h", "update", "ssd"]
+    assert lanes == ["step", "compute", "h2d", "h2d of outer modules", "d2h", "inputs of blocks", "update", "ssd"]
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for event in document["traceEvents"]:
         if event["ph"] == "X":

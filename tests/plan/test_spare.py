@@ -6,7 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_slide.plan.spare import Keepable, Movable, Shape, Slots, StepTimes, choose, given_back, kept_within
+from ds_slide.plan.spare import (
+    Input,
+    Keepable,
+    Movable,
+    Shape,
+    Slots,
+    StepTimes,
+    choose,
+    given_back,
+    kept_within,
+    moved_within,
+    moves_unmeasured,
+)
 
 GB = 10**9
 BLOCKS = 36
@@ -137,3 +149,21 @@ def test_growth_bounds_what_is_linear_and_what_is_quadratic(known: Shape, other:
 
     for taken in (linear, attention):
         assert taken(other) <= taken(known) * known.growth(other) * (1 + 1e-9)
+
+
+# The input of a block of a 3 B model, 8 x 2048 tokens.
+INPUTS = [Input(order, 67_000_000) for order in range(1, BLOCKS + 1)]
+
+
+def test_the_inputs_of_the_first_blocks_move_and_no_more_than_are_missing() -> None:
+    assert moved_within(0, 100 * GB, INPUTS) == frozenset()
+    assert moved_within(100_000_000, 100 * GB, INPUTS) == frozenset((1, 2))
+    assert moved_within(100 * GB, 0.5 * GB, INPUTS) == frozenset(range(1, 8))  # as far as host memory reaches
+    # Those of the last two would still be on the GPU when the loss is computed.
+    assert moved_within(100 * GB, 100 * GB, INPUTS) == frozenset(range(1, BLOCKS - 1))
+    assert moved_within(1, 100 * GB, INPUTS[:2]) == frozenset()
+
+
+def test_what_is_large_for_the_gpu_moves_before_anything_is_measured() -> None:
+    assert not moves_unmeasured(BLOCKS * 67_000_000, 20 * GB)
+    assert moves_unmeasured(4 * BLOCKS * 67_000_000, 20 * GB)

@@ -12,7 +12,7 @@ from ds_slide.cli.doctor import cache
 from ds_slide.cli.planning import output, plot
 from ds_slide.cli.planning.model import ModelShape
 from ds_slide.cli.planning.planner import Planner, Request
-from ds_slide.cli.planning.search import fits, largest_batch, largest_model, recommended, shortage, smallest_change
+from ds_slide.cli.planning.search import largest_batch, largest_model, recommended, shortage, smallest_change
 from ds_slide.cli.planning.subspace import with_subspace
 from ds_slide.config import parse_bytes
 from ds_slide.errors import SlideConfigError
@@ -82,10 +82,6 @@ def _fit(planner: Planner, request: Request, arguments: argparse.Namespace, say:
         f"It fits. Use a micro-batch of {best.batch}: {best.tokens_per_s:,.0f} tokens/s, {best.time.step_s:.3f} s a "
         f"step; the largest that fits is {largest}."
     )
-    other = replace(request, checkpointing=not request.checkpointing, batch=best.batch)
-    if request.checkpointing and fits(planner, other):
-        rate = planner.steady(other).tokens_per_s
-        say(f"Without gradient checkpointing a micro-batch of {best.batch} fits as well: {rate:,.0f} tokens/s.")
     for line in output.as_text(output.as_dict(best), request.shape.name):
         say(line)
     return 0

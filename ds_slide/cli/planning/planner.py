@@ -81,7 +81,7 @@ class Planner:
         case = self._case(request)
         slide = case.planned.settings.slide
         plain, keepable = case.trace, []
-        if request.checkpointing and slide.activations == "auto" and (request.room.gpu or slide.gpu_memory):
+        if _takes_over(request, case.planned):
             plain = self._trace(request, case.planned, case.batch, checkpointing=False).step
             forward, saved = per_unit(case.trace.forward), kept_by_block(plain, case.trace)
             keepable = [
@@ -107,7 +107,7 @@ class Planner:
     def _case(self, request: Request) -> _Case:
         planned = self.planned(request)
         batch = int(planned.raw["train_micro_batch_size_per_gpu"])
-        traced = self._trace(request, planned, batch, checkpointing=request.checkpointing)
+        traced = self._trace(request, planned, batch, checkpointing=_checkpoints(request, planned))
         rates = Rates.of(request.ceilings, on_gpu=request.room.gpu is not None)
         return _Case(request, planned, batch, traced.step, traced.checkpointed, rates)
 
@@ -136,7 +136,7 @@ class Planner:
 
 @dataclass(frozen=True)
 class _Traced:
-    """A traced step, and the blocks of which the script's checkpointing is one that the engine takes over."""
+    """A traced step, and the blocks that are recomputed in it and that the engine takes over."""
 
     step: StepTrace
     checkpointed: frozenset[int]
@@ -150,7 +150,7 @@ class _Case:
     planned: Planned
     batch: int
     trace: StepTrace
-    """As the script has it."""
+    """Of the first steps."""
     checkpointed: frozenset[int]
     rates: Rates
 
@@ -184,6 +184,17 @@ class _Case:
             activations=activations,
             first=first,
         )
+
+
+def _takes_over(request: Request, planned: Planned) -> bool:
+    """Whether the engine decides which blocks are recomputed, be it that the script asks for it or not."""
+    slide = planned.settings.slide
+    return slide.activations == "auto" and bool(request.room.gpu or slide.gpu_memory)
+
+
+def _checkpoints(request: Request, planned: Planned) -> bool:
+    """Whether blocks are recomputed in the first steps."""
+    return request.checkpointing or _takes_over(request, planned)
 
 
 def _checkpointed(units: Sequence[TracedUnit]) -> frozenset[int]:

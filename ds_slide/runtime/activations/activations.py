@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ds_slide.plan.spare import Handling, Keepable, Shape, kept_within
+from ds_slide.plan.spare import (
+    Handling,
+    Input,
+    Keepable,
+    Shape,
+    kept_within,
+    movable_inputs,
+    moved_within,
+    moves_unmeasured,
+)
 from ds_slide.runtime.activations.checkpointing import Checkpoint, TakenOver, goes_through
+from ds_slide.runtime.activations.moved_inputs import MovedInputs, input_of
 from ds_slide.runtime.activations.saved_bytes import counted
 from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.unit import Unit
@@ -52,15 +62,30 @@ def _shape_of(tensor: torch.Tensor) -> Shape | None:
 class Activations:
     """All methods are called by the thread that computes: the caller's, and autograd's for recomputations."""
 
-    def __init__(self, blocks: Sequence[Unit], device: Device) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Unit],
+        device: Device,
+        unasked: Collection[int] = (),
+        moved: MovedInputs | None = None,
+    ) -> None:
+        """`unasked`: blocks, by `Unit.order`, that may be recomputed though their script does not ask for it. `moved`:
+        None where inputs stay on the GPU."""
         self._blocks = list(blocks)
         self._device = device
         self._kind = {unit.order: _kind_of(unit) for unit in blocks}
-        self._taken = TakenOver(blocks, self._run)
+        self._taken = TakenOver(blocks, unasked, self._run)
         self._orders: frozenset[int] = frozenset()
         """Blocks that were taken over in the newest forward."""
         self._shape: Shape | None = None
         self._kept: frozenset[int] = frozenset()
+        self._moved: frozenset[int] = frozenset()
+        """Blocks whose inputs go to host memory in the newest forward."""
+        self._free: float | None = None
+        """Bytes of the GPU, where what a batch needs is not known yet."""
+        self._inputs = moved
+        self._input_bytes: dict[Hashable, tuple[int, int]] = {}
+        """Of a block's input, by kind: tokens of the largest batch so far, and bytes there."""
         self._bytes: dict[int, list[int]] = {}
         """Of each block: what is kept of its calls since a forward began in which none waited for its backward."""
         self._calls: Counter[int] = Counter()
@@ -76,20 +101,24 @@ class Activations:
         self._seconds: dict[Hashable, float] = {}
         """Of a block's forwards in a step, by kind: of blocks that are alike none is chosen for the noise of its
         time."""
-        self.statistics = _statistics(0, 0, 0)
+        self._handled = _statistics(0, 0, 0)
         """Of the newest forward with gradients."""
 
     # ---- a forward ---------------------------------------------------------------------------------------------------
 
-    def begin(self, shape: Shape | None, room: float) -> None:
-        """A forward of the whole model begins, with gradients, in which `room` bytes may be kept."""
+    def begin(self, shape: Shape | None, room: float, free: float | None = None) -> None:
+        """A forward of the whole model begins, with gradients, in which `room` bytes may be kept, or as many are
+        missing. `free`: bytes of the GPU, where it is not known yet what a batch needs."""
         self._taken.begin()
+        if self._inputs is not None:
+            self._inputs.begin()
         self._most_calls |= self._calls
         self._calls.clear()
         self._bytes = {unit.order: self._bytes.get(unit.order, []) for unit in self._blocks if unit.awaits_backward}
         checkpointed = self._orders = self._taken.orders
         if not checkpointed:
-            self._shape, self._kept, self.statistics = None, frozenset(), _statistics(0, 0, 0)
+            self._shape, self._kept, self._moved, self._free = None, frozenset(), frozenset(), None
+            self._handled = _statistics(0, 0, 0)
             return
         self._shape = shape
         if shape is not None:
@@ -98,17 +127,44 @@ class Activations:
         candidates = self.keepable(shape)
         self._kept = kept_within(room, candidates)
         kept_bytes = sum(each.nbytes for each in candidates if each.order in self._kept)
-        self.statistics = _statistics(len(checkpointed), len(self._kept), kept_bytes)
+        self._free = free
+        self._moved = self._to_move(-room, shape)
+        self._handled = _statistics(len(checkpointed), len(self._kept), kept_bytes)
+
+    def leave_unasked(self) -> None:
+        """In this forward the script's model runs as it is written."""
+        self._taken.leave_unasked()
+        self._orders = self._taken.orders
+        self._kept &= self._orders
+        kept_bytes = sum(each.nbytes for each in self.keepable(self._shape) if each.order in self._kept)
+        self._handled = _statistics(len(self._orders), len(self._kept), kept_bytes)
+
+    @property
+    def unasked(self) -> int:
+        """Blocks that are taken over at present though their script has not asked for it."""
+        return self._taken.unasked
 
     def end(self) -> None:
         """The forward has ended, with an exception perhaps."""
         self._taken.end()
+        if self._inputs is not None:
+            self._inputs.end()
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """Of the newest forward with gradients."""
+        moved = 0 if self._inputs is None else len(self._inputs.orders)
+        recomputed = self._handled[Handling.RECOMPUTE.value] - moved
+        handled = {**self._handled, Handling.RECOMPUTE.value: recomputed, Handling.MOVE.value: moved}
+        return {**handled, "moved_bytes": self.moved_bytes, "host_bytes": self.host_bytes}
 
     def _run(self, unit: Unit, written: Checkpoint, function: Callable[..., Any], *inputs: Any) -> Any:
         """Run a block for its caller. `written`: as the script has it."""
         before = self._device.mark(timed=True) if self._times else None
         self._calls[unit.order] += 1
         kept = self._bytes.setdefault(unit.order, [])
+        if self._inputs is not None:
+            self._inputs.enter(unit.order)
         if not torch.is_grad_enabled():
             result = written(function, *inputs)
         elif unit.order in self._kept and goes_through(written, function, inputs):
@@ -116,7 +172,12 @@ class Activations:
             result = function(*inputs)
         else:
             kept.append(0)
-            result = written(self._measuring(unit, function), *inputs)
+            measured = self._measuring(unit, function)
+            if self._inputs is not None and self._moves(unit, inputs):
+                with self._inputs.moving(unit.order, inputs):
+                    result = written(measured, *inputs)
+            else:
+                result = written(measured, *inputs)
         if before is not None:
             self._marks.append((unit.order, before, self._device.mark(timed=True)))
         return result
@@ -131,6 +192,77 @@ class Activations:
             self._measured[kind] = Measured(shape, nbytes)
 
         return counted(unit, function, report)
+
+    # ---- inputs ------------------------------------------------------------------------------------------------------
+
+    def _moves(self, unit: Unit, inputs: Sequence[Any]) -> bool:
+        """Whether the input of this call goes to host memory. Learns what it takes."""
+        assert self._inputs is not None
+        if self._shape is None or (given := input_of(inputs)) is None:
+            return False
+        kind = self._kind[unit.order]
+        if self._shape.tokens > self._input_bytes.get(kind, (0, 0))[0]:
+            self._input_bytes[kind] = self._shape.tokens, given.nbytes
+        if self._free is None:
+            return unit.order in self._moved
+        may_move = [each.order for each in movable_inputs([Input(order, 0) for order in sorted(self._orders)])]
+        if unit.order not in may_move or not moves_unmeasured(given.nbytes * len(self._orders), self._free):
+            return False
+        if not self._inputs.orders:
+            self._inputs.buffers.provide(given.nbytes, len(may_move))
+        return True
+
+    def _to_move(self, missing: float, shape: Shape | None) -> frozenset[int]:
+        """Blocks whose inputs go to host memory so that `missing` bytes of the GPU come free."""
+        if self._inputs is None or missing <= 0:
+            return frozenset()
+        inputs = self._inputs_at(shape)
+        wanted = sum(each.nbytes for each in movable_inputs(inputs))
+        moved = moved_within(missing, self._inputs.buffers.available(wanted), inputs)
+        if moved:
+            self._inputs.buffers.provide(max(each.nbytes for each in inputs), len(moved))
+        return moved
+
+    def movable_bytes(self, shape: Shape | None) -> int:
+        """Of inputs that could go to host memory, of the blocks that were taken over in the newest forward."""
+        if self._inputs is None:
+            return 0
+        wanted = sum(each.nbytes for each in movable_inputs(self._inputs_at(shape)))
+        return self._inputs.buffers.available(wanted) if wanted else 0
+
+    def input_bytes(self, shape: Shape | None) -> int:
+        """Of all of them, as far as they are known."""
+        return sum(each.nbytes for each in self._inputs_at(shape))
+
+    def _inputs_at(self, shape: Shape | None) -> list[Input]:
+        """The inputs of blocks at `shape`, in the order of their calls; of a kind that has not been seen none."""
+        found = []
+        for order in sorted(self._orders):
+            tokens, nbytes = self._input_bytes.get(self._kind[order], (0, 0))
+            if tokens and shape is not None:
+                calls = max(1, self._most_calls[order])
+                found.append(Input(order, -(-calls * nbytes * shape.tokens // tokens)))
+        return found
+
+    def enter_backward(self, order: int) -> None:
+        """The backward of a block begins."""
+        if self._inputs is not None:
+            self._inputs.ahead(order)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of inputs that the newest forward has sent to host memory."""
+        return 0 if self._inputs is None else self._inputs.bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory that is there for inputs."""
+        return 0 if self._inputs is None else self._inputs.buffers.nbytes
+
+    def close(self) -> None:
+        """End the lane of the inputs."""
+        if self._inputs is not None:
+            self._inputs.close()
 
     # ---- what it costs -----------------------------------------------------------------------------------------------
 
@@ -150,7 +282,7 @@ class Activations:
     @property
     def kept_bytes(self) -> int:
         """Of the newest forward."""
-        return self.statistics["kept_bytes"]
+        return self._handled["kept_bytes"]
 
     @property
     def kept_seconds(self) -> float:

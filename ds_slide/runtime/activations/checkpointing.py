@@ -1,19 +1,24 @@
-"""Activation checkpointing that a script has asked for through transformers, taken over for the length of a forward.
+"""The places where a layer of transformers checkpoints, taken over for the length of a forward.
 
-A layer of transformers calls `self._gradient_checkpointing_func(function, *inputs)`, torch's checkpoint with its
-options filled in, where `self.gradient_checkpointing` is set. While the whole model's forward runs, each block has a
-function of ours in that place, which decides call by call; the flag stays, so that the layer does all else that it does
-under checkpointing (it passes no key-value cache on, for one). Nothing of this is left when the forward has ended.
+Such a layer calls `self._gradient_checkpointing_func(function, *inputs)`, torch's checkpoint with its options filled
+in, where `self.gradient_checkpointing` is set. While the whole model's forward runs, each block has a function of ours
+in that place, which decides call by call. Where the script has set the flag it stays, so that the layer does all else
+that it does under checkpointing (it passes no key-value cache on, for one). Where it has not (`unasked`), it is set
+for the length of the forward: not in one that is to fill or to read a key-value cache. Nothing of this is left when
+the forward has ended.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -28,39 +33,84 @@ Checkpoint = Callable[..., Any]
 Run = Callable[..., Any]
 """(unit, checkpoint as the script has it, function, *inputs) -> what the block returns."""
 
+UNASKED: Checkpoint = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
+"""The checkpoint of blocks whose script has none. Not the re-entrant one, which gives no gradients to a block none of
+whose inputs has one, as behind frozen embeddings."""
+_LAYER = ("transformers.modeling_layers", "GradientCheckpointingLayer")
+_SUPPORTS = "supports_gradient_checkpointing"
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A block that is taken over: its checkpoint, and what its module's own dictionary had in the places of ours."""
+
+    checkpoint: Checkpoint
+    before: dict[str, Any]
+    unasked: bool
+
 
 class TakenOver:
     """The blocks whose checkpointing is ours while a forward runs; called by the thread that computes."""
 
-    def __init__(self, blocks: Sequence[Unit], run: Run) -> None:
+    def __init__(self, blocks: Sequence[Unit], unasked: Collection[int], run: Run) -> None:
+        """`unasked`: of the blocks, by `Unit.order`, that are taken over as well where no checkpointing is set."""
         self._blocks = [(unit, unit.spec.module) for unit in blocks if unit.spec.module is not None]
         # One object for each block, for ever: torch.compile compiles anew for a new one.
         self._ours = {unit.order: functools.partial(self._call, unit) for unit, _ in self._blocks}
-        self._written: dict[int, Checkpoint] = {}
+        self._inside = {
+            unit.order: list(module.modules())[1:] for unit, module in self._blocks if unit.order in unasked
+        }
+        """Of blocks that may be taken over unasked: the modules in them."""
+        self._taken: dict[int, _Taken] = {}
         self._run = run
 
     @property
     def orders(self) -> frozenset[int]:
         """Blocks that are taken over at present."""
-        return frozenset(self._written)
+        return frozenset(self._taken)
+
+    @property
+    def unasked(self) -> int:
+        """How many of them the script has not asked for."""
+        return sum(taken.unasked for taken in self._taken.values())
 
     def begin(self) -> None:
-        """Take over what the script has asked for. What an interrupt has left taken is given back first."""
+        """Take over what may be. What an interrupt has left taken is given back first."""
         self.end()
         for unit, module in self._blocks:
             if (written := _as_written(module)) is not None:
-                self._written[unit.order] = written
-                vars(module)[FUNCTION] = self._ours[unit.order]
+                self._take(unit, module, written, {FUNCTION: self._ours[unit.order]}, unasked=False)
+            elif unit.order in self._inside and _is_plain(module, self._inside[unit.order]):
+                self._take(unit, module, UNASKED, {FUNCTION: self._ours[unit.order], FLAG: True}, unasked=True)
+
+    def _take(self, unit: Unit, module: nn.Module, written: Checkpoint, ours: dict[str, Any], *, unasked: bool) -> None:
+        own = vars(module)
+        self._taken[unit.order] = _Taken(written, {name: own.get(name, _ABSENT) for name in ours}, unasked)
+        own.update(ours)
+
+    def leave_unasked(self) -> None:
+        """Give back the blocks whose script has no checkpointing: this forward is not the same with it."""
+        self._give_back(lambda taken: taken.unasked)
 
     def end(self) -> None:
         """Give all of it back. Harmless when called twice."""
-        for unit, module in self._blocks:
-            written = self._written.pop(unit.order, None)
-            if written is not None and vars(module).get(FUNCTION) is self._ours[unit.order]:
-                vars(module)[FUNCTION] = written
+        self._give_back(lambda _: True)
+
+    def _give_back(self, which: Callable[[_Taken], bool]) -> None:
+        for unit, module in self._blocks if self._taken else ():
+            taken = self._taken.get(unit.order)
+            if taken is None or not which(taken):
+                continue
+            del self._taken[unit.order]
+            own = vars(module)
+            if own.get(FUNCTION) is self._ours[unit.order]:
+                own.update(taken.before)
+                for name in [name for name, value in taken.before.items() if value is _ABSENT]:
+                    del own[name]
 
     def _call(self, unit: Unit, function: Callable[..., Any], *inputs: Any) -> Any:
-        return self._run(unit, self._written[unit.order], function, *inputs)
+        return self._run(unit, self._taken[unit.order].checkpoint, function, *inputs)
 
 
 def _as_written(module: nn.Module) -> Checkpoint | None:
@@ -76,6 +126,63 @@ def _as_written(module: nn.Module) -> Checkpoint | None:
     if not options.keys() <= UNDERSTOOD or not options.get("preserve_rng_state", True):
         return None
     return written
+
+
+def _is_plain(module: nn.Module, inside: Sequence[nn.Module]) -> bool:
+    """Whether a block without checkpointing computes the same with it: a second forward would call the script's own
+    hooks a second time."""
+    if vars(module).get(FLAG) or not module.training or module._compiled_call_impl is not None:
+        return False
+    hooks = (
+        hook for each in inside for held in (each._forward_pre_hooks, each._forward_hooks) for hook in held.values()
+    )
+    return not any(_is_foreign(hook) for hook in hooks)
+
+
+def _is_foreign(hook: Any) -> bool:
+    owner = getattr(hook, "__module__", None) or ""
+    return not owner.startswith(("ds_slide.", "transformers."))
+
+
+def may_be_unasked(root: nn.Module, blocks: Sequence[Unit]) -> frozenset[int]:
+    """The blocks below `root`, by `Unit.order`, that can be checkpointed though their script does not: layers of
+    transformers whose model supports it, and that keep no statistics of what they have seen."""
+    supports: dict[int, bool] = {}
+    for model in root.modules():  # outer ones first, so that the innermost decides
+        if (supported := getattr(type(model), _SUPPORTS, None)) is not None:
+            supports.update((id(module), bool(supported)) for module in model.modules())
+    return frozenset(
+        unit.order
+        for unit in blocks
+        if (module := unit.spec.module) is not None
+        and supports.get(id(module))
+        and any((base.__module__, base.__name__) == _LAYER for base in type(module).__mro__)
+        and not any(isinstance(each, _NormBase) and each.track_running_stats for each in module.modules())
+    )
+
+
+class CacheHooks:
+    """A hook of a model of transformers: it tells `found` of a forward that fills or reads a key-value cache."""
+
+    NAMES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+
+    def __init__(self, model: nn.Module, found: Callable[[], None]) -> None:
+        self._found = found
+        self._names = list(inspect.signature(type(model).forward).parameters)[1:]
+        self._handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    @classmethod
+    def on(cls, root: nn.Module, found: Callable[[], None]) -> list[CacheHooks]:
+        """One for each: a wrapper around it may ask for a cache that the caller of the wrapper knows nothing of."""
+        return [cls(module, found) for module in root.modules() if hasattr(type(module), _SUPPORTS)]
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def _before(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        if given.get("use_cache") or any(given.get(name) is not None for name in self.NAMES):
+            self._found()
 
 
 def goes_through(written: Checkpoint, function: Callable[..., Any], inputs: Sequence[Any]) -> bool:

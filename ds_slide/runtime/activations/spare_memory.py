@@ -141,6 +141,8 @@ class SpareMemory:
         self._pause = FIRST_PAUSE
         self._need: Need | None = None
         self._watched = Watched()
+        self._begun: tuple[Shape | None, int] = None, 0
+        """The shape of the forward under way, and what was on the GPU when it began."""
         self._usable = 0
         self._margin = 0.0
         self._most_margin = 0.0
@@ -169,7 +171,8 @@ class SpareMemory:
         shape = shape_of(args, kwargs)
         with_gradient = torch.is_grad_enabled()
         room = self._room(shape, with_gradient=with_gradient)
-        if room < 0 and self._give_back(-room):
+        movable = self.activations.movable_bytes(shape) if room < 0 and with_gradient else 0
+        if room + movable < 0 and self._give_back(-room - movable):
             room = self._room(shape, with_gradient=with_gradient)
         if with_gradient:
             self._forwards += 1
@@ -177,23 +180,35 @@ class SpareMemory:
             self._is_tied |= self.states is not None and not self._is_tied and not self.states.may_move()
             if shape is not None and len(self._shapes) < 2:
                 self._shapes.add(shape)
-            self.activations.begin(shape, room)
+            free = None if self._need is not None or self._budget.gpu is None else self._budget.gpu.memory()[0]
+            self.activations.begin(shape, room, free)
             self._say_once()
-            self._watched = self._watched.with_forward(self._allocated(), shape, self.activations.kept_bytes)
+            self._begun = shape, self._allocated()
 
     def _say_once(self) -> None:
         checkpointed = self.activations.statistics["checkpointed"]
         if checkpointed and not self._has_said and self._ranks.rank == 0:
-            log.info(
-                f"the activation checkpointing of {checkpointed} blocks, which the script asks for, is taken over, "
-                'and a block recomputed only where memory is short ("ds_slide": {"activations": "as_written"} leaves '
-                "it alone)"
-            )
+            way_out = '("ds_slide": {"activations": "as_written"} leaves them alone)'
+            if unasked := self.activations.unasked:
+                log.info(
+                    f"{unasked} blocks are recomputed in backward, which the script does not ask for, in the first "
+                    f"{LOOKS[0]} steps, and later where memory is short; the losses are the same, and a key-value "
+                    f"cache that nobody asks for stays empty {way_out}"
+                )
+            if asked := checkpointed - unasked:
+                log.info(
+                    f"the activation checkpointing of {asked} blocks, which the script asks for, is taken over, and "
+                    f"a block recomputed only where memory is short {way_out}"
+                )
         self._has_said = self._has_said or bool(checkpointed)
 
     def end_forward(self) -> None:
         """It has ended, with an exception perhaps."""
         self.activations.end()
+        (shape, allocated), self._begun = self._begun, (None, 0)
+        if shape is not None:
+            beside = self.activations.kept_bytes - self.activations.moved_bytes
+            self._watched = self._watched.with_forward(allocated, shape, beside, self._needed(shape))
 
     def _notice_others(self) -> None:
         """Measure anew where a step begins with another amount on the GPU (states have moved, an engine has come), or
@@ -214,13 +229,23 @@ class SpareMemory:
             return 0.0
         rooms = []
         if self._budget.gpu is not None:
-            growth = 1.0 if shape is None else self._need.shape.growth(shape)
-            # Not everything that a batch needs shrinks with it; but without gradients it needs little to begin with.
-            needed = self._need.nbytes * (max(1.0, growth) if with_gradient else growth)
+            needed = self._needed(shape, with_gradient=with_gradient)
             rooms.append(self._usable - self._margin - self._allocated() - needed)
         if self._budget.limit is not None:
             rooms.append(self._budget.limit - self._budget.placed())
         return min(rooms)
+
+    def _needed(self, shape: Shape | None, *, with_gradient: bool = True) -> float:
+        """The most bytes that a batch of `shape` takes beside what is on the GPU when it begins, with nothing kept and
+        nothing moved; 0 as long as nothing has been measured."""
+        if self._need is None:
+            return 0.0
+        growth = 1.0 if shape is None else self._need.shape.growth(shape)
+        if growth >= 1.0 or not with_gradient:  # without gradients a batch needs little to begin with
+            return self._need.nbytes * growth
+        # Of what it needs, the inputs of blocks certainly shrink with it.
+        inputs = self.activations.input_bytes
+        return self._need.nbytes - max(0, inputs(self._need.shape) - inputs(shape))
 
     def _give_back(self, missing: float) -> bool:
         """Take states from the GPU for a batch that needs their place, and slots of the window where that does not
@@ -275,14 +300,18 @@ class SpareMemory:
         if watched.shape is None:
             return
         gpu, known = self._budget.gpu, self._need
-        peak = 0 if gpu is None else gpu.peak() - watched.base - watched.kept
+        peak = 0 if gpu is None else gpu.peak() - watched.base
         if known is None:
-            self._need = Need(watched.shape, max(0, peak))
+            self._need = Need(watched.shape, max(0, peak - watched.beside))
         elif (growth := known.shape.growth(watched.shape)) > 1:
             # The peak may be that of an earlier batch, which kept more; the prediction is the most that it can be.
-            self._need = Need(watched.shape, int(min(known.nbytes * growth, max(known.nbytes, peak))))
-        elif peak > known.nbytes:
-            self._need = replace(known, nbytes=peak)  # as many tokens, and more images
+            measured = max(known.nbytes, peak - watched.beside)
+            self._need = Need(watched.shape, int(min(known.nbytes * growth, measured)))
+        elif peak > watched.expected:
+            self._need = replace(
+                known, nbytes=int(known.nbytes + peak - watched.expected)
+            )  # as many tokens, more images
+        self._watched = replace(watched, expected=max(watched.expected, peak))
 
     def _widen_margin(self) -> None:
         """Leave more free where torch had to give back what it keeps for reuse, which stops the GPU. In the step after
@@ -313,6 +342,8 @@ class SpareMemory:
         if latest is None or self._need is None:
             return None
         room = self._room(None, with_gradient=True)
+        if room < 0:
+            room = min(0.0, room + self.activations.movable_bytes(self._need.shape))
         if self._is_tied:
             room -= (HEADROOM if len(self._shapes) < 2 else HEADROOM_OF_VARYING) * self._need.nbytes
         times = _times(latest.lanes, latest.step_s, under_backward=self._under_backward)
@@ -346,20 +377,23 @@ class SpareMemory:
 
 @dataclass(frozen=True)
 class Watched:
-    """Of the forwards since the last warm-up: the least that was on the GPU when one began, the most that one kept, and
-    the largest shape."""
+    """Of the forwards since the last warm-up: the least that was on the GPU when one began, the largest shape, the most
+    that one of this shape kept beside what it needs (less than 0 where inputs were in host memory), and the most that
+    any was expected to take, of which the peak has told already what it can."""
 
     base: int = 0
-    kept: int = 0
     shape: Shape | None = None
+    beside: int = 0
+    expected: float = 0.0
 
-    def with_forward(self, allocated: int, shape: Shape | None, kept: int) -> Watched:
-        if shape is None:
-            return self
+    def with_forward(self, allocated: int, shape: Shape, beside: int, needed: float) -> Watched:
         if self.shape is None:
-            return Watched(allocated, kept, shape)
-        largest = shape if self.shape.growth(shape) > 1 else self.shape
-        return Watched(min(self.base, allocated), max(self.kept, kept), largest)
+            return Watched(allocated, shape, beside, needed + beside)
+        is_larger = self.shape.growth(shape) > 1
+        largest = shape if is_larger else self.shape
+        if not is_larger:
+            beside = max(self.beside, beside) if shape == self.shape else self.beside
+        return Watched(min(self.base, allocated), largest, beside, max(self.expected, needed + beside))
 
 
 def _times(lanes: Mapping[str, Mapping[str, float | int]], step_s: float, *, under_backward: bool) -> StepTimes:

@@ -112,6 +112,12 @@ def hooks_around() -> tuple[Pack, Unpack] | None:
     return around
 
 
+def only_hooks_of_block(pair: tuple[Pack, Unpack]) -> bool:
+    """Whether `pair` is that of a block, with no hooks of others around it."""
+    owner = getattr(pair[0], "__self__", None)
+    return isinstance(owner, OpenHooks) and owner.are_alone
+
+
 def _stack() -> list[tuple[Pack, Unpack]]:
     """All that are in force, those that were opened last at the end."""
     above = []
@@ -136,6 +142,11 @@ class OpenHooks:
         self._below = _stack()
         self._around = self._below[-1] if self._below else None
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+
+    @property
+    def are_alone(self) -> bool:
+        """Whether no other hooks lie around these."""
+        return self._around is None
 
     def close(self) -> None:
         """Take these hooks away, and only these: a forward hook of the block that opened others closes them after.

@@ -1,0 +1,55 @@
+"""Builds what shares out spare GPU memory, and what handles activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from ds_slide.plan.memory import SPARE_HOST_SHARE
+from ds_slide.plan.probe.host_room import host_room
+from ds_slide.plan.probe.local_ranks import local_ranks
+from ds_slide.report.statistics import INPUTS
+from ds_slide.runtime import running
+from ds_slide.runtime.activations.activations import Activations
+from ds_slide.runtime.activations.checkpointing import may_be_unasked
+from ds_slide.runtime.activations.input_buffers import InputBuffers
+from ds_slide.runtime.activations.moved_inputs import MovedInputs
+from ds_slide.runtime.activations.spare_memory import Budget, SpareMemory
+from ds_slide.runtime.build_context import BuildContext
+from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
+from ds_slide.runtime.unit import Unit
+
+
+def make_spare_memory(module: nn.Module, context: BuildContext, units: Sequence[Unit]) -> SpareMemory:
+    """Of the engine of `module`."""
+    settings, device = context.settings, context.device
+    gpu = device if device.is_cuda and settings.trains else None
+    limit = settings.slide.gpu_memory if settings.trains else None
+    blocks = [unit for unit in units if unit.spec.kind == "block" and settings.slide.activations == "auto"]
+    moved = _moved_inputs(context) if blocks and settings.trains else None
+    activations = Activations(blocks, device, may_be_unasked(module, blocks), moved)
+    budget, under_backward = Budget(gpu, limit, running.on_gpu), settings.held_dtype is None
+    return SpareMemory(activations, budget, context.ranks, context.recorder, under_backward=under_backward)
+
+
+def _moved_inputs(context: BuildContext) -> MovedInputs:
+    device, failures, recorder, debug = context.device, context.failures, context.recorder, context.settings.slide.debug
+    delay = Delay(debug.lane_delay_ms, debug.seed + 4)
+    return MovedInputs(
+        InputBuffers(context.memory, _host_room(context.settings.slide.host_memory), context.allocator.pools, failures),
+        lambda: StreamWorker(INPUTS, device, failures, recorder.meters[INPUTS], delay),
+        device,
+        failures,
+        recorder,
+    )
+
+
+def _host_room(limit: int | None) -> Callable[[], int]:
+    """What tells the bytes of host memory that may still be taken. `limit`: of `ds_slide.host_memory`."""
+
+    def room() -> int:
+        free = host_room(local_ranks(), running.untouched_host_bytes()).nbytes * SPARE_HOST_SHARE
+        return max(0, int(free if limit is None else min(free, limit - running.taken().host_states)))
+
+    return room

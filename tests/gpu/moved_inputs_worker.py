@@ -1,0 +1,88 @@
+"""Trains a few steps with torch limited to a part of the GPU, and prints as JSON what it took. Not a test module.
+
+python moved_inputs_worker.py LIMIT_BYTES ACTIVATIONS SEQUENCES
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+import torch
+
+SEQUENCE, STEPS = 4096, 8
+
+
+def build() -> Any:
+    """Wide blocks of few parameters, of which the inputs are what takes memory, and no logits to speak of."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=2048,
+        num_hidden_layers=40,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        vocab_size=512,
+        max_position_embeddings=SEQUENCE,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda", 0):
+        model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def main(limit: int, activations: str, sequences: int) -> dict[str, Any]:
+    import deepspeed
+
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    model = build()
+    config = {
+        "train_micro_batch_size_per_gpu": sequences,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        "steps_per_print": 10**9,
+        "ds_slide": {"enabled": True, "window": 3, "gpu_states": 0, "activations": activations},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    tokens = torch.randint(512, (sequences, SEQUENCE), device="cuda")
+    losses, seconds = [], []
+    result: dict[str, Any] = {"out_of_memory": False}
+    try:
+        for _ in range(STEPS):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+            seconds.append(time.perf_counter() - begin)
+    except torch.OutOfMemoryError:
+        result["out_of_memory"] = True
+    # The peak of the last steps: until step 4 the engine counts for itself.
+    result |= {"losses": losses, "seconds": seconds, "peak": torch.cuda.max_memory_allocated()}
+    if losses:
+        result["activations"] = engine.optimizer.slide_stats().get("activations", {})
+        engine.destroy()
+    return result
+
+
+if __name__ == "__main__":
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    )
+    import ds_slide  # noqa: F401  (for a source tree on the path; an installed package is found by itself)
+
+    print("RESULT " + json.dumps(main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))), flush=True)
