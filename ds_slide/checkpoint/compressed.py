@@ -14,6 +14,7 @@ from ds_slide.checkpoint.state_buffers import pieces
 from ds_slide.compression.lsp.codec import Lsp, Pair
 from ds_slide.compression.lsp.projector import Projector
 from ds_slide.errors import SlideError
+from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.learning import MOMENTS
 from ds_slide.runtime.unit import Unit
 
@@ -28,10 +29,14 @@ def compressed_units(units: Sequence[Unit]) -> Compressed:
     return [(unit, unit.codec) for unit in units if isinstance(unit.codec, Lsp)]
 
 
-def planned(units: Compressed) -> dict[str, Any]:
-    """What the file holds: by unit the moments, [numel] in the layout of its codec, and by matrix both projectors."""
+def planned(runtime: SlideRuntime) -> dict[str, Any] | None:
+    """What the file holds: by unit the moments, [numel] in the layout of its codec, by matrix both projectors, and the
+    step before which the unit is checked. None where no gradient is compressed."""
+    if not (units := compressed_units(runtime.units)):
+        return None
     return {
         "format": _FORMAT,
+        "next_check": dict(runtime.learning.next_check),
         "units": {unit.name: {"projectors": _projectors(codec), **_moments(unit)} for unit, codec in units},
     }
 
@@ -52,7 +57,7 @@ def _moments(unit: Unit) -> dict[str, Planned]:
 
 def check(units: Compressed, saved: Any, path: str) -> None:
     """Raise SlideError where the file at `path`, which holds `saved`, is of other subspaces than these units have."""
-    known = isinstance(saved, Mapping) and saved.get("format") == _FORMAT and isinstance(saved.get("units"), Mapping)
+    known = isinstance(saved, Mapping) and saved.get("format") == _FORMAT
     found = dict(_sizes_of_file(saved["units"])) if known else None
     wanted = {
         (unit.name, matrix.entry.name): (unit.codec.numel, *matrix.entry.shape, codec.r_of(matrix))
@@ -73,9 +78,11 @@ def _sizes_of_file(units: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], 
             yield (unit, name), (numel, left.shape[0], right.shape[0], left.shape[1])
 
 
-def load(units: Compressed, saved: Mapping[str, Any], files: MappedFiles, device: torch.device) -> None:
+def load(runtime: SlideRuntime, saved: Mapping[str, Any], files: MappedFiles) -> None:
     """Set projectors and moments of the units, which have settled, from what the file holds."""
-    for unit, codec in units:
+    runtime.learning.resume(saved["next_check"])
+    device = runtime.device.torch
+    for unit, codec in compressed_units(runtime.units):
         own = saved["units"][unit.name]
         codec.pairs = [
             _pair([each.clone().to(device) for each in own["projectors"][matrix.entry.name]], matrix.d)

@@ -77,7 +77,7 @@ def load_checkpoint(
             _load_frozen(engine, reading)
             engine._load_zero_checkpoint(str(load_dir), tag, load_optimizer_states=True)
             if subspaces is not None:
-                compressed.load(units, subspaces, reading.files, engine.optimizer.runtime.device.torch)
+                compressed.load(engine.optimizer.runtime, subspaces, reading.files)
             engine.optimizer.runtime.states_loaded()
         elif whole_model:
             engine.optimizer._restore_from_bit16_weights()

@@ -177,8 +177,9 @@ def _planned_files(engine: Any, request: _Request, snapshot: Snapshot | None) ->
         optimizer_state = engine.optimizer.planned_state_dict(states)
         content = {OPTIMIZER_STATE_DICT: optimizer_state, "ds_config": engine.config, DS_VERSION: version}
         engine.checkpoint_engine.save(content, engine._get_zero_ckpt_name(str(directory), tag))
-        if units := compressed.compressed_units(engine.optimizer.runtime.units):
-            engine.checkpoint_engine.save(compressed.planned(units), str(directory / tag / compressed.NAME))
+        subspaces = compressed.planned(engine.optimizer.runtime)
+        if subspaces is not None:
+            engine.checkpoint_engine.save(subspaces, str(directory / tag / compressed.NAME))
     if is_publisher(engine):
         _say_what_will_be_refused(engine, request.staging.save_dir / tag, [archive for _, archive in collected])
     return collected

@@ -402,7 +402,6 @@ class SlideRuntime:
     def states_loaded(self) -> None:
         """Weights and optimizer states have come from a checkpoint: nothing of an interrupted step is left in them."""
         self.discard_gradients()
-        self.learning.resume(self.step_count)
         self.accumulation.reload()
 
     def _update_on_gpu(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, gradient: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ between two steps, so that checkpoints have no half of it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,27 +44,29 @@ class Learning:
         self._codecs = {unit.order: unit.codec for unit in units if isinstance(unit.codec, Lsp)}
         self._units = {order: units[order] for order in self._codecs}
         self._settle = settle
-        self._next_check = dict.fromkeys(self._codecs, 0)
+        self.next_check = {unit.name: 0 for unit in self._units.values()}
+        """The step before which each is checked, the first of which is 0."""
+        self._looked: list[str] = []
+        """Units that have been checked since the last step."""
         self._fitted: list[_Fitted] = []
         self._biases: dict[tuple[int, int], float] = {}
         self._checks = self._refits = 0
 
-    def resume(self, step: int) -> None:
-        """`step` steps have been done, by the run of a checkpoint."""
+    def resume(self, next_check: Mapping[str, int]) -> None:
+        """Go on as the run of a checkpoint."""
         self._fitted.clear()
-        self._next_check = {
-            order: -(-step // codec.settings.check_every) * codec.settings.check_every
-            for order, codec in self._codecs.items()
-        }
+        self._looked.clear()
+        self.next_check.update(next_check)
 
     def look(self, unit: Unit, step: int) -> None:
-        """Check the projectors of `unit` on its parameters' gradients, which are the last before step `step`, the first
-        of which is 0; if it is time."""
+        """Check the projectors of `unit` on its parameters' gradients, which are the last before step `step`; if it is
+        time."""
         codec = self._codecs.get(unit.order)
-        if codec is None or step < self._next_check[unit.order]:
+        if codec is None or step < self.next_check[unit.name]:
             return
         every = codec.settings.check_every
-        self._next_check[unit.order] = (step // every + 1) * every
+        self.next_check[unit.name] = (step // every + 1) * every
+        self._looked.append(unit.name)
         self._checks += 1
         for number, (matrix, gradient) in enumerate(zip(codec.matrices, unit.gradients(), strict=True)):
             if gradient is not None:
@@ -89,6 +91,7 @@ class Learning:
     def adopt(self) -> None:
         """Replace the projectors that were fitted, after the step's updates have been queued."""
         fitted, self._fitted = self._fitted, []
+        self._looked.clear()
         for each in fitted:
             self._settle(each.unit)
             _carry(each)
@@ -97,8 +100,11 @@ class Learning:
         self._refits += len(fitted)
 
     def discard(self) -> None:
-        """The step was not taken."""
+        """The step was not taken: its gradients, which may not have been finite, count for nothing, and the next one's
+        are checked."""
         self._fitted.clear()
+        self.next_check.update(dict.fromkeys(self._looked, 0))
+        self._looked.clear()
 
     def statistics(self) -> dict[str, Any]:
         """Of the whole run: checks of units, fits of matrices; of the newest checks the mean bias by kind of matrix, on

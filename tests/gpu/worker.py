@@ -63,7 +63,7 @@ class Scenario:
     """Additions to the "ds_slide" block. Without "kernels" the model's own modules are replaced on a GPU."""
     record: tuple[str, ...] = ()
     """What to record besides losses, norms and the kernels in the model: gradients, states, syncs, allocations,
-    memory, placement."""
+    memory, placement, masters."""
 
 
 def device() -> torch.device:
@@ -158,6 +158,13 @@ def state_digests(engine: Any) -> dict[str, str]:
     return digests
 
 
+def master_digests(engine: Any) -> dict[str, str]:
+    """Digests of the fp32 master weights."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {name: digest([safe_get_full_fp32_param(each)]) for name, each in engine.module.named_parameters()}
+
+
 def gradient_digests(engine: Any) -> dict[str, str]:
     from deepspeed.utils import safe_get_full_grad
 
@@ -228,6 +235,8 @@ class Recorder:
             self.result["sees_synchronize"] = self._syncs.sees(lambda: torch.cuda.synchronize())
         if "placement" in self._scenario.record:
             self.result["placement"] = placement(self._engine)
+        if "masters" in self._scenario.record:
+            self.result["masters"] = master_digests(self._engine)
         if "states" in self._scenario.record:
             self.result["states"] = state_digests(self._engine)
 

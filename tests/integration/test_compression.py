@@ -7,9 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+)
 from harness import (
     batches,
     differences,
@@ -18,6 +24,7 @@ from harness import (
     exchanged,
     llama,
     on_ssd,
+    same_bits,
     states_of,
     to_bf16,
     train,
@@ -230,3 +237,35 @@ def test_others_load_the_weights_alone(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path)
         assert not unequal(exchanged(expected, to_stock=True), states_of(stock, ()))
         assert not safe_get_full_optimizer_state(stock.model.layers[0].mlp.up_proj.weight, "exp_avg").any()
+
+
+def test_a_step_that_is_not_taken_checks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients are not finite; those of the next one are looked at."""
+    monkeypatch.setattr(learning, "FIT_STEPS", 2)
+    model = llama(num_hidden_layers=2)
+    with engine_for(model, ds_config({"compression": LSP | {"check_every": 100, "threshold": 0.0}})) as engine:
+        before = states_of(model, ())
+        for step, batch in enumerate(batches(3)):
+            loss = engine(**batch).loss
+            engine.backward(loss * float("inf") if step == 0 else loss)
+            engine.step()
+            checks = engine.optimizer.runtime.learning.statistics()["checks"]
+            assert checks == (2, 4, 4)[step]
+            if step == 0:
+                assert engine.optimizer.overflow and not unequal(before, states_of(model, ()))
+
+
+def test_weights_that_a_script_writes_are_the_masters() -> None:
+    model = llama(num_hidden_layers=2)
+    with engine_for(model, ds_config({"compression": LSP | {"threshold": 100}})) as engine:
+        train(engine, batches(1))
+        weight, other = model.model.layers[0].mlp.up_proj.weight, model.model.layers[1].mlp.up_proj.weight
+        exact = torch.randn(other.ds_shape)
+        safe_set_full_fp32_param(other, exact)
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            weight.data.fill_(0.5)
+        assert (safe_get_full_fp32_param(weight) == 0.5).all()
+        assert same_bits(safe_get_full_fp32_param(other), exact)
+        train(engine, batches(1))
+        moved = (safe_get_full_fp32_param(weight) - 0.5).abs()
+        assert 0 < moved.max() < 0.1
