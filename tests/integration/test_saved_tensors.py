@@ -217,6 +217,14 @@ def test_a_parameter_of_a_block_that_is_recomputed_re_entrantly_comes_back_as_it
     assert all(saved is parameter for parameter, saved in model.in_blocks)
 
 
+def test_a_parameter_of_a_block_that_stays_on_the_gpu_comes_back_as_itself() -> None:
+    model = toy()
+    with engine_for(model, ds_config({"gpu_states": "1GiB"})) as engine:
+        train(engine, batches(2), lambda engine, batch: engine(**batch))
+    assert len(model.in_blocks) == 2 * BLOCKS
+    assert all(saved is parameter for parameter, saved in model.in_blocks)
+
+
 # ---- a client's hooks -----------------------------------------------------------------------------------------------
 
 

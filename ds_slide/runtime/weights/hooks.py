@@ -71,15 +71,33 @@ def _is_opaque(node: Any) -> bool:
     return not isinstance(node, tuple | list | dict)
 
 
+def _mapped(function: Callable[[Any], Any], node: Any) -> Any:
+    """`node` with `function` of each leaf in its place."""
+    # What torch's tree_map does, in half the time for the usual containers: it is called twice in each block's forward.
+    kind = type(node)
+    if kind is tuple:
+        return tuple([_mapped(function, each) for each in node])
+    if kind is list:
+        return [_mapped(function, each) for each in node]
+    if kind is dict:
+        return {key: _mapped(function, each) for key, each in node.items()}
+    return function(node) if _is_opaque(node) else pytree.tree_map(function, node, is_leaf=_is_opaque)
+
+
 def _is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _differentiable(output: Any) -> list[torch.Tensor]:
-    """The tensors of a module's output that a backward may come through."""
+def _on_first_gradient(output: Any, call: Callable[[], None]) -> None:
+    """Call once in each backward, when the first gradient reaches a tensor of a module's output."""
     if output is None or not torch.is_grad_enabled():
-        return []
-    return [leaf for leaf in pytree.tree_leaves(output) if _is_differentiable(leaf)]
+        return
+    leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
+    outputs = [leaf for leaf in leaves if _is_differentiable(leaf)]
+    if len(outputs) == 1:
+        outputs[0].register_hook(lambda _: call())
+    elif outputs:
+        register_multi_grad_hook(outputs, lambda _: call(), mode="any")
 
 
 class BlockHooks:
@@ -112,27 +130,31 @@ class BlockHooks:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.close_left_open()
-        leaves, tree = pytree.tree_flatten((args, kwargs), is_leaf=_is_opaque)
-        places = [place for place, leaf in enumerate(leaves) if _is_differentiable(leaf)]
+        inputs: list[torch.Tensor] = []
+
+        def find(leaf: Any) -> None:
+            if _is_differentiable(leaf):
+                inputs.append(leaf)
+
+        _mapped(find, (args, kwargs))
         counted = False
         if in_backward():
             self._events.enter_backward(self._unit)
         else:
-            counted = (bool(places) or self._unit.trains) and self._root.expects_backward()
+            counted = (bool(inputs) or self._unit.trains) and self._root.expects_backward()
             self._events.enter_forward(self._unit, with_backward=counted)
-        if places and torch.is_grad_enabled():
+        if inputs and torch.is_grad_enabled():
             leave = self._events.leave_backward
             if counted:
                 token = UseToken(self._unit)
                 done = functools.partial(token.fire, leave)
             else:
                 done = functools.partial(leave, self._unit)
-            through = _Boundary.apply(done, *(leaves[p] for p in places))
-            for place, tensor in zip(places, through, strict=True):
-                leaves[place] = tensor
-            args, kwargs = pytree.tree_unflatten(leaves, tree)
-        # What a re-entrant recomputation saves needs no reference: the weights stay bound until its backward has ended.
-        if torch.is_grad_enabled() and (not in_backward() or hooks_around() is not None):
+            through = iter(_Boundary.apply(done, *inputs))
+            args, kwargs = _mapped(lambda leaf: next(through) if _is_differentiable(leaf) else leaf, (args, kwargs))
+        # Weights that are on the GPU all the time are saved as they are. What a re-entrant recomputation saves needs no
+        # reference either: the weights stay bound until its backward has ended.
+        if self._unit.is_streamed and torch.is_grad_enabled() and (not in_backward() or hooks_around() is not None):
             self._open = self._saved.open()
         return args, kwargs
 
@@ -141,8 +163,7 @@ class BlockHooks:
         if in_backward():
             return
         self._events.leave_forward(self._unit)
-        if outputs := _differentiable(output):
-            register_multi_grad_hook(outputs, lambda _: self._enter_backward(), mode="any")
+        _on_first_gradient(output, self._enter_backward)
 
     def _enter_backward(self) -> None:
         self._events.enter_backward(self._unit)
@@ -262,5 +283,4 @@ class RootHooks:
             return
         self._root.end()
         self._end()
-        if outputs := _differentiable(output):
-            register_multi_grad_hook(outputs, lambda _: self._begin_backward(), mode="any")
+        _on_first_gradient(output, self._begin_backward)

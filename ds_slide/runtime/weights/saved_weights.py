@@ -1,9 +1,10 @@
 """What autograd saves while a block computes: weights are remembered by their place, everything else as it would be.
 
 A weight lies in a slot of the window, and so do its views (`weight.t()`, which a linear layer saves). Autograd would
-read whatever block occupies the slot when backward comes. So hooks for saved tensors lie around each block, and around
-blocks only: what a module outside of them saves is in no slot, and autograd gives a parameter back as the very object
-only where no hook has been at it (an autograd.Function may look for `ds_status` on what it has saved).
+read whatever block occupies the slot when backward comes. So hooks for saved tensors lie around each block that passes
+through the window, and around those only: what other modules save is in no slot, each hook costs the host 2 us a tensor
+and direction, and autograd gives a parameter back as the very object only where no hook has been at it (an
+autograd.Function may look for `ds_status` on what it has saved).
 
 Of several hooks torch applies the innermost alone. A block's are the innermost, so they hand what is no weight to those
 that lie around them: activation checkpointing's, `save_on_cpu`, a trainer's. A block that is recomputed for one of
