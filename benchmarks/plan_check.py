@@ -204,10 +204,14 @@ def compare(planner: Planner, record: Mapping[str, Any], ceilings: Ceilings, roo
 def as_engine_of_then(request: Request, setting: Setting, stats: Mapping[str, Any]) -> Request:
     """Without what the engine of an older record had not: two passes, kernels by default, updates ahead,
     recomputation that the script does not ask for."""
+    of_then: dict[str, Any] = dict(request.raw.get("ds_slide", {}).get("debug", {}))
     if "speculation" not in stats:
-        request = request.with_block(debug={**request.raw.get("ds_slide", {}).get("debug", {}), "speculate": False})
+        of_then["speculate"] = False
+    if "spare_state_bytes" not in (stats.get("memory") or {}):
+        of_then["out_of_place"] = False
+    request = request.with_block(debug=of_then)
     if "update_passes" not in stats:
-        request = request.with_block(debug={"update_passes": 1, "speculate": False})
+        request = request.with_block(debug={**of_then, "update_passes": 1})
     if "kernels" not in stats and "kernels" not in setting.slide:
         request = request.with_block(kernels="off")
     if setting.checkpointing == "none" and not (stats.get("activations") or {}).get("checkpointed"):
