@@ -67,3 +67,31 @@ def run(model: nn.Module, slide: dict[str, Any], data: list[Batch], schedule: st
         result.states = states_of(model)
         assert [vars(layer).get(FUNCTION) for layer in layers_of(model)] == before
         return result, engine.optimizer.slide_stats()["activations"]
+
+
+class SmallGpu:
+    """A GPU that holds what the engine places, what is kept, and while a batch runs 3,000 bytes a token: as much as two
+    blocks keep."""
+
+    def __init__(self, parts: Any, total: int) -> None:
+        self.parts, self.total, self.most = parts, total, 0
+
+    def allocated(self) -> int:
+        return int(self.parts.plan.gpu_bytes + self.parts.spare.activations.alive())
+
+    def memory(self) -> tuple[int, int]:
+        return self.total - self.allocated(), self.total
+
+    def peak(self) -> int:
+        return self.most
+
+    def reset_peak(self) -> None:
+        self.most = self.allocated()
+
+    def allocation_retries(self) -> int:
+        return 0
+
+    def compute(self, batch: Batch, *, elsewhere: int = 0) -> None:
+        """`elsewhere`: bytes of it that are not on the GPU."""
+        self.most = max(self.most, self.allocated() + 3_000 * batch["input_ids"].numel() - elsewhere)
+        assert self.most <= self.total, "out of memory"

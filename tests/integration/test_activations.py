@@ -18,6 +18,7 @@ from activation_runs import (
     OWN_BYTES,
     SCHEDULES,
     STEPS,
+    SmallGpu,
     checkpointed,
     config_of,
     layers_of,
@@ -376,33 +377,6 @@ def test_slots_of_an_automatic_window_give_way_to_states(monkeypatch: pytest.Mon
     assert found == [(3, 3), (2, 5)]  # the outer module, and so many blocks
 
 
-class Counted:
-    """A GPU that holds what the engine places, what is kept, and while a batch runs 3,000 bytes a token: as much as two
-    blocks keep."""
-
-    def __init__(self, parts: Any, total: int) -> None:
-        self.parts, self.total, self.most = parts, total, 0
-
-    def allocated(self) -> int:
-        return int(self.parts.plan.gpu_bytes + self.parts.spare.activations.alive())
-
-    def memory(self) -> tuple[int, int]:
-        return self.total - self.allocated(), self.total
-
-    def peak(self) -> int:
-        return self.most
-
-    def reset_peak(self) -> None:
-        self.most = self.allocated()
-
-    def allocation_retries(self) -> int:
-        return 0
-
-    def compute(self, batch: Batch) -> None:
-        self.most = max(self.most, self.allocated() + 3_000 * batch["input_ids"].numel())
-        assert self.most <= self.total, "out of memory"
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_batches_of_any_length_fit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All memory is in use, by states and by activations, and the longest batch that fits as written still does."""
@@ -410,7 +384,7 @@ def test_batches_of_any_length_fit(seed: int, monkeypatch: pytest.MonkeyPatch) -
     model, random = checkpointed(llama(), False), Random(seed)
     with engine_for(model, config_of({"gpu_states": "auto"})) as engine:
         parts = engine.optimizer.runtime.parts
-        gpu = Counted(parts, parts.plan.gpu_bytes + 3_000 * 2 * 64 + 600_000)
+        gpu = SmallGpu(parts, parts.plan.gpu_bytes + 3_000 * 2 * 64 + 600_000)
         monkeypatch.setattr(parts.spare, "_budget", Budget(gpu, None, lambda: 0))
 
         def loss(engine: Any, batch: Batch) -> torch.Tensor:

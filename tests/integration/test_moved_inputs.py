@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from activation_runs import FORMS, MODELS, SCHEDULES, STEPS, checkpointed, config_of, layers_of, run
+from activation_runs import FORMS, MODELS, SCHEDULES, STEPS, SmallGpu, checkpointed, config_of, layers_of, run
 from allocated import storages
 from harness import Batch, Result, batches, differences, engine_for, llama, train
 from interrupting import Failure, Interrupt
@@ -272,44 +272,15 @@ def test_hooks_of_others_get_what_they_got(handle: Handle) -> None:
         engine.step()
 
 
-class SmallGpu:
-    """A GPU with room for what the engine places, and `room` bytes more. A batch takes 3,000 bytes a token, of which
-    inputs in host memory take their part away."""
-
-    def __init__(self, parts: Any, room: int) -> None:
-        self.parts, self.total = parts, parts.plan.gpu_bytes + room
-        self.most = 0
-
-    def allocated(self) -> int:
-        return int(self.parts.plan.gpu_bytes + self.parts.spare.activations.alive())
-
-    def memory(self) -> tuple[int, int]:
-        return self.total - self.allocated(), self.total
-
-    def peak(self) -> int:
-        return self.most
-
-    def reset_peak(self) -> None:
-        self.most = self.allocated()
-
-    def allocation_retries(self) -> int:
-        return 0
-
-    def compute(self, batch: Batch) -> None:
-        moved = self.parts.spare.activations.moved_bytes
-        self.most = max(self.most, self.allocated() + 3_000 * batch["input_ids"].numel() - moved)
-        assert self.most <= self.total, "out of memory"
-
-
 def small_gpu(engine: Any, room: int, monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
     """-> how the loss is computed there."""
     parts = engine.optimizer.runtime.parts
-    gpu = SmallGpu(parts, room)
+    gpu = SmallGpu(parts, parts.plan.gpu_bytes + room)
     monkeypatch.setattr(parts.spare, "_budget", Budget(gpu, None, lambda: 0))
 
     def loss(engine: Any, batch: Batch) -> torch.Tensor:
         result = engine(**batch).loss
-        gpu.compute(batch)
+        gpu.compute(batch, elsewhere=parts.spare.activations.moved_bytes)
         return result
 
     return loss

@@ -53,19 +53,12 @@ class Log:
     def call(
         self, workers: _native.Workers, own: Unit, hyper: Hyper, part: Any, isa: str, new_weight: Any = None
     ) -> None:
-        _native.update(
+        native(
             workers,
-            hyper.kernel,
-            next(name for name, dtype in WEIGHT_FORMATS.items() if dtype == own.weight.dtype),
-            own.weight.data_ptr(),
-            0 if own.remainder is None else own.remainder.data_ptr(),
-            [state.data_ptr() for state in own.states],
-            own.grad.data_ptr(),
-            GRADIENTS[own.grad.dtype],
-            own.weight.numel(),
-            hyper.constants(0.37),
+            own,
+            hyper,
+            0.37,
             isa,
-            step=hyper.step,
             part=part,
             new_weight_ptr=0 if new_weight is None else new_weight.data_ptr(),
             low_ptrs=[each.data_ptr() for each in self.low],

@@ -102,8 +102,10 @@ def native(
     isa: str = "auto",
     first: int = 0,
     part: Part = "whole",
+    **where: Any,
 ) -> None:
-    """Nothing between the test and the binding checks the tensors."""
+    """Nothing between the test and the binding checks the tensors. `where`: addresses of what is written beside `own`,
+    or instead of it."""
     weight_format = next(name for name, dtype in WEIGHT_FORMATS.items() if dtype == own.weight.dtype)
     short = own.states[0].dtype if own.states else torch.float32
     _native.update(
@@ -124,25 +126,19 @@ def native(
         hyper.step,
         first,
         part,
+        **where,
     )
 
 
 def written_elsewhere(workers: _native.Workers, own: Unit, hyper: Hyper, grad_scale: float, isa: str) -> Unit:
     """What a step out of place leaves."""
     new = own.map(torch.zeros_like)
-    _native.update(
+    native(
         workers,
-        hyper.kernel,
-        next(name for name, dtype in WEIGHT_FORMATS.items() if dtype == own.weight.dtype),
-        own.weight.data_ptr(),
-        0 if own.remainder is None else own.remainder.data_ptr(),
-        [state.data_ptr() for state in own.states],
-        own.grad.data_ptr(),
-        GRADIENTS[own.grad.dtype],
-        own.weight.numel(),
-        hyper.constants(grad_scale),
+        own,
+        hyper,
+        grad_scale,
         isa,
-        step=hyper.step,
         part="out_of_place",
         new_weight_ptr=new.weight.data_ptr(),
         new_remainder_ptr=0 if new.remainder is None else new.remainder.data_ptr(),

@@ -308,9 +308,8 @@ class SpareMemory:
             measured = max(known.nbytes, peak - watched.beside)
             self._need = Need(watched.shape, int(min(known.nbytes * growth, measured)))
         elif peak > watched.expected:
-            self._need = replace(
-                known, nbytes=int(known.nbytes + peak - watched.expected)
-            )  # as many tokens, more images
+            more = peak - watched.expected  # as many tokens, more images
+            self._need = replace(known, nbytes=int(known.nbytes + more))
         self._watched = replace(watched, expected=max(watched.expected, peak))
 
     def _widen_margin(self) -> None:
