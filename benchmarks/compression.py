@@ -2,10 +2,11 @@
 
     python3 benchmarks/compression.py --steps 2000 --d 384 --check-every 500 --out curves.csv
 
-The text is Python's standard library as it is installed here, byte by byte: every twentieth file is held out, and tells
-how well a model has learned. Weights, batches and schedule depend on the seed only. The seconds are those of the steps,
-without the evaluations; each system runs in this process, one after the other. Runs without a GPU, too
-(`DS_ACCELERATOR=cpu`, with few layers and steps).
+The text is Python's standard library as it is installed here: every twentieth file is held out, and tells how well a
+model has learned. With `--model DIR` the model of that Hugging Face folder is fine-tuned, and its tokenizer reads the
+text; without, a new one learns from its bytes. `lora` trains peft's adapters of rank `--lora-r` in its place. Weights,
+batches and schedule depend on the seed only. The seconds are those of the steps, without the evaluations; each system
+runs in this process, one after the other. Runs without a GPU, too (`DS_ACCELERATOR=cpu`, with few layers and steps).
 """
 
 from __future__ import annotations
@@ -24,19 +25,30 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-VOCABULARY = 256
+BYTES = 256
+"""Vocabulary of a model that learns from bytes."""
 HELD_OUT_EVERY = 20
-COLUMNS = ("system", "d", "r", "step", "tokens", "seconds", "train_loss", "held_out_loss", "refits", "bytes_down")
+COLUMNS = ("system", "lr", "d", "r", "step", "tokens", "seconds", "train_loss", "held_out_loss", "refits", "bytes_down")
 
 
-def text() -> tuple[Tensor, Tensor]:
-    """Bytes to train on, and bytes that are held out, each [n] uint8, the files in the order of their names."""
+def text(model: Path | None) -> tuple[Tensor, Tensor]:
+    """Tokens to train on, and tokens that are held out, each [n] int32, the files in the order of their names."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in sorted(folder.rglob("*.py")) if "site-packages" not in path.parts]
     contents = [path.read_bytes() for path in files]
-    held_out = b"".join(contents[::HELD_OUT_EVERY])
-    trained = b"".join(content for number, content in enumerate(contents) if number % HELD_OUT_EVERY)
-    return tuple(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (trained, held_out))  # type: ignore[return-value]
+    held_out = contents[::HELD_OUT_EVERY]
+    trained = [content for number, content in enumerate(contents) if number % HELD_OUT_EVERY]
+    return tokens_of(trained, model), tokens_of(held_out, model)
+
+
+def tokens_of(contents: list[bytes], model: Path | None) -> Tensor:
+    if model is None:
+        return torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8).int()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    files = tokenizer([content.decode(errors="replace") for content in contents], add_special_tokens=False)["input_ids"]
+    return torch.tensor([token for file in files for token in (*file, tokenizer.eos_token_id)], dtype=torch.int32)
 
 
 def batches(data: Tensor, options: argparse.Namespace, device: torch.device) -> Iterator[Tensor]:
@@ -49,13 +61,16 @@ def batches(data: Tensor, options: argparse.Namespace, device: torch.device) -> 
 
 
 def model_of(options: argparse.Namespace) -> nn.Module:
-    """A Llama; 12 layers of 768 have 85 million parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """That of `--model`, or a new Llama; 12 layers of 768 have 85 million parameters."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(options.seed)
+    if options.model:
+        pretrained: nn.Module = AutoModelForCausalLM.from_pretrained(options.model, local_files_only=True)
+        return pretrained.float()
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY,
+            vocab_size=BYTES,
             hidden_size=options.hidden,
             intermediate_size=options.hidden * 8 // 3,
             num_hidden_layers=options.layers,
@@ -65,6 +80,15 @@ def model_of(options: argparse.Namespace) -> nn.Module:
             use_cache=False,
         )
     )
+
+
+def with_adapters(model: nn.Module, options: argparse.Namespace) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(options.seed)
+    config = LoraConfig(r=options.lora_r, lora_alpha=2 * options.lora_r, target_modules="all-linear")
+    adapted: nn.Module = get_peft_model(model, config)
+    return adapted
 
 
 def json_of(options: argparse.Namespace, compression: dict[str, Any] | None) -> dict[str, Any]:
@@ -96,11 +120,12 @@ def held_out_loss(engine: Any, data: Tensor, options: argparse.Namespace, device
 def run(name: str, compression: dict[str, Any] | None, options: argparse.Namespace, out: TextIO) -> None:
     """One training, a row of the CSV for every evaluation."""
     device = torch.device(get_accelerator().current_device_name())
-    trained, held_out = text()
+    trained, held_out = text(options.model)
     model = model_of(options)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=json_of(options, compression)
-    )
+    if name == "lora":
+        model = with_adapters(model, options)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=learned, config=json_of(options, compression))
     writer, source = csv.writer(out), batches(trained, options, device)
     seconds, losses = 0.0, []
     for step in range(1, options.steps + 1):
@@ -121,7 +146,8 @@ def run(name: str, compression: dict[str, Any] | None, options: argparse.Namespa
         d, r = (compression["d"], compression["r"]) if compression else ("", "")
         refits, down = statistics["compression"].get("refits", ""), statistics["lanes"]["d2h"]["bytes"]
         tokens = step * options.batch * options.seq
-        writer.writerow([name, d, r, step, tokens, round(seconds, 3), round(mean, 5), round(found, 5), refits, down])
+        figures = (tokens, round(seconds, 3), round(mean, 5), round(found, 5), refits, down)
+        writer.writerow([name, options.lr, d, r, step, *figures])
         out.flush()
         print(f"{name}: step {step}, {seconds:.1f} s, loss {mean:.4f}, held out {found:.4f}", flush=True)
     engine.destroy()
@@ -132,8 +158,9 @@ def main() -> None:
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29517")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--systems", nargs="+", choices=("exact", "lsp"), default=["exact", "lsp"])
+    parser.add_argument("--systems", nargs="+", choices=("exact", "lsp", "lora"), default=["exact", "lsp"])
     parser.add_argument("--out", type=Path, default=Path("compression.csv"))
+    parser.add_argument("--model", type=Path, help="folder of a pretrained model, which is fine-tuned")
     for name, default in (
         ("steps", 2000),
         ("d", 384),
@@ -145,6 +172,7 @@ def main() -> None:
         ("layers", 12),
         ("evaluate-every", 100),
         ("evaluated", 128),
+        ("lora-r", 64),
         ("seed", 0),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)

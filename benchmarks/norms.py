@@ -5,7 +5,9 @@
 
 Writes OUT.csv and OUT.svg, and prints a JSON line. A norm at most the limit leaves a step as it would be without
 clipping: updates that do not wait for the norm are right there. `followed`: of the steps after one within the limit,
-the share that is within it, too; that is how often "as in the step before" is right where it says so.
+the share that is within it, too; that is how often "as in the step before" is right where it says so. Where the log
+has DS-Slide's statistics, `ahead` and `taken_back` are the steps whose updates began before the norm was known, and
+counted or were taken back; the others held them.
 """
 
 from __future__ import annotations
@@ -15,15 +17,31 @@ import csv
 import json
 import math
 import statistics
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ds_slide.report import drawing
 from ds_slide.report.drawing import Line, Picture, Rectangle, Text
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 960, 320, 50, 30, 40
 WITHIN, ABOVE = "#2f9e8f", "#c4424d"
+BAND = 6  # height of what is said of a step's updates, below its dot
+Updates = Literal["held", "ahead", "taken_back"]
+BANDS: dict[Updates, str] = {"ahead": "#5b7fc7", "taken_back": "#d9902f"}
+
+
+def updates_of(steps: list[dict[str, Any]]) -> list[Updates]:
+    """What became of the updates of each step, from the counts since the start in `slide_stats()["speculation"]`."""
+    found: list[Updates] = []
+    before = {"steps": 0, "taken_back": 0}
+    for step in steps:
+        counts = step["slide"].get("speculation", before)
+        taken_back, begun = (counts[name] > before[name] for name in ("taken_back", "steps"))
+        found.append("taken_back" if taken_back else "ahead" if begun else "held")
+        before = counts
+    return found
 
 
 def summarise(norms: list[float], limit: float) -> dict[str, Any]:
@@ -42,8 +60,8 @@ def summarise(norms: list[float], limit: float) -> dict[str, Any]:
     }
 
 
-def svg(norms: list[float], limit: float, caption: str) -> str:
-    """A dot a step on a logarithmic scale, and the limit as a line."""
+def svg(norms: list[float], limit: float, caption: str, updates: list[Updates] | None = None) -> str:
+    """A dot a step on a logarithmic scale, the limit as a line, and below it which steps had updates ahead."""
     finite = [norm for norm in norms if math.isfinite(norm) and norm > 0]
     low, high = math.log10(min(*finite, limit)), math.log10(max(*finite, limit))
     across = (WIDTH - LEFT - 20) / max(1, len(norms) - 1)
@@ -55,13 +73,21 @@ def svg(norms: list[float], limit: float, caption: str) -> str:
     def dot(number: int, norm: float) -> Rectangle:
         return Rectangle(LEFT + number * across - 2, y(norm) - 2, 4, 4, WITHIN if norm <= limit else ABOVE)
 
+    def band(number: int, what: Updates) -> Rectangle:
+        top = HEIGHT - BOTTOM + (8 if what == "ahead" else 16)
+        return Rectangle(LEFT + number * across - across / 2, top, across, BAND, BANDS[what])
+
+    bands = [band(number, what) for number, what in enumerate(updates or []) if what != "held"]
+    legend = "updates ahead (blue), taken back (orange)" if bands else ""
     shapes = [
         Line(LEFT, y(limit), WIDTH - 20, y(limit)),
         Text(WIDTH - 20, y(limit) - 5, f"limit {limit:g}", anchor="end", size=11),
         Text(LEFT, 18, caption),
-        Text(WIDTH - 20, HEIGHT - 12, f"step {len(norms)}", anchor="end", size=11),
+        Text(WIDTH - 20, HEIGHT - 4, f"step {len(norms)}", anchor="end", size=11),
+        Text(LEFT, HEIGHT - 4, legend, size=11),
         *(Text(LEFT - 6, y(norm) + 4, f"{norm:.2g}", anchor="end", size=11) for norm in (min(finite), max(finite))),
         *(dot(number, norm) for number, norm in enumerate(norms)),
+        *bands,
     ]
     return drawing.svg(Picture(WIDTH, HEIGHT, shapes))
 
@@ -76,14 +102,15 @@ def main() -> None:
     norms = [step["grad_norm"] for step in steps]
     if not norms or None in norms or arguments.limit <= 0:
         parser.error(f"{arguments.log} has steps without a norm, or no steps, or --limit is not above 0")
-    summary = summarise(norms, arguments.limit)
+    updates = updates_of(steps)
+    summary = summarise(norms, arguments.limit) | Counter(updates)
     with arguments.out.with_name(f"{arguments.out.name}.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["step", "norm", "within", "loss"])
-        for step, norm in zip(steps, norms, strict=True):
-            writer.writerow([step["step"], f"{norm:.6g}", int(norm <= arguments.limit), f"{step['loss']:.6g}"])
+        writer.writerow(["step", "norm", "within", "loss", "updates"])
+        for step, norm, what in zip(steps, norms, updates, strict=True):
+            writer.writerow([step["step"], f"{norm:.6g}", int(norm <= arguments.limit), f"{step['loss']:.6g}", what])
     caption = f"Gradient norms: {summary['within']} of {summary['steps']} steps within the limit"
-    arguments.out.with_name(f"{arguments.out.name}.svg").write_text(svg(norms, arguments.limit, caption))
+    arguments.out.with_name(f"{arguments.out.name}.svg").write_text(svg(norms, arguments.limit, caption, updates))
     print(json.dumps(summary))
 
 
