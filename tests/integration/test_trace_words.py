@@ -70,9 +70,10 @@ def recorded(
 @pytest.mark.parametrize(
     ("slow", "lane", "what", "phase"),
     [
-        (slow_updates, "update", "the update of {unit}", "in forward"),
-        (slow_copies_up, "h2d", "the weights of {unit} in a slot of the window", "in forward"),
-        (slow_copies_down, "d2h", "a GPU buffer for a gradient", "in backward"),
+        (slow_updates, "update", {"the update of {unit}"}, "in forward"),
+        (slow_copies_up, "h2d", {"the weights of {unit} in a slot of the window"}, "in forward"),
+        # For the one while backward goes on, for the other at its end: how much of each is how fast compute is.
+        (slow_copies_down, "d2h", {"a GPU buffer for a gradient", "what the d2h lane was given"}, "backward"),
     ],
     ids=["update", "h2d", "d2h"],
 )
@@ -82,14 +83,14 @@ def test_the_largest_wait_is_for_the_lane_that_is_the_bound(
     capsys: pytest.CaptureFixture[str],
     slow: Slow,
     lane: str,
-    what: str,
+    what: set[str],
     phase: str,
 ) -> None:
     path = tmp_path / "step.json"
     step = recorded(path, slow, monkeypatch, {"debug": {"update_passes": 1}})
     assert step.bound_lane == lane and step.bound_s > 6 * SLOW_S
     largest = largest_waits(step)[0]
-    assert (largest.waiter, largest.what, largest.phase) == ("compute", what, phase)
+    assert largest.waiter == "compute" and largest.what in what and phase in largest.phase
     assert largest.seconds > 2 * SLOW_S and set(largest.units) <= BLOCKS
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["trace", str(path)])

@@ -172,17 +172,26 @@ def remove_contents(directory: int, *, last: str | None = None, level: int = 0) 
     if level == _MOST_LEVELS:
         raise OSError(errno.ELOOP, "it has too many levels of directories")
     failure: OSError | None = None
-    for name in sorted(os.listdir(directory), key=lambda name: (name == last, name)):
+    for name in sorted(_names(directory), key=lambda name: (name == last, name)):
         if failure is not None and name == last:
             break
         try:
             _remove_entry(name, directory, level)
-        except FileNotFoundError:
-            continue
         except OSError as error:
-            failure = failure or error
+            if error.errno not in REMOVED:
+                failure = failure or error
     if failure is not None:
         raise failure
+
+
+def _names(directory: int) -> list[str]:
+    """What is in the directory; nothing where it has been removed itself, as a local file system has it."""
+    try:
+        return os.listdir(directory)
+    except OSError as error:
+        if error.errno in REMOVED:
+            return []
+        raise
 
 
 def _remove_entry(name: str, directory: int, level: int) -> None:

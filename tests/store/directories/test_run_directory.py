@@ -329,6 +329,20 @@ def test_runs_that_start_end_and_crash_at_once_never_lose_a_living_directory(pla
     assert names(parent) == set()
 
 
+@pytest.mark.parametrize("place", ["tmp_path", "over_fuse"])
+def test_an_owner_whose_directory_another_start_removes_has_nothing_to_say(place, request):
+    parent = request.getfixturevalue(place)
+    run = started(parent)
+
+    def meanwhile(path: Path, _parent: int, _directory: int) -> str:
+        run._made._unlock()
+        started(parent, 1).close()  # finds the other without a lock, and removes it
+        return path.name
+
+    run._made.remove(meanwhile)
+    assert names(parent) == set()
+
+
 def refusal(parent: Path) -> str:
     with pytest.raises(SlideError) as caught:
         RunFiles(parent, 0, json_path="ds_slide.nvme_path[1]").make("states")
