@@ -23,7 +23,9 @@ inline __attribute__((always_inline)) typename V::Int nearest_with(typename V::I
   return V::add_int(estimate, V::sub_int(V::xor_int(distance, sign), sign));
 }
 
-/// 1 for a NaN. Not all of them come back from a split master.
+/// 1 for a NaN, which is kept whole: of two NaN an operation gives back the one or the other by the order of
+/// its operands, which the step and the way back are compiled with each for itself; and a split master quiets
+/// it.
 template <class V>
 inline __attribute__((always_inline)) typename V::Int is_no_number(typename V::Int bits) {
   auto const magnitude = V::and_int(bits, V::set_int(0x7FFFFFFFu));
@@ -102,7 +104,8 @@ struct Undoable {
       auto const gradient = V::mul(V::operand(load<V, grad_dtype>(arrays.grad, i)), numbers[0]);
       Float move = V::set(0.0F);
       auto const next = Rule::template step<V>(numbers, V::operand(weight), gradient, states, &move);
-      Int wrong = format == WeightFormat::fp32 ? V::set_int(0) : is_no_number<V>(old[0]);
+      Int wrong = is_no_number<V>(old[0]);
+      for (std::size_t k = 0; k < Rule::states; ++k) wrong = V::or_int(wrong, is_no_number<V>(old[1 + k]));
       Rule::template back<V>(
           numbers, inverse, next, gradient, states,
           [&](std::size_t number, Float estimate) __attribute__((always_inline)) {
