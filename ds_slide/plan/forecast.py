@@ -57,11 +57,13 @@ class Room:
 @dataclass(frozen=True)
 class Activations:
     """`checkpointed`: blocks that the engine recomputes where memory is short. `kept`: those of them that it does not
-    recompute, with `kept_bytes`."""
+    recompute, with `kept_bytes`. `moved`: those whose inputs wait in host memory, with `moved_bytes`."""
 
     checkpointed: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
     kept_bytes: int = 0
+    moved: frozenset[int] = frozenset()
+    moved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class Forecast:
             "spare states": ranks * spare,
             "processes": ranks * self.room.process,
         }
+        if self.activations.moved:
+            entries["inputs of blocks"] = ranks * self.activations.moved_bytes
         if self.room.gpu is None:
             entries["the accelerator, which is the host"] = ranks * sum(self.gpu.values())
         return entries

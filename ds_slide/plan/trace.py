@@ -13,7 +13,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,11 +60,23 @@ class StepTrace:
     saved_bytes: int
     """At the end of the forward."""
     peak_bytes: int
+    moved_bytes: int = 0
+    """Of inputs of blocks that wait in host memory from their forward until their backward."""
 
     @property
     def flops(self) -> int:
         segments = (*self.forward, *self.backward)
         return sum(each.flops * count for segment in segments for each, count in segment.operations.items())
+
+    def with_moved(self, nbytes: int) -> StepTrace:
+        """With so many bytes of inputs in host memory: memory is at its peak in the loss or in the first backward of a
+        block, while all of them wait."""
+        return replace(
+            self,
+            saved_bytes=self.saved_bytes - nbytes,
+            peak_bytes=self.peak_bytes - nbytes,
+            moved_bytes=self.moved_bytes + nbytes,
+        )
 
 
 def kept_by_block(plain: StepTrace, checkpointed: StepTrace) -> dict[int, int]:

@@ -69,6 +69,8 @@ def _decided(forecast: Forecast) -> dict[str, int]:
         "kept": kept,
         "recomputed": checkpointed - kept,
         "kept_bytes": activations.kept_bytes,
+        "moved_inputs": len(activations.moved),
+        "moved_input_bytes": activations.moved_bytes,
     }
 
 
@@ -135,6 +137,9 @@ def _decisions(answer: Mapping[str, Any]) -> Iterator[str]:
     if decided["checkpointed"]:
         kept, recomputed = decided["kept"], decided["recomputed"]
         yield f"blocks    {kept} checkpointed blocks keep their activations, {recomputed} are recomputed"
+    if inputs := decided["moved_inputs"]:
+        nbytes = format_bytes(decided["moved_input_bytes"])
+        yield f"inputs    of {inputs} blocks wait in host memory from their forward until their backward ({nbytes})"
     yield f"updates   {answer['schedule']}: {answer['schedule_why']}"
     if calm["schedule"] != answer["schedule"]:
         yield f"calm      {_seconds(calm['step_s'])} while norms stay below the limit; updates: {calm['schedule']}"

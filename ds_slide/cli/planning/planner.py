@@ -8,13 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ds_slide.cli.planning.inputs import Inputs
 from ds_slide.cli.planning.model import ModelShape, set_checkpointing
 from ds_slide.cli.planning.steady import Spare, decide
 from ds_slide.config import CONFIG_KEY
 from ds_slide.integration.planning import Planned, filled, plan_json
 from ds_slide.patching.apply import apply_kernels
 from ds_slide.plan.ceilings.figures import Ceilings
-from ds_slide.plan.forecast import Activations, Forecast, Room
+from ds_slide.plan.forecast import FRAGMENTATION, Activations, Forecast, Room
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.rates import Rates
 from ds_slide.plan.spare import Keepable
@@ -88,28 +89,38 @@ class Planner:
                 Keepable(index, saved[index], case.rates.seconds(forward[index])) for index in sorted(case.checkpointed)
             ]
 
-        def time_of(plan: Plan, kept: Collection[int]) -> StepTime:
-            return case.time(plan, with_kept(case.trace, plain, kept))
+        tied = request.room.ranks > 1 or case.planned.micro_batches > 1
+        spare = Spare(request.room, case.trace.peak_bytes, slide.gpu_memory, tied)
+        placed, moved = case.planned.plan, frozenset[int]()
+        if request.room.gpu is not None:
+            # A margin that torch has no use for grows until it has, to what is fragmented.
+            over = sum(case.forecast_of(placed).gpu.values()) - request.room.gpu
+            moved = case.inputs.within(max(-spare.bytes_beside(placed), over / (1 + FRAGMENTATION)))
+        moved_bytes = case.inputs.nbytes(moved)
+        spare = replace(spare, needed=spare.needed - moved_bytes)
 
-        spare = Spare(
-            request.room,
-            case.trace.peak_bytes,
-            slide.gpu_memory,
-            tied=request.room.ranks > 1 or case.planned.micro_batches > 1,
-        )
-        placed = case.planned.plan
+        def step_of(kept: Collection[int]) -> StepTrace:
+            return with_kept(case.trace, plain, kept).with_moved(moved_bytes)
+
+        def time_of(plan: Plan, kept: Collection[int]) -> StepTime:
+            return case.time(plan, step_of(kept))
+
         passes = 2 * case.planned.micro_batches
         plan, activations = decide(
             placed, spare, keepable, time_of, moves_states=slide.gpu_states == "auto", passes=passes
         )
-        return case.decided(plan, with_kept(case.trace, plain, activations.kept), activations)
+        activations = replace(activations, moved=moved, moved_bytes=moved_bytes)
+        return case.decided(plan, step_of(activations.kept), activations)
 
     def _case(self, request: Request) -> _Case:
         planned = self.planned(request)
         batch = int(planned.raw["train_micro_batch_size_per_gpu"])
         traced = self._trace(request, planned, batch, checkpointing=_checkpoints(request, planned))
         rates = Rates.of(request.ceilings, on_gpu=request.room.gpu is not None)
-        return _Case(request, planned, batch, traced.step, traced.checkpointed, rates)
+        taken_over = traced.checkpointed if _takes_over(request, planned) else frozenset[int]()
+        limit = planned.settings.slide.host_memory
+        inputs = Inputs.of(traced.step, taken_over, planned.plan, request.room, limit)
+        return _Case(request, planned, batch, traced.step, traced.checkpointed, inputs, rates)
 
     def _trace(self, request: Request, planned: Planned, batch: int, *, checkpointing: bool) -> _Traced:
         slide = planned.settings.slide
@@ -150,8 +161,9 @@ class _Case:
     planned: Planned
     batch: int
     trace: StepTrace
-    """Of the first steps."""
+    """With nothing kept and nothing moved."""
     checkpointed: frozenset[int]
+    inputs: Inputs
     rates: Rates
 
     def time(self, plan: Plan, trace: StepTrace, *, below_limit: bool = False) -> StepTime:
@@ -162,9 +174,16 @@ class _Case:
         micro = planned.micro_batches
         return step_time(plan, planned.needs, trace, self.rates, micro_batches=micro, two=two, below_limit=below_limit)
 
+    def forecast_of(self, plan: Plan) -> Forecast:
+        """With nothing kept and nothing moved."""
+        return self._forecast(plan, self.trace, Activations(self.checkpointed), None)
+
     def forecast(self) -> Forecast:
         """Before anything is decided."""
-        return self._forecast(self.planned.plan, self.trace, Activations(self.checkpointed), None)
+        moved = self.inputs.unmeasured()
+        moved_bytes = self.inputs.nbytes(moved)
+        activations = Activations(self.checkpointed, moved=moved, moved_bytes=moved_bytes)
+        return self._forecast(self.planned.plan, self.trace.with_moved(moved_bytes), activations, None)
 
     def decided(self, plan: Plan, trace: StepTrace, activations: Activations) -> Forecast:
         return self._forecast(plan, trace, activations, self.forecast())

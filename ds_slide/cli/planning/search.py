@@ -45,22 +45,34 @@ def largest_batch(planner: Planner, request: Request) -> int:
         forecast = planner.forecast(replace(request, batch=batch))
         return sum((forecast.host if request.room.gpu is None else forecast.gpu).values())
 
+    room = request.room.host if request.room.gpu is None else request.room.gpu
+
+    def bracket(low: int) -> tuple[int, int]:
+        """A batch that fits, at least `low`, which does, and one that does not."""
+        high = low + 1 if low == 1 else 2 * low
+        while high <= MOST_BATCH and fitting(high):
+            # Activations grow with the tokens, and nothing else does: as far as the last ones say.
+            each = (taken(high) - taken(low)) / (high - low)
+            further = high + int((room - taken(high)) / max(each, 1.0)) + 1
+            low, high = high, max(2 * high, min(further, 16 * high))
+        return low, high
+
     if not fitting(1):
         return 0
-    room = request.room.host if request.room.gpu is None else request.room.gpu
-    low, high = 1, 2
-    while high <= MOST_BATCH and fitting(high):
-        # Activations grow with the tokens, and nothing else does: as far as the last ones say.
-        each = (taken(high) - taken(low)) / (high - low)
-        further = high + int((room - taken(high)) / max(each, 1.0)) + 1
-        low, high = high, max(2 * high, min(further, 16 * high))
-    interpolates = True
-    while high - low > max(1, low // 8):
-        share = (room - taken(low)) / max(taken(high) - taken(low), 1) if interpolates else 0.5
-        middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
-        low, high = (middle, high) if fitting(middle) else (low, middle)
-        interpolates = not interpolates
-    return low
+    low = 1
+    while True:
+        low, high = bracket(low)
+        interpolates = True
+        while high - low > max(1, low // 8):
+            share = (room - taken(low)) / max(taken(high) - taken(low), 1) if interpolates else 0.5
+            middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+            low, high = (middle, high) if fitting(middle) else (low, middle)
+            interpolates = not interpolates
+        # A larger batch fits again where it is the first whose inputs of blocks wait in host memory.
+        further = high + high // 8
+        if further > MOST_BATCH or not fitting(further):
+            return low
+        low = further
 
 
 def _without_whole_batch(request: Request) -> Request:

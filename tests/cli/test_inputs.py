@@ -1,0 +1,72 @@
+"""A plan for a batch that fits only where inputs of blocks wait in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import Qwen2Config
+
+from ds_slide.cli.planning import output
+from ds_slide.cli.planning.model import ModelShape
+from ds_slide.cli.planning.planner import Planner, Request
+from ds_slide.plan.ceilings.figures import read_ceilings
+from ds_slide.plan.forecast import Room
+from ds_slide.plan.spare import BLOCKS_UNDER_WAY
+
+BLOCKS, SEQ, HIDDEN = 24, 512, 256
+BATCH = 128
+INPUT_BYTES = BATCH * SEQ * HIDDEN * 2
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    return Planner()
+
+
+@pytest.fixture(scope="module")
+def request_of() -> Any:
+    widths = {"hidden_size": HIDDEN, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = Qwen2Config(num_hidden_layers=BLOCKS, vocab_size=512, tie_word_embeddings=True, **widths)
+    ceilings = read_ceilings("h200-16-cores")
+
+    def make(gpu: int, **block: Any) -> Request:
+        raw = {
+            "train_micro_batch_size_per_gpu": BATCH,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+            "ds_slide": {"enabled": True, "window": 3, "gpu_states": 0, **block},
+        }
+        return Request(ModelShape("narrow", config), raw, BATCH, SEQ, Room(gpu, 16 << 30), ceilings)
+
+    return make
+
+
+def test_it_fits_with_inputs_in_host_memory(planner: Planner, request_of: Any) -> None:
+    def needed(request: Request) -> int:
+        return sum(planner.forecast(request).gpu.values())
+
+    enough = needed(request_of(24 << 30))
+    request = request_of(enough - 4 * INPUT_BYTES)
+    assert planner.forecast(request.with_block(activations="as_written")).shortage()
+    first, steady = planner.forecast(request), planner.steady(request)
+    assert first.shortage() is None and steady.shortage() is None
+    # At first nobody knows how many; later as few as suffice, beside the margin.
+    assert len(first.activations.moved) == BLOCKS - BLOCKS_UNDER_WAY > len(steady.activations.moved) >= 4
+    assert steady.activations.moved_bytes == len(steady.activations.moved) * INPUT_BYTES
+    assert steady.host["inputs of blocks"] == steady.activations.moved_bytes
+    assert not steady.activations.kept
+    link = steady.time.lanes["d2h"] - planner.steady(request_of(24 << 30)).time.lanes["d2h"]
+    assert link == pytest.approx(steady.activations.moved_bytes / 55.4e9)
+    said = "\n".join(output.as_text(output.as_dict(steady), "narrow"))
+    assert f"of {len(steady.activations.moved)} blocks wait in host memory" in said
+
+
+def test_nothing_moves_without_need_or_without_room(planner: Planner, request_of: Any) -> None:
+    roomy = request_of(24 << 30)
+    assert not planner.forecast(roomy).activations.moved and not planner.steady(roomy).activations.moved
+    tight = replace(roomy, room=Room(sum(planner.forecast(roomy).gpu.values()) - 4 * INPUT_BYTES, 16 << 30))
+    assert not planner.forecast(tight.with_block(host_memory="200MiB")).activations.moved
