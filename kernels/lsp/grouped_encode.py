@@ -1,7 +1,7 @@
 """The gradients of a group of matrices, compressed in four launches: their square sums in two, GᵀP, and PᵀGQ.
 
-The host needs about 100 us for all of them, where single launches for each of a block's matrices are 60. The bits are
-those of `gather_sum` and of `ds_slide.kernels.offload.square_sum`, matrix by matrix.
+One matrix at a time a block's seven take about 60, for which host and GPU wait. The bits are those of `gather_sum` and
+of `ds_slide.kernels.offload.square_sum`, matrix by matrix.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Lsp:
     """Gradients of a unit of matrices that are on the GPU: a `GradientCodec`. They leave in `dtype`, rounded from fp32.
 
     Owners of `pairs` and of the tensors that they are views of: the compute thread and its stream, which encodes by
-    them, and overwrites them while the unit has settled (the host has waited for the last change to be applied). The
+    them, and overwrites them while the unit has settled (the host or that stream has waited for the last change). The
     lane that applies a change reads them in between, on its own stream, behind a marker of the compute stream that was
     made after they were written. Of `encoding` and `applying`, the workspaces that all units share: the compute stream
     and that lane, each all the time.
