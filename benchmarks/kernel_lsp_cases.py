@@ -1,13 +1,18 @@
-"""The kernels of LSP-Offload at the matrices of Qwen2.5-1.5B and 3B blocks: d is half of the shorter side, r = 4."""
+"""The kernels of LSP-Offload at the matrices of Qwen2.5-1.5B and 3B blocks: d is half of the shorter side, r = 4. A
+matrix at a time, and the matrices of a unit in few launches, as the engine does it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from kernel_cases import NO_LIGER, Makers
 from kernel_problem import DTYPE, Factory, Problem, Results, System, random_tensor
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ds_slide.compression.lsp.codec import Lsp
 
 Matrices = tuple[tuple[int, int], ...]
 
@@ -25,6 +30,7 @@ BLOCKS = (block(1536, 8960, 256), block(2048, 11008, 256))
 # Whole blocks, whose times are the overhead of one, then each of their matrices.
 CASES: tuple[Matrices, ...] = (*BLOCKS, *(((matrix),) for one in BLOCKS for matrix in dict.fromkeys(one)))
 TINY: tuple[Matrices, ...] = (((40, 24), (8, 70)), ((17, 33),))
+TINY_UNITS: tuple[Matrices, ...] = (((40, 36), (34, 70)),)
 
 
 def _name(matrices: Matrices) -> str:
@@ -130,8 +136,87 @@ def apply(matrices: Matrices, device: torch.device) -> Problem:
     return Problem("lsp_apply", _name(matrices), inputs, outputs, systems, reference, moved, absent=NO_LIGER)
 
 
+def _codec(matrices: Matrices, device: torch.device) -> Lsp:
+    from ds_slide.compression.lsp.codec import Lsp
+    from ds_slide.config import CompressionConfig
+    from ds_slide.model.layout import ParameterInfo, build_layout
+
+    infos = [ParameterInfo(str(i), shape, shape[0] * shape[1], 0) for i, shape in enumerate(matrices)]
+    codec = Lsp(build_layout(infos, 1), DTYPE, CompressionConfig(type="lsp", d=1 << 16, r=NON_ZEROS))
+    encoding = torch.empty(codec.encode_bytes, dtype=torch.uint8, device=device)
+    codec.begin(device, encoding, torch.empty(codec.apply_bytes // 4, device=device))
+    return codec
+
+
+def encode_unit(matrices: Matrices, device: torch.device) -> Problem:
+    """The gradients of a unit, with their square sum. The bound: read G, write S [d, d] in bf16."""
+    codec = _codec(matrices, device)
+    gradients = [random_tensor(*shape, device=device, scale=1e-3) for shape in matrices]
+    encoded = torch.empty(codec.numel, dtype=DTYPE, device=device)
+
+    def by(encode: Callable[..., Tensor]) -> System:
+        def call(*given: Tensor) -> tuple[Tensor, ...]:
+            encode(given, encoded, accumulate=False)
+            return tuple(matrix.within(encoded) for matrix in codec.matrices)
+
+        return call
+
+    def reference() -> Results:
+        dense = [(pair.left.dense(torch.float64), pair.right.dense(torch.float64)) for pair in codec.pairs]
+        products = (left.T @ g.double() @ right for g, (left, right) in zip(gradients, dense, strict=True))
+        return dict(zip(outputs, products, strict=True))
+
+    outputs = tuple(f"compressed {number}" for number in range(len(matrices)))
+    systems: dict[str, Factory] = {
+        "ours": lambda: by(codec.encode_in_groups),
+        "one by one": lambda: by(codec.encode_one_by_one),
+    }
+    inputs = {f"gradient {number}": gradient for number, gradient in enumerate(gradients)}
+    moved = sum(gradient.nbytes for gradient in gradients) + codec.nbytes
+    return Problem("lsp_encode_unit", _name(matrices), inputs, outputs, systems, reference, moved, absent=NO_LIGER)
+
+
+def apply_unit(matrices: Matrices, device: torch.device) -> Problem:
+    """The update of a unit's split masters. The bound: read and write both halves, read D [d, d] in fp32."""
+    from ds_slide.compression.codec import Masters
+    from ds_slide.optim.reference import encode_split
+
+    codec = _codec(matrices, device)
+    master = random_tensor(codec.layout.slot_numel, device=device, scale=0.02, dtype=torch.float32)
+    high, low = encode_split(master)
+    change = random_tensor(codec.numel, device=device, scale=1e-3, dtype=torch.float32)
+    inputs = {"weight": high.view(DTYPE), "low": low, "change": change}
+
+    def by(update: Callable[..., None]) -> System:
+        def call(weight: Tensor, low: Tensor, change: Tensor) -> tuple[Tensor, ...]:
+            update(change, Masters(weight, low), [DECAY] * len(matrices))
+            return tuple(matrix.of_weights(weight) for matrix in codec.matrices)
+
+        return call
+
+    def reference() -> Results:
+        results = {}
+        for name, matrix, pair in zip(outputs, codec.matrices, codec.pairs, strict=True):
+            left, right = pair.left.dense(torch.float64), pair.right.dense(torch.float64)
+            moved = left @ matrix.within(change).double() @ right.T
+            results[name] = DECAY * matrix.of_weights(master).double() + moved
+        return results
+
+    outputs = tuple(f"weight {number}" for number in range(len(matrices)))
+    systems: dict[str, Factory] = {
+        "ours": lambda: by(codec.apply_in_groups),
+        "one by one": lambda: by(codec.apply_one_by_one),
+    }
+    moved = 8 * master.numel() + change.nbytes
+    return Problem("lsp_apply_unit", _name(matrices), inputs, outputs, systems, reference, moved, absent=NO_LIGER)
+
+
 def makers(device: torch.device, tiny: bool) -> Iterator[tuple[str, Makers]]:
     """By kernel, one function a shape that sets the problem up."""
-    for kernel, make in (("lsp_compress", compress), ("lsp_apply", apply)):
-        cases = TINY if tiny else CASES
+    for kernel, make, cases in (
+        ("lsp_compress", compress, TINY if tiny else CASES),
+        ("lsp_apply", apply, TINY if tiny else CASES),
+        ("lsp_encode_unit", encode_unit, TINY_UNITS if tiny else BLOCKS),
+        ("lsp_apply_unit", apply_unit, TINY_UNITS if tiny else BLOCKS),
+    ):
         yield kernel, [lambda case=case, make=make: make(case, device) for case in cases]  # type: ignore[misc]

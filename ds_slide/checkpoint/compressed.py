@@ -43,7 +43,10 @@ def planned(runtime: SlideRuntime) -> dict[str, Any] | None:
 
 def _projectors(codec: Lsp) -> dict[str, list[torch.Tensor]]:
     return {
-        matrix.entry.name: [each.cpu() for side in (pair.left, pair.right) for each in (side.indices, side.values)]
+        # Copied: a view is pickled with all of the stack that it is of.
+        matrix.entry.name: [
+            each.to("cpu", copy=True) for side in (pair.left, pair.right) for each in (side.indices, side.values)
+        ]
         for matrix, pair in zip(codec.matrices, codec.pairs, strict=True)
     }
 
@@ -84,10 +87,9 @@ def load(runtime: SlideRuntime, saved: Mapping[str, Any], files: MappedFiles) ->
     device = runtime.device.torch
     for unit, codec in compressed_units(runtime.units):
         own = saved["units"][unit.name]
-        codec.pairs = [
-            _pair([each.clone().to(device) for each in own["projectors"][matrix.entry.name]], matrix.d)
-            for matrix in codec.matrices
-        ]
+        for number, matrix in enumerate(codec.matrices):
+            saved_pair = [each.clone().to(device) for each in own["projectors"][matrix.entry.name]]
+            codec.replace(number, _pair(saved_pair, matrix.d))
         for name in MOMENTS:
             for span in pieces(codec.numel, PIECE):
                 with files.using(own[name][span]) as values:

@@ -83,6 +83,17 @@ class GradientCodec(Protocol):
         ...
 
     @property
+    def encode_bytes(self) -> int:
+        """Bytes of GPU memory that `encode` works in, which all units share: the compute stream's. A multiple of 4."""
+        ...
+
+    @property
+    def apply_bytes(self) -> int:
+        """Bytes of GPU memory that `apply` works in, a change on its way among them, which all units share: those of
+        the stream that applies. A multiple of 4."""
+        ...
+
+    @property
     def encode_traffic(self) -> int:
         """Bytes of GPU memory that `encode` reads and writes more than a copy of the gradient does."""
         ...

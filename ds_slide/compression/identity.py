@@ -37,6 +37,14 @@ class Identity:
         return 0
 
     @property
+    def encode_bytes(self) -> int:
+        return 0
+
+    @property
+    def apply_bytes(self) -> int:
+        return 0
+
+    @property
     def encode_traffic(self) -> int:
         return 0
 

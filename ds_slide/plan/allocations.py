@@ -63,6 +63,7 @@ WEIGHT_BUFFERS = "host buffers for weights on SSD"
 GRADIENT_BUFFER = "host buffers for gradients on SSD"
 CHECKSUMS = "checksums of the pages on SSD"
 CHANGES = "changes of weights on their way"
+COMPRESSING = "workspace of gradients being compressed"
 
 
 @dataclass(frozen=True)
@@ -301,9 +302,10 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
     yield Allocation(SLOTS, "gpu", slots * slot_bytes(units, needs, placement), "the window", slots)
     packed = [unit for index, unit in enumerate(units) if ranks > 1 or not (unit.is_outer or index in placement.on_gpu)]
     staged = max((unit.codec.nbytes for unit in packed), default=0)
-    change = max((unit.written_bytes for unit in units if unit.codec.compresses), default=0)
-    if change:
-        yield Allocation(CHANGES, "gpu", change, "weights on their way")
+    codecs = [unit.codec for unit in units if unit.codec.compresses]
+    if codecs:
+        yield Allocation(COMPRESSING, "gpu", max(codec.encode_bytes for codec in codecs), "gradients on their way")
+        yield Allocation(CHANGES, "gpu", max(codec.apply_bytes for codec in codecs), "weights on their way")
     yield Allocation(STAGED, "gpu", STAGINGS * ranks * staged, "gradients on their way", STAGINGS)
     if ranks == 1:
         return

@@ -13,6 +13,7 @@ from ds_slide.model.layout import Entry
 from ds_slide.optim.reference import encode_split
 from ds_slide.plan.allocations import (
     CHANGES,
+    COMPRESSING,
     projectors_of,
     spare_buffer_of,
     state_buffer_of,
@@ -146,11 +147,11 @@ def begin_codecs(context: BuildContext, unit_plans: Sequence[UnitPlan]) -> None:
     allocator = context.allocator
     if allocator.tier(CHANGES) is None:
         return
-    changes = allocator.tensor(CHANGES, CHANGE_DTYPE)
+    encoding, applying = allocator.tensor(COMPRESSING, torch.uint8), allocator.tensor(CHANGES, CHANGE_DTYPE)
     for unit_plan in unit_plans:
         if isinstance(unit_plan.codec, Lsp):
             allocator.begun(projectors_of(unit_plan.spec.name))
-            unit_plan.codec.begin(context.device.torch, changes)
+            unit_plan.codec.begin(context.device.torch, encoding, applying)
 
 
 def join_parts(units: Sequence[Unit]) -> None:

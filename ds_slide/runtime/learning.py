@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ds_slide.compression.lsp.codec import Lsp, Matrix, Pair
+from ds_slide.compression.lsp.codec import Lsp, Pair
+from ds_slide.compression.lsp.group import Matrix
 from ds_slide.compression.lsp.learning import carry_moments, refit
 from ds_slide.runtime.unit import Unit
 
@@ -95,7 +96,7 @@ class Learning:
         for each in fitted:
             self._settle(each.unit)
             _carry(each)
-            each.codec.pairs[each.number] = each.pair
+            each.codec.replace(each.number, each.pair)
             each.unit.state.drain()
         self._refits += len(fitted)
 

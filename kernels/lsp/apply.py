@@ -14,18 +14,17 @@ import triton.language as tl
 
 from ds_slide.kernels.lsp.gather_sum import expand
 from ds_slide.kernels.lsp.sparse import Sparse, expanded_tile
+from ds_slide.kernels.lsp.table import COLUMNS, ROWS
 from ds_slide.kernels.offload.split_master import flush, load_master, store_master
 from ds_slide.kernels.offload.square_sum import COMBINE_BLOCK, combine_kernel
 
-ROWS, COLUMNS = 8, 256
-
 
 @triton.jit
-def _tile(m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows, columns, their mask, and the places of this program's elements in a matrix [m, n]."""
+def _tile(program, m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows, columns, their mask, and the places of the elements of a program in a matrix [m, n]."""
     blocks = tl.cdiv(m, ROWS)
-    rows = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)
-    columns = (tl.program_id(0) // blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = (program % blocks) * ROWS + tl.arange(0, ROWS)
+    columns = (program // blocks) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (rows < m)[:, None] & (columns < n)[None, :]
     return rows, columns, mask, rows.to(tl.int64)[:, None] * n + columns[None, :]
 
@@ -38,6 +37,46 @@ def _random_halves(places, low_key, high_key):
     x = (x ^ (x >> 15)) + high_key.to(tl.uint32)
     x = x * 0x846CA68B
     return ((x ^ (x >> 16)) >> 16).to(tl.int32)
+
+
+@triton.jit
+def apply_tile(
+    program,
+    weight,
+    remainder,
+    expanded,
+    indices,
+    values,
+    m,
+    n,
+    decay,
+    scale,
+    low_key,
+    high_key,
+    R: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """W [m, n] = decay * W + scale * PE: a tile of ROWS x COLUMNS. The keys are for a weight that is rounded."""
+    rows, columns, mask, places = _tile(program, m, n, ROWS, COLUMNS)
+    update = expanded_tile(indices, values, expanded, rows, columns, m, n, R)
+    if SPLIT:
+        old = load_master(weight, remainder, places, mask)
+    elif weight.dtype.element_ty == tl.float32:
+        old = flush(tl.load(weight + places, mask=mask, other=0.0))
+    else:
+        upper = tl.load(weight + places, mask=mask, other=0).to(tl.int32)
+        old = flush((upper << 16).to(tl.float32, bitcast=True))
+    new = flush(flush(old * decay) + flush(flush(update) * scale))
+    if SPLIT:
+        store_master(weight, remainder, places, mask, new)
+    elif weight.dtype.element_ty == tl.float32:
+        tl.store(weight + places, new, mask=mask)
+    else:
+        bits = new.to(tl.int32, bitcast=True)
+        rounded = tl.where(new != new, bits | 0x00400000, bits + _random_halves(places, low_key, high_key)) >> 16
+        tl.store(weight + places, rounded.to(tl.int16), mask=mask)
 
 
 @triton.jit(do_not_specialize=["low_key", "high_key"])
@@ -58,24 +97,24 @@ def _apply_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    rows, columns, mask, places = _tile(m, n, ROWS, COLUMNS)
-    update = expanded_tile(indices, values, expanded, rows, columns, m, n, R)
-    if SPLIT:
-        old = load_master(weight, remainder, places, mask)
-    elif weight.dtype.element_ty == tl.float32:
-        old = flush(tl.load(weight + places, mask=mask, other=0.0))
-    else:
-        upper = tl.load(weight + places, mask=mask, other=0).to(tl.int32)
-        old = flush((upper << 16).to(tl.float32, bitcast=True))
-    new = flush(flush(old * decay) + flush(flush(update) * scale))
-    if SPLIT:
-        store_master(weight, remainder, places, mask, new)
-    elif weight.dtype.element_ty == tl.float32:
-        tl.store(weight + places, new, mask=mask)
-    else:
-        bits = new.to(tl.int32, bitcast=True)
-        rounded = tl.where(new != new, bits | 0x00400000, bits + _random_halves(places, low_key, high_key)) >> 16
-        tl.store(weight + places, rounded.to(tl.int16), mask=mask)
+    apply_tile(
+        tl.program_id(0),
+        weight,
+        remainder,
+        expanded,
+        indices,
+        values,
+        m,
+        n,
+        decay,
+        scale,
+        low_key,
+        high_key,
+        R,
+        SPLIT,
+        ROWS,
+        COLUMNS,
+    )
 
 
 @triton.jit
@@ -83,7 +122,7 @@ def _residual_kernel(
     gradient, expanded, indices, values, partial, m, n, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """partial [2, programs] fp64: square sums of PE - G and of G."""
-    rows, columns, mask, places = _tile(m, n, ROWS, COLUMNS)
+    rows, columns, mask, places = _tile(tl.program_id(0), m, n, ROWS, COLUMNS)
     returned = expanded_tile(indices, values, expanded, rows, columns, m, n, R).to(tl.float64)
     whole = tl.load(gradient + places, mask=mask, other=0.0).to(tl.float32).to(tl.float64)
     lost = tl.where(mask, returned - whole, 0.0)

@@ -19,11 +19,55 @@ import triton
 import triton.language as tl
 
 from ds_slide.kernels.lsp.sparse import Sparse, expanded_tile, nothing
+from ds_slide.kernels.lsp.table import ELEMENTS, LISTS
 
-# A tile of the result: 64 elements of a row of G are a cache line in bf16, 32 of a row of the result are one in fp32.
-LISTS, WIDTH = 32, 64
 # Rows whose loads are under way at once.
 UNROLL = 4
+
+
+@triton.jit
+def listed(starts, columns, d):
+    """Of columns of a projector of `d` columns: where the entries of each start, and how many there are."""
+    start = tl.load(starts + columns, mask=columns < d, other=0)
+    return start, tl.load(starts + columns + 1, mask=columns < d, other=0) - start
+
+
+@triton.jit
+def gathered_tile(
+    matrix,
+    values,
+    entries,
+    start,
+    count,
+    elements,
+    width,
+    R: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """XᵀP of X [rows, width], transposed, [A, B] fp32, at the columns of P with the entries from `start` on, `count` of
+    them (both [A]), and the columns `elements` [1, B] of X: terms by ascending row."""
+    longest = tl.max(count, axis=0)
+    total = nothing(start.shape[0], elements.shape[1])
+    step = 0
+    while step < longest:  # the interpreter cannot take a range of a run-time number
+        for ahead in tl.static_range(UNROLL):
+            there = step + ahead < count
+            entry = tl.load(entries + start + step + ahead, mask=there, other=0)
+            value = tl.load(values + entry, mask=there, other=0.0)
+            mask = there[:, None] & (elements < width)
+            row = tl.load(matrix + (entry // R).to(tl.int64)[:, None] * width + elements, mask=mask, other=0.0)
+            # Chosen, not added as zero: -0.0 + 0.0 would be 0.0.
+            total = tl.where(mask, total + value[:, None] * row.to(tl.float32), total)
+        step += UNROLL
+    return total
+
+
+@triton.jit
+def product_tile(program, d, LISTS: tl.constexpr, ELEMENTS: tl.constexpr):
+    """Columns [LISTS] of a projector of `d` columns, and [1, ELEMENTS] of a matrix, of one program of their product."""
+    blocks = tl.cdiv(d, LISTS)
+    columns = (program % blocks) * LISTS + tl.arange(0, LISTS)
+    return columns, (program // blocks) * ELEMENTS + tl.arange(0, ELEMENTS)[None, :]
 
 
 @triton.jit
@@ -38,28 +82,13 @@ def _project_kernel(
     R: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     LISTS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    ELEMENTS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """out [width, d] = XᵀP of X [rows, width]: a tile of LISTS columns of P and WIDTH columns of X."""
-    blocks = tl.cdiv(d, LISTS)
-    columns = (tl.program_id(0) % blocks) * LISTS + tl.arange(0, LISTS)
-    elements = (tl.program_id(0) // blocks) * WIDTH + tl.arange(0, WIDTH)[None, :]
-    start = tl.load(starts + columns, mask=columns < d, other=0)
-    count = tl.load(starts + columns + 1, mask=columns < d, other=0) - start
-    longest = tl.max(count, axis=0)
-    total = nothing(LISTS, WIDTH)
-    step = 0
-    while step < longest:  # the interpreter cannot take a range of a run-time number
-        for ahead in tl.static_range(UNROLL):
-            listed = step + ahead < count
-            entry = tl.load(entries + start + step + ahead, mask=listed, other=0)
-            value = tl.load(values + entry, mask=listed, other=0.0)
-            mask = listed[:, None] & (elements < width)
-            row = tl.load(matrix + (entry // R).to(tl.int64)[:, None] * width + elements, mask=mask, other=0.0)
-            # Chosen, not added as zero: -0.0 + 0.0 would be 0.0.
-            total = tl.where(mask, total + value[:, None] * row.to(tl.float32), total)
-        step += UNROLL
+    """out [width, d] = XᵀP of X [rows, width]."""
+    columns, elements = product_tile(tl.program_id(0), d, LISTS, ELEMENTS)
+    start, count = listed(starts, columns, d)
+    total = gathered_tile(matrix, values, entries, start, count, elements, width, R, UNROLL)
     targets = out + elements.to(tl.int64) * d + columns[:, None]
     mask = (columns < d)[:, None] & (elements < width)
     if ACCUMULATE:
@@ -68,16 +97,32 @@ def _project_kernel(
 
 
 @triton.jit
-def _expand_kernel(
-    matrix, indices, values, out, width, lists, R: tl.constexpr, LISTS: tl.constexpr, WIDTH: tl.constexpr
+def expand_tile(
+    program,
+    matrix,
+    indices,
+    values,
+    out,
+    width,
+    lists,
+    R: tl.constexpr,
+    LISTS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
 ):
-    """out [width, lists] = (PX)ᵀ of X [d, width]: a tile of LISTS rows of P and WIDTH columns of X."""
+    """out [width, lists] = (PX)ᵀ of X [d, width]: a tile of LISTS rows of P and ELEMENTS columns of X."""
     blocks = tl.cdiv(lists, LISTS)
-    rows = (tl.program_id(0) % blocks) * LISTS + tl.arange(0, LISTS)
-    elements = (tl.program_id(0) // blocks) * WIDTH + tl.arange(0, WIDTH)
+    rows = (program % blocks) * LISTS + tl.arange(0, LISTS)
+    elements = (program // blocks) * ELEMENTS + tl.arange(0, ELEMENTS)
     total = expanded_tile(indices, values, matrix, rows, elements, lists, width, R)
     mask = (rows < lists)[:, None] & (elements < width)[None, :]
     tl.store(out + elements.to(tl.int64)[None, :] * lists + rows[:, None], total, mask=mask)
+
+
+@triton.jit
+def _expand_kernel(
+    matrix, indices, values, out, width, lists, R: tl.constexpr, LISTS: tl.constexpr, ELEMENTS: tl.constexpr
+):
+    expand_tile(tl.program_id(0), matrix, indices, values, out, width, lists, R, LISTS, ELEMENTS)
 
 
 def project(
@@ -90,7 +135,7 @@ def project(
     width, d, columns = matrix.shape[1], projector.d, projector.columns
     if out is None:
         out = torch.empty(width, d, dtype=torch.float32, device=matrix.device)
-    _project_kernel[(triton.cdiv(d, LISTS) * triton.cdiv(width, WIDTH),)](
+    _project_kernel[(triton.cdiv(d, LISTS) * triton.cdiv(width, ELEMENTS),)](
         matrix,
         projector.values,
         columns.starts,
@@ -101,7 +146,7 @@ def project(
         R=projector.r,
         ACCUMULATE=accumulate,
         LISTS=LISTS,
-        WIDTH=WIDTH,
+        ELEMENTS=ELEMENTS,
         UNROLL=UNROLL,
         num_warps=4,
         enable_fp_fusion=False,
@@ -113,7 +158,7 @@ def expand(matrix: torch.Tensor, projector: Sparse) -> torch.Tensor:
     """(PX)ᵀ, [k, rows] fp32, of X [d, k], fp32 or bf16, contiguous, without waiting."""
     width, lists = matrix.shape[1], projector.rows
     out = torch.empty(width, lists, dtype=torch.float32, device=matrix.device)
-    _expand_kernel[(triton.cdiv(lists, LISTS) * triton.cdiv(width, WIDTH),)](
+    _expand_kernel[(triton.cdiv(lists, LISTS) * triton.cdiv(width, ELEMENTS),)](
         matrix,
         projector.indices,
         projector.values,
@@ -122,7 +167,7 @@ def expand(matrix: torch.Tensor, projector: Sparse) -> torch.Tensor:
         lists,
         R=projector.r,
         LISTS=LISTS,
-        WIDTH=WIDTH,
+        ELEMENTS=ELEMENTS,
         num_warps=4,
         enable_fp_fusion=False,
     )

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ds_slide.errors import SlideError
+from ds_slide.kernels.constants import ALIGNMENT
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
 from ds_slide.kernels.offload.square_sum import COMBINE_BLOCK, combine_kernel
 
@@ -28,12 +29,10 @@ CHUNK = 1024
 # Gradients of one launch. Blocks have 9 to 14; shorter launches are filled up, so that a unit whose number of
 # gradients changes from step to step (experts) never compiles another kernel.
 WIDTH = 16
-# Offsets that are multiples of this (ds_slide.model.layout.ALIGNMENT) keep vector loads and stores of the buffer whole.
-ALIGNMENT = 64
 
 
 @triton.jit
-def _widened(value, dtype: tl.constexpr):
+def widened(value, dtype: tl.constexpr):
     """`value` in fp32, to be added and rounded to `dtype`."""
     if value.dtype == tl.bfloat16 and dtype == tl.float16:
         # By its bits: LLVM would narrow the addition to fp16 (8 bits of mantissa fit 11), whose exponents are too few.
@@ -47,7 +46,7 @@ def _pack_whole(source, buffer, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     value = tl.load(source + lanes)
     if ACCUMULATE:
-        value = tl.load(buffer + lanes).to(tl.float32) + _widened(value, buffer.dtype.element_ty)
+        value = tl.load(buffer + lanes).to(tl.float32) + widened(value, buffer.dtype.element_ty)
     value = value.to(buffer.dtype.element_ty)
     tl.store(buffer + lanes, value)
     # Exact: the square of a number of 24 bits or fewer fits the 53 of fp64.
@@ -68,7 +67,7 @@ def _pack_rest(source, buffer, numel, extent, ACCUMULATE: tl.constexpr, BLOCK: t
         value = tl.load(source + lanes, mask=given, other=0.0)
         if ACCUMULATE:
             old = tl.load(buffer + lanes, mask=lanes < extent, other=0.0)
-            total = old.to(tl.float32) + _widened(value, buffer.dtype.element_ty)
+            total = old.to(tl.float32) + widened(value, buffer.dtype.element_ty)
             # Chosen, not added as zero: -0.0 + 0.0 would be 0.0.
             value = tl.where(given, total.to(buffer.dtype.element_ty), old)
         else:

@@ -11,19 +11,19 @@ import triton
 import triton.language as tl
 
 from ds_slide.errors import SlideError
+from ds_slide.kernels.constants import SEGMENT
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
 
-# One program reads SEGMENT elements in steps of BLOCK, so two steps, with all loads of one under way at once;
-# longer segments leave few programs, and took 12 to 18 % longer (LOG.md).
-SEGMENT = 16384
+# One program reads SEGMENT elements in steps of BLOCK, so two steps, with all loads of one under way at once.
 BLOCK = 8192
 COMBINE_BLOCK = 4096
 NUM_WARPS = 8
 
 
 @triton.jit
-def _square_sum_kernel(values, partial, numel, SEGMENT: tl.constexpr, BLOCK: tl.constexpr):
-    segment = tl.program_id(0).to(tl.int64) * SEGMENT
+def segment_square_sum(values, number, numel, SEGMENT: tl.constexpr, BLOCK: tl.constexpr):
+    """The square sum of segment `number` of `values` [numel], fp64."""
+    segment = number.to(tl.int64) * SEGMENT
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     for step in range(0, SEGMENT, BLOCK):
         offsets = segment + step + tl.arange(0, BLOCK)
@@ -31,12 +31,18 @@ def _square_sum_kernel(values, partial, numel, SEGMENT: tl.constexpr, BLOCK: tl.
         # Exact: the square of a number of 24 bits or fewer fits the 53 of fp64.
         wide = value.to(tl.float64)
         total += wide * wide
-    tl.store(partial + tl.program_id(0), tl.sum(total, axis=0))
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
-def combine_kernel(partial, square_sum, count, BLOCK: tl.constexpr):
-    """square_sum [] fp64: the sum of partial [count] fp64, by one program.
+def _square_sum_kernel(values, partial, numel, SEGMENT: tl.constexpr, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    tl.store(partial + program, segment_square_sum(values, program, numel, SEGMENT, BLOCK))
+
+
+@triton.jit
+def combined(partial, count, BLOCK: tl.constexpr):
+    """The sum of partial [count] fp64.
 
     torch's sum would split the work by the number of multiprocessors, and its last bits with it.
     """
@@ -46,7 +52,13 @@ def combine_kernel(partial, square_sum, count, BLOCK: tl.constexpr):
         offsets = step + tl.arange(0, BLOCK)
         total += tl.load(partial + offsets, mask=offsets < count, other=0.0)
         step += BLOCK
-    tl.store(square_sum, tl.sum(total, axis=0))
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def combine_kernel(partial, square_sum, count, BLOCK: tl.constexpr):
+    """square_sum [] fp64: the sum of partial [count] fp64, by one program."""
+    tl.store(square_sum, combined(partial, count, BLOCK))
 
 
 def _check(values: torch.Tensor) -> None:

@@ -142,6 +142,27 @@ def lsp() -> Work:
     return work
 
 
+def lsp_unit() -> Work:
+    from ds_slide.compression.codec import Masters
+    from ds_slide.compression.lsp.codec import Lsp
+    from ds_slide.config import CompressionConfig
+    from ds_slide.model.layout import ParameterInfo, build_layout
+
+    infos = [ParameterInfo(str(i), (ROWS, HIDDEN), ROWS * HIDDEN, 0) for i in range(3)]
+    codec = Lsp(build_layout(infos, 1), torch.bfloat16, CompressionConfig(type="lsp", d=48))
+    encoding = torch.empty(codec.encode_bytes, dtype=torch.uint8, device="cuda")
+    codec.begin(torch.device("cuda"), encoding, torch.empty(codec.apply_bytes // 4, device="cuda"))
+    gradients = [tensor(ROWS, HIDDEN, gradient=False), None, tensor(ROWS, HIDDEN, gradient=False)]
+    encoded = torch.zeros(codec.numel, dtype=torch.bfloat16, device="cuda")
+    weight, change = torch.zeros(codec.layout.slot_numel, device="cuda"), torch.zeros(codec.numel, device="cuda")
+
+    def work() -> None:
+        codec.encode_in_groups(gradients, encoded, accumulate=True)
+        codec.apply_in_groups(change, Masters(weight), [0.9, 0.9, 1.0])
+
+    return work
+
+
 WORKS: dict[str, Callable[[], Work]] = {
     "rms_norm": lambda: rms_norms("rms_norm", residual=False),
     "add_rms_norm": lambda: rms_norms("add_rms_norm", residual=True),
@@ -160,6 +181,7 @@ WORKS: dict[str, Callable[[], Work]] = {
     "square_sum": square_sum,
     "adamw_split": adamw,
     "lsp": lsp,
+    "lsp, a unit": lsp_unit,
 }
 
 

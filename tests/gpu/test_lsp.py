@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from ds_slide.compression.codec import Masters
 from ds_slide.compression.lsp import in_torch
+from ds_slide.compression.lsp.codec import Lsp
 from ds_slide.compression.lsp.learning import bias, refit, refit_bytes
 from ds_slide.compression.lsp.projection import (
     compress,
@@ -18,7 +20,9 @@ from ds_slide.compression.lsp.projection import (
     temporary_bytes,
 )
 from ds_slide.compression.lsp.projector import Projector, random_projector
+from ds_slide.config import CompressionConfig
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
+from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.optim.reference import encode_split
 
 pytestmark = pytest.mark.needs_cuda
@@ -91,6 +95,52 @@ def test_a_gpu_and_a_processor_have_the_same_bits() -> None:
         results.append((compressed, weight))
     for on_processor, on_gpu in zip(*results, strict=True):
         assert_same_bits(on_gpu, on_processor)
+
+
+def codec(shapes: list[tuple[int, int]]) -> Lsp:
+    infos = [ParameterInfo(str(i), shape, shape[0] * shape[1], i % 2) for i, shape in enumerate(shapes)]
+    made = Lsp(build_layout(infos, 1), torch.bfloat16, CompressionConfig(type="lsp", d=704, r=NON_ZEROS))
+    encoding = torch.empty(made.encode_bytes, dtype=torch.uint8, device="cuda")
+    made.begin(torch.device("cuda"), encoding, torch.empty(made.apply_bytes // 4, device="cuda"))
+    return made
+
+
+# A block of 1.5 B; odd sides, with more matrices than one launch takes.
+UNITS = [[*SHAPES[:1], *SHAPES[1:2] * 2, *SHAPES[:1], *SHAPES[2:3] * 2, SHAPES[3]], [(517, 1031), (96, 75)] * 9]
+
+
+@pytest.mark.parametrize("shapes", UNITS)
+def test_gradients_of_a_unit_have_the_bits_of_one_matrix_at_a_time(shapes: list[tuple[int, int]]) -> None:
+    made = codec(shapes)
+    found, expected = (torch.full((made.numel,), torch.nan, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    for accumulate in (False, True):
+        gradients: list[torch.Tensor | None] = [
+            normal(*matrix.entry.shape, seed=number, dtype=torch.bfloat16)
+            for number, matrix in enumerate(made.matrices)
+        ]
+        gradients[2] = None
+        summed = made.encode_in_groups(gradients, found, accumulate=accumulate)
+        wanted = made.encode_one_by_one(gradients, expected, accumulate=accumulate)
+        assert_same_bits(found, expected)
+        assert torch.equal(summed, wanted)
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("shapes", UNITS)
+def test_the_change_of_a_unit_has_the_bits_of_one_matrix_at_a_time(shapes: list[tuple[int, int]], split: bool) -> None:
+    made = codec(shapes)
+    weight, remainder = normal(made.layout.slot_numel), None
+    if split:
+        high, remainder = encode_split(weight)
+        weight = high.view(torch.bfloat16)
+    found = Masters(weight.clone(), None if remainder is None else remainder.clone())
+    change = normal(made.numel, seed=1)
+    decays = [(0.96875, 0.75)[matrix.entry.group or 0] for matrix in made.matrices]
+    made.apply_one_by_one(change, Masters(weight, remainder), decays)
+    made.apply_in_groups(change, found, decays)
+    assert_same_bits(found.weight, weight)
+    if found.remainder is not None and remainder is not None:
+        assert_same_bits(found.remainder, remainder)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

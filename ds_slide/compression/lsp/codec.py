@@ -10,10 +10,11 @@ from itertools import groupby
 import torch
 
 from ds_slide.compression.codec import CHANGE_DTYPE, Gradients, Masters, Place
+from ds_slide.compression.lsp.group import Group, Matrix, group_of, grouped
 from ds_slide.compression.lsp.projection import compress, decompress_apply
 from ds_slide.compression.lsp.projector import Projector, projector_bytes, random_projector
 from ds_slide.config import CompressionConfig
-from ds_slide.model.layout import Entry, Segment, UnitLayout, align_up
+from ds_slide.model.layout import Segment, UnitLayout
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.rule import Hyper
 from ds_slide.optim.square_sum import square_sum
@@ -31,37 +32,6 @@ def subspace(shape: Sequence[int], d: int) -> int:
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """A matrix of the unit. `start`: of its d * d elements in the encoded gradient."""
-
-    entry: Entry
-    d: int
-    start: int
-
-    @property
-    def numel(self) -> int:
-        return self.d * self.d
-
-    @property
-    def product_numel(self) -> int:
-        """Elements of the product with one of its projectors."""
-        return self.d * self.entry.shape[1]
-
-    @property
-    def stop(self) -> int:
-        return self.start + align_up(self.numel)
-
-    def within(self, encoded: torch.Tensor) -> torch.Tensor:
-        """Its part of an encoded gradient, of a state or of a change, [d, d]."""
-        return encoded[self.start : self.start + self.numel].view(self.d, self.d)
-
-    def of_weights(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Its part of a buffer in slot layout, in its shape."""
-        entry = self.entry
-        return buffer[entry.slot_offset : entry.slot_offset + entry.numel].view(entry.shape)
-
-
-@dataclass
 class Pair:
     """The projectors of one matrix, P [rows, d] and Q [columns, d]."""
 
@@ -73,33 +43,53 @@ class Pair:
 class Lsp:
     """Gradients of a unit of matrices that are on the GPU: a `GradientCodec`. They leave in `dtype`, rounded from fp32.
 
-    Owners of `pairs`: the compute thread, which encodes by them and replaces them while the unit has settled; the lane
-    that applies a change reads them in between. Of `changes` ([>= numel], `CHANGE_DTYPE`, on the GPU, of all units):
-    that lane.
+    Owners of `pairs` and of the tensors that they are views of: the compute thread and its stream, which encodes by
+    them, and overwrites them while the unit has settled (the host or that stream has waited for the last change). The
+    lane that applies a change reads them in between, on its own stream, behind a marker of the compute stream that was
+    made after they were written. Of `encoding` and `applying`, the workspaces that all units share: the compute stream
+    and that lane, each all the time.
     """
 
     layout: UnitLayout
     dtype: torch.dtype
     settings: CompressionConfig
     matrices: Sequence[Matrix] = field(init=False)
-    pairs: list[Pair] = field(init=False, default_factory=list)
-    changes: torch.Tensor | None = field(init=False, default=None)
+    groups: Sequence[Group] = field(init=False, default=())
+    encoding: torch.Tensor = field(init=False)
+    """At least `encode_bytes` bytes."""
+    applying: torch.Tensor = field(init=False)
+    """At least `apply_bytes`, in `CHANGE_DTYPE`: a change, its matrices transposed, products."""
 
     def __post_init__(self) -> None:
         assert self.settings.d != "auto"
         self.matrices = list(_matrices(self.layout, self.settings.d))
 
-    def begin(self, device: torch.device, changes: torch.Tensor) -> None:
-        """Draw the projectors, and take the buffer through which changes come."""
-        self.changes = changes
-        self.pairs = [self._random_pair(matrix, device) for matrix in self.matrices]
+    def begin(self, device: torch.device, encoding: torch.Tensor, applying: torch.Tensor) -> None:
+        """Draw the projectors, and take the workspaces."""
+        self.encoding, self.applying = encoding, applying
+        groups: list[Group] = []
+        for matrices in grouped(self.matrices):
+            first = groups[-1].numbers.stop if groups else 0
+            groups.append(group_of(first, matrices, [self._random_pair(each, device) for each in matrices], device))
+        self.groups = groups
 
-    def _random_pair(self, matrix: Matrix, device: torch.device) -> Pair:
+    def _random_pair(self, matrix: Matrix, device: torch.device) -> list[Projector]:
         # By its name, so that the numbers do not depend on how the model is cut into units.
         generator = torch.Generator().manual_seed(self.settings.seed ^ zlib.crc32(matrix.entry.name.encode()))
-        rows, columns = matrix.entry.shape
-        sides = (random_projector(side, matrix.d, self.r_of(matrix), generator, device) for side in (rows, columns))
-        return Pair(*sides)
+        sizes = matrix.d, self.r_of(matrix)
+        return [random_projector(side, *sizes, generator, device) for side in matrix.entry.shape]
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """The projectors of each matrix."""
+        sides = ((group.left.projectors, group.right.projectors) for group in self.groups)
+        return [Pair(*pair) for left, right in sides for pair in zip(left, right, strict=True)]
+
+    def replace(self, number: int, pair: Pair) -> None:
+        """Overwrite the projectors of a matrix. The unit has settled."""
+        old = self.pairs[number]
+        old.left.copy_(pair.left)
+        old.right.copy_(pair.right)
 
     def r_of(self, matrix: Matrix) -> int:
         """Numbers in a row of its projectors."""
@@ -123,6 +113,18 @@ class Lsp:
         return sum(projector_bytes(side, matrix.d, self.r_of(matrix)) for side, matrix in sides)
 
     @property
+    def encode_bytes(self) -> int:
+        return max(
+            sum(8 * each.member.partials + 4 * each.member.product for each in group)
+            for group in grouped(self.matrices)
+        )
+
+    @property
+    def apply_bytes(self) -> int:
+        products = (sum(each.member.product for each in group) for group in grouped(self.matrices))
+        return CHANGE_DTYPE.itemsize * (2 * self.numel + max(products))
+
+    @property
     def encode_traffic(self) -> int:
         # By row of P a row of G for each of its numbers; PᵀG written and read; by row of Q one of that for each.
         return sum(
@@ -142,6 +144,30 @@ class Lsp:
 
     def encode(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
         out = out[: self.numel]
+        encode = self.encode_in_groups if out.is_cuda else self.encode_one_by_one
+        return encode(gradients, out, accumulate=accumulate)
+
+    def encode_in_groups(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
+        """`encode` by the GPU kernels, a few launches for all matrices of a group."""
+        from ds_slide.kernels.lsp.grouped_encode import encode_
+
+        gradients = [None if each is None else each.contiguous() for each in gradients]
+        total = torch.empty((), dtype=torch.float64, device=out.device)
+        for group in self.groups:
+            encode_(
+                group,
+                gradients[group.numbers],
+                out,
+                self.dtype,
+                self.encoding,
+                total,
+                accumulate=accumulate,
+                adds=group.first > 0,
+            )
+        return total
+
+    def encode_one_by_one(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
+        """`encode` of one matrix at a time, on any device; the bits of `out` are the same."""
         total = torch.zeros((), dtype=torch.float64, device=out.device)
         if not accumulate:
             out.zero_()  # gaps between the matrices, and those without a gradient
@@ -162,23 +188,41 @@ class Lsp:
         raise NotImplementedError("gradients of outer modules, which are not packed, are not compressed")
 
     def apply(self, written: torch.Tensor, span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:
-        assert self.changes is not None and (span.start, span.stop) == (0, self.numel)
-        change = self.changes[: self.numel]
+        assert (span.start, span.stop) == (0, self.numel)
+        change = self.applying[: self.numel]
         change.copy_(written[span], non_blocking=True)
-        for matrix, pair in zip(self.matrices, self.pairs, strict=True):
-            hyper = hypers[matrix.entry.group or 0]
-            assert isinstance(hyper, AdamWHyper) and hyper.adam_w_mode
+        by_group = {group: _decay(hypers[group]) for group in {each.entry.group or 0 for each in self.matrices}}
+        decays = [by_group[each.entry.group or 0] for each in self.matrices]
+        apply = self.apply_in_groups if change.is_cuda else self.apply_one_by_one
+        apply(change, masters, decays)
+        return self.numel * CHANGE_DTYPE.itemsize
+
+    def apply_in_groups(self, change: torch.Tensor, masters: Masters, decays: Sequence[float]) -> None:
+        """W = decay * W + PDQᵀ by the GPU kernels, a few launches for all matrices of a group."""
+        from ds_slide.kernels.lsp.grouped_apply import apply_
+
+        transposed, products = self.applying[self.numel : 2 * self.numel], self.applying[2 * self.numel :]
+        for group in self.groups:
+            apply_(group, masters.weight, masters.remainder, change, decays[group.numbers], transposed, products)
+
+    def apply_one_by_one(self, change: torch.Tensor, masters: Masters, decays: Sequence[float]) -> None:
+        """W = decay * W + PDQᵀ of one matrix at a time, on any device; the bits are the same."""
+        for matrix, pair, decay in zip(self.matrices, self.pairs, decays, strict=True):
             decompress_apply(
                 matrix.of_weights(masters.weight),
                 None if masters.remainder is None else matrix.of_weights(masters.remainder),
                 matrix.within(change),
                 pair.left,
                 pair.right,
-                decay=hyper.constants().decay,
+                decay=decay,
                 scale=1.0,
                 seed=0,  # of stochastic rounding, which split and fp32 masters do without
             )
-        return self.numel * CHANGE_DTYPE.itemsize
+
+
+def _decay(hyper: Hyper) -> float:
+    assert isinstance(hyper, AdamWHyper) and hyper.adam_w_mode
+    return hyper.constants().decay
 
 
 def _matrices(layout: UnitLayout, d: int) -> Iterator[Matrix]:

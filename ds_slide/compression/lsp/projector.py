@@ -74,12 +74,22 @@ class Projector:
         wanted = torch.arange(self.d + 1, dtype=torch.int32, device=self.device)
         return Columns(torch.searchsorted(sorted_columns, wanted, out_int32=True), entries.int())
 
+    def with_columns(self, columns: Columns) -> Projector:
+        """This projector with its order of columns, which the caller has computed."""
+        other = Projector(self.indices, self.values, self.d)
+        other.__dict__["columns"] = columns
+        return other
+
     def with_values(self, values: Tensor) -> Projector:
         """A projector of the same pattern, which shares what has been computed of it."""
         other = Projector(self.indices, values, self.d)
-        if "columns" in self.__dict__:
-            other.__dict__["columns"] = self.columns
-        return other
+        return other.with_columns(self.columns) if "columns" in self.__dict__ else other
+
+    def copy_(self, other: Projector) -> None:
+        """Take the pattern and the values of a projector of the same shape, in place."""
+        ours, theirs = ((one.indices, one.values, one.columns.starts, one.columns.entries) for one in (self, other))
+        for target, source in zip(ours, theirs, strict=True):
+            target.copy_(source)
 
     def to(self, device: torch.device | str) -> Projector:
         """This projector on `device`."""

@@ -1,0 +1,169 @@
+"""The changes of a group of matrices, applied to their weights in three launches: Dᵀ, E = DQᵀ, and W = decay * W + PE.
+
+The bits are those of `ds_slide.kernels.lsp.apply`, matrix by matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_slide.kernels.lsp.apply import apply_tile
+from ds_slide.kernels.lsp.gather_sum import expand_tile
+from ds_slide.kernels.lsp.group import (
+    COLUMNS_BEFORE,
+    PRODUCT,
+    ROWS_BEFORE,
+    SLOT_OFFSET,
+    START,
+    Group,
+    entries_before,
+    member,
+    place,
+    sides,
+)
+from ds_slide.kernels.lsp.table import COLUMNS, ELEMENTS, LISTS, ROWS, SIDE, WIDTH
+
+
+@triton.jit
+def _transpose_kernel(change, transposed, firsts, fields, UNIT: tl.constexpr, WIDTH: tl.constexpr, SIDE: tl.constexpr):
+    """Dᵀ [d, d] of each matrix: rows of it are what the next launch gathers."""
+    index, program = member(firsts, WIDTH)
+    _, _, d = sides(fields, index, UNIT, WIDTH)
+    start = place(fields, index, START, WIDTH)
+    blocks = tl.cdiv(d, SIDE)
+    rows = (program % blocks) * SIDE + tl.arange(0, SIDE)
+    columns = (program // blocks) * SIDE + tl.arange(0, SIDE)
+    sources = rows.to(tl.int64)[:, None] * d + columns[None, :]
+    tile = tl.load(change + start + sources, mask=(rows < d)[:, None] & (columns < d)[None, :], other=0.0)
+    targets = columns.to(tl.int64)[:, None] * d + rows[None, :]
+    tl.store(transposed + start + targets, tl.trans(tile), mask=(columns < d)[:, None] & (rows < d)[None, :])
+
+
+@triton.jit
+def _expand_kernel(
+    transposed,
+    firsts,
+    fields,
+    indices,
+    values,
+    products,
+    R: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LISTS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):
+    """E = DQᵀ [d, columns] of each matrix, at its place of `products`."""
+    index, program = member(firsts, WIDTH)
+    _, lists, d = sides(fields, index, UNIT, WIDTH)
+    before = entries_before(fields, index, COLUMNS_BEFORE, R, WIDTH)
+    expand_tile(
+        program,
+        transposed + place(fields, index, START, WIDTH),
+        indices + before,
+        values + before,
+        products + place(fields, index, PRODUCT, WIDTH),
+        d,
+        lists,
+        R,
+        LISTS,
+        ELEMENTS,
+    )
+
+
+@triton.jit
+def _apply_kernel(
+    weight,
+    remainder,
+    decays,
+    products,
+    firsts,
+    fields,
+    indices,
+    values,
+    R: tl.constexpr,
+    SPLIT: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    index, program = member(firsts, WIDTH)
+    decay = decays[0]
+    for later in tl.static_range(1, WIDTH):
+        decay = tl.where(index == later, decays[later], decay)
+    rows, columns, _ = sides(fields, index, UNIT, WIDTH)
+    start = place(fields, index, SLOT_OFFSET, WIDTH)
+    before = entries_before(fields, index, ROWS_BEFORE, R, WIDTH)
+    apply_tile(
+        program,
+        weight + start,
+        remainder + start,
+        products + place(fields, index, PRODUCT, WIDTH),
+        indices + before,
+        values + before,
+        rows,
+        columns,
+        decay,
+        1.0,
+        0,
+        0,
+        R,
+        SPLIT,
+        ROWS,
+        COLUMNS,
+    )
+
+
+def apply_(
+    group: Group,
+    weight: torch.Tensor,
+    remainder: torch.Tensor | None,
+    change: torch.Tensor,
+    decays: Sequence[float],
+    transposed: torch.Tensor,
+    products: torch.Tensor,
+) -> None:
+    """W = decay * W + PDQᵀ of each matrix of a group, in place, without waiting; nothing is allocated.
+
+    weight: flat, in slot layout: bf16 with `remainder`, its low 16 bits (int16), or fp32. change: flat, fp32, every D
+    [d, d] at its start. decays: one for each matrix, numbers that fp32 holds. transposed (as large as `change`) and
+    products (of the numbers that the table's members have): fp32, workspace.
+    """
+    table, left, right = group.table, group.left, group.right
+    common = {"UNIT": table.unit, "WIDTH": WIDTH, "num_warps": 4, "enable_fp_fusion": False}
+    _transpose_kernel[(table.transpose.programs,)](
+        change, transposed, table.transpose.firsts, table.fields, SIDE=SIDE, **common
+    )
+    _expand_kernel[(table.expand.programs,)](
+        transposed,
+        table.expand.firsts,
+        table.fields,
+        right.indices,
+        right.values,
+        products,
+        R=right.r,
+        LISTS=LISTS,
+        ELEMENTS=ELEMENTS,
+        **common,
+    )
+    bits = weight if remainder is None else weight.view(torch.int16)
+    _apply_kernel[(table.apply.programs,)](
+        bits,
+        bits if remainder is None else remainder,
+        (*decays, *[1.0] * (WIDTH - len(decays))),
+        products,
+        table.apply.firsts,
+        table.fields,
+        left.indices,
+        left.values,
+        R=left.r,
+        SPLIT=remainder is not None,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        **common,
+    )

@@ -1,0 +1,160 @@
+"""Where the matrices of a group are, for launches that work on all of them: what a program looks itself up in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from ds_slide.kernels.constants import ALIGNMENT, SEGMENT
+
+# Matrices of one launch at most; a block has 7. Shorter groups are filled up, and compile no other kernel.
+WIDTH = 16
+# A tile of a product with a projector: 64 elements of a row of G are a cache line in bf16, 32 of a row of the result
+# are one in fp32.
+LISTS, ELEMENTS = 32, 64
+# A tile of a weight.
+ROWS, COLUMNS = 8, 256
+# A tile of a change that is transposed.
+SIDE = 32
+# Partial square sums of a matrix start at multiples of it, so that the loads of those that add them up are vectors.
+PARTIALS = 16
+# At most; what all widths of a group are multiples of is known to the compiler, and makes vectors of their rows.
+MOST_UNIT = 16
+
+
+class Member(NamedTuple):
+    """A matrix of a group, [rows, columns]. `start`: of its d * d numbers in an encoded gradient or a change.
+    `slot_offset`: of its weights in slot layout. Both are multiples of ALIGNMENT."""
+
+    rows: int
+    columns: int
+    d: int
+    start: int
+    slot_offset: int
+
+    @property
+    def partials(self) -> int:
+        """Partial square sums of its gradient, and room behind them."""
+        return _align(-(-self.rows * self.columns // SEGMENT), PARTIALS)
+
+    @property
+    def product(self) -> int:
+        """Numbers of the product with its first projector, GᵀP or DQᵀ, and room behind them."""
+        return _align(self.d * self.columns, ALIGNMENT)
+
+
+class Field(NamedTuple):
+    """What a program reads of its matrix, from a table with a row for each of these."""
+
+    rows: int
+    columns: int
+    """In units of the table, and so is `d`."""
+    d: int
+    start: int
+    """In units of ALIGNMENT, and so are the next two."""
+    slot_offset: int
+    product: int
+    """Start of the product with its first projector."""
+    rows_before: int
+    """Rows of the left projectors before its own in their stack."""
+    columns_before: int
+    """The same of the right ones."""
+    starts_before: int
+    """Starts of columns before its own, in both stacks."""
+
+
+class Grid(NamedTuple):
+    """The programs of one launch."""
+
+    programs: int
+    firsts: torch.Tensor
+    """[WIDTH] int32: the first program of each matrix; `programs` where there is none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The launches over one group of matrices."""
+
+    count: int
+    """Matrices."""
+    unit: int
+    """What their columns and d are multiples of."""
+    fields: torch.Tensor
+    """[fields of `Field`, WIDTH] int32."""
+    squares: Grid
+    left: Grid
+    right: Grid
+    transpose: Grid
+    expand: Grid
+    apply: Grid
+
+
+def table_of(members: Sequence[Member], device: torch.device) -> Table:
+    """The table of at most WIDTH matrices, on `device`."""
+    assert 0 < len(members) <= WIDTH
+    unit = math.gcd(MOST_UNIT, *(side for each in members for side in (each.columns, each.d)))
+
+    def grid(programs: Iterable[int]) -> Grid:
+        bounds = list(_starts(programs))
+        total = bounds.pop()
+        firsts = bounds + [total] * (WIDTH - len(bounds))
+        return Grid(total, torch.tensor(firsts, dtype=torch.int32, device=device))
+
+    return Table(
+        count=len(members),
+        unit=unit,
+        fields=torch.tensor(list(_rows(_fields(members, unit))), dtype=torch.int32, device=device),
+        squares=grid(each.partials for each in members),
+        left=grid(_tiles(each.d, LISTS) * _tiles(each.columns, ELEMENTS) for each in members),
+        right=grid(_tiles(each.d, LISTS) * _tiles(each.d, ELEMENTS) for each in members),
+        transpose=grid(_tiles(each.d, SIDE) ** 2 for each in members),
+        expand=grid(_tiles(each.columns, LISTS) * _tiles(each.d, ELEMENTS) for each in members),
+        apply=grid(_tiles(each.rows, ROWS) * _tiles(each.columns, COLUMNS) for each in members),
+    )
+
+
+def _fields(members: Sequence[Member], unit: int) -> Iterator[Field]:
+    products, rows, columns, starts = (
+        _starts(numbers)
+        for numbers in (
+            [each.product for each in members],
+            [each.rows for each in members],
+            [each.columns for each in members],
+            [each.d + 1 for each in members],
+        )
+    )
+    for each in members:
+        yield Field(
+            rows=each.rows,
+            columns=each.columns // unit,
+            d=each.d // unit,
+            start=each.start // ALIGNMENT,
+            slot_offset=each.slot_offset // ALIGNMENT,
+            product=next(products) // ALIGNMENT,
+            rows_before=next(rows),
+            columns_before=next(columns),
+            starts_before=next(starts),
+        )
+
+
+def _rows(fields: Iterable[Field]) -> Iterator[list[int]]:
+    for row in zip(*fields, strict=True):
+        yield [*row, *(0 for _ in range(WIDTH - len(row)))]
+
+
+def _starts(numbers: Iterable[int]) -> Iterator[int]:
+    """Where each begins when they are laid one behind the other, and where the last one ends."""
+    return accumulate(numbers, initial=0)
+
+
+def _tiles(length: int, size: int) -> int:
+    return -(-length // size)
+
+
+def _align(numel: int, to: int) -> int:
+    return -(-numel // to) * to

@@ -1,0 +1,195 @@
+"""The codec of LSP-Offload by launches over groups of matrices, against one matrix at a time in plain torch: the same
+bits, in few launches, within the workspaces that a plan counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+from ds_slide.compression.codec import CHANGE_DTYPE, Masters
+from ds_slide.compression.lsp.codec import Lsp, Pair
+from ds_slide.compression.lsp.projector import random_projector
+from ds_slide.config import CompressionConfig
+from ds_slide.kernels.lsp import grouped_apply
+from ds_slide.model.layout import ParameterInfo, build_layout
+from ds_slide.optim.adamw import AdamWHyper
+from ds_slide.optim.reference import encode_split
+
+pytestmark = pytest.mark.usefixtures("nearest_bfloat16", "poisoned_memory", "quick_interpreter")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COMPRESSING = ["_squares_kernel", "_left_kernel", "_right_kernel", "_total_kernel"]
+APPLYING = ["_transpose_kernel", "_expand_kernel", "_apply_kernel"]
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Shapes = Sequence[tuple[int, int]]
+# q, k, v, o, gate, up and down of a block, in small; sides that no vector divides, with d of 19, 16, 25 and 17; and
+# more than one launch takes.
+BLOCK: Shapes = [(64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96)]
+ODD: Shapes = [(39, 75), (300, 33), (64, 64), (35, 34)]
+MANY: Shapes = [(32, 32 + 16 * (number % 2)) for number in range(18)]
+
+
+def codec(shapes: Shapes, dtype: torch.dtype = torch.bfloat16, d: int = 32, r: int = 4, groups: int = 1) -> Lsp:
+    infos = [ParameterInfo(str(i), shape, shape[0] * shape[1], i % groups) for i, shape in enumerate(shapes)]
+    made = Lsp(build_layout(infos, 1), dtype, CompressionConfig(type="lsp", d=d, r=r))
+    encoding = torch.full((made.encode_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    applying = torch.full((made.apply_bytes // 4,), torch.nan, dtype=CHANGE_DTYPE, device=DEVICE)
+    made.begin(torch.device(DEVICE), encoding, applying)
+    return made
+
+
+def block() -> Lsp:
+    return codec(BLOCK)
+
+
+def odd() -> Lsp:
+    """Of two parameter groups."""
+    return codec(ODD, d=25, r=3, groups=2)
+
+
+def many() -> Lsp:
+    return codec(MANY, d=16, r=1)
+
+
+def values(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Over many orders of magnitude, zeros of both signs among them."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.randn(*shape, generator=generator) * 10.0 ** torch.randint(-6, 3, shape, generator=generator)
+    spread[torch.rand(*shape, generator=generator) < 0.1] = -0.0
+    return spread.to(dtype).to(DEVICE)
+
+
+def gradients(of: Lsp, dtype: torch.dtype, seed: int, missing: Sequence[int] = ()) -> list[Tensor | None]:
+    return [
+        None if number in missing else values(*matrix.entry.shape, seed=seed + number, dtype=dtype)
+        for number, matrix in enumerate(of.matrices)
+    ]
+
+
+def assert_same_bits(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    kind = BITS[expected.element_size()]
+    assert torch.equal(found.view(kind), expected.view(kind))
+
+
+@pytest.mark.parametrize(
+    ("of", "given", "dtype", "held", "missing"),
+    [
+        (block, torch.bfloat16, torch.bfloat16, torch.bfloat16, ()),
+        (block, torch.bfloat16, torch.bfloat16, torch.float32, (0, 4)),
+        (odd, torch.bfloat16, torch.bfloat16, torch.bfloat16, (1,)),
+        (odd, torch.float16, torch.float16, torch.float16, ()),
+        (odd, torch.float32, torch.float32, torch.float32, (3,)),
+        (odd, torch.bfloat16, torch.bfloat16, torch.float16, (0, 1, 2, 3)),
+        (many, torch.bfloat16, torch.float32, torch.float32, (0, 17)),
+    ],
+)
+def test_encode(
+    of: Callable[[], Lsp], given: torch.dtype, dtype: torch.dtype, held: torch.dtype, missing: Sequence[int]
+) -> None:
+    made = of()
+    made.dtype = dtype
+    found = torch.full((made.numel,), torch.nan, dtype=held, device=DEVICE)
+    expected = found.clone()
+    for accumulate, seed in ((False, 1), (True, 100), (True, 200)):
+        sources = gradients(made, given, seed, missing if seed != 100 else (2,))
+        summed = made.encode_in_groups(sources, found, accumulate=accumulate)
+        wanted = made.encode_one_by_one(sources, expected, accumulate=accumulate)
+        assert_same_bits(found, expected)
+        torch.testing.assert_close(summed, wanted, rtol=1e-13, atol=0.0)
+
+
+def test_gradients_of_two_data_types() -> None:
+    made = odd()
+    found, expected = torch.empty(2, made.numel, dtype=torch.bfloat16, device=DEVICE)
+    sources = [*gradients(made, torch.float32, 1)[:2], *gradients(made, torch.bfloat16, 1)[2:]]
+    assert sources[0] is not None
+    sources[0] = sources[0].T.contiguous().T
+    summed = made.encode_in_groups(sources, found, accumulate=False)
+    wanted = made.encode_one_by_one(sources, expected, accumulate=False)
+    assert_same_bits(found, expected)
+    torch.testing.assert_close(summed, wanted, rtol=1e-13, atol=0.0)
+
+
+@pytest.mark.parametrize("of", [block, odd, many])
+@pytest.mark.parametrize("split", [True, False])
+def test_apply(of: Callable[[], Lsp], split: bool) -> None:
+    made = of()
+    weight, remainder = values(made.layout.slot_numel, seed=1), None
+    if split:
+        high, remainder = encode_split(weight)
+        weight = high.view(torch.bfloat16)
+    masters = Masters(weight, remainder)
+    found = Masters(weight.clone(), None if remainder is None else remainder.clone())
+    written = values(made.numel, seed=2)
+    decays = [0.9 + 0.1 * (matrix.entry.group or 0) for matrix in made.matrices]
+    made.apply_one_by_one(written, masters, decays)
+    made.apply_in_groups(written, found, decays)
+    assert_same_bits(found.weight, masters.weight)
+    if found.remainder is not None and masters.remainder is not None:
+        assert_same_bits(found.remainder, masters.remainder)
+
+
+def test_each_group_has_the_decay_of_its_hypers() -> None:
+    made, hypers = odd(), [AdamWHyper(lr=1e-3, weight_decay=decay) for decay in (0.0, 100.0)]
+    weight = torch.ones(made.layout.slot_numel, device=DEVICE)
+    change = torch.zeros(made.numel, device=DEVICE)
+    assert made.apply(change, slice(0, made.numel), Masters(weight), hypers) == 4 * made.numel
+    for matrix in made.matrices:
+        assert (matrix.of_weights(weight) == hypers[matrix.entry.group or 0].constants().decay).all()
+
+
+def test_projectors_are_replaced_where_they_lie() -> None:
+    made, generator = odd(), torch.Generator().manual_seed(0)
+    number, before = 2, [pair.left.dense() for pair in made.pairs]
+    old = made.pairs[number]
+    new = Pair(*(random_projector(side.rows, side.d, side.r, generator, DEVICE) for side in (old.left, old.right)))
+    made.replace(number, new)
+    assert torch.equal(old.left.dense(), new.left.dense()) and torch.equal(old.right.dense(), new.right.dense())
+    unchanged = [torch.equal(pair.left.dense(), dense) for pair, dense in zip(made.pairs, before, strict=True)]
+    assert unchanged == [True, True, False, True]
+    found, expected = torch.empty(2, made.numel, dtype=torch.bfloat16, device=DEVICE)
+    sources = gradients(made, torch.bfloat16, 1)
+    made.encode_in_groups(sources, found, accumulate=False)
+    made.encode_one_by_one(sources, expected, accumulate=False)
+    assert_same_bits(found, expected)
+
+
+class Operations(TorchDispatchMode):
+    """Names of torch's operations but views, and of launches of kernels, which are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not function.is_view:
+            self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+    def launched(self, kernel: Any, *_: Any, **__: Any) -> None:
+        self.names.append(kernel.__name__)
+
+
+@pytest.mark.parametrize(("of", "groups"), [(block, 1), (many, 2)])
+def test_launches(of: Callable[[], Lsp], groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four to compress the gradients of a block, three to apply its change, however many matrices it has, and no memory
+    is allocated but for the square sum."""
+    made, seen = of(), Operations()
+    sources = gradients(made, torch.bfloat16, 1)
+    out, weight = torch.empty(made.numel, device=DEVICE), torch.empty(made.layout.slot_numel, device=DEVICE)
+    monkeypatch.setattr(type(grouped_apply._apply_kernel), "run", lambda *given, **how: seen.launched(*given, **how))
+    with seen:
+        made.encode_in_groups(sources, out, accumulate=True)
+        encoded, seen.names = seen.names, []
+        made.apply_in_groups(made.applying[: made.numel], Masters(weight), [1.0] * len(made.matrices))
+    poisoned = ["aten::empty.memory_format", "aten::fill_.Scalar"]
+    assert encoded == [*poisoned, *COMPRESSING * groups]
+    assert seen.names == APPLYING * groups
