@@ -1,6 +1,8 @@
 """Trains a few steps with torch limited to a part of the GPU, and prints as JSON what it took. Not a test module.
 
-python moved_inputs_worker.py LIMIT_BYTES ACTIVATIONS SEQUENCES
+python moved_inputs_worker.py LIMIT_BYTES ACTIVATIONS STEPS SEQUENCES...
+
+An engine trains STEPS steps of each number of sequences.
 """
 
 from __future__ import annotations
@@ -9,12 +11,11 @@ import json
 import os
 import socket
 import sys
-import time
 from typing import Any
 
 import torch
 
-SEQUENCE, STEPS = 4096, 8
+SEQUENCE = 4096
 
 
 def build() -> Any:
@@ -22,10 +23,10 @@ def build() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=2048,
+        hidden_size=1024,
+        intermediate_size=1024,
         num_hidden_layers=40,
-        num_attention_heads=16,
+        num_attention_heads=8,
         num_key_value_heads=2,
         vocab_size=512,
         max_position_embeddings=SEQUENCE,
@@ -38,14 +39,14 @@ def build() -> Any:
     return model.train()
 
 
-def main(limit: int, activations: str, sequences: int) -> dict[str, Any]:
+def main(limit: int, activations: str, steps: int, batches: list[int]) -> dict[str, Any]:
     import deepspeed
 
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(limit / total)
     model = build()
     config = {
-        "train_micro_batch_size_per_gpu": sequences,
+        "train_micro_batch_size_per_gpu": batches[0],
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -54,25 +55,24 @@ def main(limit: int, activations: str, sequences: int) -> dict[str, Any]:
         "ds_slide": {"enabled": True, "window": 3, "gpu_states": 0, "activations": activations},
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    tokens = torch.randint(512, (sequences, SEQUENCE), device="cuda")
-    losses, seconds = [], []
-    result: dict[str, Any] = {"out_of_memory": False}
+    losses: list[float] = []
+    result: dict[str, Any] = {"out_of_memory": False, "peaks": [], "losses": losses}
     try:
-        for _ in range(STEPS):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            loss = engine(input_ids=tokens, labels=tokens).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss))
-            seconds.append(time.perf_counter() - begin)
+        for sequences in batches:
+            tokens = torch.randint(512, (sequences, SEQUENCE), device="cuda")
+            for _ in range(steps):
+                loss = engine(input_ids=tokens, labels=tokens).loss
+                engine.backward(loss)
+                engine.step()
+                losses.append(float(loss))
+            # Of the last steps: in the first ones the engine itself begins to count anew.
+            result["peaks"].append(torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
     except torch.OutOfMemoryError:
         result["out_of_memory"] = True
-    # The peak of the last steps: until step 4 the engine counts for itself.
-    result |= {"losses": losses, "seconds": seconds, "peak": torch.cuda.max_memory_allocated()}
-    if losses:
-        result["activations"] = engine.optimizer.slide_stats().get("activations", {})
-        engine.destroy()
+        return result
+    result["activations"] = engine.optimizer.slide_stats()["activations"]
+    engine.destroy()
     return result
 
 
@@ -85,4 +85,6 @@ if __name__ == "__main__":
     )
     import ds_slide  # noqa: F401  (for a source tree on the path; an installed package is found by itself)
 
-    print("RESULT " + json.dumps(main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))), flush=True)
+    limit, activations, *numbers = sys.argv[1:]
+    steps, *batches = map(int, numbers)
+    print("RESULT " + json.dumps(main(int(limit), activations, steps, batches)), flush=True)

@@ -9,8 +9,8 @@ import pytest
 
 pytestmark = pytest.mark.needs_cuda  # a scenario takes minutes on the processor
 
-STEPS = 12
-COMPRESSION = {"type": "lsp", "d": 128, "check_every": 5, "threshold": 0.1}
+STEPS = 8
+COMPRESSION = {"type": "lsp", "d": 128, "check_every": 3, "threshold": 0.1}
 REFERENCE: dict[str, Any] = {"window": 2, "gpu_states": 0, "kernels": "off", "compression": COMPRESSION}
 VARIANTS: dict[str, dict[str, Any]] = {
     "the same again": {},
