@@ -12,12 +12,19 @@ from ds_slide.cli.doctor import cache
 from ds_slide.cli.planning import output, plot
 from ds_slide.cli.planning.model import ModelShape
 from ds_slide.cli.planning.planner import Planner, Request
-from ds_slide.cli.planning.search import largest_batch, largest_model, recommended, shortage, smallest_change
+from ds_slide.cli.planning.search import (
+    largest_batch,
+    largest_model,
+    recommended,
+    shortage,
+    smallest_change,
+    without_whole_batch,
+)
 from ds_slide.cli.planning.subspace import with_subspace
 from ds_slide.config import parse_bytes
-from ds_slide.errors import SlideConfigError
+from ds_slide.errors import DoesNotFit, SlideConfigError
 from ds_slide.plan.ceilings.figures import Ceilings, read_ceilings
-from ds_slide.plan.forecast import Room
+from ds_slide.plan.forecast import Forecast, Room
 
 LEAST_SIZE = 1 << 20
 """Bytes of memory; less is a number whose unit was forgotten."""
@@ -34,57 +41,62 @@ def run(arguments: argparse.Namespace, say: Any) -> int:
     request, chosen = with_subspace(planner, request)
     notes += chosen
     if arguments.fit:
-        return _fit(planner, request, arguments, say)
+        return _fit(planner, request, arguments, notes, say)
     short = shortage(planner, request)
     if short is not None:
-        change = smallest_change(planner, request, short)
-        answer = output.refusal(short, None if change is None else change.sentence)
-        say(json.dumps(answer, indent=2) if arguments.json else f"ds-slide plan: {answer['message']}")
-        return 1
-    _answer(planner, request, arguments, notes, say)
+        return _refuse(planner, request, short, arguments, say, "ds-slide plan:")
+    best, batch, model = planner.steady(request), largest_batch(planner, request), largest_model(planner, request)
+    found = {"largest_batch": batch, "largest_model": model}
+    _answer(best, planner, request, arguments, notes, say, **found)
     return 0
 
 
-def _answer(planner: Planner, request: Request, arguments: argparse.Namespace, notes: list[str], say: Any) -> None:
-    answer = output.as_dict(
-        planner.steady(request),
-        model=request.shape.name,
-        ceilings=request.ceilings.source,
-        largest_batch=largest_batch(planner, request),
-        largest_model=largest_model(planner, request),
-        notes=[*notes, *planner.planned(request).notes],
-    )
+def _fit(planner: Planner, request: Request, arguments: argparse.Namespace, notes: list[str], say: Any) -> int:
+    """Whether it fits, with which batch, and where not with which change."""
+    one = replace(request, batch=request.batch or 1)
+    short = shortage(planner, one)
+    if short is not None:
+        return _refuse(planner, one, short, arguments, say, "It does not fit.")
+    largest = largest_batch(planner, request)
+    best = recommended(planner, request, largest)
+    if not arguments.json:
+        say(
+            f"It fits. Use a micro-batch of {best.batch}: {best.tokens_per_s:,.0f} tokens/s, {best.time.step_s:.3f} s "
+            f"a step; the largest that fits is {largest}."
+        )
+    recommendation = without_whole_batch(replace(request, batch=best.batch))
+    _answer(best, planner, recommendation, arguments, notes, say, largest_batch=largest)
+    return 0
+
+
+def _refuse(
+    planner: Planner, request: Request, short: DoesNotFit, arguments: argparse.Namespace, say: Any, begin: str
+) -> int:
+    change = smallest_change(planner, request, short)
+    answer = output.refusal(short, None if change is None else change.sentence)
+    say(json.dumps(answer, indent=2) if arguments.json else f"{begin} {answer['message']}")
+    return 1
+
+
+def _answer(
+    forecast: Forecast,
+    planner: Planner,
+    request: Request,
+    arguments: argparse.Namespace,
+    notes: list[str],
+    say: Any,
+    **found: Any,
+) -> None:
+    name = request.shape.name
+    notes = [*notes, *planner.planned(request).notes]
+    answer = output.as_dict(forecast, model=name, ceilings=request.ceilings.source, notes=notes, **found)
     if arguments.json:
         say(json.dumps(answer, indent=2))
     else:
-        for line in output.as_text(answer, request.shape.name):
+        for line in output.as_text(answer, name):
             say(line)
     if arguments.plot:
-        plot.draw(answer, request.shape.name, arguments.plot)
-
-
-def _fit(planner: Planner, request: Request, arguments: argparse.Namespace, say: Any) -> int:
-    """Whether it fits, with which batch, and where not with which change."""
-    batch = request.batch or 1
-    one = replace(request, batch=batch)
-    short = shortage(planner, one)
-    if short is not None:
-        change = smallest_change(planner, one, short)
-        answer = output.refusal(short, None if change is None else change.sentence)
-        say(json.dumps(answer, indent=2) if arguments.json else f"It does not fit. {answer['message']}")
-        return 1
-    largest = largest_batch(planner, request)
-    best = recommended(planner, request, largest)
-    if arguments.json:
-        say(json.dumps(output.as_dict(best, model=request.shape.name, largest_batch=largest), indent=2))
-        return 0
-    say(
-        f"It fits. Use a micro-batch of {best.batch}: {best.tokens_per_s:,.0f} tokens/s, {best.time.step_s:.3f} s a "
-        f"step; the largest that fits is {largest}."
-    )
-    for line in output.as_text(output.as_dict(best), request.shape.name):
-        say(line)
-    return 0
+        plot.draw(answer, name, arguments.plot)
 
 
 def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:

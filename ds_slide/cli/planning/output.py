@@ -123,7 +123,7 @@ def as_text(answer: Mapping[str, Any], name: str) -> Iterator[str]:
     yield from _decisions(answer)
     if answer["ssd_written_bytes_a_step"]:
         yield f"SSD       {format_bytes(int(answer['ssd_written_bytes_a_day']))} written in a day"
-    if "largest_batch" in answer:
+    if "largest_model" in answer:
         yield f"largest   batch {answer['largest_batch']} of {answer['seq']} tokens; {_largest_model(answer)}"
     for note in answer.get("notes", ()):
         yield f"note      {note}"

@@ -36,7 +36,7 @@ def fits(planner: Planner, request: Request) -> bool:
 
 def largest_batch(planner: Planner, request: Request) -> int:
     """Sequences of a micro-batch, to an eighth, which is what a forecast is good for; 0 where not even one fits."""
-    request = _without_whole_batch(request)
+    request = without_whole_batch(request)
 
     def fitting(batch: int) -> bool:
         return fits(planner, replace(request, batch=batch))
@@ -75,14 +75,14 @@ def largest_batch(planner: Planner, request: Request) -> int:
         low = further
 
 
-def _without_whole_batch(request: Request) -> Request:
+def without_whole_batch(request: Request) -> Request:
     """With the micro-batches of a step as they are, whatever their size."""
     return replace(request, raw={key: value for key, value in request.raw.items() if key != "train_batch_size"})
 
 
 def recommended(planner: Planner, request: Request, largest: int) -> Forecast:
     """The smallest batch of those of a power of two, and the largest one, with nearly the most tokens a second."""
-    request = _without_whole_batch(request)
+    request = without_whole_batch(request)
     batches = [1 << power for power in range(largest.bit_length()) if 1 << power < largest] + [largest]
     forecasts = [planner.steady(replace(request, batch=batch)) for batch in batches[-5:]]
     most = max(each.tokens_per_s for each in forecasts)
@@ -129,7 +129,7 @@ def _for_gpu(planner: Planner, request: Request) -> Iterator[Callable[[], Change
         also = "" if batch else ' with "ds_slide": {"window": 3, "gpu_states": 0}'
         return Change(
             f"use a micro-batch of {best}{also} and accumulate gradients over more of them",
-            replace(_without_whole_batch(block), batch=best),
+            replace(without_whole_batch(block), batch=best),
         )
 
     yield smaller_batch
