@@ -136,7 +136,7 @@ def lsp() -> Work:
         # Of new projectors every time, whose order of columns is computed here.
         left, right = (Projector(one.indices, one.values, one.d) for one in pair)
         compress(gradient, left, right, compressed, accumulate=False)
-        decompress_apply(weight, None, compressed, left, right, decay=0.9, scale=0.1, seed=1)
+        decompress_apply(weight, None, compressed, left, right, decay=0.9, scale=0.1, keys=(1, 2))
         bias(gradient, left, right)
 
     return work
