@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import ds_slide as package
+from ds_slide.cli.planning.output import as_text
 from ds_slide.config import parse_bytes
 
 CEILINGS = Path(package.__file__).parent / "configs" / "ceilings"
@@ -237,6 +238,7 @@ def test_masters_of_compressed_matrices_are_exact_where_that_fits(
     for master_dtype in ("fp32", "auto"):
         assert plan(master_dtype, between)["change"] == 'set "ds_slide": {"compression": {"master_dtype": "bf16"}}'
     assert plan("bf16", between)["memory"]["rounded_masters"] == rounded
+    assert f"masters   of {rounded:,} parameters in bf16" in "\n".join(as_text(plan("bf16", between), "of any name"))
 
 
 def test_the_subspace_is_the_largest_that_hides(

@@ -107,7 +107,7 @@ def test_masters_of_the_other_kind_load(
         assert torch.equal(master, after[name]["master"]), name
 
 
-def test_auto_takes_what_fits() -> None:
+def test_auto_takes_what_fits(caplog: pytest.LogCaptureFixture) -> None:
     def begun(master_dtype: str, gpu_memory: int) -> tuple[int, int]:
         with engine_for(small(), config(master_dtype, {"gpu_memory": gpu_memory})) as engine:
             report = engine.optimizer.runtime.parts.memory_report
@@ -117,8 +117,10 @@ def test_auto_takes_what_fits() -> None:
     none, exact = begun("auto", plenty)
     some, rounded = begun("bf16", plenty)
     assert (none, exact - rounded) == (0, 2 * some)
-    assert begun("auto", exact) == (0, exact)
+    caplog.clear()
+    assert begun("auto", exact) == (0, exact) and "rounded stochastically" not in caplog.text
     assert begun("auto", exact - 1) == begun("auto", rounded) == (some, rounded)
+    assert f"masters of {some:,} parameters in bf16, rounded stochastically" in caplog.text
     said = f'set ds_slide.compression.master_dtype to "bf16" ({exact - rounded:,} bytes less)'
     with pytest.raises(SlideError, match=re.escape(said)):
         begun("fp32", exact - 1)
