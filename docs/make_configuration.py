@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 from pydantic import BaseModel
 
@@ -37,11 +38,13 @@ def rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, s
     """(key, what is accepted, default as JSON, meaning) of every setting, nested ones by their path."""
     of = meanings(model)
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from rows(field.annotation, f"{prefix}{name}.")
-        else:
-            default = field.get_default(call_default_factory=True)
-            yield f"{prefix}{name}", field.description or "", json.dumps(default), of[name]
+        kinds = (field.annotation, *get_args(field.annotation))  # an object, or an object or null
+        nested = [each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)]
+        if field.annotation not in nested:
+            default = "" if field.is_required() else json.dumps(field.get_default(call_default_factory=True))
+            yield f"{prefix}{name}", field.description or "", default, of[name]
+        for each in nested:
+            yield from rows(each, f"{prefix}{name}.")
 
 
 def table() -> str:
@@ -49,7 +52,8 @@ def table() -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
     lines = [line("key", "value", "default", "meaning"), line("---", "---", "---", "---")]
-    lines += [line(f"`{key}`", value, f"`{default}`", text) for key, value, default, text in rows(schema.SlideConfig)]
+    for key, value, default, text in rows(schema.SlideConfig):
+        lines.append(line(f"`{key}`", value, f"`{default}`" if default else "required", text))
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ from ds_slide.checkpoint.state_buffers import pieces
 from ds_slide.compression.lsp.codec import Lsp, Pair
 from ds_slide.compression.lsp.projector import Projector
 from ds_slide.errors import SlideError
+from ds_slide.report.log import log
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.learning import MOMENTS
 from ds_slide.runtime.unit import Unit
@@ -31,14 +32,20 @@ def compressed_units(units: Sequence[Unit]) -> Compressed:
 
 def planned(runtime: SlideRuntime) -> dict[str, Any] | None:
     """What the file holds: by unit the moments, [numel] in the layout of its codec, by matrix both projectors, and the
-    step before which the unit is checked. None where no gradient is compressed."""
+    step before which the unit is checked; how masters were kept. None where no gradient is compressed."""
     if not (units := compressed_units(runtime.units)):
         return None
     return {
         "format": _FORMAT,
+        "master_dtype": _master_dtype(runtime),
         "next_check": dict(runtime.learning.next_check),
         "units": {unit.name: {"projectors": _projectors(codec), **_moments(unit)} for unit, codec in units},
     }
+
+
+def _master_dtype(runtime: SlideRuntime) -> str:
+    """ "bf16" where weights are masters and are rounded stochastically (`ds_slide.compression.master_dtype`)."""
+    return "bf16" if runtime.parts.plan.rounded_masters else "fp32"
 
 
 def _projectors(codec: Lsp) -> dict[str, list[torch.Tensor]]:
@@ -83,6 +90,14 @@ def _sizes_of_file(units: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], 
 
 def load(runtime: SlideRuntime, saved: Mapping[str, Any], files: MappedFiles) -> None:
     """Set projectors and moments of the units, which have settled, from what the file holds."""
+    was, now = saved.get("master_dtype", "fp32"), _master_dtype(runtime)
+    if was != now:
+        log.warning(
+            "the masters of compressed matrices were %s when this checkpoint was saved, and are %s now: the run does "
+            "not go on with the same bits (ds_slide.compression.master_dtype)",
+            was,
+            now,
+        )
     runtime.learning.resume(saved["next_check"])
     device = runtime.device.torch
     for unit, codec in compressed_units(runtime.units):

@@ -80,12 +80,13 @@ def write_values(unit: Unit, key: str, span: slice, values: torch.Tensor) -> Non
     if key != MASTER:
         if state.change is None:  # else they are in a file of their own (`ds_slide.checkpoint.compressed`)
             state.write(key, span, values)
-    elif state.has("remainder") and not state.dtype_of("remainder").is_floating_point:
+    elif dtype == torch.bfloat16:
         high = torch.empty(values.numel(), dtype=torch.int16, device=values.device)
         low = torch.empty_like(high)
         for part in pieces(values.numel()):
             high[part], low[part] = encode_split(values[part])
-        state.write("remainder", span, low)
+        if state.has("remainder"):  # else the weights are the masters, rounded as those of split masters are
+            state.write("remainder", span, low)
         state.write("weight", span, high.view(dtype))
     else:
         if state.has("remainder"):

@@ -42,6 +42,11 @@ class Masters:
     weight: torch.Tensor
     remainder: torch.Tensor | None = None
 
+    @property
+    def are_rounded(self) -> bool:
+        """Whether a change that is applied to them is rounded stochastically: bf16 weights that are all there is."""
+        return self.weight.dtype == torch.bfloat16 and self.remainder is None
+
 
 @dataclass(frozen=True)
 class Place:
@@ -98,9 +103,9 @@ class GradientCodec(Protocol):
         """Bytes of GPU memory that `encode` reads and writes more than a copy of the gradient does."""
         ...
 
-    @property
-    def apply_traffic(self) -> int:
-        """Bytes of GPU memory that `apply` reads and writes more than a copy of the weights does."""
+    def apply_traffic(self, master_bytes: int) -> int:
+        """Bytes of GPU memory that `apply` reads and writes more than a copy of the weights does. `master_bytes`: of an
+        element of the masters."""
         ...
 
     @property

@@ -178,6 +178,11 @@ class CompressionConfig(_Block):
     r: Annotated[StrictInt, Field(ge=1, le=MOST_R)] = Field(default=4, description=f"an integer from 1 to {MOST_R}")
     """Numbers other than zero in each row of P and Q."""
 
+    master_dtype: Literal["auto", "fp32", "bf16"] = Field(default="auto", description='"auto", "fp32" or "bf16"')
+    """Masters of the compressed matrices, on the GPU: exact fp32, bf16 weights with their low halves (4 bytes a
+    parameter); or the bf16 weights alone, each update rounded stochastically (2 bytes). "auto": fp32 where that fits,
+    by what the engine itself places; activations come on top of it."""
+
     check_every: Annotated[StrictInt, Field(ge=1, le=MOST_STEPS)] = Field(
         default=500, description=f"an integer from 1 to {MOST_STEPS:,}"
     )
@@ -190,7 +195,7 @@ class CompressionConfig(_Block):
     more, P and Q are fitted to that gradient anew."""
 
     seed: StrictInt = Field(default=0, ge=0, le=_LARGEST_SEED, description="an integer from 0 to 2^63 - 1")
-    """Seed of the first P and Q."""
+    """Seed of the first P and Q, and of the bits by which bf16 masters are rounded."""
 
 
 class SlideConfig(_Block):

@@ -12,7 +12,7 @@ from deepspeed.utils import z3_leaf_module
 from torch import nn
 
 from ds_slide.compression.lsp.codec import LEAST_SUBSPACE
-from ds_slide.config import SlideConfig
+from ds_slide.config import CompressionConfig, SlideConfig
 from ds_slide.errors import SlideConfigError
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.kernels import install_kernels
@@ -132,13 +132,24 @@ def divided(
     structure = find_structure(module, config.blocks, apart, leaves, precision_of, is_compressed)
     if head is not None:
         check_is_outer(head, structure)
-    if config.compression is not None and settings.trains and not any(part.compressed for part in structure.parts):
+    if config.compression is not None and settings.trains:
+        _check_compressed(config.compression, [part for part in structure.parts if part.compressed])
+    specs = _in_forward_order(module, structure.units)
+    return [_unit_plan(spec, group_of, settings, world_size, head) for spec in specs], head
+
+
+def _check_compressed(compression: CompressionConfig, parts: Sequence[UnitSpec]) -> None:
+    if not parts:
         raise SlideConfigError(
             "ds_slide.compression is set, but no block has a trainable matrix whose smaller side is at least "
             f"{2 * LEAST_SUBSPACE}; remove it"
         )
-    specs = _in_forward_order(module, structure.units)
-    return [_unit_plan(spec, group_of, settings, world_size, head) for spec in specs], head
+    others = {part.precision.weight for part in parts} - {torch.bfloat16}
+    if compression.master_dtype == "bf16" and others:
+        raise SlideConfigError(
+            f'ds_slide.compression.master_dtype is "bf16", but there are weights in {others.pop()}, which are their '
+            'own masters; set it to "fp32"'
+        )
 
 
 def _in_forward_order(module: nn.Module, units: Sequence[UnitSpec]) -> list[UnitSpec]:

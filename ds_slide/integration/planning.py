@@ -160,8 +160,7 @@ def plan_json(model: nn.Module, raw: Mapping[str, Any], room: Room) -> Planned:
     unit_plans, _ = divided(model, group_of, settings, room.ranks)
     shares = room.ranks > 1 and slide.share_weights is not False
     plan = plan_of(unit_plans, settings, _budgets(slide, room), shares_weights=shares)
-    needs = settings.needs(world_size=room.ranks, shares_weights=shares, gpu_is_own=room.gpu is not None)
-    return Planned(plan, needs, settings, unit_plans, parsed.gradient_accumulation_steps, raw, notes)
+    return Planned(plan, plan.needs, settings, unit_plans, parsed.gradient_accumulation_steps, raw, notes)
 
 
 def _engine_of(parsed: DeepSpeedConfig) -> Any:

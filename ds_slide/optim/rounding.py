@@ -1,4 +1,4 @@
-"""Stochastic rounding of moments in plain torch, on any device: the statement that the kernels match bit by bit.
+"""Stochastic rounding in plain torch, on any device: the statement that the kernels match bit by bit.
 
 The random bits are a hash of (seed, step, element number within the unit). So they do not depend on threads, chunks,
 instruction set or where the state lives, and a repeated step gives the same bits. csrc/update/rounding.hpp is the same.
@@ -22,6 +22,9 @@ from ds_slide.optim.low_precision import (
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
+Keys = tuple[int, int]
+"""Of 32 bits each: with the lower half of an element's number they make its random bits."""
+
 
 def random_bits(seed: int, step: int, first: int, numel: int, device: torch.device | str | None = None) -> torch.Tensor:
     """32 random bits, int64 [numel], for elements ``first`` to ``first + numel`` of a unit with ``seed``.
@@ -31,21 +34,31 @@ def random_bits(seed: int, step: int, first: int, numel: int, device: torch.devi
     parts = []
     for high in range(first >> 32, (first + max(numel, 1) - 1 >> 32) + 1):
         start, stop = max(first, high << 32), min(first + numel, high + 1 << 32)
-        low_key, high_key = keys(seed, step, high)
-        # int64 wraps around as unsigned numbers do, and only the lower 32 bits of a product are used.
-        x = torch.arange(start & _MASK32, (start & _MASK32) + stop - start, dtype=torch.int64, device=device)
-        x = (x + low_key) & _MASK32
-        x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK32
-        x = ((x ^ (x >> 15)) + high_key) & _MASK32
-        x = (x * 0x846CA68B) & _MASK32
-        parts.append(x ^ (x >> 16))
+        parts.append(bits_of(keys(step_key(seed, step), high), start & _MASK32, stop - start, device))
     return torch.cat(parts)
 
 
-def keys(seed: int, step: int, high: int) -> tuple[int, int]:
-    """Two numbers of 32 bits, which with the lower half of an element's number make its bits; ``high`` is the upper."""
-    key = _mix64(_mix64((seed + 0x9E3779B97F4A7C15) & _MASK64) + step & _MASK64)
-    mixed = _mix64(key + high & _MASK64)
+def bits_of(of: Keys, first: int, numel: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """32 random bits, int64 [numel], for the elements that have the keys ``of`` and whose numbers have the lower halves
+    ``first`` to ``first + numel``."""
+    low_key, high_key = of
+    # int64 wraps around as unsigned numbers do, and only the lower 32 bits of a product are used.
+    x = torch.arange(first, first + numel, dtype=torch.int64, device=device)
+    x = (x + low_key) & _MASK32
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK32
+    x = ((x ^ (x >> 15)) + high_key) & _MASK32
+    x = (x * 0x846CA68B) & _MASK32
+    return x ^ (x >> 16)
+
+
+def step_key(seed: int, step: int) -> int:
+    """64 bits, from which the keys of all elements come in one step."""
+    return _mix64(_mix64((seed + 0x9E3779B97F4A7C15) & _MASK64) + step & _MASK64)
+
+
+def keys(step_key: int, high: int) -> Keys:
+    """Of the elements whose numbers have the upper half ``high``."""
+    mixed = _mix64(step_key + high & _MASK64)
     return mixed & _MASK32, mixed >> 32
 
 

@@ -201,7 +201,7 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
         return Allocation(state_buffer_of(unit.name, name), where, nbytes, why, page_locked=locked)
 
     if unit.codec.compresses:
-        made = [*_masters_on_gpu(unit), state_buffer("change", "host", unit.written_bytes, copied=True)]
+        made = [*_masters_on_gpu(unit, needs), state_buffer("change", "host", unit.written_bytes, copied=True)]
     else:
         made = [state_buffer("weight", tier(placement.weights_on_ssd), unit.share, copied=True)]
     for spec in unit.specs:
@@ -230,10 +230,10 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
         )
 
 
-def _masters_on_gpu(unit: UnitSize) -> Iterator[Allocation]:
+def _masters_on_gpu(unit: UnitSize, needs: Needs) -> Iterator[Allocation]:
     """Of a unit whose gradients are compressed: the weights, where they are updated, and what this needs there."""
     yield Allocation(state_buffer_of(unit.name, "weight"), "gpu", unit.share, "states")
-    if unit.low_bytes:
+    if unit.low_bytes and not needs.rounds_masters:
         yield Allocation(state_buffer_of(unit.name, "remainder"), "gpu", unit.low_bytes, "states")
     yield Allocation(projectors_of(unit.name), "gpu", unit.codec.gpu_bytes, "states")
 

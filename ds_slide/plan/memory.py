@@ -149,6 +149,13 @@ class Plan:
         return total(self.allocations, "gpu", "the window")
 
     @property
+    def rounded_masters(self) -> int:
+        """Elements of weights that are masters and are rounded stochastically."""
+        rounded = self.units if self.needs.rounds_masters else ()
+        of = [unit.layout for unit in rounded if unit.codec.compresses and unit.low_bytes]
+        return sum(entry.numel for layout in of for entry in layout.entries)
+
+    @property
     def taken(self) -> Taken:
         host_states = self.host_state_bytes + self.undo_log_bytes + self.spare_state_bytes
         return Taken(self.gpu_bytes, self.gpu_states_used, self.window_bytes, host_states)
@@ -170,6 +177,7 @@ class Plan:
             "ssd_gradient_units": len(placement.gradients_on_ssd),
             "pinned_bytes": sum(each.nbytes for each in self.allocations if each.page_locked),
             "parameters": sum(entry.numel for unit in self.units for entry in unit.layout.entries),
+            "rounded_masters": self.rounded_masters,
             "gpu_units": len(placement.on_gpu | placement.promoted),
             "promoted_units": len(placement.promoted),
             "units": len(self.units),
@@ -186,6 +194,16 @@ def gpu_cost(unit: UnitSize, needs: Needs) -> int:
 
 def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan:
     """Place the units. Raises SlideError when a budget does not suffice, with what would."""
+    if needs.rounds_masters != "auto":
+        return _plan(units, needs, budgets)
+    try:
+        return _plan(units, replace(needs, rounds_masters=False), budgets)
+    except DoesNotFit:
+        pass
+    return _plan(units, replace(needs, rounds_masters=True), budgets)
+
+
+def _plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan:
     on_gpu = _updated_on_gpu(units, needs, budgets)
     placement = _placed(units, needs, budgets, on_gpu)
     while budgets.gpu_states is None and on_gpu and _gpu_bytes(units, needs, placement) > budgets.gpu_limit:
@@ -318,8 +336,10 @@ def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
             source = f"free host memory, in which this accelerator computes ({budgets.host_source}),"
         others = _beside(budgets.taken.gpu) if gpu_limit != budgets.gpu_free else ""
         entries = [each for each in plan.allocations if each.tier == "gpu"]
-        compressed = any(unit.codec.compresses for unit in plan.units)
+        compressed = [unit for unit in plan.units if unit.codec.compresses]
         stay = ", or remove ds_slide.compression, whose matrices stay there" if compressed else ""
+        if saved := 0 if needs.rounds_masters else sum(unit.low_bytes for unit in compressed):
+            stay = f', set ds_slide.compression.master_dtype to "bf16" ({saved:,} bytes less){stay}'
         raise DoesNotFit(
             "gpu",
             plan.gpu_bytes,

@@ -39,7 +39,7 @@ class UnitSize:
 
     @property
     def low_bytes(self) -> int:
-        """Bytes of what completes the weights to their masters, where both are on the GPU: the low halves of bf16; an
+        """Bytes of what completes the weights to exact masters, where both are on the GPU: the low halves of bf16; an
         fp32 weight is its own master."""
         return 0 if self.weight_bytes == 4 else 2 * self.layout.local_numel
 
@@ -100,6 +100,9 @@ class Needs:
     """Whether host memory that the GPU copies from or to is page-locked: not where the accelerator is the host."""
     speculates: bool = False
     """Whether updates of blocks may begin before the norm is known, with a way back each."""
+    rounds_masters: Literal["auto"] | bool = False
+    """Whether the masters of units whose gradients are compressed are their weights, bf16 ones rounded stochastically;
+    "auto", which a plan's own needs never say: only where nothing else fits."""
     out_of_place: Literal["auto"] | bool = "auto"
     """Whether that is spare state buffers: as host memory allows, never, or of all that can have some first."""
 

@@ -162,7 +162,7 @@ class _Step:
         return _Unit(
             h2d=up / rates.h2d,
             encode=unit.codec.encode_traffic / rates.copy,
-            apply=unit.codec.apply_traffic / rates.copy,
+            apply=unit.codec.apply_traffic(unit.weight_bytes if needs.rounds_masters else 4) / rates.copy,
             d2h=gradient / rates.d2h,
             update=whole / rates.update,
             weights_pass=(whole - moments) / (WEIGHTS_PASS_RATE * rates.update),

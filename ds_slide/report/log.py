@@ -59,11 +59,14 @@ def start_line(
     optimizer. `kernels`: replaced modules by kind. `shares_out`: spare GPU memory is shared out once it is known."""
     blocks, parameters = memory["blocks"], memory["parameters"]
     replaced = ", ".join(f"{kind} {count}" for kind, count in kernels.items()) or "none"
+    rounded = ""
+    if memory["rounded_masters"]:
+        rounded = f", masters of {memory['rounded_masters']:,} parameters in bf16, rounded stochastically"
     return (
         f"DS-Slide {version}: {parameters:,} parameters in {blocks} blocks and the modules outside them, "
         f"window of {memory['slots']} slots ({size(memory['window_bytes'])}); states: "
         f"{size(memory['gpu_state_bytes'])} on the GPU, {size(memory['host_state_bytes'])} in host memory, "
-        f"{size(memory['ssd_bytes'])} on SSD; ranks: {ranks}; {_UPDATES[deferred]}; kernels: {replaced}"
+        f"{size(memory['ssd_bytes'])} on SSD{rounded}; ranks: {ranks}; {_UPDATES[deferred]}; kernels: {replaced}"
         f"{'; spare GPU memory: shared out after step 3' if shares_out else ''}"
     )
 

@@ -132,12 +132,13 @@ def _state(context: BuildContext, unit_plan: UnitPlan, order: int, ssd: SsdParts
 
 
 def _masters_on_gpu(context: BuildContext, unit_plan: UnitPlan) -> tuple[Weights, dict[str, StateBuffer]]:
-    """The weights of a unit whose gradients are compressed, and what completes them to the masters."""
+    """The weights of a unit whose gradients are compressed, and what completes them to the masters, if these are not
+    the weights themselves."""
 
     def on_gpu(name: str, dtype: torch.dtype) -> InMemory:
         return InMemory(context.allocator.tensor(state_buffer_of(unit_plan.spec.name, name), dtype), "gpu")
 
-    low = REMAINDER_DTYPE[unit_plan.dtype]
+    low = None if context.plan.needs.rounds_masters else REMAINDER_DTYPE[unit_plan.dtype]
     masters: dict[str, StateBuffer] = {} if low is None else {"remainder": on_gpu("remainder", low)}
     return WeightsOnGpu(on_gpu("weight", unit_plan.dtype), context.device.synchronize), masters
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -23,6 +24,8 @@ from ds_slide.store.state_buffers import StateBufferSpec, optimizer_buffers
 
 LEAST_WINDOW = 3
 """Slots of `window` "auto": one that computes, one that is filled meanwhile, one that evens out their times."""
+
+_ROUNDS_MASTERS: dict[str, Literal["auto"] | bool] = {"auto": "auto", "fp32": False, "bf16": True}
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class RuntimeSettings:
             ssd=None if self.ssd is None else self._ssd_needs(self.ssd),
             page_locks=gpu_is_own,
             speculates=held is not None and self.trains and self.slide.debug.speculate is not False,
+            rounds_masters=_ROUNDS_MASTERS["fp32" if slide.compression is None else slide.compression.master_dtype],
             out_of_place=slide.debug.out_of_place,
         )
 

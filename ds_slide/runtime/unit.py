@@ -189,7 +189,7 @@ class Unit:
 
     @property
     def remainder_on_gpu(self) -> torch.Tensor | None:
-        """What completes weights to masters there, of a unit whose gradients are compressed."""
+        """What completes weights to masters there, of a unit whose gradients are compressed, if that is anywhere."""
         remainder = self.state.masters.get("remainder")
         return None if remainder is None else remainder.tensor
 

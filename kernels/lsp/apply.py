@@ -143,9 +143,9 @@ def apply_(
     right: Sparse,
     decay: float,
     scale: float,
-    keys: tuple[int, int],
+    keys: tuple[int, int] | None,
 ) -> None:
-    """`ds_slide.compression.lsp.projection.decompress_apply` of checked arguments; `keys` make its random bits."""
+    """`ds_slide.compression.lsp.projection.decompress_apply` of checked arguments."""
     bits = weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight
     _apply_kernel[(_programs(weight),)](
         bits,
@@ -156,7 +156,7 @@ def apply_(
         *weight.shape,
         decay,
         scale,
-        *(key - (1 << 32) if key >> 31 else key for key in keys),
+        *map(signed, keys or (0, 0)),
         R=left.r,
         SPLIT=remainder is not None,
         ROWS=ROWS,
@@ -164,6 +164,12 @@ def apply_(
         num_warps=4,
         enable_fp_fusion=False,
     )
+
+
+def signed(key: int) -> int:
+    """The int32 with the bits of a key of 32: launches specialize on the type of a number, which follows from its
+    range."""
+    return key - (1 << 32) if key >> 31 else key
 
 
 def residual_square_sums(gradient: torch.Tensor, compressed: torch.Tensor, left: Sparse, right: Sparse) -> torch.Tensor:

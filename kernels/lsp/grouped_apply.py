@@ -11,16 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_slide.kernels.lsp.apply import apply_tile
+from ds_slide.kernels.lsp.apply import apply_tile, signed
 from ds_slide.kernels.lsp.gather_sum import expand_tile
 from ds_slide.kernels.lsp.group import (
     COLUMNS_BEFORE,
+    NUMBER,
     PRODUCT,
     ROWS_BEFORE,
     SLOT_OFFSET,
     START,
     Group,
     entries_before,
+    field,
     member,
     place,
     sides,
@@ -76,10 +78,22 @@ def _expand_kernel(
 
 
 @triton.jit
+def _keys(low, high, number):
+    """`ds_slide.optim.rounding.keys` of the step's key, in halves, and a matrix."""
+    z = (high.to(tl.uint32).to(tl.uint64) << 32) + low.to(tl.uint32).to(tl.uint64) + number.to(tl.uint64)
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    return z.to(tl.uint32), (z >> 32).to(tl.uint32)
+
+
+@triton.jit(do_not_specialize=["step_low", "step_high"])
 def _apply_kernel(
     weight,
     remainder,
     decays,
+    step_low,
+    step_high,
     products,
     firsts,
     fields,
@@ -99,6 +113,7 @@ def _apply_kernel(
     rows, columns, _ = sides(fields, index, UNIT, WIDTH)
     start = place(fields, index, SLOT_OFFSET, WIDTH)
     before = entries_before(fields, index, ROWS_BEFORE, R, WIDTH)
+    low_key, high_key = _keys(step_low, step_high, field(fields, index, NUMBER, WIDTH))
     apply_tile(
         program,
         weight + start,
@@ -110,8 +125,8 @@ def _apply_kernel(
         columns,
         decay,
         1.0,
-        0,
-        0,
+        low_key,
+        high_key,
         R,
         SPLIT,
         ROWS,
@@ -125,14 +140,16 @@ def apply_(
     remainder: torch.Tensor | None,
     change: torch.Tensor,
     decays: Sequence[float],
+    step_key: int | None,
     transposed: torch.Tensor,
     products: torch.Tensor,
 ) -> None:
     """W = decay * W + PDQᵀ of each matrix of a group, in place, without waiting; nothing is allocated.
 
-    weight: flat, in slot layout: bf16 with `remainder`, its low 16 bits (int16), or fp32. change: flat, fp32, every D
-    [d, d] at its start. decays: one for each matrix, numbers that fp32 holds. transposed (as large as `change`) and
-    products (of the numbers that the table's members have): fp32, workspace.
+    weight: flat, in slot layout: bf16 with `remainder`, its low 16 bits (int16), or fp32, or bf16 with `step_key`
+    (`ds_slide.optim.rounding`), by which it is rounded stochastically. change: flat, fp32, every D [d, d] at its start.
+    decays: one for each matrix, numbers that fp32 holds. transposed (as large as `change`) and products (of the numbers
+    that the table's members have): fp32, workspace.
     """
     table, left, right = group.table, group.left, group.right
     common = {"UNIT": table.unit, "WIDTH": WIDTH, "num_warps": 4, "enable_fp_fusion": False}
@@ -151,11 +168,14 @@ def apply_(
         ELEMENTS=ELEMENTS,
         **common,
     )
-    bits = weight if remainder is None else weight.view(torch.int16)
+    bits = weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight
+    key = step_key or 0
     _apply_kernel[(table.apply.programs,)](
         bits,
         bits if remainder is None else remainder,
         (*decays, *[1.0] * (WIDTH - len(decays))),
+        signed(key & 0xFFFFFFFF),
+        signed(key >> 32),
         products,
         table.apply.firsts,
         table.fields,

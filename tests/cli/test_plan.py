@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import ds_slide as package
+from ds_slide.cli.planning.output import as_text
 from ds_slide.config import parse_bytes
 
 CEILINGS = Path(package.__file__).parent / "configs" / "ceilings"
@@ -211,6 +212,34 @@ def test_a_plot(ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_p
         assert ran.code == 1 and 'pip install "ds-slide[plot]"' in ran.error and not picture.exists()
     else:
         assert ran.code == 0 and picture.read_text().startswith("<?xml")
+
+
+def test_masters_of_compressed_matrices_are_exact_where_that_fits(
+    ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_path: Path
+) -> None:
+    shape = {"model_type": "llama", "vocab_size": 264, "hidden_size": 1024, "intermediate_size": 2816}
+    heads = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(shape | heads))
+
+    def plan(master_dtype: str, gpu: int) -> Any:
+        compression = {"type": "lsp", "d": 64, "master_dtype": master_dtype}
+        block = {"enabled": True, "gpu_states": 0, "window": 3, "activations": "as_written", "compression": compression}
+        path = config(ds_slide=block)
+        room = ("--gpu-memory", str(gpu), "--host-memory", "8GiB")
+        options = ("--model", tmp_path, "--seq", 512, "--batch", 1, *room, *H200, "--json")
+        return ds_slide("plan", "--deepspeed_config", path, *options).answer
+
+    plans = [plan(master_dtype, 8 << 30) for master_dtype in ("fp32", "auto", "bf16")]
+    memory = [each["memory"] for each in plans]
+    rounded = memory[2]["rounded_masters"]
+    assert [each["rounded_masters"] for each in memory] == [0, 0, rounded] and rounded > 0
+    assert memory[0]["gpu_bytes"] == memory[1]["gpu_bytes"] == memory[2]["gpu_bytes"] + 2 * rounded
+    between = (plans[0]["tiers"]["gpu"]["needed"] + plans[2]["tiers"]["gpu"]["needed"]) // 2
+    # With "auto", too: the engine knows nothing of activations, which are what has no place then.
+    for master_dtype in ("fp32", "auto"):
+        assert plan(master_dtype, between)["change"] == 'set "ds_slide": {"compression": {"master_dtype": "bf16"}}'
+    assert plan("bf16", between)["memory"]["rounded_masters"] == rounded
+    assert f"masters   of {rounded:,} parameters in bf16" in "\n".join(as_text(plan("bf16", between), "of any name"))
 
 
 def test_the_subspace_is_the_largest_that_hides(

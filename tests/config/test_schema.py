@@ -81,7 +81,15 @@ def test_every_setting_is_read():
             "checksums": False,
             "checkpoint": {"require_manifest": True},
             "hang_timeout": 60.0,
-            "compression": {"type": "lsp", "d": 512, "r": 2, "check_every": 7, "threshold": 0.25, "seed": 5},
+            "compression": {
+                "type": "lsp",
+                "d": 512,
+                "r": 2,
+                "master_dtype": "bf16",
+                "check_every": 7,
+                "threshold": 0.25,
+                "seed": 5,
+            },
             "trace": {"path": "step.json", "steps": [5, 7]},
             "debug": {
                 "lane_delay_ms": 2.5,
@@ -118,7 +126,15 @@ def test_every_setting_is_read():
         "checksums": False,
         "checkpoint": {"require_manifest": True},
         "hang_timeout": 60.0,
-        "compression": {"type": "lsp", "d": 512, "r": 2, "check_every": 7, "threshold": 0.25, "seed": 5},
+        "compression": {
+            "type": "lsp",
+            "d": 512,
+            "r": 2,
+            "master_dtype": "bf16",
+            "check_every": 7,
+            "threshold": 0.25,
+            "seed": 5,
+        },
         "trace": {"path": "step.json", "steps": (5, 7)},
         "debug": {
             "lane_delay_ms": 2.5,

@@ -136,7 +136,7 @@ def lsp() -> Work:
         # Of new projectors every time, whose order of columns is computed here.
         left, right = (Projector(one.indices, one.values, one.d) for one in pair)
         compress(gradient, left, right, compressed, accumulate=False)
-        decompress_apply(weight, None, compressed, left, right, decay=0.9, scale=0.1, seed=1)
+        decompress_apply(weight, None, compressed, left, right, decay=0.9, scale=0.1, keys=(1, 2))
         bias(gradient, left, right)
 
     return work
@@ -155,10 +155,12 @@ def lsp_unit() -> Work:
     gradients = [tensor(ROWS, HIDDEN, gradient=False), None, tensor(ROWS, HIDDEN, gradient=False)]
     encoded = torch.zeros(codec.numel, dtype=torch.bfloat16, device="cuda")
     weight, change = torch.zeros(codec.layout.slot_numel, device="cuda"), torch.zeros(codec.numel, device="cuda")
+    rounded, keys = weight.bfloat16(), iter(range(1, 1 << 20))
 
     def work() -> None:
         codec.encode_in_groups(gradients, encoded, accumulate=True)
         codec.apply_in_groups(change, Masters(weight), [0.9, 0.9, 1.0])
+        codec.apply_in_groups(change, Masters(rounded), [0.9, 0.9, 1.0], next(keys) << 32)
 
     return work
 

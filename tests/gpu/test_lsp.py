@@ -24,6 +24,7 @@ from ds_slide.config import CompressionConfig
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.optim.reference import encode_split
+from ds_slide.optim.rounding import keys, step_key
 
 pytestmark = pytest.mark.needs_cuda
 # Of q and o, k and v, gate and up, down; and one of odd sides.
@@ -76,9 +77,10 @@ def test_the_update_has_the_bits_of_torch(shape: tuple[int, int], dtype: torch.d
     copies = [(weight.clone(), None if remainder is None else remainder.clone()) for _ in range(2)]
     update = normal(left.d, right.d, seed=1, dtype=dtype)
     # Numbers that fp32 holds: what is in between, `decompress_apply` rounds first.
-    in_torch.apply_(weight, remainder, update, left, right, 0.96875, -0.0625, 1 << 50)
+    random = keys(1 << 50, 0) if kind == "bf16" else None
+    in_torch.apply_(weight, remainder, update, left, right, 0.96875, -0.0625, random)
     for found, low in copies:
-        decompress_apply(found, low, update, left, right, decay=0.96875, scale=-0.0625, seed=1 << 50)
+        decompress_apply(found, low, update, left, right, decay=0.96875, scale=-0.0625, keys=random)
         assert_same_bits(found, weight)
         if low is not None and remainder is not None:
             assert_same_bits(low, remainder)
@@ -91,7 +93,7 @@ def test_a_gpu_and_a_processor_have_the_same_bits() -> None:
         compressed = torch.empty(left.d, right.d, device=device)
         compress(normal(*shape, dtype=torch.bfloat16, device=device), left, right, compressed, accumulate=False)
         weight = normal(*shape, seed=1, dtype=torch.bfloat16, device=device)
-        decompress_apply(weight, None, compressed, left, right, decay=0.9, scale=0.3, seed=5)
+        decompress_apply(weight, None, compressed, left, right, decay=0.9, scale=0.3, keys=keys(5, 0))
         results.append((compressed, weight))
     for on_processor, on_gpu in zip(*results, strict=True):
         assert_same_bits(on_gpu, on_processor)
@@ -125,19 +127,22 @@ def test_gradients_of_a_unit_have_the_bits_of_one_matrix_at_a_time(shapes: list[
         assert torch.equal(summed, wanted)
 
 
-@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("kind", ["split", "bf16", "fp32"])
 @pytest.mark.parametrize("shapes", UNITS)
-def test_the_change_of_a_unit_has_the_bits_of_one_matrix_at_a_time(shapes: list[tuple[int, int]], split: bool) -> None:
+def test_the_change_of_a_unit_has_the_bits_of_one_matrix_at_a_time(shapes: list[tuple[int, int]], kind: str) -> None:
     made = codec(shapes)
     weight, remainder = normal(made.layout.slot_numel), None
-    if split:
+    if kind == "split":
         high, remainder = encode_split(weight)
         weight = high.view(torch.bfloat16)
+    elif kind == "bf16":
+        weight = weight.bfloat16()
+    key = step_key(3, 1) if kind == "bf16" else None
     found = Masters(weight.clone(), None if remainder is None else remainder.clone())
     change = normal(made.numel, seed=1)
     decays = [(0.96875, 0.75)[matrix.entry.group or 0] for matrix in made.matrices]
-    made.apply_one_by_one(change, Masters(weight, remainder), decays)
-    made.apply_in_groups(change, found, decays)
+    made.apply_one_by_one(change, Masters(weight, remainder), decays, key)
+    made.apply_in_groups(change, found, decays, key)
     assert_same_bits(found.weight, weight)
     if found.remainder is not None and remainder is not None:
         assert_same_bits(found.remainder, remainder)
@@ -176,7 +181,7 @@ def test_memory_is_what_a_plan_counts(shape: tuple[int, int]) -> None:
 
     def step() -> None:
         compress(gradient, left, right, compressed, accumulate=False)
-        decompress_apply(weight, None, compressed, left, right, decay=1.0, scale=0.0, seed=0)
+        decompress_apply(weight, None, compressed, left, right, decay=1.0, scale=0.0)
 
     step()  # the order of columns stays
     torch.cuda.synchronize()

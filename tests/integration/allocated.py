@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from ds_slide import _native
+from ds_slide.compression.lsp.codec import Lsp
 from ds_slide.plan import allocations as names
 from ds_slide.plan.allocations import Allocation
 from ds_slide.store.spare_buffers import SpareBuffers
@@ -55,6 +56,7 @@ class Counted:
         for what, tensors in found.items():
             sizes = [device.get(each.untyped_storage().data_ptr(), 0) for each in tensors if each.numel()]
             sizes = [own.get(each.data_ptr(), size) for each, size in zip(tensors, sizes, strict=False)]
+            sizes = [sum(sizes)] if what.startswith(names.projectors_of("")) else sizes
             problems += compare(planned[what], sizes, [own.get(each.data_ptr()) is not None for each in tensors])
         pooled = [planned[what] for what in runtime.parts.pools]
         made = Counter((each["buffers"], each["bytes"], each["pinned"]) for each in map(POOL.stats, self._pools))
@@ -152,6 +154,10 @@ def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
         elif (log := unit.way_back) is not None:
             first = log.new_weight if log.new_weight is not None else log.low[0] if log.low else log.old.weight
             found[names.undo_log_of(unit.name)] = [first]
+        if isinstance(unit.codec, Lsp):
+            found[names.projectors_of(unit.name)] = list(_projectors(unit.codec))
+            found[names.COMPRESSING], found[names.CHANGES] = [unit.codec.encoding], [unit.codec.applying]
+            continue
         if unit.resident is not None and (unit.resident is not own or (unit.home is not None and lends)):
             found[names.whole_weights_of(unit.name)] = [unit.resident]
     found[names.SLOTS] = [] if parts.window is None else [slot.buffer for slot in parts.window.slots]
@@ -169,6 +175,12 @@ def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
     if parts.ssd is not None and parts.ssd.store._sums is not None:
         found[names.CHECKSUMS] = [parts.ssd.store._sums._table]
     return found
+
+
+def _projectors(codec: Lsp) -> Iterator[torch.Tensor]:
+    for group in codec.groups:
+        for side in (group.left, group.right):
+            yield from (side.indices, side.values, side.starts, side.entries)
 
 
 def places_of(unit: Any) -> dict[str, int]:

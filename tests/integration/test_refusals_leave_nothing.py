@@ -110,7 +110,7 @@ VALUES: dict[str, Any] = {
         None,
         {"type": "lsp"},
         {"type": "lsp", "d": 16, "r": 16, "threshold": 100},
-        {"type": "lsp", "d": 65_536, "threshold": 100},
+        {"type": "lsp", "d": 65_536, "master_dtype": "bf16", "threshold": 100},
         {"type": "lsp", "d": 15},
         {"type": "lsp", "check_every": 0},
         {},

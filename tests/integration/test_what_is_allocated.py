@@ -14,6 +14,7 @@ from tight_memory import room_for_gradients_of
 
 STREAM = {"stream_head": True}
 ALL_ON_SSD = {"host_memory": 0}
+LSP = {"type": "lsp", "d": 32}
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # slide, and settings of DeepSpeed
     "host": ({}, {}),
@@ -22,6 +23,8 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpu states": ({"gpu_states": 700_000}, {}),
     "all on the GPU": ({"gpu_states": "1GiB"}, {"clip": 0.0}),
     "8 bit": ({"state_dtype": "8bit"}, {}),
+    "compressed": ({"compression": LSP}, {}),
+    "compressed, rounded masters": ({"compression": LSP | {"master_dtype": "bf16"}}, {}),
     "streamed head": (STREAM, {}),
     "streamed head, under backward": (STREAM, {"clip": 0.0}),
     "ssd": (ALL_ON_SSD, {}),

@@ -134,6 +134,8 @@ def _decisions(answer: Mapping[str, Any]) -> Iterator[str]:
     there, moved = decided["blocks_with_states_on_gpu"], decided["promoted_units"]
     units = f" ({moved} units move there after the first steps)" if moved else ""
     yield f"states    of {there} of {decided['blocks']} blocks on the GPU{units}"
+    if rounded := answer["memory"]["rounded_masters"]:
+        yield f"masters   of {rounded:,} parameters in bf16, rounded stochastically"
     if decided["checkpointed"]:
         kept, recomputed = decided["kept"], decided["recomputed"]
         yield f"blocks    {kept} checkpointed blocks keep their activations, {recomputed} are recomputed"

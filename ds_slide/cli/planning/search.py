@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ds_slide.cli.planning.planner import Planner, Request
+from ds_slide.config import CONFIG_KEY
 from ds_slide.errors import DoesNotFit, SlideConfigError, SlideError
 from ds_slide.plan.forecast import Forecast
 
@@ -120,6 +121,10 @@ def _for_gpu(planner: Planner, request: Request) -> Iterator[Callable[[], Change
         yield lambda: Change("use gradient checkpointing", replace(request, checkpointing=True))
         small = replace(small, checkpointing=True)
         yield lambda: Change('use gradient checkpointing and "ds_slide": {"window": 3, "gpu_states": 0}', small)
+
+    if compression := request.raw.get(CONFIG_KEY, {}).get("compression"):
+        rounded = request.with_block(compression={**compression, "master_dtype": "bf16"})
+        yield lambda: Change('set "ds_slide": {"compression": {"master_dtype": "bf16"}}', rounded)
 
     def smaller_batch() -> Change | None:
         batch = largest_batch(planner, request)

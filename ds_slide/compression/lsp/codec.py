@@ -16,6 +16,7 @@ from ds_slide.compression.lsp.projector import Projector, projector_bytes, rando
 from ds_slide.config import CompressionConfig
 from ds_slide.model.layout import Segment, UnitLayout
 from ds_slide.optim.adamw import AdamWHyper
+from ds_slide.optim.rounding import keys, step_key
 from ds_slide.optim.rule import Hyper
 from ds_slide.optim.square_sum import square_sum
 
@@ -132,10 +133,14 @@ class Lsp:
             for each in self.matrices
         )
 
-    @property
-    def apply_traffic(self) -> int:
+    def apply_traffic(self, master_bytes: int) -> int:
         # The same way back, all in fp32, and the masters read and written.
-        return sum((4 * self.r_of(each) + 8) * (each.entry.numel + each.product_numel) for each in self.matrices)
+        return sum(
+            4 * self.r_of(each) * (each.entry.numel + each.product_numel)
+            + 2 * master_bytes * each.entry.numel
+            + 8 * each.product_numel
+            for each in self.matrices
+        )
 
     @property
     def segments(self) -> Sequence[Segment]:
@@ -193,19 +198,26 @@ class Lsp:
         change.copy_(written[span], non_blocking=True)
         by_group = {group: _decay(hypers[group]) for group in {each.entry.group or 0 for each in self.matrices}}
         decays = [by_group[each.entry.group or 0] for each in self.matrices]
+        # All groups take the same steps.
+        key = step_key(self.settings.seed, hypers[0].step) if masters.are_rounded else None
         apply = self.apply_in_groups if change.is_cuda else self.apply_one_by_one
-        apply(change, masters, decays)
+        apply(change, masters, decays, key)
         return self.numel * CHANGE_DTYPE.itemsize
 
-    def apply_in_groups(self, change: torch.Tensor, masters: Masters, decays: Sequence[float]) -> None:
-        """W = decay * W + PDQᵀ by the GPU kernels, a few launches for all matrices of a group."""
+    def apply_in_groups(
+        self, change: torch.Tensor, masters: Masters, decays: Sequence[float], key: int | None = None
+    ) -> None:
+        """W = decay * W + PDQᵀ by the GPU kernels, a few launches for all matrices of a group. `key`: of the step, for
+        masters that are rounded."""
         from ds_slide.kernels.lsp.grouped_apply import apply_
 
         transposed, products = self.applying[self.numel : 2 * self.numel], self.applying[2 * self.numel :]
         for group in self.groups:
-            apply_(group, masters.weight, masters.remainder, change, decays[group.numbers], transposed, products)
+            apply_(group, masters.weight, masters.remainder, change, decays[group.numbers], key, transposed, products)
 
-    def apply_one_by_one(self, change: torch.Tensor, masters: Masters, decays: Sequence[float]) -> None:
+    def apply_one_by_one(
+        self, change: torch.Tensor, masters: Masters, decays: Sequence[float], key: int | None = None
+    ) -> None:
         """W = decay * W + PDQᵀ of one matrix at a time, on any device; the bits are the same."""
         for matrix, pair, decay in zip(self.matrices, self.pairs, decays, strict=True):
             decompress_apply(
@@ -216,7 +228,7 @@ class Lsp:
                 pair.right,
                 decay=decay,
                 scale=1.0,
-                seed=0,  # of stochastic rounding, which split and fp32 masters do without
+                keys=None if key is None else keys(key, matrix.number),
             )
 
 

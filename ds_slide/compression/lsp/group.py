@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,9 +36,15 @@ class Matrix:
         return self.start + align_up(self.numel)
 
     @property
+    def number(self) -> int:
+        """The upper half of the numbers by which its elements are rounded (`ds_slide.optim.rounding`). By its name, so
+        that the bits do not depend on how the model is cut into units."""
+        return zlib.crc32(self.entry.name.encode()) >> 1
+
+    @property
     def member(self) -> Member:
         rows, columns = self.entry.shape
-        return Member(rows, columns, self.d, self.start, self.entry.slot_offset)
+        return Member(rows, columns, self.d, self.start, self.entry.slot_offset, self.number)
 
     def within(self, encoded: Tensor) -> Tensor:
         """Its part of an encoded gradient, of a state or of a change, [d, d]."""

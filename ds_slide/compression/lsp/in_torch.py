@@ -8,7 +8,7 @@ from torch import Tensor
 from ds_slide.compression.lsp.projector import Projector
 from ds_slide.optim.fp32 import add, flush, mul
 from ds_slide.optim.reference import decode_split, encode_split
-from ds_slide.optim.rounding import random_bits, round_bf16
+from ds_slide.optim.rounding import Keys, bits_of, round_bf16
 
 # Elements of a weight that are decompressed at once.
 _PART = 1 << 22
@@ -49,7 +49,7 @@ def apply_(
     right: Projector,
     decay: float,
     scale: float,
-    seed: int,
+    keys: Keys | None,
 ) -> None:
     """`projection.decompress_apply` of checked arguments."""
     expanded = expand(update.T, right).T
@@ -60,8 +60,8 @@ def apply_(
             high, low = encode_split(new)
             weight[part] = high.view(torch.bfloat16)
             remainder[part] = low
-        elif weight.dtype == torch.bfloat16:
-            random = random_bits(seed, 0, part.start * weight.shape[1], new.numel(), weight.device)
+        elif keys is not None:
+            random = bits_of(keys, part.start * weight.shape[1], new.numel(), weight.device)
             weight[part] = round_bf16(new.view(-1), random >> 16).view_as(new)
         else:
             weight[part] = new

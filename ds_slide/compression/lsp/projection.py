@@ -13,7 +13,7 @@ from ds_slide.compression.lsp import in_torch
 from ds_slide.compression.lsp.projector import Projector
 from ds_slide.errors import SlideError
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
-from ds_slide.optim.rounding import keys
+from ds_slide.optim.rounding import Keys
 from ds_slide.optim.rule import fp32
 
 
@@ -46,13 +46,13 @@ def decompress_apply(
     *,
     decay: float,
     scale: float,
-    seed: int,
+    keys: Keys | None = None,
 ) -> None:
     """W = decay * W + scale * PDQᵀ in fp32, in place, without waiting.
 
     weight: W [m, n] contiguous: bf16 with `remainder`, its low 16 bits (int16 [m, n]): the split master, which holds
-    fp32 exactly; bf16 without one, rounded stochastically by `random_bits(seed, 0, ...)` (upper halves), element i * n
-    + j by number i * n + j; or fp32. update: D [d1, d2], fp32 or bf16, contiguous. left: P [m, d1]. right: Q [n, d2].
+    fp32 exactly; bf16 with `keys` instead, rounded stochastically by the upper halves of their bits, element (i, j) by
+    those of number i * n + j; or fp32. update: D [d1, d2], fp32 or bf16, contiguous. left: P [m, d1]. right: Q [n, d2].
 
     Rounded to fp32 one by one: decay * W, the sum E = DQᵀ and the sum PE, each in ascending order of its columns, scale
     * PE, and the sum of the two, with zero for subnormal operands and results. So where P and Q are permutations,
@@ -61,9 +61,8 @@ def decompress_apply(
     """
     name, shape = "decompress_apply", (left.rows, right.rows)
     split = remainder is not None
-    _require_matrix(
-        name, "weight", weight, (torch.bfloat16,) if split else (torch.bfloat16, torch.float32), shape, left
-    )
+    kind = torch.float32 if keys is None and not split else torch.bfloat16
+    _require_matrix(name, "weight", weight, (kind,), shape, left)
     if remainder is not None:
         _require_matrix(name, "remainder", remainder, (torch.int16,), shape, left)
     _require_matrix(name, "update", update, (torch.float32, torch.bfloat16), (left.d, right.d), right)
@@ -72,9 +71,9 @@ def decompress_apply(
     if weight.is_cuda:
         from ds_slide.kernels.lsp.apply import apply_
 
-        apply_(weight, remainder, update, left, right, fp32(decay), fp32(scale), keys(seed, 0, 0))
+        apply_(weight, remainder, update, left, right, fp32(decay), fp32(scale), keys)
     else:
-        in_torch.apply_(weight, remainder, update, left, right, fp32(decay), fp32(scale), seed)
+        in_torch.apply_(weight, remainder, update, left, right, fp32(decay), fp32(scale), keys)
 
 
 def project(matrix: Tensor, projector: Projector) -> Tensor:

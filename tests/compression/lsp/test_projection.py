@@ -15,6 +15,7 @@ from ds_slide.errors import SlideError
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.reference import decode_split, encode_split, reference_update_
+from ds_slide.optim.rounding import keys, step_key
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 sides, dimensions, non_zeros = st.integers(1, 40), st.integers(1, 20), st.integers(1, 5)
@@ -71,9 +72,9 @@ def test_the_update_is_the_dense_product(m: int, n: int, d1: int, d2: int, r: in
     dense = [one.dense(torch.float64) for one in (left, right)]
     expected = 0.9 * weight.double() - 0.3 * (dense[0] @ update.double() @ dense[1].T)
     bound = weight.double().abs() + dense[0].abs() @ update.double().abs() @ dense[1].abs().T
-    decompress_apply(weight, None, update, left, right, decay=0.9, scale=-0.3, seed=0)
+    decompress_apply(weight, None, update, left, right, decay=0.9, scale=-0.3)
     assert ((weight - expected).abs() <= RELATIVE * bound).all()
-    decompress_apply(*split, update, left, right, decay=0.9, scale=-0.3, seed=0)
+    decompress_apply(*split, update, left, right, decay=0.9, scale=-0.3)
     assert torch.equal(decode_split(*split), weight)
 
 
@@ -84,12 +85,30 @@ def test_stochastic_rounding_is_fair_and_depends_on_the_seed() -> None:
     results = []
     for seed in (1, 1, 2):
         weight = torch.ones(64, 64, dtype=torch.bfloat16, device=DEVICE)
-        decompress_apply(weight, None, update, left, right, decay=1.0, scale=1.0, seed=seed)
+        decompress_apply(weight, None, update, left, right, decay=1.0, scale=1.0, keys=keys(seed, 0))
         assert set(weight.unique().tolist()) == {1.0, 1 + 2.0**-7}
         results.append(weight)
     assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
     # 4096 draws: a standard deviation of 0.7 %.
     assert abs((results[0] > 1).float().mean() - 0.25) < 0.034
+
+
+def test_the_mean_of_rounded_updates_is_the_dense_product() -> None:
+    left, right, seeds = *pair(16, 24, 6, 8, 3), 1000
+    left.values[2] = 0.0  # a row that is 0.75 * 1 then, which bf16 holds
+    start, update = normal(16, 24, dtype=torch.bfloat16), 0.01 * normal(6, 8, seed=1)
+    start[2] = 1.0
+    exact = 0.75 * start.double() + left.dense(torch.float64) @ update.double() @ right.dense(torch.float64).T
+    total = torch.zeros_like(exact)
+    distance = 2.0 ** (exact.abs().log2().floor() - 7)  # of the two bf16 numbers beside each
+    for step in range(seeds):
+        weight = start.clone()
+        decompress_apply(weight, None, update, left, right, decay=0.75, scale=1.0, keys=keys(step_key(0, step), 5))
+        assert ((weight.double() - exact).abs() < distance).all()
+        assert (weight[2] == 0.75).all()
+        total += weight.double()
+    # A draw between two numbers has at most half of their distance as its standard deviation.
+    assert ((total / seeds - exact).abs() <= 4.5 * distance / 2 / seeds**0.5).all()
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -114,7 +133,7 @@ def test_permutations_give_adamw_to_the_bit(weight_decay: float) -> None:
         without_decay = AdamWHyper(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, step=step)
         update = torch.full((size, size), -0.0, device=DEVICE)
         reference_update_(update, None, list(compressed_moments), compressed, without_decay)
-        decompress_apply(*found, update, left, right, decay=hyper.constants().decay, scale=1.0, seed=0)
+        decompress_apply(*found, update, left, right, decay=hyper.constants().decay, scale=1.0)
         for got, wanted in zip(found, expected, strict=True):
             assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))
 
@@ -124,7 +143,7 @@ def test_dense_orthogonal_projectors_give_sgd() -> None:
     weight, gradient, compressed = normal(20, 30), normal(20, 30, seed=1), empty(left, right)
     expected = weight - 0.1 * gradient
     compress(gradient, left, right, compressed, accumulate=False)
-    decompress_apply(weight, None, compressed, left, right, decay=1.0, scale=-0.1, seed=0)
+    decompress_apply(weight, None, compressed, left, right, decay=1.0, scale=-0.1)
     torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -138,7 +157,7 @@ def test_what_is_not_finite_goes_where_it_belongs(bad: float) -> None:
     assert torch.equal(~compressed.isfinite(), reached)
     weight, update = normal(9, 12), normal(6, 7)
     update[2, 4] = bad
-    decompress_apply(weight, None, update, left, right, decay=1.0, scale=1.0, seed=0)
+    decompress_apply(weight, None, update, left, right, decay=1.0, scale=1.0)
     assert torch.equal(~weight.isfinite(), (left.dense()[:, 2] != 0)[:, None] & (right.dense()[:, 4] != 0))
 
 
@@ -148,7 +167,7 @@ def test_parts_of_a_weight_have_the_bits_of_the_whole(monkeypatch: pytest.Monkey
     for part in (1 << 22, 15):
         monkeypatch.setattr(in_torch, "_PART", part)
         weight = normal(11, 7, dtype=torch.bfloat16)
-        in_torch.apply_(weight, None, update, left, right, 1.0, 0.5, 7)
+        in_torch.apply_(weight, None, update, left, right, 1.0, 0.5, keys(7, 0))
         weights.append(weight)
         sums.append(in_torch.residual_square_sums(normal(11, 7), update, left, right))
     assert torch.equal(*weights)
@@ -174,8 +193,8 @@ def test_refusals() -> None:
         (weight.bfloat16(), remainder.int(), "remainder"),
     ):
         with pytest.raises(SlideError, match=f"decompress_apply: {name} must be"):
-            decompress_apply(given_weight, given_remainder, out, left, right, decay=1.0, scale=1.0, seed=0)
+            decompress_apply(given_weight, given_remainder, out, left, right, decay=1.0, scale=1.0)
     with pytest.raises(SlideError, match="decompress_apply: update must be"):
-        decompress_apply(weight, None, out.half(), left, right, decay=1.0, scale=1.0, seed=0)
+        decompress_apply(weight, None, out.half(), left, right, decay=1.0, scale=1.0)
     with pytest.raises(SlideError, match=r"project: matrix must be .* of shape \[8, 3\]"):
         project(normal(7, 3), left)

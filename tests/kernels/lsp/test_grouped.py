@@ -21,6 +21,7 @@ from ds_slide.kernels.lsp import grouped_apply
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.reference import encode_split
+from ds_slide.optim.rounding import step_key
 
 pytestmark = pytest.mark.usefixtures("nearest_bfloat16", "poisoned_memory", "quick_interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,8 +37,15 @@ ODD: Shapes = [(39, 75), (300, 33), (64, 64), (35, 34)]
 MANY: Shapes = [(32, 32 + 16 * (number % 2)) for number in range(18)]
 
 
-def codec(shapes: Shapes, dtype: torch.dtype = torch.bfloat16, d: int = 32, r: int = 4, groups: int = 1) -> Lsp:
-    infos = [ParameterInfo(str(i), shape, shape[0] * shape[1], i % groups) for i, shape in enumerate(shapes)]
+def codec(
+    shapes: Shapes,
+    dtype: torch.dtype = torch.bfloat16,
+    d: int = 32,
+    r: int = 4,
+    groups: int = 1,
+    names: Sequence[str] = "0123456789abcdefgh",
+) -> Lsp:
+    infos = [ParameterInfo(names[i], shape, shape[0] * shape[1], i % groups) for i, shape in enumerate(shapes)]
     made = Lsp(build_layout(infos, 1), dtype, CompressionConfig(type="lsp", d=d, r=r))
     encoding = torch.full((made.encode_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
     applying = torch.full((made.apply_bytes // 4,), torch.nan, dtype=CHANGE_DTYPE, device=DEVICE)
@@ -119,22 +127,44 @@ def test_gradients_of_two_data_types() -> None:
 
 
 @pytest.mark.parametrize("of", [block, odd, many])
-@pytest.mark.parametrize("split", [True, False])
-def test_apply(of: Callable[[], Lsp], split: bool) -> None:
+@pytest.mark.parametrize("kind", ["split", "bf16", "fp32"])
+def test_apply(of: Callable[[], Lsp], kind: str) -> None:
     made = of()
     weight, remainder = values(made.layout.slot_numel, seed=1), None
-    if split:
+    if kind == "split":
         high, remainder = encode_split(weight)
         weight = high.view(torch.bfloat16)
+    elif kind == "bf16":
+        weight = weight.bfloat16()
+    key = step_key(1 << 40, 7) if kind == "bf16" else None
     masters = Masters(weight, remainder)
     found = Masters(weight.clone(), None if remainder is None else remainder.clone())
     written = values(made.numel, seed=2)
     decays = [0.9 + 0.1 * (matrix.entry.group or 0) for matrix in made.matrices]
-    made.apply_one_by_one(written, masters, decays)
-    made.apply_in_groups(written, found, decays)
+    made.apply_one_by_one(written, masters, decays, key)
+    made.apply_in_groups(written, found, decays, key)
     assert_same_bits(found.weight, masters.weight)
     if found.remainder is not None and masters.remainder is not None:
         assert_same_bits(found.remainder, masters.remainder)
+
+
+def test_rounding_knows_names_and_steps_but_no_units() -> None:
+    """A matrix is rounded as alone in a unit of its own, by other bits in the next step."""
+    whole, number = codec([(64, 64), (32, 96)]), 1
+    alone = codec([(32, 96)], names="1")
+    alone.replace(0, whole.pairs[number])
+    results = []
+    for made, step in ((whole, 1), (whole, 1), (whole, 2), (alone, 1)):
+        weight = torch.ones(made.layout.slot_numel, dtype=torch.bfloat16, device=DEVICE)
+        change = torch.zeros(made.numel, device=DEVICE)
+        matrix = made.matrices[-1]
+        matrix.within(change).copy_(values(matrix.d, matrix.d, seed=1).clamp(-1, 1))
+        made.apply(change, slice(0, made.numel), Masters(weight), [AdamWHyper(lr=1e-3, step=step)])
+        results.append(matrix.of_weights(weight))
+    first, again, later, by_itself = results
+    assert_same_bits(again, first)
+    assert_same_bits(by_itself, first)
+    assert not torch.equal(later, first)
 
 
 def test_each_group_has_the_decay_of_its_hypers() -> None:
