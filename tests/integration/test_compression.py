@@ -30,12 +30,11 @@ from harness import (
     train,
     unequal,
 )
+from permutations import between_permutations
 
 from ds_slide.checkpoint.compressed import NAME
-from ds_slide.compression.lsp import codec
-from ds_slide.compression.lsp.projector import Projector
 from ds_slide.errors import SlideConfigError, SlideError
-from ds_slide.runtime import learning, settings
+from ds_slide.runtime import learning
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -56,26 +55,9 @@ def trained(
         return result, engine.optimizer.slide_stats()
 
 
-def permutation(rows: int, d: int, _r: int, generator: torch.Generator, device: Any) -> Projector:
-    assert rows == d
-    return Projector(torch.randperm(rows, generator=generator).int()[:, None], torch.ones(rows, 1), d).to(device)
-
-
 @pytest.fixture
 def permutations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Square matrices in subspaces of their own size, by permutations, other ones at each check."""
-
-    def of_square(shape: Any, d: int) -> int:
-        return d if len(shape) == 2 and min(shape) == max(shape) == d else 0
-
-    def others(_gradient: Any, left: Projector, right: Projector, *, generator: Any, **_: Any) -> tuple[Any, ...]:
-        pair = (permutation(each.rows, each.d, 1, generator, each.device) for each in (left, right))
-        return (*pair, torch.zeros(()))
-
-    monkeypatch.setattr(codec, "random_projector", permutation)
-    monkeypatch.setattr(codec, "subspace", of_square)
-    monkeypatch.setattr(settings, "subspace", of_square)
-    monkeypatch.setattr(learning, "refit", others)
+    between_permutations(monkeypatch)
 
 
 @pytest.mark.usefixtures("permutations")

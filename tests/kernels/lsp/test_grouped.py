@@ -141,7 +141,7 @@ def test_each_group_has_the_decay_of_its_hypers() -> None:
     made, hypers = odd(), [AdamWHyper(lr=1e-3, weight_decay=decay) for decay in (0.0, 100.0)]
     weight = torch.ones(made.layout.slot_numel, device=DEVICE)
     change = torch.zeros(made.numel, device=DEVICE)
-    assert made.apply(change, slice(0, made.numel), Masters(weight), hypers) == 4 * made.numel
+    assert made.apply([change], slice(0, made.numel), Masters(weight), hypers) == 4 * made.numel
     for matrix in made.matrices:
         assert (matrix.of_weights(weight) == hypers[matrix.entry.group or 0].constants().decay).all()
 
