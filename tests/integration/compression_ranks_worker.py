@@ -12,8 +12,9 @@ from harness import batches, ds_config, engine_for, llama, on_ssd, states_of, tr
 from permutations import between_permutations
 from torch import nn
 
-from ds_slide.errors import SlideConfigError
+from ds_slide.errors import SlideError
 from ds_slide.runtime import learning
+from ds_slide.runtime.weights import sharing
 
 STEPS, BLOCKS = 6, 2
 # 17 x 17 and, of k and v, 16 x 16: odd, so that the parts of the ranks are padded.
@@ -94,7 +95,7 @@ def resumed(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def refusal(config: dict[str, Any]) -> str:
-    with pytest.raises(SlideConfigError) as raised, engine_for(llama(num_hidden_layers=1), config):
+    with pytest.raises(SlideError) as raised, engine_for(llama(num_hidden_layers=BLOCKS), config):
         pass
     return str(raised.value)
 
@@ -116,7 +117,9 @@ def main(rank: int, folder: Path) -> None:
                     seen[name] = left_by(model, engine, train(engine, data))
         seen["odd"], seen["odd-delays"] = of_odd(rank, {}), of_odd(rank, {"lane_delay_ms": 20.0})
         seen |= resumed(rank, folder / "checkpoints")
-        seen["refused"] = refusal(ds_config({"compression": LSP, "share_weights": False}))
+        refused = [refusal(ds_config({"compression": LSP, "share_weights": False}))]
+        sharing.machine.identity = lambda _: f"machine {rank}"
+        seen["refused"] = [*refused, refusal(ds_config({"compression": LSP}))]
 
 
 if __name__ == "__main__":

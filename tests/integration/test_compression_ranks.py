@@ -100,7 +100,10 @@ def test_a_step_that_is_not_finite_on_one_rank_is_taken_by_none(seen: list[dict[
 
 
 def test_they_need_memory_that_all_of_them_read(seen: list[dict[str, Any]]) -> None:
-    assert all("ds_slide.share_weights is false and there are 2 ranks" in each["refused"] for each in seen)
+    for each in seen:
+        as_asked, elsewhere = each["refused"]
+        assert "ds_slide.share_weights is false and there are 2 ranks" in as_asked
+        assert "ds_slide.compression is set for several ranks, but the ranks cannot share host memory" in elsewhere
 
 
 @pytest.mark.usefixtures("one_rank")
