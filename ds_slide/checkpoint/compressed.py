@@ -1,4 +1,7 @@
-"""The file of a checkpoint with what DeepSpeed's have no place for: projectors, and moments in their subspaces."""
+"""The files of a checkpoint with what DeepSpeed's have no place for: projectors, and moments in their subspaces.
+
+Each rank saves its part of the moments in a file of its own, that of rank 0 has the projectors as well.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from ds_slide.runtime.learning import MOMENTS
 from ds_slide.runtime.unit import Unit
 
 NAME = "ds_slide_compression.pt"
+"""Of rank 0."""
 _FORMAT = 1
 
 Compressed = Sequence[tuple[Unit, Lsp]]
@@ -30,11 +34,18 @@ def compressed_units(units: Sequence[Unit]) -> Compressed:
     return [(unit, unit.codec) for unit in units if isinstance(unit.codec, Lsp)]
 
 
+def name_of(rank: int) -> str:
+    return NAME if rank == 0 else f"ds_slide_compression_{rank}.pt"
+
+
 def planned(runtime: SlideRuntime) -> dict[str, Any] | None:
-    """What the file holds: by unit the moments, [numel] in the layout of its codec, by matrix both projectors, and the
-    step before which the unit is checked; how masters were kept. None where no gradient is compressed."""
+    """What this rank's file holds: by unit the moments, [numel] in the layout of its codec; that of rank 0 also by
+    matrix both projectors, the step before which the unit is checked, and how masters were kept. None where no gradient
+    is compressed."""
     if not (units := compressed_units(runtime.units)):
         return None
+    if runtime.parts.ranks.rank:
+        return {"format": _FORMAT, "units": {unit.name: _moments(unit) for unit, _ in units}}
     return {
         "format": _FORMAT,
         "master_dtype": _master_dtype(runtime),
@@ -76,8 +87,9 @@ def check(units: Compressed, saved: Any, path: str) -> None:
     }
     if found != wanted:
         raise SlideError(
-            f"{path} does not hold the subspaces of this run; load it with the model and the ds_slide.compression (d "
-            "and r) that it was saved with, or pass load_optimizer_states=False to load_checkpoint for its weights"
+            f"{path} does not hold the subspaces of this run; load it with the model, the number of ranks and the "
+            "ds_slide.compression (d and r) that it was saved with, or pass load_optimizer_states=False to "
+            "load_checkpoint for its weights"
         )
 
 
@@ -88,8 +100,9 @@ def _sizes_of_file(units: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], 
             yield (unit, name), (numel, left.shape[0], right.shape[0], left.shape[1])
 
 
-def load(runtime: SlideRuntime, saved: Mapping[str, Any], files: MappedFiles) -> None:
-    """Set projectors and moments of the units, which have settled, from what the file holds."""
+def load(runtime: SlideRuntime, saved: Mapping[str, Any], mine: Mapping[str, Any], files: MappedFiles) -> None:
+    """Set projectors and moments of the units, which have settled, from what the files of rank 0 and of this rank
+    hold."""
     was, now = saved.get("master_dtype", "fp32"), _master_dtype(runtime)
     if was != now:
         log.warning(
@@ -106,8 +119,9 @@ def load(runtime: SlideRuntime, saved: Mapping[str, Any], files: MappedFiles) ->
             saved_pair = [each.clone().to(device) for each in own["projectors"][matrix.entry.name]]
             codec.replace(number, _pair(saved_pair, matrix.d))
         for name in MOMENTS:
+            moment = mine["units"][unit.name][name]
             for span in pieces(codec.numel, PIECE):
-                with files.using(own[name][span]) as values:
+                with files.using(moment[span]) as values:
                     unit.state.write(name, span, values)
         unit.state.drain()
 

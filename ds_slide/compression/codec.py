@@ -37,7 +37,7 @@ Gradients = Sequence[torch.Tensor | None]
 @dataclass(frozen=True)
 class Masters:
     """The weights of a unit on the GPU, [slot_numel] in slot layout, and what completes them to their masters, where
-    that is there as well."""
+    that is there as well. Of all ranks: each has all of them."""
 
     weight: torch.Tensor
     remainder: torch.Tensor | None = None
@@ -121,16 +121,20 @@ class GradientCodec(Protocol):
         """
         ...
 
-    def encode_for_ranks(self, gradients: Gradients, out: torch.Tensor) -> None:
+    def encode_for_ranks(self, gradients: Gradients, out: torch.Tensor) -> torch.Tensor | None:
         """Write what each rank gets of this rank's gradient, to be averaged, to `out` ([world_size * numel] of `dtype`,
-        rank-major). With several ranks only."""
+        rank-major). With several ranks only.
+
+        -> the square sum of `gradients`, [] fp64, where the codec compresses.
+        """
         ...
 
     def encode_in_place(self, gradients: Gradients) -> list[Place]:
         """The encoded gradient without a buffer of its size, [0, numel) ascending, without gaps. With one rank only."""
         ...
 
-    def apply(self, written: torch.Tensor, span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:
-        """Bring the elements `span` of what an update has `written` (page-locked) to `masters`, on the current stream.
-        `hypers`: of that update, by parameter group. -> bytes moved. One rank only."""
+    def apply(self, written: Sequence[torch.Tensor], span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:
+        """Bring the elements `span` of what an update has `written` (page-locked), by rank, to `masters`, on the
+        current stream. `hypers`: of that update, by parameter group. -> bytes moved. Where there are several ranks only
+        if the codec compresses; all of them then make the same bits of the same bits."""
         ...

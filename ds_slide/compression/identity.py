@@ -107,9 +107,10 @@ class Identity:
                 places.append(Place(entry.offset + entry.numel, gap, None))
         return places
 
-    def apply(self, written: torch.Tensor, span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:  # noqa: ARG002
-        masters.weight[span].copy_(written[span], non_blocking=True)
-        return (span.stop - span.start) * written.element_size()
+    def apply(self, written: Sequence[torch.Tensor], span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:  # noqa: ARG002
+        (own,) = written
+        masters.weight[span].copy_(own[span], non_blocking=True)
+        return (span.stop - span.start) * own.element_size()
 
     def _flat(self, gradients: Gradients) -> Iterator[tuple[Entry, torch.Tensor | None]]:
         """Each trainable entry with its gradient, [numel] of `dtype`."""

@@ -15,6 +15,7 @@ from ds_slide.compression.lsp.codec import LEAST_SUBSPACE
 from ds_slide.config import CompressionConfig, SlideConfig
 from ds_slide.errors import SlideConfigError
 from ds_slide.integration import parameters as protocol
+from ds_slide.integration.compression import REMOVE
 from ds_slide.integration.kernels import install_kernels
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.precision import Precision
@@ -58,7 +59,10 @@ def assemble(
     unit_plans, head = divided(module, group_of, settings, ranks.world_size, precision_of)
     share_with(ranks.exchange(groups(), "counting the ranks in each memory control group"))
     budgets = _agreed(_budgets(module, config, device), ranks)
-    sharing = open_sharing(ranks, config.share_weights)
+    if config.compression is not None and settings.trains:
+        sharing = open_sharing(ranks, True, "ds_slide.compression is set for several ranks", REMOVE)
+    else:
+        sharing = open_sharing(ranks, config.share_weights)
     kernels = None
     try:
         plan = plan_of(unit_plans, settings, budgets, shares_weights=sharing is not None)

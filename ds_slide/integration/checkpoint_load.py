@@ -70,14 +70,14 @@ def load_checkpoint(
     tag = whole_tag(engine, directory, tag, every_rank=through_module)
     whole_model = through_module(directory / tag)
     with _reading(engine) as reading:
-        subspaces = _subspaces(units, directory / tag, reading) if everything else None
+        subspaces = _subspaces(units, directory / tag, reading, engine.global_rank) if everything else None
         with whole_model_loaded(engine, str(load_dir), tag) if whole_model else nullcontext():
             loaded: Loaded = engine._load_checkpoint(str(load_dir), tag, **options)
         if everything:
             _load_frozen(engine, reading)
             engine._load_zero_checkpoint(str(load_dir), tag, load_optimizer_states=True)
             if subspaces is not None:
-                compressed.load(engine.optimizer.runtime, subspaces, reading.files)
+                compressed.load(engine.optimizer.runtime, *subspaces, reading.files)
             engine.optimizer.runtime.states_loaded()
         elif whole_model:
             engine.optimizer._restore_from_bit16_weights()
@@ -87,8 +87,11 @@ def load_checkpoint(
     return loaded
 
 
-def _subspaces(units: compressed.Compressed, tag: Path, reading: Reading) -> dict[str, Any] | None:
-    """What a tag holds of the subspaces of `units`; None where neither has any. Raises SlideError."""
+def _subspaces(
+    units: compressed.Compressed, tag: Path, reading: Reading, rank: int
+) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """What a tag holds of the subspaces of `units`, in the files of rank 0 and of `rank`; None where neither has any.
+    Raises SlideError."""
     path = tag / compressed.NAME
     if not units:
         if os.path.lexists(path):
@@ -104,7 +107,7 @@ def _subspaces(units: compressed.Compressed, tag: Path, reading: Reading) -> dic
         )
     saved: dict[str, Any] = reading.files.load(str(path), "cpu")
     compressed.check(units, saved, str(path))
-    return saved
+    return saved, reading.files.load(str(tag / compressed.name_of(rank)), "cpu") if rank else saved
 
 
 @contextmanager

@@ -179,7 +179,7 @@ def _planned_files(engine: Any, request: _Request, snapshot: Snapshot | None) ->
         engine.checkpoint_engine.save(content, engine._get_zero_ckpt_name(str(directory), tag))
         subspaces = compressed.planned(engine.optimizer.runtime)
         if subspaces is not None:
-            engine.checkpoint_engine.save(subspaces, str(directory / tag / compressed.NAME))
+            engine.checkpoint_engine.save(subspaces, str(directory / tag / compressed.name_of(engine.global_rank)))
     if is_publisher(engine):
         _say_what_will_be_refused(engine, request.staging.save_dir / tag, [archive for _, archive in collected])
     return collected

@@ -111,7 +111,7 @@ def _verify(engine: Any, directory: Path, tag: str, every_rank: Callable[[Path],
         raise SlideError(f"there is no checkpoint {path}; load a tag that is there")
     files = [engine._get_zero_ckpt_name(str(directory), tag), engine._get_ckpt_name(str(directory), tag)]
     files += engine._get_all_ckpt_names(str(directory), tag)  # DeepSpeed merges them where there are several
-    files.append(str(path / compressed.NAME))
+    files += [str(path / name) for name in {compressed.NAME, compressed.name_of(engine.global_rank)}]
     if every_rank(path):
         files += [str(file) for pattern in (_MODEL, _OPTIMIZER) for file in path.glob(pattern)]
     names = {os.path.basename(file) for file in files}

@@ -44,12 +44,15 @@ def rule_problems(slide: SlideConfig, rule: UpdateRule | None) -> Iterator[str]:
 
 
 def engine_problems(kwargs: Values, init_optimizer: Any, slide: SlideConfig) -> Iterator[str]:
-    """What is known when the optimizer is built: the ranks, and whether it is AdamW."""
+    """What is known when the optimizer is built: the number of ranks, and whether it is AdamW."""
     if slide.compression is None:
         return
     ranks = dist.get_world_size(kwargs.get("dp_process_group")) if dist.is_initialized() else 1
-    if ranks > 1:
-        yield f"there are {ranks} ranks, but compressed gradients are for one; run one, or {REMOVE}"
+    if ranks > 1 and slide.share_weights is False:
+        yield (
+            f"ds_slide.share_weights is false and there are {ranks} ranks, but compressed gradients are for ranks that "
+            f'read each other\'s changes of weights in host memory; set it to "auto", or {REMOVE}'
+        )
     for index, group in enumerate(init_optimizer.param_groups):
         hyper = ADAMW.hyper_of(group, 1, init_optimizer) if {"betas", "eps"} <= set(group) else None
         if hyper is not None and not hyper.two_passes:

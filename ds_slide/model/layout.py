@@ -13,7 +13,7 @@ gradient in some step shifts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -96,6 +96,16 @@ def piece(entry: Entry, rank: int) -> tuple[int, int]:
     """
     start = min(rank * entry.partition_numel, entry.numel)
     return start, min(start + entry.partition_numel, entry.numel)
+
+
+def pieces(layout: UnitLayout) -> Iterator[tuple[int, slice, slice]]:
+    """(rank, elements of that rank's part of the unit, elements of the unit in slot layout) of every piece."""
+    for entry in layout.entries:
+        for rank in range(layout.world_size):
+            start, stop = piece(entry, rank)
+            if stop > start:
+                place = entry.slot_offset + start
+                yield rank, slice(entry.offset, entry.offset + stop - start), slice(place, place + stop - start)
 
 
 def build_layout(parameters: Sequence[ParameterInfo], world_size: int) -> UnitLayout:

@@ -231,8 +231,10 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
 
 
 def _masters_on_gpu(unit: UnitSize, needs: Needs) -> Iterator[Allocation]:
-    """Of a unit whose gradients are compressed: the weights, where they are updated, and what this needs there."""
-    yield Allocation(state_buffer_of(unit.name, "weight"), "gpu", unit.share, "states")
+    """Of a unit whose gradients are compressed: the weights of all ranks, where each of these updates them, and what
+    this needs there."""
+    whole = unit.layout.slot_numel * unit.weight_bytes
+    yield Allocation(state_buffer_of(unit.name, "weight"), "gpu", whole, "states")
     if unit.low_bytes and not needs.rounds_masters:
         yield Allocation(state_buffer_of(unit.name, "remainder"), "gpu", unit.low_bytes, "states")
     yield Allocation(projectors_of(unit.name), "gpu", unit.codec.gpu_bytes, "states")

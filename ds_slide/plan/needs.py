@@ -39,9 +39,9 @@ class UnitSize:
 
     @property
     def low_bytes(self) -> int:
-        """Bytes of what completes the weights to exact masters, where both are on the GPU: the low halves of bf16; an
-        fp32 weight is its own master."""
-        return 0 if self.weight_bytes == 4 else 2 * self.layout.local_numel
+        """Bytes of what completes the weights to exact masters, where all of both are on the GPU: the low halves of
+        bf16; an fp32 weight is its own master."""
+        return 0 if self.weight_bytes == 4 else 2 * self.layout.slot_numel
 
     @property
     def stays(self) -> bool:

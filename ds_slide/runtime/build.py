@@ -172,6 +172,8 @@ def _choices(unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettin
         "the number of slots": placement.window,
         "the dtype of gradients": str(settings.gradient_dtype),
         "the dtype of held gradients": str(settings.held_dtype),
+        "ds_slide.compression": settings.slide.compression,
+        "whether masters of compressed matrices are their bf16 weights": plan.needs.rounds_masters,
     }
 
 

@@ -38,6 +38,7 @@ from ds_slide.store.in_memory import (
     WeightsOnGpu,
 )
 from ds_slide.store.memory_file import SharedHostMemory
+from ds_slide.store.part_of_whole import PartOfWeightsOnGpu, PartOfWhole
 from ds_slide.store.spare_buffers import SpareBuffers, WayBack
 from ds_slide.store.state import UnitState
 from ds_slide.store.state_buffers import REMAINDER_DTYPE, StateBufferSpec
@@ -112,6 +113,8 @@ def _state(context: BuildContext, unit_plan: UnitPlan, order: int, ssd: SsdParts
         return InMemory(context.allocator.tensor(state_buffer_of(unit_plan.spec.name, name), dtype, memory))
 
     specs = unit_plan.specs(context.settings)
+    # What updates write and other ranks read is in memory that they can map.
+    shared = None if context.shared is None else context.shared.memory
     held = context.settings.held_of(unit_plan.spec.precision)
     weights: Weights | None = ssd.weights.get(order)
     optimizer: OptimizerStates | None = ssd.optimizer.get(order)
@@ -121,26 +124,32 @@ def _state(context: BuildContext, unit_plan: UnitPlan, order: int, ssd: SsdParts
     if optimizer is None:
         optimizer = StatesInMemory(specs, {spec.name: on_host(spec.name, spec.dtype) for spec in specs})
     if unit_plan.codec.compresses:
-        change = WeightsInMemory(on_host("change", CHANGE_DTYPE))
+        change = WeightsInMemory(on_host("change", CHANGE_DTYPE, shared))
         weight, masters = _masters_on_gpu(context, unit_plan)
         return UnitState(specs, weight, optimizer, gradient, change, masters)
     if weights is None:
-        # The weights that other ranks read are in memory that they can map.
-        shared = None if context.shared is None else context.shared.memory
         weights = WeightsInMemory(on_host("weight", unit_plan.dtype, shared))
     return UnitState(specs, weights, optimizer, gradient)
 
 
 def _masters_on_gpu(context: BuildContext, unit_plan: UnitPlan) -> tuple[Weights, dict[str, StateBuffer]]:
     """The weights of a unit whose gradients are compressed, and what completes them to the masters, if these are not
-    the weights themselves."""
-
-    def on_gpu(name: str, dtype: torch.dtype) -> InMemory:
-        return InMemory(context.allocator.tensor(state_buffer_of(unit_plan.spec.name, name), dtype), "gpu")
-
+    the weights themselves. All of both are on the GPU of every rank."""
+    synchronize = context.device.synchronize
     low = None if context.plan.needs.rounds_masters else REMAINDER_DTYPE[unit_plan.dtype]
-    masters: dict[str, StateBuffer] = {} if low is None else {"remainder": on_gpu("remainder", low)}
-    return WeightsOnGpu(on_gpu("weight", unit_plan.dtype), context.device.synchronize), masters
+
+    def whole(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return context.allocator.tensor(state_buffer_of(unit_plan.spec.name, name), dtype)
+
+    def part(name: str, dtype: torch.dtype) -> PartOfWhole:
+        return PartOfWhole.of(whole(name, dtype), unit_plan.layout, context.ranks.rank)
+
+    masters: dict[str, StateBuffer]
+    if context.ranks.world_size > 1:
+        masters = {} if low is None else {"remainder": part("remainder", low)}
+        return PartOfWeightsOnGpu(part("weight", unit_plan.dtype), synchronize), masters
+    masters = {} if low is None else {"remainder": InMemory(whole("remainder", low), "gpu")}
+    return WeightsOnGpu(InMemory(whole("weight", unit_plan.dtype), "gpu"), synchronize), masters
 
 
 def begin_codecs(context: BuildContext, unit_plans: Sequence[UnitPlan]) -> None:

@@ -59,7 +59,7 @@ class SlideRuntime:
         self.passes = parts.updating.passes
         self.speculating = parts.updating.speculating
         self.gradients = parts.gradients
-        self.learning = Learning(parts.units, self.settle)
+        self.learning = Learning(parts.units, self.settle, parts.ranks, parts.device)
         self.step_count = 0
         self._availability = availability
         self._window = parts.window
@@ -80,7 +80,7 @@ class SlideRuntime:
         self._fetched: dict[int, Future] = {}
         self._unstepped = False
         self._final = True
-        self._totals = Totals(parts.ranks, self.device)
+        self._totals = Totals(parts.ranks, self.device, [unit.codec.compresses for unit in parts.units])
         self._module = module
         self._saved = SavedWeights({} if self._window is None else self._window.by_storage, self.enter_backward)
         self.hooks: list[BlockHooks | RootHooks | OuterHooks | WideHooks | CacheHooks] = []
@@ -308,6 +308,9 @@ class SlideRuntime:
                 f"re-entrant checkpointing, or a streamed head more than once in one backward); {HOLD_HINT}"
             )
         self.take_back((unit,))  # one more gradient of the same step is added to those of before
+        if unit.codec.compresses:
+            # Of a unit that no forward has used: the next update overwrites the change, which is then lost.
+            self.bind_if_fetched(unit)
         if self._final:
             self.learning.look(unit, self.step_count)
         before = unit.arrived, unit.updated
@@ -336,14 +339,11 @@ class SlideRuntime:
             self.parts.workers.update.drain()
         self.parts.ranks.join()  # GPU-tier units have been through no lane
         on_device = self.gradients.sums.cpu()
-        total = torch.zeros(1, dtype=torch.float64)
-        for unit in self.units:
-            total += self.gradients.square_sum_of(unit, on_device)
-        return self._totals.now(float(total))
+        return self._totals.now([self.gradients.square_sums_of(unit, on_device) for unit in self.units])
 
     def norm_on_device(self) -> torch.Tensor:
         """Gradient norm of the last backward as a 0-d fp32 device tensor, without waiting for it."""
-        return self._totals.later(self.gradients.square_sums).sqrt().float()
+        return self._totals.later(self.gradients.sums).sqrt().float()
 
     def step(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
         """Apply the update. Held gradients: queue all units by deadline. Otherwise the host units are under way."""
@@ -456,11 +456,14 @@ class SlideRuntime:
         return future
 
     def _fill_span(self, unit: Unit, span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:
+        shared = self.parts.shared
+        if unit.codec.compresses and shared is not None:
+            return unit.codec.apply(shared.parts[unit.order], span, masters, hypers)
         if self.parts.ranks.world_size > 1:
             return self.parts.uploads.fill(unit, masters.weight)
         # A view: what is written for a unit that is on the GPU is in memory.
         written = unit.state.written.buffer.read(slice(0, unit.codec.numel))
-        return unit.codec.apply(written, span, masters, hypers)
+        return unit.codec.apply([written], span, masters, hypers)
 
     # ---- reading and writing states --------------------------------------------------------------------------
 
@@ -511,7 +514,8 @@ class SlideRuntime:
         unit.publish(unit.version)
         unit.state.drain()
         self._fetched.pop(unit.order, None)
-        if unit.resident is not None and unit.resident is not unit.state.weights.buffer.tensor:
+        several = self.parts.ranks.world_size > 1
+        if unit.resident is not None and (several or unit.resident is not unit.state.weights.buffer.tensor):
             self.parts.workers.outer_h2d.drain()
             self._renew(unit, unit.resident)
             self.device.synchronize()
@@ -525,11 +529,23 @@ class SlideRuntime:
 
     def _renew(self, unit: Unit, resident: torch.Tensor) -> None:
         """Upload new weights by the compute thread itself, while no lane has to do with the unit."""
+        if unit.codec.compresses:
+            self._gather_masters(unit)
+            return
         if unit.is_uploaded:
             unit.await_others(unit.version)
             self.parts.uploads.fill(unit, resident)
         if unit.is_gathered:
             self.device.wait(self.parts.gathers.into(unit, resident, self.device.mark()))
+
+    def _gather_masters(self, unit: Unit) -> None:
+        """Give every rank the others' parts of weights that all of them have whole."""
+        for buffer in (unit.state.weights.buffer, *unit.state.masters.values()):
+            assert buffer.tensor is not None
+            for entry in unit.layout.entries:
+                own = buffer.read(slice(entry.offset, entry.offset + entry.partition_numel))
+                whole = self.parts.ranks.gather(own, f"the weights of {entry.name}")
+                buffer.tensor[entry.slot_offset : entry.slot_offset + entry.numel].copy_(whole[: entry.numel])
 
     def close(self) -> None:
         """Run what is queued, end the threads, remove the hooks. Harmless when called twice."""

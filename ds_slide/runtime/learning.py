@@ -5,6 +5,8 @@ A fit takes the last gradient of a step on the GPU, before it is compressed, and
 steps. The projectors are replaced, and the moments carried into their subspace, when the step's updates have been
 queued: the gradient, its update and the change that this makes are all in one subspace. Nothing of it is pending
 between two steps, so that checkpoints have no half of it.
+
+Of several ranks each fits other matrices of a unit, to the mean of all ranks' gradients, and all get the same bits.
 """
 
 from __future__ import annotations
@@ -12,13 +14,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
+from ds_slide.compression.codec import CHANGE_DTYPE
 from ds_slide.compression.lsp.codec import Lsp, Pair
-from ds_slide.compression.lsp.group import Matrix
 from ds_slide.compression.lsp.learning import carry_moments, refit
+from ds_slide.model.layout import piece
+from ds_slide.runtime.device import Device
+from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.unit import Unit
 
 FIT_STEPS = 50
@@ -40,11 +46,13 @@ class _Fitted:
 class Learning:
     """Called by the compute thread."""
 
-    def __init__(self, units: Sequence[Unit], settle: Callable[[Unit], None]) -> None:
+    def __init__(self, units: Sequence[Unit], settle: Callable[[Unit], None], ranks: Ranks, device: Device) -> None:
         """`settle`: waits until a unit's pending update has been applied."""
         self._codecs = {unit.order: unit.codec for unit in units if isinstance(unit.codec, Lsp)}
         self._units = {order: units[order] for order in self._codecs}
         self._settle = settle
+        self._ranks = ranks
+        self._device = device
         self.next_check = {unit.name: 0 for unit in self._units.values()}
         """The step before which each is checked, the first of which is 0."""
         self._looked: list[str] = []
@@ -61,7 +69,7 @@ class Learning:
 
     def look(self, unit: Unit, step: int) -> None:
         """Check the projectors of `unit` on its parameters' gradients, which are the last before step `step`; if it is
-        time."""
+        time. Collective then."""
         codec = self._codecs.get(unit.order)
         if codec is None or step < self.next_check[unit.name]:
             return
@@ -69,12 +77,31 @@ class Learning:
         self.next_check[unit.name] = (step // every + 1) * every
         self._looked.append(unit.name)
         self._checks += 1
-        for number, (matrix, gradient) in enumerate(zip(codec.matrices, unit.gradients(), strict=True)):
-            if gradient is not None:
-                self._fit(unit, codec, number, matrix, gradient.contiguous(), step)
+        means = [self._mean(unit, number, gradient) for number, gradient in enumerate(unit.gradients())]
+        fits = {number: self._fit(codec, number, mean, step) for number, mean in enumerate(means) if mean is not None}
+        given = self._ranks.exchange(fits, f"the projectors of {unit.name}")
+        for number, (bias, pair) in sorted(chain.from_iterable(each.items() for each in given)):
+            self._biases[unit.order, number] = bias
+            if pair is not None:
+                on_device = Pair(*(side.to(self._device.torch) for side in (pair.left, pair.right)))
+                self._fitted.append(_Fitted(unit, codec, number, on_device))
 
-    def _fit(self, unit: Unit, codec: Lsp, number: int, matrix: Matrix, gradient: torch.Tensor, step: int) -> None:
-        old, settings = codec.pairs[number], codec.settings
+    def _mean(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient that the projectors of matrix `number` are checked on by this rank; None where they are not."""
+        ranks, (parameter, entry) = self._ranks, unit.trainable[number]
+        if ranks.world_size == 1:
+            return None if gradient is None else gradient.contiguous()
+        mean = torch.zeros(entry.shape, dtype=parameter.dtype, device=self._device.torch)
+        if gradient is not None:
+            torch.div(gradient, ranks.world_size, out=mean)
+        ranks.sum_(mean, f"the gradient that the projectors of {entry.name} are checked on", self._device.mark())
+        ranks.join()
+        return mean if number % ranks.world_size == ranks.rank else None
+
+    def _fit(self, codec: Lsp, number: int, gradient: torch.Tensor, step: int) -> tuple[float, Pair | None]:
+        """The bias of the projectors of a matrix, and new ones where they were fitted: in host memory where others get
+        them."""
+        matrix, old, settings = codec.matrices[number], codec.pairs[number], codec.settings
         generator = torch.Generator().manual_seed(settings.seed ^ zlib.crc32(f"{matrix.entry.name} {step}".encode()))
         left, right, bias = refit(
             gradient,
@@ -85,20 +112,36 @@ class Learning:
             beta=NORM_WEIGHT,
             generator=generator,
         )
-        self._biases[unit.order, number] = float(bias)
-        if left is not old.left or right is not old.right:
-            self._fitted.append(_Fitted(unit, codec, number, Pair(left, right)))
+        if left is old.left and right is old.right:
+            return float(bias), None
+        return float(bias), Pair(left, right) if self._ranks.world_size == 1 else Pair(left.to("cpu"), right.to("cpu"))
 
     def adopt(self) -> None:
-        """Replace the projectors that were fitted, after the step's updates have been queued."""
+        """Replace the projectors that were fitted, after the step's updates have been queued. Collective then."""
         fitted, self._fitted = self._fitted, []
         self._looked.clear()
         for each in fitted:
             self._settle(each.unit)
-            _carry(each)
+            self._carry(each)
             each.codec.replace(each.number, each.pair)
             each.unit.state.drain()
         self._refits += len(fitted)
+
+    def _carry(self, fitted: _Fitted) -> None:
+        """Bring the moments of a matrix, whose unit has settled, into the subspace of its new projectors. Collective:
+        each rank has a part of them."""
+        state, matrix, old = fitted.unit.state, fitted.codec.matrices[fitted.number], fitted.codec.pairs[fitted.number]
+        part = matrix.encoded
+        own, (start, stop) = slice(part.offset, part.offset + part.partition_numel), piece(part, self._ranks.rank)
+
+        def whole(name: str) -> torch.Tensor:
+            mine = state.read(name, own).to(self._device.torch)
+            return self._ranks.gather(mine, f"{name} of {part.name}")[: part.numel].view(part.shape)
+
+        exp_avg, exp_avg_sq = map(whole, MOMENTS)
+        carried = carry_moments(exp_avg, exp_avg_sq, old.left, old.right, fitted.pair.left, fitted.pair.right)
+        for name, moment in zip(MOMENTS, carried, strict=True):
+            state.write(name, slice(part.offset, part.offset + stop - start), moment.view(-1)[start:stop].cpu())
 
     def discard(self) -> None:
         """The step was not taken: its gradients, which may not have been finite, count for nothing, and the next one's
@@ -122,7 +165,7 @@ class Learning:
             "refits": self._refits,
             "bias": dict(self._mean_biases()),
             "bytes_down": sum(codec.nbytes for codec in self._codecs.values()),
-            "bytes_up": sum(unit.state.written.buffer.numel * 4 for unit in self._units.values()),
+            "bytes_up": sum(codec.whole_numel * CHANGE_DTYPE.itemsize for codec in self._codecs.values()),
         }
 
     def _mean_biases(self) -> Iterator[tuple[str, float]]:
@@ -138,13 +181,3 @@ def _kind(name: str) -> str:
     parts = name.removesuffix(".weight").split(".")
     last = max((place for place, part in enumerate(parts) if part.isdecimal()), default=-1)
     return ".".join(parts[last + 1 :])
-
-
-def _carry(fitted: _Fitted) -> None:
-    """Bring the moments of a matrix, whose unit has settled, into the subspace of its new projectors."""
-    state, matrix, old = fitted.unit.state, fitted.codec.matrices[fitted.number], fitted.codec.pairs[fitted.number]
-    span = slice(matrix.start, matrix.start + matrix.numel)
-    exp_avg, exp_avg_sq = (state.read(name, span).view(matrix.d, matrix.d) for name in MOMENTS)
-    carried = carry_moments(exp_avg, exp_avg_sq, old.left, old.right, fitted.pair.left, fitted.pair.right)
-    for name, moment in zip(MOMENTS, carried, strict=True):
-        state.write(name, span, moment.reshape(-1))

@@ -25,7 +25,13 @@ ON_CPU = os.environ.get("SLIDE_GPU_TESTS_DEVICE") == "cpu"
 HANG_TIMEOUT_S = 10.0
 MARGIN_S = 5.0
 """For the end of a process."""
-PLACES: list[dict[str, Any]] = [{}, {"gpu_states": 0}, {"gpu_states": 0, "share_weights": False}]
+COMPRESSION = {"type": "lsp", "d": 32, "r": 4}
+PLACES: list[dict[str, Any]] = [
+    {},
+    {"gpu_states": 0},
+    {"gpu_states": 0, "share_weights": False},
+    {"gpu_states": 0, "compression": COMPRESSION},
+]
 
 pytestmark = pytest.mark.skipif(not ON_CPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -80,8 +86,10 @@ def last_line(log: str) -> str:
 
 @pytest.mark.parametrize("slide", PLACES, ids=str)
 def test_nothing_happens(two_ranks: Runs, slide: dict[str, Any]) -> None:
-    for code, log, _ in two_ranks("nothing", slide):
+    ends = two_ranks("nothing", slide)
+    for code, log, _ in ends:
         assert code == 0 and "losses" in log, log[-3000:]
+    assert said(ends[0][1], "weights") == said(ends[1][1], "weights")
 
 
 @pytest.mark.parametrize("slide", PLACES, ids=str)

@@ -3,8 +3,8 @@
     RANK=... WORLD_SIZE=2 LOCAL_RANK=... python two_ranks_worker.py FAULT '{"hang_timeout": 20}'
 
 FAULT: nothing, or one of `FAULTS`, done by rank 1; or "reference", for a second engine without an optimizer, whose
-forward precedes each one of the training. A rank that comes to its end prints "losses" and a JSON list, of the second
-engine "references" and another.
+forward precedes each one of the training. A rank that comes to its end prints "losses" and a JSON list, "weights" and
+a list of their sums, of the second engine "references" and another.
 """
 
 from __future__ import annotations
@@ -91,6 +91,9 @@ def main(fault: str, slide: dict[str, Any]) -> None:
         print("references", json.dumps(references), flush=True)
         reference.destroy()
     print("losses", json.dumps(losses), flush=True)
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        sums = [parameter.double().sum().item() for parameter in model.parameters()]
+    print("weights", json.dumps(sums), flush=True)
     engine.destroy()
     dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,14 @@ from harness import (
     train,
     unequal,
 )
+from permutations import between_permutations
+from torch import nn
 
 from ds_slide.checkpoint.compressed import NAME
 from ds_slide.compression.lsp import codec
-from ds_slide.compression.lsp.projector import Projector
 from ds_slide.errors import SlideConfigError, SlideError
-from ds_slide.runtime import learning, settings
+from ds_slide.runtime import learning
+from ds_slide.runtime.unit import Update
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -56,26 +59,9 @@ def trained(
         return result, engine.optimizer.slide_stats()
 
 
-def permutation(rows: int, d: int, _r: int, generator: torch.Generator, device: Any) -> Projector:
-    assert rows == d
-    return Projector(torch.randperm(rows, generator=generator).int()[:, None], torch.ones(rows, 1), d).to(device)
-
-
 @pytest.fixture
 def permutations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Square matrices in subspaces of their own size, by permutations, other ones at each check."""
-
-    def of_square(shape: Any, d: int) -> int:
-        return d if len(shape) == 2 and min(shape) == max(shape) == d else 0
-
-    def others(_gradient: Any, left: Projector, right: Projector, *, generator: Any, **_: Any) -> tuple[Any, ...]:
-        pair = (permutation(each.rows, each.d, 1, generator, each.device) for each in (left, right))
-        return (*pair, torch.zeros(()))
-
-    monkeypatch.setattr(codec, "random_projector", permutation)
-    monkeypatch.setattr(codec, "subspace", of_square)
-    monkeypatch.setattr(settings, "subspace", of_square)
-    monkeypatch.setattr(learning, "refit", others)
+    between_permutations(monkeypatch)
 
 
 @pytest.mark.usefixtures("permutations")
@@ -269,3 +255,49 @@ def test_weights_that_a_script_writes_are_the_masters() -> None:
         train(engine, batches(1))
         moved = (safe_get_full_fp32_param(weight) - 0.5).abs()
         assert 0 < moved.max() < 0.1
+
+
+class Skipping(nn.Module):
+    """Leaves its last block out of every forward but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3))
+        self.used = 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in list(self.layers)[: self.used]:
+            x = x + layer(x)
+        self.used = 2
+        return x.float().square().mean()
+
+
+def test_a_change_is_applied_before_the_next_one_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    updates: list[str] = []
+    second, last = threading.Event(), "layers.2 (compressed)"
+    finish, apply = Update.finish, codec.Lsp.apply
+
+    def finished(update: Any, index: int) -> None:
+        finish(update, index)
+        updates.append(update.done.what)
+        if updates.count(f"the update of {last}") == 2:
+            second.set()
+
+    def applied_late(own: codec.Lsp, *arguments: Any) -> int:
+        if own.layout.entries[0].name.startswith("layers.2") and not second.is_set():
+            second.wait(1.0)  # for what must not come before this has gone on
+        return apply(own, *arguments)
+
+    def run() -> Any:
+        torch.manual_seed(0)
+        model, x = Skipping(), torch.randn(2, 64).bfloat16()
+        with engine_for(model, ds_config({"compression": LSP | {"threshold": 100}})) as engine:
+            result = train(engine, [x] * 2, lambda engine, x: engine(x))
+            result.states = states_of(model, ())
+            return result
+
+    expected = run()
+    monkeypatch.setattr(Update, "finish", finished)
+    monkeypatch.setattr(codec.Lsp, "apply", applied_late)
+    assert not differences(expected, run())
+    assert second.is_set()

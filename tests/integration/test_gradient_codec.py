@@ -32,7 +32,7 @@ class Doubled(Identity):
     def encode_in_place(self, gradients: Gradients) -> list[Place]:
         return super().encode_in_place(_doubled(gradients))
 
-    def apply(self, written: torch.Tensor, span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:
+    def apply(self, written: Sequence[torch.Tensor], span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:
         Doubled.applied += span.stop - span.start
         return super().apply(written, span, masters, hypers)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import torch
 
@@ -14,7 +13,7 @@ from ds_slide.compression.lsp.group import Group, Matrix, group_of, grouped
 from ds_slide.compression.lsp.projection import compress, decompress_apply
 from ds_slide.compression.lsp.projector import Projector, projector_bytes, random_projector
 from ds_slide.config import CompressionConfig
-from ds_slide.model.layout import Segment, UnitLayout
+from ds_slide.model.layout import ParameterInfo, Segment, UnitLayout, build_layout, pieces
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.rounding import keys, step_key
 from ds_slide.optim.rule import Hyper
@@ -44,6 +43,11 @@ class Pair:
 class Lsp:
     """Gradients of a unit of matrices that are on the GPU: a `GradientCodec`. They leave in `dtype`, rounded from fp32.
 
+    Of several ranks each compresses its own gradient, by the same projectors, and has a part of what comes of their
+    mean, as of an exact gradient: PᵀGQ is linear in G. The change is put together from all parts, and each rank applies
+    the whole of it to weights of its own. They stay the same to the bit: the change has the same bits on all ranks, and
+    no kernel's sums depend on time.
+
     Owners of `pairs` and of the tensors that they are views of: the compute thread and its stream, which encodes by
     them, and overwrites them while the unit has settled (the host or that stream has waited for the last change). The
     lane that applies a change reads them in between, on its own stream, behind a marker of the compute stream that was
@@ -54,6 +58,8 @@ class Lsp:
     layout: UnitLayout
     dtype: torch.dtype
     settings: CompressionConfig
+    encoded: UnitLayout = field(init=False)
+    """Of what the gradients are compressed to: this rank's part, and, in slot layout, that of all ranks."""
     matrices: Sequence[Matrix] = field(init=False)
     groups: Sequence[Group] = field(init=False, default=())
     encoding: torch.Tensor = field(init=False)
@@ -63,7 +69,13 @@ class Lsp:
 
     def __post_init__(self) -> None:
         assert self.settings.d != "auto"
-        self.matrices = list(_matrices(self.layout, self.settings.d))
+        sizes = [subspace(entry.shape, self.settings.d) for entry in self.layout.entries]
+        infos = [
+            ParameterInfo(entry.name, (d, d), d * d, entry.group)
+            for entry, d in zip(self.layout.entries, sizes, strict=True)
+        ]
+        self.encoded = build_layout(infos, self.layout.world_size)
+        self.matrices = list(map(Matrix, self.layout.entries, sizes, self.encoded.entries))
 
     def begin(self, device: torch.device, encoding: torch.Tensor, applying: torch.Tensor) -> None:
         """Draw the projectors, and take the workspaces."""
@@ -98,7 +110,12 @@ class Lsp:
 
     @property
     def numel(self) -> int:
-        return self.matrices[-1].stop
+        return self.encoded.trainable_numel
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements of the encoded gradient, or of the change, of all ranks."""
+        return self.encoded.slot_trainable_numel
 
     @property
     def nbytes(self) -> int:
@@ -115,15 +132,20 @@ class Lsp:
 
     @property
     def encode_bytes(self) -> int:
-        return max(
+        return self._whole_bytes + max(
             sum(8 * each.member.partials + 4 * each.member.product for each in group)
             for group in grouped(self.matrices)
         )
 
     @property
+    def _whole_bytes(self) -> int:
+        """Of the workspace of `encode`, its beginning: a whole encoded gradient, before the ranks get their parts."""
+        return self.whole_numel * self.dtype.itemsize if self.layout.world_size > 1 else 0
+
+    @property
     def apply_bytes(self) -> int:
         products = (sum(each.member.product for each in group) for group in grouped(self.matrices))
-        return CHANGE_DTYPE.itemsize * (2 * self.numel + max(products))
+        return CHANGE_DTYPE.itemsize * (2 * self.whole_numel + max(products))
 
     @property
     def encode_traffic(self) -> int:
@@ -144,11 +166,10 @@ class Lsp:
 
     @property
     def segments(self) -> Sequence[Segment]:
-        by_group = [list(run) for _, run in groupby(self.matrices, key=lambda matrix: matrix.entry.group)]
-        return [Segment(run[0].entry.group or 0, run[0].start, run[-1].stop) for run in by_group]
+        return self.encoded.segments
 
     def encode(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
-        out = out[: self.numel]
+        out = out[: self.whole_numel]
         encode = self.encode_in_groups if out.is_cuda else self.encode_one_by_one
         return encode(gradients, out, accumulate=accumulate)
 
@@ -164,7 +185,7 @@ class Lsp:
                 gradients[group.numbers],
                 out,
                 self.dtype,
-                self.encoding,
+                self.encoding[self._whole_bytes :],
                 total,
                 accumulate=accumulate,
                 adds=group.first > 0,
@@ -186,23 +207,35 @@ class Lsp:
             matrix.within(out).add_(compressed.to(self.dtype))
         return total
 
-    def encode_for_ranks(self, gradients: Gradients, out: torch.Tensor) -> None:
-        raise NotImplementedError("gradients are compressed on one rank only, which the contract sees to")
+    def encode_for_ranks(self, gradients: Gradients, out: torch.Tensor) -> torch.Tensor:
+        whole = self.encoding[: self._whole_bytes].view(self.dtype)
+        summed = self.encode(gradients, whole, accumulate=False)
+        out.zero_()  # what pads the parts
+        targets, sources = [], []
+        for rank, part, place in pieces(self.encoded):
+            targets.append(out[rank * self.numel + part.start : rank * self.numel + part.stop])
+            sources.append(whole[place])
+        torch._foreach_copy_(targets, sources)
+        return summed
 
     def encode_in_place(self, gradients: Gradients) -> list[Place]:
         raise NotImplementedError("gradients of outer modules, which are not packed, are not compressed")
 
-    def apply(self, written: torch.Tensor, span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:
+    def apply(self, written: Sequence[torch.Tensor], span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:
         assert (span.start, span.stop) == (0, self.numel)
-        change = self.applying[: self.numel]
-        change.copy_(written[span], non_blocking=True)
+        change = self.applying[: self.whole_numel]
+        if len(written) == 1:
+            change.copy_(written[0], non_blocking=True)
+        else:
+            for rank, part, place in pieces(self.encoded):
+                change[place].copy_(written[rank][part], non_blocking=True)
         by_group = {group: _decay(hypers[group]) for group in {each.entry.group or 0 for each in self.matrices}}
         decays = [by_group[each.entry.group or 0] for each in self.matrices]
         # All groups take the same steps.
         key = step_key(self.settings.seed, hypers[0].step) if masters.are_rounded else None
         apply = self.apply_in_groups if change.is_cuda else self.apply_one_by_one
         apply(change, masters, decays, key)
-        return self.numel * CHANGE_DTYPE.itemsize
+        return self.whole_numel * CHANGE_DTYPE.itemsize
 
     def apply_in_groups(
         self, change: torch.Tensor, masters: Masters, decays: Sequence[float], key: int | None = None
@@ -211,7 +244,7 @@ class Lsp:
         masters that are rounded."""
         from ds_slide.kernels.lsp.grouped_apply import apply_
 
-        transposed, products = self.applying[self.numel : 2 * self.numel], self.applying[2 * self.numel :]
+        _, transposed, products = self.applying.tensor_split([self.whole_numel, 2 * self.whole_numel])
         for group in self.groups:
             apply_(group, masters.weight, masters.remainder, change, decays[group.numbers], key, transposed, products)
 
@@ -235,11 +268,3 @@ class Lsp:
 def _decay(hyper: Hyper) -> float:
     assert isinstance(hyper, AdamWHyper) and hyper.adam_w_mode
     return hyper.constants().decay
-
-
-def _matrices(layout: UnitLayout, d: int) -> Iterator[Matrix]:
-    start = 0
-    for entry in layout.entries:
-        matrix = Matrix(entry, subspace(entry.shape, d), start)
-        start = matrix.stop
-        yield matrix

@@ -11,16 +11,22 @@ from torch import Tensor
 
 from ds_slide.compression.lsp.projector import Columns, Projector
 from ds_slide.kernels.lsp.table import WIDTH, Member, Table, table_of
-from ds_slide.model.layout import Entry, align_up
+from ds_slide.model.layout import Entry
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of the unit. `start`: of its d * d elements in the encoded gradient."""
+    """A matrix of the unit."""
 
     entry: Entry
     d: int
-    start: int
+    encoded: Entry
+    """Its d * d elements, in the layout of the encoded gradient."""
+
+    @property
+    def start(self) -> int:
+        """Of its elements in the encoded gradient of all ranks."""
+        return self.encoded.slot_offset
 
     @property
     def numel(self) -> int:
@@ -30,10 +36,6 @@ class Matrix:
     def product_numel(self) -> int:
         """Elements of the product with one of its projectors."""
         return self.d * self.entry.shape[1]
-
-    @property
-    def stop(self) -> int:
-        return self.start + align_up(self.numel)
 
     @property
     def number(self) -> int:
@@ -47,7 +49,7 @@ class Matrix:
         return Member(rows, columns, self.d, self.start, self.entry.slot_offset, self.number)
 
     def within(self, encoded: Tensor) -> Tensor:
-        """Its part of an encoded gradient, of a state or of a change, [d, d]."""
+        """Its part of an encoded gradient or of a change, of all ranks, [d, d]."""
         return encoded[self.start : self.start + self.numel].view(self.d, self.d)
 
     def of_weights(self, buffer: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.device import PASSED, Device, Marker
 from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Staging
 from ds_slide.runtime.ranks.collectives import Ranks
+from ds_slide.runtime.totals import SquareSums
 from ds_slide.runtime.transfers.handoff import Failures, Future
 from ds_slide.runtime.transfers.pool import BufferPool, Lease
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
@@ -90,12 +91,12 @@ class Gradients:
         """Hyper-parameters, by parameter group, of updates that start as soon as a gradient arrives."""
         self.grad_scale = 1.0
         """The factor that such gradients get where nothing is clipped."""
-        self.sums = torch.zeros(2, num_units, dtype=torch.float64, device=device.torch)
-        """Square sum of every unit's gradient on this rank, by `Unit.order`; `Unit.square_sum_on` says which entries
-        count. Written on the collectives stream where there are several ranks. Of units whose gradients are compressed
-        and added up: those of all micro-batches of a step, added up, and in the second row those of what they were
-        compressed to."""
-        self.square_sums, self._encoded_sums = self.sums
+        self.sums = torch.zeros(3, num_units, dtype=torch.float64, device=device.torch)
+        """By `Unit.order`, in the first row the square sum of what this rank has of every unit's gradient;
+        `Unit.square_sum_on` says which entries count. Written on the collectives stream where there are several ranks.
+        Of units whose gradients are compressed, in the other rows the square sums of this rank's own gradients, and of
+        what these were compressed to, of all micro-batches of a step added up. Written on the compute stream."""
+        self.square_sums = self.sums[0]
 
     def finalize(self, unit: Unit, *, final: bool, source: Source | None = None) -> None:
         """Take the gradients out of the unit's parameters. `final`: the last micro-batch before the step.
@@ -124,15 +125,15 @@ class Gradients:
             parameter.grad = None
         unit.gradient_ready = True
 
-    def square_sum_of(self, unit: Unit, on_device: torch.Tensor) -> float:
-        """Square sum of a unit's held gradient, once the lanes have drained; `on_device`: `sums`."""
+    def square_sums_of(self, unit: Unit, on_device: torch.Tensor) -> SquareSums:
+        """Of a unit's held gradient, once the lanes have drained; `on_device`: `sums`."""
         if not unit.gradient_ready:
-            return 0.0
-        own, encoded = on_device[:, unit.order].tolist()
+            return SquareSums(0.0, 0.0, 0.0)
+        found = SquareSums(*on_device[:, unit.order].tolist())
         if unit.square_sum_on == "device":
-            return float(own)
+            return found
         held = self._held_square_sum(unit) if unit.square_sum_on is None else unit.host_square_sum
-        return _of_sum(held, own, encoded) if unit.codec.compresses else held
+        return found._replace(held=held)
 
     def _held_square_sum(self, unit: Unit) -> float:
         gradient = unit.state.read("gradient", slice(0, unit.codec.numel))
@@ -166,9 +167,7 @@ class Gradients:
         unit.square_sum_on = None if adds else "device"
         try:
             with self._ranks.on_stream():
-                if unit.codec.compresses and isinstance(source, Packed):
-                    self._add_square_sums(unit, source)
-                elif not adds:
+                if not adds:
                     self.square_sums[unit.order] = source.square_sum(self._square_sum)
                 packed = self._device.mark()
         except BaseException:
@@ -183,11 +182,11 @@ class Gradients:
             self._failures.record("compute", error)
             raise
 
-    def _add_square_sums(self, unit: Unit, source: Packed) -> None:
+    def _add_square_sums(self, unit: Unit, gradient: torch.Tensor, encoded: torch.Tensor) -> None:
+        sums = self.sums[1:, unit.order]
         if not unit.gradient_ready:
-            self.sums[:, unit.order] = 0
-        self.square_sums[unit.order] += source.square_sum(self._square_sum)
-        self._encoded_sums[unit.order] += self._square_sum(source.own)
+            sums.zero_()
+        sums += torch.stack((gradient, encoded))
 
     def _submit_update(self, arrival: _Arrival) -> None:
         unit = arrival.unit
@@ -336,18 +335,18 @@ class Gradients:
         codec, ranks = unit.codec, self._ranks.world_size
         own = _of_dtype(staging.own, codec.dtype)[: codec.numel]
         if ranks == 1:
-            return Packed(staging.free, own, codec.encode(unit.gradients(), own, accumulate=False))
+            summed = codec.encode(unit.gradients(), own, accumulate=False)
+            if codec.compresses:
+                assert summed is not None
+                gradient, summed = summed, self._square_sum(own)
+                self._add_square_sums(unit, gradient, summed)
+            return Packed(staging.free, own, summed)
         packed = _of_dtype(staging.packed, codec.dtype)[: ranks * codec.numel]
-        codec.encode_for_ranks(unit.gradients(), packed)
+        summed = codec.encode_for_ranks(unit.gradients(), packed)
+        if summed is not None:
+            self._add_square_sums(unit, summed, self._square_sum(packed))
         self._ranks.reduce_gradients(unit, packed, own, self._device.mark())
         return Packed(staging.free, own, None)
-
-
-def _of_sum(compressed: float, gradients: float, encoded: float) -> float:
-    """The square sum of a sum of gradients, of which only what they were compressed to is added up (`compressed`: its
-    square sum). `gradients` and `encoded`: square sums of the single gradients, and of what these were compressed to,
-    added up. Exact for one gradient; of several it takes the sum to lose the part that they lose."""
-    return compressed * (gradients / encoded) if encoded else gradients
 
 
 def _of_dtype(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from ds_slide.errors import SlideError
-from ds_slide.model.layout import piece
+from ds_slide.model.layout import pieces
 from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.runtime.unit import Unit
@@ -175,6 +175,19 @@ class Ranks:
                 dist.all_reduce(values, group=self._group)
         return values
 
+    def gather(self, own: torch.Tensor, what: str) -> torch.Tensor:
+        """`own` ([n], made on the compute stream) of every rank, [world_size * n] by rank, for the compute stream. One
+        rank has its own."""
+        if self.world_size == 1:
+            return own
+        gathered = own.new_empty(self.world_size * own.numel())
+        with self._issue(f"gathering {what}", self._device.mark()):
+            # As bytes: NCCL knows no 16-bit integers, which complete weights to their masters.
+            flat, part = gathered.view(torch.uint8), own.contiguous().view(torch.uint8)
+            dist.all_gather_into_tensor(flat, part, group=self._group)
+        self.join()
+        return gathered
+
     # ---- while the engine is built -----------------------------------------------------------------------------------
 
     def connect(self, packed: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> None:
@@ -220,21 +233,11 @@ class Ranks:
                     )
 
 
-def pieces(unit: Unit) -> Iterator[tuple[int, slice, slice]]:
-    """(rank, elements of that rank's part of the unit, elements of the unit in slot layout) of every piece."""
-    for entry in unit.layout.entries:
-        for rank in range(unit.layout.world_size):
-            start, stop = piece(entry, rank)
-            if stop > start:
-                place = entry.slot_offset + start
-                yield rank, slice(entry.offset, entry.offset + stop - start), slice(place, place + stop - start)
-
-
 def lay_out(unit: Unit, flat: torch.Tensor, buffer: torch.Tensor) -> None:
     """Copy the parts of all ranks ([>= world_size * local_numel], rank-major) to their places in slot layout."""
     local = unit.layout.local_numel
     targets, sources = [], []
-    for rank, source, place in pieces(unit):
+    for rank, source, place in pieces(unit.layout):
         targets.append(buffer[place])
         sources.append(flat[rank * local + source.start : rank * local + source.stop])
     torch._foreach_copy_(targets, sources)

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ds_slide.model.layout import pieces
 from ds_slide.runtime.device import Device
-from ds_slide.runtime.ranks.collectives import lay_out, pieces
+from ds_slide.runtime.ranks.collectives import lay_out
 from ds_slide.runtime.transfers.handoff import Failures, synchronize
 from ds_slide.runtime.unit import Unit
 
@@ -63,7 +64,7 @@ class Uploads:
             lay_out(unit, scratch, buffer)
             return len(parts) * numel * buffer.element_size()
         moved = 0
-        for rank, source, place in pieces(unit):
+        for rank, source, place in pieces(unit.layout):
             target = buffer[place]
             target.copy_(parts[rank][source], non_blocking=True)
             moved += target.numel() * target.element_size()

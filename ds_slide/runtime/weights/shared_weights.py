@@ -7,7 +7,9 @@ for the counters of the other ranks, asleep in the kernel, never for a collectiv
 Why nobody overwrites what another rank still reads. An update to version n + 1 needs the average of the gradients of
 all ranks, and a rank enters that collective after its own backward of the unit, so after the GPU copy of version n that
 the backward used was complete. What it has asked for since, of version n, may be torn, but is never bound: binding
-compares versions, and the rank's own version has become n + 1 before it binds again. Writes from outside (loading,
+compares versions, and the rank's own version has become n + 1 before it binds again. A change of weights, of which none
+may be missed, has been applied by then: a rank that has not used the unit waits for it before it enters the collective
+(`SlideRuntime._finalize`). Writes from outside (loading,
 `safe_set_*`) have no such collective before them: `SlideRuntime.begin_writing` is one.
 """
 
@@ -48,7 +50,8 @@ class SharedWeights:
         self.memory = SharedHostMemory(sharing.file, memory)
         """The memory of this rank's weights, unit by unit."""
         self.parts: dict[int, list[torch.Tensor]] = {}
-        """Weights of each unit that is shared, by its order, then by rank ([local_numel] each)."""
+        """Of each unit that is shared, by its order, what the updates of each rank write: weights ([local_numel]), or
+        changes of them ([numel] of its codec)."""
 
     def map_others(self, units: Sequence[Unit]) -> None:
         """Map the memory of the other ranks. `units`: those whose weights `memory` has made, in that order; all ranks
@@ -80,7 +83,7 @@ class SharedWeights:
         descriptors[self._ranks.rank] = self._sharing.file.descriptor
         self._generations = [self._counters(descriptor) for descriptor in descriptors]
         for unit, part in zip(units, self.memory.ranges, strict=True):
-            buffer = unit.state.weights.buffer
+            buffer = unit.state.written.buffer
             weight = buffer.read(slice(0, buffer.numel))
             self.parts[unit.order] = [
                 weight

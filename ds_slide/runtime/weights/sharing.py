@@ -47,11 +47,16 @@ class Sharing:
         self.file.close()
 
 
-def open_sharing(ranks: Ranks, wanted: Literal["auto"] | bool) -> Sharing | None:
+def open_sharing(
+    ranks: Ranks,
+    wanted: Literal["auto"] | bool,
+    because: str = "ds_slide.share_weights is true",
+    way_out: str = 'set it to "auto" to gather weights over the process group instead',
+) -> Sharing | None:
     """Share the weights; None where they are to be gathered, and where "auto" has found that out, one line of the log
     says why.
 
-    Collective. SlideError on all ranks when `wanted` is true and it is not possible.
+    Collective. SlideError on all ranks when `wanted` is true and it is not possible. `because`: who wants it.
     """
     if ranks.world_size == 1 or wanted is False:
         return None
@@ -59,10 +64,7 @@ def open_sharing(ranks: Ranks, wanted: Literal["auto"] | bool) -> Sharing | None
         return _share(ranks)
     except _Impossible as reason:
         if wanted is True:
-            raise SlideError(
-                f'ds_slide.share_weights is true, but the ranks cannot share host memory: {reason}; set it to "auto" '
-                "to gather weights over the process group instead"
-            ) from reason
+            raise SlideError(f"{because}, but the ranks cannot share host memory: {reason}; {way_out}") from reason
         if ranks.rank == 0:
             logger.warning("weights are gathered over the process group, not shared in host memory: %s", reason)
         return None

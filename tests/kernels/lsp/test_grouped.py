@@ -18,7 +18,7 @@ from ds_slide.compression.lsp.codec import Lsp, Pair
 from ds_slide.compression.lsp.projector import random_projector
 from ds_slide.config import CompressionConfig
 from ds_slide.kernels.lsp import grouped_apply
-from ds_slide.model.layout import ParameterInfo, build_layout
+from ds_slide.model.layout import ParameterInfo, build_layout, pieces
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.reference import encode_split
 from ds_slide.optim.rounding import step_key
@@ -43,10 +43,11 @@ def codec(
     d: int = 32,
     r: int = 4,
     groups: int = 1,
+    ranks: int = 1,
     names: Sequence[str] = "0123456789abcdefgh",
 ) -> Lsp:
     infos = [ParameterInfo(names[i], shape, shape[0] * shape[1], i % groups) for i, shape in enumerate(shapes)]
-    made = Lsp(build_layout(infos, 1), dtype, CompressionConfig(type="lsp", d=d, r=r))
+    made = Lsp(build_layout(infos, ranks), dtype, CompressionConfig(type="lsp", d=d, r=r))
     encoding = torch.full((made.encode_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
     applying = torch.full((made.apply_bytes // 4,), torch.nan, dtype=CHANGE_DTYPE, device=DEVICE)
     made.begin(torch.device(DEVICE), encoding, applying)
@@ -57,9 +58,9 @@ def block() -> Lsp:
     return codec(BLOCK)
 
 
-def odd() -> Lsp:
+def odd(ranks: int = 1) -> Lsp:
     """Of two parameter groups."""
-    return codec(ODD, d=25, r=3, groups=2)
+    return codec(ODD, d=25, r=3, groups=2, ranks=ranks)
 
 
 def many() -> Lsp:
@@ -159,7 +160,7 @@ def test_rounding_knows_names_and_steps_but_no_units() -> None:
         change = torch.zeros(made.numel, device=DEVICE)
         matrix = made.matrices[-1]
         matrix.within(change).copy_(values(matrix.d, matrix.d, seed=1).clamp(-1, 1))
-        made.apply(change, slice(0, made.numel), Masters(weight), [AdamWHyper(lr=1e-3, step=step)])
+        made.apply([change], slice(0, made.numel), Masters(weight), [AdamWHyper(lr=1e-3, step=step)])
         results.append(matrix.of_weights(weight))
     first, again, later, by_itself = results
     assert_same_bits(again, first)
@@ -167,11 +168,34 @@ def test_rounding_knows_names_and_steps_but_no_units() -> None:
     assert not torch.equal(later, first)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_of_several_ranks_are_those_of_the_whole(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, alone = odd(ranks), odd()
+    monkeypatch.setattr(Lsp, "encode", Lsp.encode_in_groups)
+    monkeypatch.setattr(Lsp, "apply_one_by_one", Lsp.apply_in_groups)
+    sources = gradients(made, torch.bfloat16, 1, missing=(1,))
+    out = torch.full((ranks * made.numel,), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    summed = made.encode_for_ranks(sources, out)
+    expected = torch.empty(alone.numel, dtype=torch.bfloat16, device=DEVICE)
+    assert_same_bits(summed, alone.encode_in_groups(sources, expected, accumulate=False))
+    assert out.isfinite().all()
+    parts, joined = list(out.float().split(made.numel)), torch.zeros_like(expected)
+    for rank, part, place in pieces(made.encoded):
+        joined[place] = parts[rank][part].to(joined.dtype)
+    assert_same_bits(joined, expected)
+    assert out.count_nonzero() == expected.count_nonzero()
+    weight, hypers = values(alone.layout.slot_numel, seed=1), [AdamWHyper(lr=1e-3)] * 2
+    found, whole = weight.clone(), weight.clone()
+    made.apply(parts, slice(0, made.numel), Masters(found), hypers)
+    alone.apply([expected.float()], slice(0, alone.numel), Masters(whole), hypers)
+    assert_same_bits(found, whole)
+
+
 def test_each_group_has_the_decay_of_its_hypers() -> None:
     made, hypers = odd(), [AdamWHyper(lr=1e-3, weight_decay=decay) for decay in (0.0, 100.0)]
     weight = torch.ones(made.layout.slot_numel, device=DEVICE)
     change = torch.zeros(made.numel, device=DEVICE)
-    assert made.apply(change, slice(0, made.numel), Masters(weight), hypers) == 4 * made.numel
+    assert made.apply([change], slice(0, made.numel), Masters(weight), hypers) == 4 * made.numel
     for matrix in made.matrices:
         assert (matrix.of_weights(weight) == hypers[matrix.entry.group or 0].constants().decay).all()
 
@@ -223,3 +247,14 @@ def test_launches(of: Callable[[], Lsp], groups: int, monkeypatch: pytest.Monkey
     poisoned = ["aten::empty.memory_format", "aten::fill_.Scalar"]
     assert encoded == [*poisoned, *COMPRESSING * groups]
     assert seen.names == APPLYING * groups
+
+
+def test_launches_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two more: for what pads the parts, and to lay them out."""
+    made, seen = odd(2), Operations()
+    monkeypatch.setattr(Lsp, "encode", Lsp.encode_in_groups)
+    monkeypatch.setattr(type(grouped_apply._apply_kernel), "run", lambda *given, **how: seen.launched(*given, **how))
+    out, sources = torch.empty(2 * made.numel, dtype=made.dtype, device=DEVICE), gradients(made, torch.bfloat16, 1)
+    with seen:
+        made.encode_for_ranks(sources, out)
+    assert seen.names[-6:] == [*COMPRESSING, "aten::zero_", "aten::_foreach_copy_"]

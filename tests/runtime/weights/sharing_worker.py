@@ -81,7 +81,7 @@ def shared(ranks: Ranks, failures: Failures) -> tuple[SharedWeights, list[Any]]:
                 order=order,
                 name=f"unit {order}",
                 version=0,
-                state=SimpleNamespace(weights=WeightsInMemory(InMemory(weight))),
+                state=SimpleNamespace(written=WeightsInMemory(InMemory(weight))),
             )
         )
     weights.map_others(units)
@@ -98,7 +98,7 @@ def generations(ranks: Ranks, units: list[Any], weights: SharedWeights) -> bool:
     for version in range(1, 200):
         unit = units[version % UNITS]
         if version % RANKS == ranks.rank:
-            unit.state.weights.buffer.tensor.fill_(float(version))
+            unit.state.written.buffer.tensor.fill_(float(version))
         unit.publish(version)
         unit.await_others(version)
         right &= parts(weights, unit.order)[version % RANKS] == version

@@ -1,0 +1,126 @@
+"""One rank of `test_compression_ranks`: trains with compressed gradients and writes what came out to a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import two_ranks
+from harness import batches, ds_config, engine_for, llama, on_ssd, states_of, train
+from permutations import between_permutations
+from torch import nn
+
+from ds_slide.errors import SlideError
+from ds_slide.runtime import learning
+from ds_slide.runtime.weights import sharing
+
+STEPS, BLOCKS = 6, 2
+# 17 x 17 and, of k and v, 16 x 16: odd, so that the parts of the ranks are padded.
+LSP: dict[str, Any] = {"type": "lsp", "d": 17, "r": 4, "check_every": 2, "threshold": 0.0}
+EXACT: dict[str, Any] = {"type": "lsp", "d": 64, "r": 1, "check_every": 2}
+DELAYS = {"lane_delay_ms": 3.0, "seed": 5}
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "clipping": ({"compression": LSP}, {"clip": 1.0}),
+    "delays": ({"compression": LSP, "debug": DELAYS}, {"clip": 1.0}),
+    "two-passes": ({"compression": LSP, "debug": {"update_passes": 2}}, {"clip": 1.0}),
+    "ssd": ({"compression": LSP, "host_memory": 0}, {"clip": 1.0}),
+    "immediate": ({"compression": LSP}, {"clip": 0.0}),
+    "immediate-delays": ({"compression": LSP, "debug": DELAYS}, {"clip": 0.0}),
+    "accumulation": ({"compression": LSP}, {"clip": 1.0, "accumulation": 2}),
+    "8bit": ({"compression": LSP, "state_dtype": "8bit"}, {"clip": 1.0}),
+    "fp32": ({"compression": LSP}, {"clip": 1.0, "bf16": None}),
+    "permutations": ({"compression": EXACT}, {"clip": 1.0}),
+    "permutations-immediate": ({"compression": EXACT}, {"clip": 0.0}),
+    "exact": ({}, {"clip": 1.0}),
+    "exact-immediate": ({}, {"clip": 0.0}),
+}
+
+
+class Odd(nn.Module):
+    """Blocks of matrices whose numbers of elements are odd. The last one is left out of two forwards of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(35, 67, bias=False), nn.Tanh(), nn.Linear(67, 35)) for _ in range(3)
+        )
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        for layer in list(self.layers)[: 3 if self.forwards % 3 == 1 else 2]:
+            x = x + layer(x)
+        return x.float().square().mean()
+
+
+def odd_loss(engine: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = engine(x)
+    return loss
+
+
+def of_odd(rank: int, debug: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    model = Odd()
+    generator = torch.Generator().manual_seed(rank)
+    data = [torch.randn(2, 35, generator=generator).bfloat16() for _ in range(STEPS)]
+    compression = LSP | {"check_every": 3}  # when all are used
+    with engine_for(model, ds_config({"compression": compression, "debug": debug})) as engine:
+        return left_by(model, engine, train(engine, data, odd_loss))
+
+
+def left_by(model: nn.Module, engine: Any, result: Any) -> dict[str, Any]:
+    states, statistics = states_of(model, ()), engine.optimizer.slide_stats()["compression"]
+    return {"losses": result.losses, "norms": result.norms, "states": states, "statistics": statistics}
+
+
+def resumed(rank: int, folder: Path) -> dict[str, Any]:
+    """A run, and one from its checkpoint on; then what a step with an infinite loss on one rank does."""
+    data, config = batches(2 * STEPS)[rank::2], ds_config({"compression": LSP})
+    seen: dict[str, Any] = {}
+    model = llama(seed=rank, num_hidden_layers=BLOCKS)
+    with engine_for(model, config) as engine:
+        train(engine, data[:3])
+        engine.save_checkpoint(folder)
+        seen["went on"] = left_by(model, engine, train(engine, data[3:]))
+    model = llama(seed=7 + rank, num_hidden_layers=BLOCKS)
+    with engine_for(model, config) as engine:
+        engine.load_checkpoint(folder)
+        seen["resumed"] = left_by(model, engine, train(engine, data[3:]))
+        engine.backward(engine(**data[0]).loss * (float("inf") if rank else 1.0))
+        engine.step()
+        seen["skipped"] = engine.optimizer.overflow, states_of(model, ())
+    return seen
+
+
+def refusal(config: dict[str, Any]) -> str:
+    with pytest.raises(SlideError) as raised, engine_for(llama(num_hidden_layers=BLOCKS), config):
+        pass
+    return str(raised.value)
+
+
+def main(rank: int, folder: Path) -> None:
+    learning.FIT_STEPS = 2
+    with two_ranks.as_rank(rank, folder) as seen:
+        for name, (slide, settings) in RUNS.items():
+            data = batches(2 * STEPS * settings.get("accumulation", 1))[rank::2]
+            config = ds_config({"window": 2, **slide}, **settings)
+            if name == "ssd":
+                on_ssd(config, folder / "disk")
+            with pytest.MonkeyPatch.context() as patch:
+                if name.startswith("permutations"):
+                    between_permutations(patch)
+                # Every rank draws other weights: rank 0's have to win.
+                model = llama(seed=rank, num_hidden_layers=BLOCKS)
+                with engine_for(model, config) as engine:
+                    seen[name] = left_by(model, engine, train(engine, data))
+        seen["odd"], seen["odd-delays"] = of_odd(rank, {}), of_odd(rank, {"lane_delay_ms": 20.0})
+        seen |= resumed(rank, folder / "checkpoints")
+        refused = [refusal(ds_config({"compression": LSP, "share_weights": False}))]
+        sharing.machine.identity = lambda _: f"machine {rank}"
+        seen["refused"] = [*refused, refusal(ds_config({"compression": LSP}))]
+
+
+if __name__ == "__main__":
+    two_ranks.fork_ranks(main)

@@ -1,0 +1,114 @@
+"""Two ranks that compress their gradients: each has all of the compressed matrices' weights, and makes the same of
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compression_ranks_worker import BLOCKS, LSP, RUNS, STEPS
+from harness import Result, batches, differences, ds_config, engine_for, half_up, llama, train, unequal
+from two_ranks import RANKS
+
+from ds_slide.errors import SlideError
+from ds_slide.runtime import learning
+
+WORKER = "compression_ranks_worker.py"
+# Run, and the run whose bits it has.
+SAME_BITS = {
+    "delays": "clipping",
+    "two-passes": "clipping",
+    "ssd": "clipping",
+    "immediate-delays": "immediate",
+    "permutations": "exact",
+    "permutations-immediate": "exact-immediate",
+    "odd-delays": "odd",
+    "resumed": "went on",
+}
+
+OfRanks = Callable[[str], list[Result]]
+
+
+@pytest.fixture(scope="module")
+def of_ranks(seen: list[dict[str, Any]]) -> OfRanks:
+    """Results of a run by rank."""
+
+    def results(name: str) -> list[Result]:
+        return [Result(**{key: each[name][key] for key in ("losses", "norms", "states")}) for each in seen]
+
+    return results
+
+
+@pytest.mark.parametrize("name", [*RUNS, "odd", "odd-delays", "went on", "resumed"])
+def test_all_ranks_have_the_same_weights(of_ranks: OfRanks, name: str) -> None:
+    first, second = of_ranks(name)
+    assert first.losses != second.losses  # each its own half of the data
+    assert first.norms == second.norms
+    assert unequal(first.states, second.states) == []
+    for state in first.states.values():  # of the parts of both ranks; the weights are a rank's own
+        assert unequal(state["weight"], half_up(state["master"]) if name != "fp32" else state["master"]) == []
+
+
+@pytest.mark.parametrize(("name", "reference"), SAME_BITS.items())
+def test_placement_timing_and_permutations_change_no_bit(of_ranks: OfRanks, name: str, reference: str) -> None:
+    for rank in range(RANKS):
+        assert differences(of_ranks(name)[rank], of_ranks(reference)[rank]) == []
+        assert of_ranks(name)[rank].norms == of_ranks(reference)[rank].norms
+
+
+def test_projectors_are_fitted_alike(seen: list[dict[str, Any]]) -> None:
+    first, second = (each["clipping"]["statistics"] for each in seen)
+    assert first == second
+    assert (first["checks"], first["refits"]) == (STEPS // 2 * BLOCKS, STEPS // 2 * BLOCKS * 7)
+    assert first["bytes_down"] == BLOCKS * 2 * (5 * 192 + 2 * 128)  # half of 289 and of 256, in whole lines
+    assert first["bytes_up"] == BLOCKS * 4 * (5 * 320 + 2 * 256)
+
+
+def test_norms_are_clipped(of_ranks: OfRanks) -> None:
+    assert max(of_ranks("clipping")[0].norms) > 1.0
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("name", "tolerance"), [("fp32", 2.0**-14), ("accumulation", 2.0**-7)])
+def test_against_one_rank_with_the_whole_batch(
+    of_ranks: OfRanks, name: str, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "FIT_STEPS", 2)
+    slide, settings = RUNS[name]
+    halves = batches(2 * STEPS * settings.get("accumulation", 1))
+    whole = [
+        {key: torch.cat([left[key], right[key]]) for key in left}
+        for left, right in zip(halves[::2], halves[1::2], strict=True)
+    ]
+    config = ds_config({"window": 2, **slide}, **settings, train_micro_batch_size_per_gpu=4)
+    with engine_for(llama(num_hidden_layers=BLOCKS), config) as engine:
+        alone = train(engine, whole)
+    first, second = of_ranks(name)
+    together = [(left + right) / 2 for left, right in zip(first.losses, second.losses, strict=True)]
+    assert together == pytest.approx(alone.losses, abs=tolerance)
+    # Each rank has lost another part of its gradient than of their mean is lost.
+    assert first.norms == pytest.approx(alone.norms, rel=0.05)
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_taken_by_none(seen: list[dict[str, Any]]) -> None:
+    for each in seen:
+        overflow, states = each["skipped"]
+        assert overflow and unequal(states, each["resumed"]["states"]) == []
+
+
+def test_they_need_memory_that_all_of_them_read(seen: list[dict[str, Any]]) -> None:
+    for each in seen:
+        as_asked, elsewhere = each["refused"]
+        assert "ds_slide.share_weights is false and there are 2 ranks" in as_asked
+        assert "ds_slide.compression is set for several ranks, but the ranks cannot share host memory" in elsewhere
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_other_numbers_of_ranks_load_the_weights_alone(folder: Path) -> None:
+    with engine_for(llama(num_hidden_layers=BLOCKS), ds_config({"compression": LSP})) as engine:
+        with pytest.raises(SlideError, match="number of ranks"):
+            engine.load_checkpoint(folder / "checkpoints")
+        engine.load_checkpoint(folder / "checkpoints", load_optimizer_states=False)
