@@ -195,7 +195,7 @@ def compare(planner: Planner, record: Mapping[str, Any], ceilings: Ceilings, roo
     decided = None
     if decides:
         kept = statistics_of_engine["activations"]["keep"]
-        promoted, blocks = len(forecast.plan.placement.promoted), len(forecast.activations.kept)
+        promoted, blocks = len(forecast.plan.placement.promoted), len(forecast.activations.kept.whole)
         decided = f"{memory['promoted_units']}, {kept}", f"{promoted}, {blocks}"
     whole = f"{what}, {', '.join(settings)}{', SSD' * (setting.offload == 'nvme')}"
     return Compared(whole, predicted, measured, decided)

@@ -18,7 +18,8 @@ from test_activations import Twice
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
-from ds_slide.plan.spare import MARGIN_SHARE, Input, Keepable
+from ds_slide.plan.keeping import Keepable, Kept
+from ds_slide.plan.spare import MARGIN_SHARE, Input
 from ds_slide.runtime.activations import activations as activations_module
 from ds_slide.runtime.activations.input_buffers import NAME
 from ds_slide.runtime.activations.moved_inputs import INPUT_MODIFIED, MovedInput, MovedInputs
@@ -39,9 +40,9 @@ def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
     """Keep the last so many blocks from now on, and move the inputs of the first so many."""
 
     def choose(keep: int, move: int) -> None:
-        def kept(_room: float, candidates: list[Keepable]) -> frozenset[int]:
+        def kept(_room: float, candidates: list[Keepable]) -> Kept:
             orders = sorted(each.order for each in candidates)
-            return frozenset(orders[len(orders) - keep :] if keep else ())
+            return Kept(frozenset(orders[len(orders) - keep :] if keep else ()))
 
         def moved(_missing: float, _available: float, inputs: list[Input]) -> frozenset[int]:
             return frozenset(each.order for each in inputs[:move])

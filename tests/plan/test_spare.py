@@ -6,16 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_slide.plan.keeping import Keepable, kept_within
 from ds_slide.plan.spare import (
     Input,
-    Keepable,
     Movable,
     Shape,
     Slots,
     StepTimes,
     choose,
     given_back,
-    kept_within,
     moved_within,
     moves_unmeasured,
 )
@@ -112,14 +111,14 @@ def test_a_choice_fits_and_harms_nothing(
 
 @given(st.integers(0, 120), keepables)
 def test_what_is_kept_fits_and_leaves_no_room_for_another(room: int, activations: list[Keepable]) -> None:
-    kept = kept_within(room, activations)
+    kept = kept_within(room, activations).whole
     left = room - sum(each.nbytes for each in activations if each.order in kept)
     assert left >= 0
     assert all(each.nbytes > left for each in activations if each.order not in kept)
 
 
 def test_of_equal_blocks_the_last_are_kept() -> None:
-    assert kept_within(4 * GB, ACTIVATIONS) == {34, 35, 36}
+    assert kept_within(4 * GB, ACTIVATIONS).whole == {34, 35, 36}
 
 
 @given(movables, st.floats(-5, 400), windows)

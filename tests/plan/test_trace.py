@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_slide.errors import SlideError
 from ds_slide.patching.apply import apply_kernels
+from ds_slide.plan.keeping import Kept
 from ds_slide.plan.trace import StepTrace, TracedUnit, per_unit, trace_step, with_kept
 
 pytest.importorskip("transformers")
@@ -78,7 +79,7 @@ def test_a_step_that_keeps_some_blocks_is_made_of_those_that_keep_all_and_none(
     recomputed: int, vocabulary: int
 ) -> None:
     none, every = (traced(with_checkpointing(count, vocab_size=vocabulary)) for count in (BLOCKS, 0))
-    found = with_kept(none, every, range(recomputed + 1, BLOCKS + 1))
+    found = with_kept(none, every, Kept(frozenset(range(recomputed + 1, BLOCKS + 1))))
     real = traced(with_checkpointing(recomputed, vocab_size=vocabulary))
     assert found.backward == real.backward
     boundary = BATCH * SEQ * 128 * 2 + 512  # the first block's input, which the model's forward holds until it returns
