@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -27,6 +28,8 @@ from ds_slide.plan.keeping import Kept
 from ds_slide.plan.mixtures import Mixture, Run, run_of
 from ds_slide.plan.operations import Operation, operations_of
 
+FUNCTION = "_gradient_checkpointing_func"
+"""The attribute of a layer of transformers that is called where it checkpoints."""
 ALLOCATION = 512
 """torch's allocator of GPU memory rounds up to it."""
 
@@ -161,6 +164,7 @@ def _listening(units: Sequence[TracedUnit], tracer: _Tracer) -> Iterator[None]:
     copied down from where they are, when the next block's are complete."""
     handles: list[Any] = []
     copied: list[nn.Parameter] = []
+    checkpoints: list[tuple[nn.Module, Any]] = []
     for index, unit in enumerate(units):
         trained = [parameter for parameter in unit.parameters if parameter.requires_grad]
         waiting = set(trained)
@@ -180,15 +184,29 @@ def _listening(units: Sequence[TracedUnit], tracer: _Tracer) -> Iterator[None]:
         handles += [parameter.register_post_accumulate_grad_hook(accumulated) for parameter in trained]
         if unit.block is not None:
             handles.append(unit.block.register_forward_pre_hook(lambda *_, index=index: tracer.enter(index)))
-            # Also where a recomputation stops early, by an exception.
-            handles.append(unit.block.register_forward_hook(lambda *_: tracer.enter(None), always_call=True))
+            handles.append(unit.block.register_forward_hook(lambda *_: tracer.enter(None)))
+            if (written := vars(unit.block).get(FUNCTION)) is not None:
+                checkpoints.append((unit.block, written))
+                vars(unit.block)[FUNCTION] = partial(_checkpoint, written, index, tracer)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+        for block, written in checkpoints:
+            vars(block)[FUNCTION] = written
         for each in copied:
             each.grad = None
+
+
+def _checkpoint(written: Any, index: int, tracer: _Tracer, function: Callable[..., Any], *inputs: Any) -> Any:
+    """As the script has it, of a function that tells `tracer` when it is called, also in the recomputation."""
+
+    def run(*given: Any) -> Any:
+        with tracer.running(index):
+            return function(*given)
+
+    return written(run, *inputs)
 
 
 @contextmanager
@@ -236,12 +254,19 @@ class _Tracer(TorchDispatchMode):
         self._known: dict[int, Any] = {_key(each): None for each in tensors}
 
     def enter(self, unit: int | None) -> None:
-        if self.backward:  # where blocks are recomputed their forwards run again
-            self._recomputed = unit
-            self._counts.clear()
-            return
-        self._end_forward()
-        self.forward.append(Segment(unit))
+        if not self.backward:  # where blocks are recomputed their forwards run again
+            self._end_forward()
+            self.forward.append(Segment(unit))
+
+    @contextmanager
+    def running(self, block: int) -> Iterator[None]:
+        """The checkpointed function of a block runs, in forward or again."""
+        self._recomputed = block if self.backward else None
+        self._counts.clear()
+        try:
+            yield
+        finally:
+            self._recomputed = None
 
     def _end_forward(self) -> None:
         """The newest segment of the forward has ended."""

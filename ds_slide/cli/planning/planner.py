@@ -21,8 +21,8 @@ from ds_slide.plan.memory import Plan
 from ds_slide.plan.mixtures import mixtures
 from ds_slide.plan.rates import Rates
 from ds_slide.plan.time import StepTime, all_schedules, step_time
-from ds_slide.plan.trace import StepTrace, TracedUnit, kept_by_block, per_unit, trace_step, with_kept
-from ds_slide.runtime.activations.checkpointing import FLAG, FUNCTION
+from ds_slide.plan.trace import FUNCTION, StepTrace, TracedUnit, kept_by_block, per_unit, trace_step, with_kept
+from ds_slide.runtime.activations.checkpointing import FLAG
 
 IN_TWO_PASSES = ("AdamW", "Lion")
 """Rules of which the CPU may do the weights and the states apart."""

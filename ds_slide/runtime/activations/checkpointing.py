@@ -22,9 +22,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from ds_slide.plan.trace import FUNCTION
 from ds_slide.runtime.unit import Unit
 
-FUNCTION, FLAG = "_gradient_checkpointing_func", "gradient_checkpointing"
+FLAG = "gradient_checkpointing"
 # Options that leave the results of a block as they are without checkpointing. `context_fn` and `debug` do more than
 # recompute, and without `preserve_rng_state` the recomputation draws another dropout than the forward.
 UNDERSTOOD = frozenset(("use_reentrant", "determinism_check", "early_stop", "preserve_rng_state"))
