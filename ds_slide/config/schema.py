@@ -135,6 +135,10 @@ class DebugConfig(_Block):
     )
     """The part of such updates, chosen at random, that are taken back although they would count."""
 
+    mix: StrictBool = Field(default=True, description="true or false")
+    """Whether a block may keep some results of its operators and recompute the rest; with false it keeps all that it
+    saves, or nothing."""
+
 
 class CheckpointConfig(_Block):
     """How checkpoints are loaded."""

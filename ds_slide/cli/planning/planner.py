@@ -87,7 +87,8 @@ class Planner:
             plain = self._trace(request, case.planned, case.batch, checkpointing=False).step
             forward, saved = per_unit(case.trace.forward), kept_by_block(plain, case.trace)
             for index in sorted(case.checkpointed):
-                mixed = mixtures([each.run for each in case.trace.again.get(index, ())], saved[index])
+                runs = [each.run for each in case.trace.again.get(index, ())]
+                mixed = mixtures(runs, saved[index]) if slide.debug.mix else ()
                 keepable.append(Keepable(index, saved[index], case.rates.seconds(forward[index]), mixed))
 
         tied = request.room.ranks > 1 or case.planned.micro_batches > 1

@@ -71,9 +71,12 @@ class Activations:
         device: Device,
         unasked: Collection[int] = (),
         moved: MovedInputs | None = None,
+        *,
+        mixes: bool = True,
     ) -> None:
         """`unasked`: blocks, by `Unit.order`, that may be recomputed though their script does not ask for it. `moved`:
-        None where inputs stay on the GPU."""
+        None where inputs stay on the GPU. `mixes`: whether a block may keep some results and recompute the rest."""
+        self._mixes = mixes
         self._blocks = list(blocks)
         self._device = device
         self._kind = {unit.order: _kind_of(unit) for unit in blocks}
@@ -193,7 +196,7 @@ class Activations:
         self._asked.discard(kind)
 
         def report(nbytes: int, runs: Sequence[Run]) -> None:
-            self._measured[kind] = Measured(shape, nbytes, mixtures(runs, nbytes))
+            self._measured[kind] = Measured(shape, nbytes, mixtures(runs, nbytes) if self._mixes else ())
 
         return counted(unit, function, report)
 
