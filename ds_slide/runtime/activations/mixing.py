@@ -23,6 +23,8 @@ from ds_slide.plan.mixtures import Mixture, Result, Run, run_of
 from ds_slide.plan.operations import new_bytes, operations_of, tensors_of
 
 _named = functools.cache(str)
+_OWN_VIEW = torch.ops.aten._unsafe_view.default
+"""What a linear layer makes of its product: a view that counts its modifications by itself."""
 _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -38,26 +40,32 @@ class _Mode(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Stayed:
-    """A result as its operator has returned it. `versions`: of its tensors then."""
+    """A result as its operator has returned it. `watched`: tensors on its memory that count modifications, each apart
+    from the others; `versions`: their counts when the result was made."""
 
     made: Any
+    watched: tuple[torch.Tensor, ...]
     versions: tuple[int, ...]
 
     @classmethod
     def of(cls, made: Any) -> _Stayed:
-        # The tensors themselves get a node of the graph, and one without a backward would live for ever. In place of
-        # them others on the same memory, of the same versions.
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            same = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made)
-        return cls(same, _versions(same))
+        same = _same(made)
+        return cls(same, tensors := tuple(tensors_of(same)), tuple(each._version for each in tensors))
+
+    def seen_as(self, view: torch.Tensor) -> _Stayed:
+        """And as a tensor of its own on the same memory."""
+        return _Stayed(self.made, (*self.watched, _same(view)), (*self.versions, view._version))
 
     @property
     def is_unchanged(self) -> bool:
-        return _versions(self.made) == self.versions
+        return tuple(each._version for each in self.watched) == self.versions
 
 
-def _versions(tree: Any) -> tuple[int, ...]:
-    return tuple(each._version for each in tensors_of(tree))
+def _same(tree: Any) -> Any:
+    """With other tensors on the same memory, of the same versions: those themselves get a node of the graph, and one
+    without a backward would live for ever."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)
 
 
 def contexts(mixture: Mixture) -> tuple[TorchDispatchMode, TorchDispatchMode]:
@@ -92,14 +100,19 @@ class _Counting(_Mode):
 class _Forward(_Counting):
     def __enter__(self) -> Any:
         self._left = self._mixture.nbytes
+        self._places: dict[int, Result] = {}
+        """Which result is on a storage."""
         return super().__enter__()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
+        if function is _OWN_VIEW and (place := self._places.get(made.untyped_storage()._cdata)) is not None:
+            self._stayed[place] = self._stayed[place].seen_as(made)
         result = self._result(function)
         if result is not None and (nbytes := new_bytes(args, kwargs, made)) <= self._left:
             self._left -= nbytes
-            self._stayed[result] = _Stayed.of(made)
+            self._stayed[result] = stayed = _Stayed.of(made)
+            self._places.update((each.untyped_storage()._cdata, result) for each in stayed.watched)
         return made
 
 
