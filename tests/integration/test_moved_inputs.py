@@ -290,7 +290,7 @@ def small_gpu(engine: Any, room: int, monkeypatch: pytest.MonkeyPatch) -> Callab
 def test_as_many_move_as_a_batch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of a batch that fits; of a longer one the first blocks' inputs, and of a shorter one none again."""
     moved = []
-    with engine_for(checkpointed(llama(), False), config_of({})) as engine:
+    with engine_for(checkpointed(llama(), False), config_of({"debug": {"mix": False}})) as engine:
         parts = engine.optimizer.runtime.parts
         room = 3_000 * 64 + 100_000  # the margin takes a sixteenth of all
         loss = small_gpu(engine, room, monkeypatch)
