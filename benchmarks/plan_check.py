@@ -195,7 +195,7 @@ def compare(planner: Planner, record: Mapping[str, Any], ceilings: Ceilings, roo
     decided = None
     if decides:
         kept = statistics_of_engine["activations"]["keep"]
-        promoted, blocks = len(forecast.plan.placement.promoted), len(forecast.activations.kept)
+        promoted, blocks = len(forecast.plan.placement.promoted), len(forecast.activations.kept.whole)
         decided = f"{memory['promoted_units']}, {kept}", f"{promoted}, {blocks}"
     whole = f"{what}, {', '.join(settings)}{', SSD' * (setting.offload == 'nvme')}"
     return Compared(whole, predicted, measured, decided)
@@ -203,12 +203,14 @@ def compare(planner: Planner, record: Mapping[str, Any], ceilings: Ceilings, roo
 
 def as_engine_of_then(request: Request, setting: Setting, stats: Mapping[str, Any]) -> Request:
     """Without what the engine of an older record had not: two passes, kernels by default, updates ahead,
-    recomputation that the script does not ask for."""
+    recomputation that the script does not ask for, blocks that are recomputed in part."""
     of_then: dict[str, Any] = dict(request.raw.get("ds_slide", {}).get("debug", {}))
     if "speculation" not in stats:
         of_then["speculate"] = False
     if "spare_state_bytes" not in (stats.get("memory") or {}):
         of_then["out_of_place"] = False
+    if "mix" not in (stats.get("activations") or {}):
+        of_then["mix"] = False
     request = request.with_block(debug=of_then)
     if "update_passes" not in stats:
         request = request.with_block(debug={**of_then, "update_passes": 1})

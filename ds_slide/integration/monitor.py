@@ -91,4 +91,5 @@ def _decided(statistics: dict[str, Any]) -> str:
     if not activations.get("checkpointed"):
         return said
     said += f", activations of {activations['keep']} of {activations['checkpointed']} checkpointed blocks kept"
+    said += f", of {activations['mix']} in part" if activations["mix"] else ""
     return f"{said}, inputs of {activations['move']} in host memory" if activations["move"] else said

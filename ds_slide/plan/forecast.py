@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ds_slide.errors import DoesNotFit
 from ds_slide.plan.allocations import total
+from ds_slide.plan.keeping import Kept
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.time import Schedule, StepTime
 from ds_slide.plan.trace import StepTrace
@@ -57,10 +58,10 @@ class Room:
 @dataclass(frozen=True)
 class Activations:
     """`checkpointed`: blocks that the engine recomputes where memory is short. `kept`: those of them that it does not
-    recompute, with `kept_bytes`. `moved`: those whose inputs wait in host memory, with `moved_bytes`."""
+    recompute, or in part, with `kept_bytes`. `moved`: those whose inputs wait in host memory, with `moved_bytes`."""
 
     checkpointed: frozenset[int] = frozenset()
-    kept: frozenset[int] = frozenset()
+    kept: Kept = field(default_factory=Kept)
     kept_bytes: int = 0
     moved: frozenset[int] = frozenset()
     moved_bytes: int = 0

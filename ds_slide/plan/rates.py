@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ds_slide.errors import SlideError
 from ds_slide.plan.ceilings.figures import Ceilings
-from ds_slide.plan.trace import Operation
+from ds_slide.plan.operations import Operation
 
 ATTENTION_SHARE = {"attention": (0.80, 1_850), "attention backward": (0.75, 1_990)}
 """Of the rate of matrix products, what attention comes near to with many keys, and the keys with which it has half of

@@ -5,11 +5,12 @@ Pure functions over what the first steps have shown. Seconds are those of one st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 
+from ds_slide.plan.keeping import Keepable, fillings
 from ds_slide.plan.needs import Needs
 
 MARGIN_SHARE = 1 / 16
@@ -36,6 +37,8 @@ class Handling(Enum):
     """They stay on the GPU."""
     RECOMPUTE = "recompute"
     """The block's input stays, and its forward runs again in backward."""
+    MIX = "mix"
+    """As `RECOMPUTE`, but for the results of some operators, which stay on the GPU."""
     MOVE = "move"
     """As `RECOMPUTE`, and the block's input waits in host memory."""
 
@@ -53,15 +56,6 @@ class Shape:
         Attention that saves its probabilities takes memory by tokens times length, everything else by tokens.
         """
         return other.tokens / self.tokens * max(1.0, other.length / self.length)
-
-
-@dataclass(frozen=True)
-class Keepable:
-    """A block whose activations may be kept. `seconds`: of its recomputation."""
-
-    order: int
-    nbytes: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -156,28 +150,14 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Choice:
-    """`states`: units whose states go to the GPU. `kept`: number of blocks whose activations then fit. `seconds`: of
-    the step that is expected. `slots`: that the window has then."""
+    """`states`: units whose states go to the GPU. `kept`: number of blocks whose activations then fit, `mixed`: of
+    those that keep some results. `seconds`: of the step that is expected. `slots`: that the window has then."""
 
     states: frozenset[int]
     kept: int
     seconds: float
     slots: int = 0
-
-
-def by_value(activations: Iterable[Keepable]) -> list[Keepable]:
-    """The most seconds for a byte first; of equal ones the last block, whose tensors backward frees first."""
-    return sorted(activations, key=lambda each: (-each.seconds / max(each.nbytes, 1), -each.order))
-
-
-def kept_within(room: float, activations: Iterable[Keepable]) -> frozenset[int]:
-    """Blocks whose activations are kept in `room` bytes."""
-    chosen = []
-    for each in by_value(activations):
-        if each.nbytes <= room:
-            chosen.append(each.order)
-            room -= each.nbytes
-    return frozenset(chosen)
+    mixed: int = 0
 
 
 def movable_inputs(inputs: Sequence[Input]) -> Sequence[Input]:
@@ -208,37 +188,37 @@ def moves_unmeasured(nbytes: int, free: float) -> bool:
 def choose(
     room: float,
     states: Sequence[Movable],
-    activations: Iterable[Keepable],
+    activations: Collection[Keepable],
     times: StepTimes,
     slots: Slots = NO_SLOTS,
 ) -> Choice:
     """The shortest step that `room` bytes allow, of those the one that takes the fewest bytes.
 
     `states` go in the order in which they are given, and activations by their value, so that a choice is two numbers,
-    and all pairs of them are looked at. `kept` is what is expected; what is left in the end decides in each forward.
+    and all pairs of them are looked at. `kept` and `mixed` are what is expected; what is left in the end decides in
+    each forward.
     Slots beyond the least give way to states, and go anyway where fewer blocks pass than there are slots.
     """
-    ordered = by_value(activations)
+    filled = fillings(activations)
     state_bytes = list(accumulate((each.nbytes for each in states), initial=0))
     shares = list(accumulate((each.share for each in states), initial=0.0))
     passing = list(accumulate((int(each.streamed) for each in states), initial=0))
-    kept_bytes = list(accumulate((each.nbytes for each in ordered), initial=0))
-    saved = list(accumulate((each.seconds for each in ordered), initial=0.0))
     fetches = slots.fetches(0, slots.count)
     best = Choice(frozenset(), 0, times.predicted(0.0, 0.0, 0.0), slots.count)
     least = best.seconds, 0
     for moved, (taken, share, gone) in enumerate(zip(state_bytes, shares, passing, strict=True)):
         updates = 2 * taken / UPDATE_BYTES_PER_SECOND
-        for kept, (more, seconds) in enumerate(zip(kept_bytes, saved, strict=True)):
-            left = room - taken - more
+        for filling in filled:
+            left = room - taken - filling.nbytes
             count = slots.fitting(left, gone) if moved else slots.count if left >= 0 else None
             if count is None:
                 break
             fetched = slots.fetches(gone, count) / fetches if fetches else 1.0
-            expected = times.predicted(seconds, share, updates, fetched)
-            if (expected, taken + more) < least:
-                least = expected, taken + more
-                best = Choice(frozenset(each.order for each in states[:moved]), kept, expected, count)
+            expected = times.predicted(filling.seconds, share, updates, fetched)
+            if (expected, taken + filling.nbytes) < least:
+                least = expected, taken + filling.nbytes
+                orders = frozenset(each.order for each in states[:moved])
+                best = Choice(orders, filling.whole, expected, count, filling.mixed)
     return best
 
 

@@ -8,12 +8,13 @@ one, which keeps matrices of length x length.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,24 +22,16 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from ds_slide.errors import SlideError
+from ds_slide.plan.keeping import Kept
+from ds_slide.plan.mixtures import Mixture, Run, run_of
+from ds_slide.plan.operations import Operation, operations_of
 
+FUNCTION = "_gradient_checkpointing_func"
+"""The attribute of a layer of transformers that is called where it checkpoints."""
 ALLOCATION = 512
 """torch's allocator of GPU memory rounds up to it."""
-
-
-@dataclass(frozen=True)
-class Operation:
-    """What the GPU does at once. `nbytes`: read and written in its memory."""
-
-    kind: str
-    """ "product", "attention", "attention backward" or "other"."""
-    flops: int
-    nbytes: int
-    shape: tuple[int, int, int] | None = None
-    """Rows, columns and inner length of a product of matrices; queries, keys and the width of a head of attention."""
 
 
 @dataclass
@@ -52,6 +45,14 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Again:
+    """An operator's run in the recomputation of a block."""
+
+    run: Run
+    operations: tuple[Operation, ...]
+
+
+@dataclass(frozen=True)
 class StepTrace:
     """One micro-batch. Bytes are beside weights: activations, and gradients until their unit's are complete."""
 
@@ -62,6 +63,8 @@ class StepTrace:
     peak_bytes: int
     moved_bytes: int = 0
     """Of inputs of blocks that wait in host memory from their forward until their backward."""
+    again: Mapping[int, Sequence[Again]] = field(default_factory=dict)
+    """Of each block that is recomputed."""
 
     @property
     def flops(self) -> int:
@@ -92,20 +95,31 @@ def kept_by_block(plain: StepTrace, checkpointed: StepTrace) -> dict[int, int]:
     return dict(found)
 
 
-def with_kept(checkpointed: StepTrace, plain: StepTrace, kept: Collection[int]) -> StepTrace:
-    """The step that recomputes all blocks but `kept`, from those that recompute all and none.
+def with_kept(checkpointed: StepTrace, plain: StepTrace, kept: Kept) -> StepTrace:
+    """The step that recomputes all blocks, but for what is kept of them, from those that recompute all and none.
 
     Where some are kept, as many as there is memory for, memory is at its peak in the loss: they are all there then, and
     backward frees the last blocks' first, which are the kept ones, before others are recomputed."""
     saved = kept_by_block(plain, checkpointed)
-    of_plain = {segment.unit: segment for segment in plain.backward if segment.unit in kept}
-    recomputed = sum(nbytes for unit, nbytes in saved.items() if unit not in kept)
-    return StepTrace(
-        checkpointed.forward,
-        tuple(of_plain.get(segment.unit, segment) for segment in checkpointed.backward),
-        plain.saved_bytes - recomputed,
-        max(checkpointed.peak_bytes, plain.peak_bytes - recomputed),
+    of_kept: dict[int | None, Segment] = {
+        segment.unit: segment for segment in plain.backward if segment.unit in kept.whole
+    }
+    recomputed = sum(nbytes for unit, nbytes in saved.items() if unit not in kept.whole)
+    recomputed -= sum(mixture.nbytes for mixture in kept.mixed.values())
+    for segment in checkpointed.backward:
+        if segment.unit is not None and segment.unit in kept.mixed:
+            of_kept[segment.unit] = _without(segment, checkpointed.again[segment.unit], kept.mixed[segment.unit])
+    return replace(
+        checkpointed,
+        backward=tuple(of_kept.get(segment.unit, segment) for segment in checkpointed.backward),
+        saved_bytes=plain.saved_bytes - recomputed,
+        peak_bytes=max(checkpointed.peak_bytes, plain.peak_bytes - recomputed),
     )
+
+
+def _without(segment: Segment, again: Sequence[Again], mixture: Mixture) -> Segment:
+    stays = [each.operations for each in again if each.run.result in mixture.results]
+    return Segment(segment.unit, segment.operations - Counter(chain.from_iterable(stays)), segment.kept_bytes)
 
 
 @dataclass(frozen=True)
@@ -135,7 +149,8 @@ def trace_step(model: nn.Module, units: Sequence[TracedUnit], batch: int, seq: i
             f"the step of {type(model).__name__} cannot be traced without its values ({_first_line(error)}); plan with "
             "a model that is close to it in shape"
         ) from error
-    return StepTrace(tuple(tracer.forward), tuple(tracer.backward), saved, tracer.peak)
+    again = {unit: tuple(runs) for unit, runs in tracer.again.items()}
+    return StepTrace(tuple(tracer.forward), tuple(tracer.backward), saved, tracer.peak, again=again)
 
 
 def _first_line(error: BaseException) -> str:
@@ -149,6 +164,7 @@ def _listening(units: Sequence[TracedUnit], tracer: _Tracer) -> Iterator[None]:
     copied down from where they are, when the next block's are complete."""
     handles: list[Any] = []
     copied: list[nn.Parameter] = []
+    checkpoints: list[tuple[nn.Module, Any]] = []
     for index, unit in enumerate(units):
         trained = [parameter for parameter in unit.parameters if parameter.requires_grad]
         waiting = set(trained)
@@ -169,13 +185,28 @@ def _listening(units: Sequence[TracedUnit], tracer: _Tracer) -> Iterator[None]:
         if unit.block is not None:
             handles.append(unit.block.register_forward_pre_hook(lambda *_, index=index: tracer.enter(index)))
             handles.append(unit.block.register_forward_hook(lambda *_: tracer.enter(None)))
+            if (written := vars(unit.block).get(FUNCTION)) is not None:
+                checkpoints.append((unit.block, written))
+                vars(unit.block)[FUNCTION] = partial(_checkpoint, written, index, tracer)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+        for block, written in checkpoints:
+            vars(block)[FUNCTION] = written
         for each in copied:
             each.grad = None
+
+
+def _checkpoint(written: Any, index: int, tracer: _Tracer, function: Callable[..., Any], *inputs: Any) -> Any:
+    """As the script has it, of a function that tells `tracer` when it is called, also in the recomputation."""
+
+    def run(*given: Any) -> Any:
+        with tracer.running(index):
+            return function(*given)
+
+    return written(run, *inputs)
 
 
 @contextmanager
@@ -211,6 +242,11 @@ class _Tracer(TorchDispatchMode):
         self.live = self.peak = 0
         self.forward: list[Segment] = [Segment(None)]
         self.backward: list[Segment] = []
+        self.again: defaultdict[int, list[Again]] = defaultdict(list)
+        self._recomputed: int | None = None
+        """The block of which a recomputation is under way."""
+        self._counts: Counter[str] = Counter()
+        """Of the runs of operators in it."""
         self._memory = gpu_memory
         self._at_begin = 0
         """`live` when the newest segment began."""
@@ -221,6 +257,16 @@ class _Tracer(TorchDispatchMode):
         if not self.backward:  # where blocks are recomputed their forwards run again
             self._end_forward()
             self.forward.append(Segment(unit))
+
+    @contextmanager
+    def running(self, block: int) -> Iterator[None]:
+        """The checkpointed function of a block runs, in forward or again."""
+        self._recomputed = block if self.backward else None
+        self._counts.clear()
+        try:
+            yield
+        finally:
+            self._recomputed = None
 
     def _end_forward(self) -> None:
         """The newest segment of the forward has ended."""
@@ -248,7 +294,12 @@ class _Tracer(TorchDispatchMode):
             name, count = function._schema.name, WORKSPACES.get(function._schema.name)
             self.peak = max(self.peak, self.live + (count(args, self._memory) if count else 0))
             segment = (self.backward or self.forward)[-1]
-            segment.operations.update(_operations(name, function, args, kwargs, made, inputs, outputs))
+            operations = operations_of(name, function, args, kwargs, made, inputs, outputs)
+            segment.operations.update(operations)
+            if self._recomputed is not None:
+                run = run_of(function, self._counts[str(function)], operations, args, kwargs, made)
+                self.again[self._recomputed].append(Again(run, tuple(operations)))
+                self._counts[str(function)] += 1
         return made
 
     def _keep(self, tensor: torch.Tensor) -> bool:
@@ -281,41 +332,6 @@ def _loss_workspace(args: Sequence[Any], memory: int) -> int:
 
 WORKSPACES: dict[str, Callable[[Sequence[Any], int], int]] = {"ds_slide::linear_cross_entropy": _loss_workspace}
 """What operators take beside their results and free again, from their arguments and the memory of the GPU."""
-_LOSS_PASSES = 4
-"""Over the logits of a chunk beside its products: written, read for the losses, read and written for the gradients."""
-_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
-"""And which argument is the first matrix."""
-
-
-def _operations(
-    name: str, function: Any, args: Any, kwargs: Any, made: Any, inputs: Sequence[torch.Tensor], outputs: Any
-) -> list[Operation]:
-    nbytes = sum(map(_bytes, (*inputs, *outputs)))
-    if name == "ds_slide::linear_cross_entropy":
-        (rows, width), words = args[0].shape, args[1].shape[0]
-        products = 1 + sum(map(bool, args[-3:-1]))
-        product = Operation("product", 2 * rows * words * width, 0, (rows, words, width))
-        logits = rows * words * args[0].element_size()
-        return [product] * products + [Operation("other", 0, _LOSS_PASSES * logits)]
-    if name in _PRODUCTS:
-        left, right = args[_PRODUCTS[name] : _PRODUCTS[name] + 2]
-        shape = (left.shape[-2], right.shape[-1], left.shape[-1])
-        return [Operation("product", 2 * math.prod(left.shape) * right.shape[-1], nbytes, shape)]
-    count = flop_registry.get(function._overloadpacket)
-    if count is None:
-        return [Operation("other", 0, nbytes)]
-    flops = int(count(*args, **kwargs, out_val=made))
-    if "attention" in name:
-        backward = "backward" in name
-        causal = any(each is True for each in args)  # their only flag that is set, beside one that asks for a number
-        query, key = [each for each in inputs if each.dim() == 4][backward : backward + 2]
-        shape = query.shape[2], key.shape[2], query.shape[3]
-        return [Operation("attention backward" if backward else "attention", flops // (1 + causal), nbytes, shape)]
-    return [Operation("product", flops, nbytes)]
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def per_unit(segments: Sequence[Segment]) -> dict[int | None, Counter[Operation]]:

@@ -28,7 +28,7 @@ def make_spare_memory(module: nn.Module, context: BuildContext, units: Sequence[
     limit = settings.slide.gpu_memory if settings.trains else None
     blocks = [unit for unit in units if unit.spec.kind == "block" and settings.slide.activations == "auto"]
     moved = _moved_inputs(context) if blocks and settings.trains else None
-    activations = Activations(blocks, device, may_be_unasked(module, blocks), moved)
+    activations = Activations(blocks, device, may_be_unasked(module, blocks), moved, mixes=settings.slide.debug.mix)
     budget, under_backward = Budget(gpu, limit, running.on_gpu), settings.held_dtype is None
     return SpareMemory(activations, budget, context.ranks, context.recorder, under_backward=under_backward)
 

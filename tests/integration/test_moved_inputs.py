@@ -18,7 +18,8 @@ from test_activations import Twice
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
-from ds_slide.plan.spare import MARGIN_SHARE, Input, Keepable
+from ds_slide.plan.keeping import Keepable, Kept
+from ds_slide.plan.spare import MARGIN_SHARE, Input
 from ds_slide.runtime.activations import activations as activations_module
 from ds_slide.runtime.activations.input_buffers import NAME
 from ds_slide.runtime.activations.moved_inputs import INPUT_MODIFIED, MovedInput, MovedInputs
@@ -39,9 +40,9 @@ def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
     """Keep the last so many blocks from now on, and move the inputs of the first so many."""
 
     def choose(keep: int, move: int) -> None:
-        def kept(_room: float, candidates: list[Keepable]) -> frozenset[int]:
+        def kept(_room: float, candidates: list[Keepable]) -> Kept:
             orders = sorted(each.order for each in candidates)
-            return frozenset(orders[len(orders) - keep :] if keep else ())
+            return Kept(frozenset(orders[len(orders) - keep :] if keep else ()))
 
         def moved(_missing: float, _available: float, inputs: list[Input]) -> frozenset[int]:
             return frozenset(each.order for each in inputs[:move])
@@ -289,7 +290,7 @@ def small_gpu(engine: Any, room: int, monkeypatch: pytest.MonkeyPatch) -> Callab
 def test_as_many_move_as_a_batch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of a batch that fits; of a longer one the first blocks' inputs, and of a shorter one none again."""
     moved = []
-    with engine_for(checkpointed(llama(), False), config_of({})) as engine:
+    with engine_for(checkpointed(llama(), False), config_of({"debug": {"mix": False}})) as engine:
         parts = engine.optimizer.runtime.parts
         room = 3_000 * 64 + 100_000  # the margin takes a sixteenth of all
         loss = small_gpu(engine, room, monkeypatch)

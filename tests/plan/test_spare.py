@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from keepable_blocks import keepables
 
+from ds_slide.plan.keeping import Keepable
 from ds_slide.plan.spare import (
     Input,
-    Keepable,
     Movable,
     Shape,
     Slots,
     StepTimes,
     choose,
     given_back,
-    kept_within,
     moved_within,
     moves_unmeasured,
 )
@@ -81,9 +83,6 @@ def test_slots_stay_where_fetches_are_what_takes_time() -> None:
 
 
 amounts = st.floats(0, 2, allow_nan=False)
-keepables = st.lists(st.tuples(st.integers(0, 50), amounts), max_size=6).map(
-    lambda given: [Keepable(order, *each) for order, each in enumerate(given)]
-)
 movables = st.lists(st.integers(1, 50), max_size=6).map(
     lambda given: [Movable(100 + order, nbytes, 1 / (len(given) + 1)) for order, nbytes in enumerate(given)]
 )
@@ -102,24 +101,16 @@ def test_a_choice_fits_and_harms_nothing(
     choice = choose(room, states, activations, measured, slots)
     moved = [each for each in states if each.order in choice.states]
     assert moved == states[: len(moved)]
-    smallest = sum(sorted(each.nbytes for each in activations)[: choice.kept])
+    least = sorted(each.nbytes for each in activations)[: choice.kept]
+    mixed = sorted(each.mixtures[0].nbytes for each in activations if each.mixtures)[: choice.mixed]
+    smallest = max(sum(least), sum(mixed))
     taken = sum(each.nbytes for each in moved) + smallest - (slots.count - choice.slots) * slots.nbytes
-    assert not (moved or choice.kept) or taken <= room
+    assert not (moved or choice.kept or choice.mixed) or taken <= room
     assert min(slots.least, slots.count, slots.blocks - len(moved)) <= choice.slots <= slots.count
     assert choice.seconds <= measured.predicted(0.0, 0.0, 0.0)
     assert choose(room + 10, states, activations, measured, slots).seconds <= choice.seconds
-
-
-@given(st.integers(0, 120), keepables)
-def test_what_is_kept_fits_and_leaves_no_room_for_another(room: int, activations: list[Keepable]) -> None:
-    kept = kept_within(room, activations)
-    left = room - sum(each.nbytes for each in activations if each.order in kept)
-    assert left >= 0
-    assert all(each.nbytes > left for each in activations if each.order not in kept)
-
-
-def test_of_equal_blocks_the_last_are_kept() -> None:
-    assert kept_within(4 * GB, ACTIVATIONS) == {34, 35, 36}
+    whole = [replace(each, mixtures=()) for each in activations]
+    assert choice.seconds <= choose(room, states, whole, measured, slots).seconds
 
 
 @given(movables, st.floats(-5, 400), windows)

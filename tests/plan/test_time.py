@@ -17,9 +17,10 @@ from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.ceilings.figures import Ceilings
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize
+from ds_slide.plan.operations import Operation
 from ds_slide.plan.rates import Rates
 from ds_slide.plan.time import STEP_S, StepTime, all_schedules, step_time, update_bytes
-from ds_slide.plan.trace import Operation, Segment, StepTrace
+from ds_slide.plan.trace import Segment, StepTrace
 from ds_slide.store.state_buffers import optimizer_buffers
 
 torch = pytest.importorskip("torch")

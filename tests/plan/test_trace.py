@@ -12,11 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_slide.errors import SlideError
 from ds_slide.patching.apply import apply_kernels
-from ds_slide.plan.trace import StepTrace, TracedUnit, per_unit, trace_step, with_kept
+from ds_slide.plan.keeping import Kept
+from ds_slide.plan.mixtures import mixtures
+from ds_slide.plan.trace import StepTrace, TracedUnit, kept_by_block, per_unit, trace_step, with_kept
+from ds_slide.runtime.activations.mixing import contexts
 
 pytest.importorskip("transformers")
 
 BATCH, SEQ, BLOCKS = 2, 64, 3
+CHECKPOINT = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def llama(device: str, **options: Any) -> Any:
@@ -66,9 +70,7 @@ def with_checkpointing(blocks: int, **options: Any) -> Any:
     model = llama("meta", **options)
     for block in model.model.layers[:blocks]:
         block.gradient_checkpointing = True
-        block._gradient_checkpointing_func = functools.partial(
-            checkpoint, use_reentrant=False, preserve_rng_state=False
-        )
+        block._gradient_checkpointing_func = CHECKPOINT
     return model
 
 
@@ -78,10 +80,31 @@ def test_a_step_that_keeps_some_blocks_is_made_of_those_that_keep_all_and_none(
     recomputed: int, vocabulary: int
 ) -> None:
     none, every = (traced(with_checkpointing(count, vocab_size=vocabulary)) for count in (BLOCKS, 0))
-    found = with_kept(none, every, range(recomputed + 1, BLOCKS + 1))
+    found = with_kept(none, every, Kept(frozenset(range(recomputed + 1, BLOCKS + 1))))
     real = traced(with_checkpointing(recomputed, vocab_size=vocabulary))
     assert found.backward == real.backward
     boundary = BATCH * SEQ * 128 * 2 + 512  # the first block's input, which the model's forward holds until it returns
+    assert found.saved_bytes == pytest.approx(real.saved_bytes, abs=boundary)
+    assert found.peak_bytes == pytest.approx(real.peak_bytes, abs=boundary)
+
+
+def test_a_step_with_mixed_blocks_is_made_of_the_same_two() -> None:
+    """Beside one whose checkpoints keep what the mixture says, by the engine's own modes."""
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 1, "vocab_size": 65_536}
+    every, none, mixing = (llama("meta", **wide) for _ in range(3))
+    for model in (none, mixing):
+        asked = vars(model.model.layers[0])
+        asked.update(gradient_checkpointing=True, _gradient_checkpointing_func=CHECKPOINT)
+    whole, again = traced(every), traced(none)
+    *_, mixture = mixtures([each.run for each in again.again[1]], kept_by_block(whole, again)[1])
+    assert len(mixture.results) == 6  # all products but the last one
+    vars(mixing.model.layers[0])["_gradient_checkpointing_func"] = functools.partial(
+        CHECKPOINT, context_fn=functools.partial(contexts, mixture)
+    )
+    found, real = with_kept(again, whole, Kept(mixed={1: mixture})), traced(mixing)
+    assert len(real.again[1]) == len(again.again[1]) - len(mixture.results)
+    assert [each.operations for each in found.backward] == [each.operations for each in real.backward]
+    boundary = BATCH * SEQ * 1024 * 2 + 512 * 2 * len(mixture.results)
     assert found.saved_bytes == pytest.approx(real.saved_bytes, abs=boundary)
     assert found.peak_bytes == pytest.approx(real.peak_bytes, abs=boundary)
 

@@ -60,14 +60,15 @@ def _decided(forecast: Forecast) -> dict[str, int]:
     """About spare GPU memory, in numbers of blocks, and of units that have moved (outer modules among them)."""
     placement, activations = forecast.plan.placement, forecast.activations
     blocks = {index for index, unit in enumerate(forecast.plan.units) if unit.kind == "block"}
-    checkpointed, kept = len(activations.checkpointed), len(activations.kept)
+    checkpointed, kept, mixed = map(len, (activations.checkpointed, activations.kept.whole, activations.kept.mixed))
     return {
         "blocks": len(blocks),
         "blocks_with_states_on_gpu": len(blocks & (placement.on_gpu | placement.promoted)),
         "promoted_units": len(placement.promoted),
         "checkpointed": checkpointed,
         "kept": kept,
-        "recomputed": checkpointed - kept,
+        "mixed": mixed,
+        "recomputed": checkpointed - kept - mixed,
         "kept_bytes": activations.kept_bytes,
         "moved_inputs": len(activations.moved),
         "moved_input_bytes": activations.moved_bytes,
@@ -137,15 +138,16 @@ def _decisions(answer: Mapping[str, Any]) -> Iterator[str]:
     if rounded := answer["memory"]["rounded_masters"]:
         yield f"masters   of {rounded:,} parameters in bf16, rounded stochastically"
     if decided["checkpointed"]:
-        kept, recomputed = decided["kept"], decided["recomputed"]
-        yield f"blocks    {kept} checkpointed blocks keep their activations, {recomputed} are recomputed"
+        kept, mixed, recomputed = decided["kept"], decided["mixed"], decided["recomputed"]
+        parts = f" and {mixed} a part of them" if mixed else ""
+        yield f"blocks    {kept} checkpointed blocks keep their activations{parts}, {recomputed} are recomputed"
     if inputs := decided["moved_inputs"]:
         nbytes = format_bytes(decided["moved_input_bytes"])
         yield f"inputs    of {inputs} blocks wait in host memory from their forward until their backward ({nbytes})"
     yield f"updates   {answer['schedule']}: {answer['schedule_why']}"
     if calm["schedule"] != answer["schedule"]:
         yield f"calm      {_seconds(calm['step_s'])} while norms stay below the limit; updates: {calm['schedule']}"
-    if moved or decided["kept"]:
+    if moved or decided["kept"] or decided["mixed"]:
         yield f"first     {_seconds(first['step_s'])} a step, until that is decided; updates: {first['schedule']}"
 
 

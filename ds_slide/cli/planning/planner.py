@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,12 +16,13 @@ from ds_slide.integration.planning import Planned, filled, plan_json
 from ds_slide.patching.apply import apply_kernels
 from ds_slide.plan.ceilings.figures import Ceilings
 from ds_slide.plan.forecast import FRAGMENTATION, Activations, Forecast, Room
+from ds_slide.plan.keeping import Keepable, Kept
 from ds_slide.plan.memory import Plan
+from ds_slide.plan.mixtures import mixtures
 from ds_slide.plan.rates import Rates
-from ds_slide.plan.spare import Keepable
 from ds_slide.plan.time import StepTime, all_schedules, step_time
-from ds_slide.plan.trace import StepTrace, TracedUnit, kept_by_block, per_unit, trace_step, with_kept
-from ds_slide.runtime.activations.checkpointing import FLAG, FUNCTION
+from ds_slide.plan.trace import FUNCTION, StepTrace, TracedUnit, kept_by_block, per_unit, trace_step, with_kept
+from ds_slide.runtime.activations.checkpointing import FLAG
 
 IN_TWO_PASSES = ("AdamW", "Lion")
 """Rules of which the CPU may do the weights and the states apart."""
@@ -85,9 +86,10 @@ class Planner:
         if _takes_over(request, case.planned):
             plain = self._trace(request, case.planned, case.batch, checkpointing=False).step
             forward, saved = per_unit(case.trace.forward), kept_by_block(plain, case.trace)
-            keepable = [
-                Keepable(index, saved[index], case.rates.seconds(forward[index])) for index in sorted(case.checkpointed)
-            ]
+            for index in sorted(case.checkpointed):
+                runs = [each.run for each in case.trace.again.get(index, ())]
+                mixed = mixtures(runs, saved[index]) if slide.debug.mix else ()
+                keepable.append(Keepable(index, saved[index], case.rates.seconds(forward[index]), mixed))
 
         tied = request.room.ranks > 1 or case.planned.micro_batches > 1
         spare = Spare(request.room, case.trace.peak_bytes, slide.gpu_memory, tied)
@@ -99,10 +101,10 @@ class Planner:
         moved_bytes = case.inputs.nbytes(moved)
         spare = replace(spare, needed=spare.needed - moved_bytes)
 
-        def step_of(kept: Collection[int]) -> StepTrace:
+        def step_of(kept: Kept) -> StepTrace:
             return with_kept(case.trace, plain, kept).with_moved(moved_bytes)
 
-        def time_of(plan: Plan, kept: Collection[int]) -> StepTime:
+        def time_of(plan: Plan, kept: Kept) -> StepTime:
             return case.time(plan, step_of(kept))
 
         passes = 2 * case.planned.micro_batches

@@ -5,16 +5,17 @@ The sums that stand in for a measurement are those of `ds_slide.runtime.activati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ds_slide.plan.allocations import of_promoted, slot_bytes, streamed, total
 from ds_slide.plan.forecast import WORKSPACE_BYTES, Activations, Room
+from ds_slide.plan.keeping import Keepable, Kept, kept_within
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, UnitSize
-from ds_slide.plan.spare import MARGIN_SHARE, Keepable, Movable, Slots, StepTimes, choose, kept_within, least_slots
+from ds_slide.plan.spare import MARGIN_SHARE, Movable, Slots, StepTimes, choose, least_slots
 from ds_slide.plan.time import StepTime
 from ds_slide.runtime.activations.spare_memory import HEADROOM, LEAST_GAIN, LOOKS
 
@@ -48,13 +49,13 @@ def decide(
     plan: Plan,
     spare: Spare,
     keepable: Sequence[Keepable],
-    time_of: Callable[[Plan, Collection[int]], StepTime],
+    time_of: Callable[[Plan, Kept], StepTime],
     *,
     moves_states: bool,
     passes: int,
 ) -> tuple[Plan, Activations]:
     """The plan with promoted units, and the activations that are kept then. `keepable`: by the number of the unit.
-    `time_of`: a step with a plan, and with the activations of these blocks kept. `passes`: of a step through the
+    `time_of`: a step with a plan, and with so much kept. `passes`: of a step through the
     window."""
     checkpointed = frozenset(each.order for each in keepable)
     if not spare.exists:
@@ -63,7 +64,7 @@ def decide(
         room = spare.bytes_beside(plan)
         step = time_of(plan, kept := kept_within(room, keepable))
         times = StepTimes.of(step.lanes, step.step_s, under_backward=step.schedule == "under backward")
-        times = replace(times, compute=times.compute + sum(each.seconds for each in keepable if each.order in kept))
+        times = replace(times, compute=times.compute + kept.seconds(keepable))
         room -= HEADROOM * spare.needed if spare.tied else 0
         slots = _slots(plan, passes)
         least = choose(room, (), keepable, times).seconds
@@ -72,7 +73,7 @@ def decide(
             promoted = plan.placement.promoted | choice.states
             plan = plan.with_promoted(promoted, max(choice.slots, slots.least))
     kept = kept_within(spare.bytes_beside(plan), keepable)
-    return plan, Activations(checkpointed, kept, sum(each.nbytes for each in keepable if each.order in kept))
+    return plan, Activations(checkpointed, kept, kept.nbytes(keepable))
 
 
 def _slots(plan: Plan, passes: int) -> Slots:

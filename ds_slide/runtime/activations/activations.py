@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,17 +11,18 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ds_slide.plan.keeping import Keepable, Kept, kept_within
+from ds_slide.plan.mixtures import Mixture, Run, mixtures
 from ds_slide.plan.spare import (
     Handling,
     Input,
-    Keepable,
     Shape,
-    kept_within,
     movable_inputs,
     moved_within,
     moves_unmeasured,
 )
-from ds_slide.runtime.activations.checkpointing import Checkpoint, TakenOver, goes_through
+from ds_slide.runtime.activations.checkpointing import Checkpoint, TakenOver, goes_through, mixing_form
+from ds_slide.runtime.activations.mixing import contexts
 from ds_slide.runtime.activations.moved_inputs import MovedInputs, input_of
 from ds_slide.runtime.activations.saved_bytes import counted
 from ds_slide.runtime.device import Device, Marker
@@ -29,10 +31,11 @@ from ds_slide.runtime.unit import Unit
 
 @dataclass(frozen=True)
 class Measured:
-    """The bytes of a block's saved tensors at a shape."""
+    """The bytes of a block's saved tensors at a shape, and its mixtures."""
 
     shape: Shape
     nbytes: int
+    mixtures: tuple[Mixture, ...]
 
     def at(self, shape: Shape) -> int:
         """The most that they can take there."""
@@ -68,9 +71,12 @@ class Activations:
         device: Device,
         unasked: Collection[int] = (),
         moved: MovedInputs | None = None,
+        *,
+        mixes: bool = True,
     ) -> None:
         """`unasked`: blocks, by `Unit.order`, that may be recomputed though their script does not ask for it. `moved`:
-        None where inputs stay on the GPU."""
+        None where inputs stay on the GPU. `mixes`: whether a block may keep some results and recompute the rest."""
+        self._mixes = mixes
         self._blocks = list(blocks)
         self._device = device
         self._kind = {unit.order: _kind_of(unit) for unit in blocks}
@@ -78,7 +84,7 @@ class Activations:
         self._orders: frozenset[int] = frozenset()
         """Blocks that were taken over in the newest forward."""
         self._shape: Shape | None = None
-        self._kept: frozenset[int] = frozenset()
+        self._kept = Kept()
         self._moved: frozenset[int] = frozenset()
         """Blocks whose inputs go to host memory in the newest forward."""
         self._free: float | None = None
@@ -101,7 +107,7 @@ class Activations:
         self._seconds: dict[Hashable, float] = {}
         """Of a block's forwards in a step, by kind: of blocks that are alike none is chosen for the noise of its
         time."""
-        self._handled = _statistics(0, 0, 0)
+        self._handled = _statistics(0, Kept(), 0)
         """Of the newest forward with gradients."""
 
     # ---- a forward ---------------------------------------------------------------------------------------------------
@@ -117,8 +123,8 @@ class Activations:
         self._bytes = {unit.order: self._bytes.get(unit.order, []) for unit in self._blocks if unit.awaits_backward}
         checkpointed = self._orders = self._taken.orders
         if not checkpointed:
-            self._shape, self._kept, self._moved, self._free = None, frozenset(), frozenset(), None
-            self._handled = _statistics(0, 0, 0)
+            self._shape, self._kept, self._moved, self._free = None, Kept(), frozenset(), None
+            self._handled = _statistics(0, self._kept, 0)
             return
         self._shape = shape
         if shape is not None:
@@ -126,18 +132,16 @@ class Activations:
             self._asked = {kind for kind, known in of.items() if known is None or known.shape.growth(shape) > 1}
         candidates = self.keepable(shape)
         self._kept = kept_within(room, candidates)
-        kept_bytes = sum(each.nbytes for each in candidates if each.order in self._kept)
         self._free = free
         self._moved = self._to_move(-room, shape)
-        self._handled = _statistics(len(checkpointed), len(self._kept), kept_bytes)
+        self._handled = _statistics(len(checkpointed), self._kept, self._kept.nbytes(candidates))
 
     def leave_unasked(self) -> None:
         """In this forward the script's model runs as it is written."""
         self._taken.leave_unasked()
         self._orders = self._taken.orders
-        self._kept &= self._orders
-        kept_bytes = sum(each.nbytes for each in self.keepable(self._shape) if each.order in self._kept)
-        self._handled = _statistics(len(self._orders), len(self._kept), kept_bytes)
+        self._kept = self._kept.of(self._orders)
+        self._handled = _statistics(len(self._orders), self._kept, self._kept.nbytes(self.keepable(self._shape)))
 
     @property
     def unasked(self) -> int:
@@ -167,9 +171,12 @@ class Activations:
             self._inputs.enter(unit.order)
         if not torch.is_grad_enabled():
             result = written(function, *inputs)
-        elif unit.order in self._kept and goes_through(written, function, inputs):
+        elif unit.order in self._kept.whole and goes_through(written, function, inputs):
             kept.append(self._bytes_of(unit.order, self._shape))
             result = function(*inputs)
+        elif (mixture := self._mixture_of(unit.order)) and (mixing := mixing_form(unit, written, function, inputs)):
+            kept.append(mixture.nbytes)
+            result = mixing(function, *inputs, context_fn=functools.partial(contexts, mixture))
         else:
             kept.append(0)
             measured = self._measuring(unit, function)
@@ -188,8 +195,8 @@ class Activations:
             return function
         self._asked.discard(kind)
 
-        def report(nbytes: int) -> None:
-            self._measured[kind] = Measured(shape, nbytes)
+        def report(nbytes: int, runs: Sequence[Run]) -> None:
+            self._measured[kind] = Measured(shape, nbytes, mixtures(runs, nbytes) if self._mixes else ())
 
         return counted(unit, function, report)
 
@@ -240,7 +247,7 @@ class Activations:
         for order in sorted(self._orders):
             tokens, nbytes = self._input_bytes.get(self._kind[order], (0, 0))
             if tokens and shape is not None:
-                calls = max(1, self._most_calls[order])
+                calls = self._expected_calls(order)
                 found.append(Input(order, -(-calls * nbytes * shape.tokens // tokens)))
         return found
 
@@ -270,9 +277,22 @@ class Activations:
         """Blocks that might be kept in a batch of `shape`; none before they have been measured."""
         if shape is None:
             return []
-        orders = [order for order in self._orders if self._kind[order] in self._measured]
-        calls = {order: max(1, self._most_calls[order]) for order in orders}
-        return [Keepable(each, calls[each] * self._bytes_of(each, shape), self._seconds_of(each)) for each in orders]
+        found = []
+        for order in self._orders:
+            if (measured := self._measured.get(self._kind[order])) is not None:
+                calls = self._expected_calls(order)
+                mixed = tuple(each.times(calls * measured.shape.growth(shape)) for each in measured.mixtures)
+                found.append(Keepable(order, calls * measured.at(shape), self._seconds_of(order), mixed))
+        return found
+
+    def _expected_calls(self, order: int) -> int:
+        """In one forward."""
+        return max(1, self._most_calls[order])
+
+    def _mixture_of(self, order: int) -> Mixture | None:
+        """What stays of one call of the block in this forward."""
+        mixture = self._kept.mixed.get(order)
+        return None if mixture is None else mixture.times(1 / self._expected_calls(order))
 
     def _bytes_of(self, order: int, shape: Shape | None) -> int:
         """Of one call."""
@@ -287,7 +307,7 @@ class Activations:
     @property
     def kept_seconds(self) -> float:
         """Of the recomputations that are left out since."""
-        return sum(self._seconds_of(order) for order in self._kept)
+        return self._kept.seconds(self.keepable(self._shape))
 
     def _seconds_of(self, order: int) -> float:
         return self._seconds.get(self._kind[order], 0.0)
@@ -320,9 +340,11 @@ def _largest(given: Iterable[int], count: int) -> int:
     return sum(sorted(given, reverse=True)[:count]) if count > 0 else 0
 
 
-def _statistics(checkpointed: int, kept: int, kept_bytes: int) -> dict[str, int]:
-    handled = {Handling.KEEP.value: kept, Handling.RECOMPUTE.value: checkpointed - kept}
-    return {"checkpointed": checkpointed, **handled, "kept_bytes": kept_bytes}
+def _statistics(checkpointed: int, kept: Kept, kept_bytes: int) -> dict[str, int]:
+    whole, mixed = len(kept.whole), len(kept.mixed)
+    handled = {Handling.KEEP: whole, Handling.MIX: mixed, Handling.RECOMPUTE: checkpointed - whole - mixed}
+    counts = {handling.value: count for handling, count in handled.items()}
+    return {"checkpointed": checkpointed, **counts, "kept_bytes": kept_bytes}
 
 
 def _kind_of(unit: Unit) -> Hashable:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from ds_slide.plan.trace import FUNCTION
 from ds_slide.runtime.unit import Unit
 
-FUNCTION, FLAG = "_gradient_checkpointing_func", "gradient_checkpointing"
+FLAG = "gradient_checkpointing"
 # Options that leave the results of a block as they are without checkpointing. `context_fn` and `debug` do more than
 # recompute, and without `preserve_rng_state` the recomputation draws another dropout than the forward.
 UNDERSTOOD = frozenset(("use_reentrant", "determinism_check", "early_stop", "preserve_rng_state"))
@@ -119,7 +120,7 @@ def _as_written(module: nn.Module) -> Checkpoint | None:
     written = vars(module).get(FUNCTION)
     if written is None or not vars(module).get(FLAG) or not module.training or module._compiled_call_impl is not None:
         return None
-    options = written.keywords if isinstance(written, functools.partial) else {}
+    options = _options(written)
     plain = written.func if isinstance(written, functools.partial) else written
     if plain is not checkpoint or (isinstance(written, functools.partial) and written.args):
         return None
@@ -133,10 +134,16 @@ def _is_plain(module: nn.Module, inside: Sequence[nn.Module]) -> bool:
     hooks a second time."""
     if vars(module).get(FLAG) or not module.training or module._compiled_call_impl is not None:
         return False
-    hooks = (
-        hook for each in inside for held in (each._forward_pre_hooks, each._forward_hooks) for hook in held.values()
+    return not _has_foreign_hooks(inside)
+
+
+def _has_foreign_hooks(modules: Iterable[nn.Module]) -> bool:
+    return any(
+        _is_foreign(hook)
+        for each in modules
+        for held in (each._forward_pre_hooks, each._forward_hooks)
+        for hook in held.values()
     )
-    return not any(_is_foreign(hook) for hook in hooks)
 
 
 def _is_foreign(hook: Any) -> bool:
@@ -191,11 +198,26 @@ def goes_through(written: Checkpoint, function: Callable[..., Any], inputs: Sequ
     Re-entrant checkpointing gives no gradients to a block none of whose inputs has one, and goes by itself through the
     graph behind tensors that it was not given as inputs.
     """
-    options = written.keywords if isinstance(written, functools.partial) else {}
-    if options.get("use_reentrant") is False:
+    if _options(written).get("use_reentrant") is False:
         return True
     beside = getattr(function, "keywords", {})
     return _has_gradient(inputs) and not _has_gradient(beside)
+
+
+def mixing_form(
+    unit: Unit, written: Checkpoint, function: Callable[..., Any], inputs: Sequence[Any]
+) -> Checkpoint | None:
+    """The checkpoint, not re-entrant, that takes a `context_fn` in the place of the script's; None where a backward
+    would not go through it as through that, or where a hook of the script's own runs inside, which may call operators
+    in one of the two runs only."""
+    assert unit.spec.module is not None
+    if not goes_through(written, function, inputs) or _has_foreign_hooks(unit.spec.module.modules()):
+        return None
+    return written if _options(written).get("use_reentrant") is False else UNASKED
+
+
+def _options(written: Checkpoint) -> dict[str, Any]:
+    return written.keywords if isinstance(written, functools.partial) else {}
 
 
 def _has_gradient(tree: Any) -> bool:

@@ -1,21 +1,29 @@
-"""How much GPU memory the saved tensors of a block take: counted while it is recomputed, which needs no memory more."""
+"""How much GPU memory the saved tensors of a block take, and what its operators do: counted while it is recomputed.
+
+That takes no more memory than the backward that follows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _StopRecomputationError
 
+from ds_slide.plan.mixtures import Run
+from ds_slide.runtime.activations.mixing import Learning
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.weights.hooks import in_backward
 from ds_slide.runtime.weights.saved_weights import OpenHooks
 
 
-def counted(unit: Unit, function: Callable[..., Any], report: Callable[[int], None]) -> Callable[..., Any]:
-    """`function`, a block's forward, which counts in its recomputation, and tells `report`, the bytes of what it saves.
+def counted(
+    unit: Unit, function: Callable[..., Any], report: Callable[[int, Sequence[Run]], None]
+) -> Callable[..., Any]:
+    """`function`, a block's forward, which counts in its recomputation, and tells `report`, the bytes of what it saves,
+    with the runs of operators that were needed for that.
 
     Each storage counts once; those of weights and inputs do not, which are there anyway, nor that of the output, which
     is the next block's input.
@@ -27,22 +35,25 @@ def counted(unit: Unit, function: Callable[..., Any], report: Callable[[int], No
         there = {_address(tensor) for tensor in _tensors((inputs, getattr(function, "keywords", {})))}
         there |= {_address(parameter) for each in (unit, *unit.parts) for parameter in each.parameters}
         saved: dict[int, int] = {}
+        learning = Learning()
 
         def note(tensor: torch.Tensor) -> None:
+            learning.saves()
             if (address := _address(tensor)) not in there:
                 saved[address] = tensor.untyped_storage().nbytes()
 
         hooks = OpenHooks(note, _never)
         try:
-            outputs = function(*inputs)
+            with learning:
+                outputs = function(*inputs)
         except _StopRecomputationError:  # behind the last tensor that is needed; other exceptions come sooner
-            report(sum(saved.values()))
+            report(sum(saved.values()), learning.end())
             raise
         finally:
             hooks.close()
         for tensor in _tensors(outputs):
             saved.pop(_address(tensor), None)
-        report(sum(saved.values()))
+        report(sum(saved.values()), learning.end())
         return outputs
 
     return run

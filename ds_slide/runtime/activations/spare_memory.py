@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 import torch
 
+from ds_slide.plan.keeping import Keepable
 from ds_slide.plan.spare import (
     MARGIN_SHARE,
     MOST_MARGIN_SHARE,
     NO_SLOTS,
     Handling,
-    Keepable,
     Movable,
     Shape,
     Slots,
@@ -365,11 +365,13 @@ class SpareMemory:
                 choice = with_states if moved else choice
         given_up = record.slots.count - choice.slots
         beside = f", and {given_up} slots of the window" if given_up else ""
-        news = bool(choice.states) or choice.kept != self.activations.statistics[Handling.KEEP.value]
+        found, parts = self.activations.statistics, f", of {choice.mixed} more in part" if choice.mixed else ""
+        changed = (choice.kept, choice.mixed) != (found[Handling.KEEP.value], found[Handling.MIX.value])
+        news = bool(choice.states) or changed
         if self._ranks.rank == 0 and news:
             log.info(
                 f"{size(room)} of the GPU are spare{beside}: room for the states of {len(choice.states)} more units "
-                f"and the activations of {choice.kept} of {len(keepable)} checkpointed blocks; expected: "
+                f"and the activations of {choice.kept} of {len(keepable)} checkpointed blocks{parts}; expected: "
                 f"{choice.seconds:.3f} s a step, after {times.predicted(record.kept_s, 0.0, 0.0):.3f} s"
             )
 

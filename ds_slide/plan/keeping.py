@@ -1,0 +1,121 @@
+"""What blocks keep on the GPU between forward and backward: all that they save, some results, or nothing.
+
+Pure functions. What may be kept is one list of steps, each of which a block keeps more by than before, in the order of
+the seconds that a byte saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ds_slide.plan.mixtures import Mixture
+
+
+@dataclass(frozen=True)
+class Keepable:
+    """A block whose activations may be kept. `seconds`: of its recomputation. `mixtures`: between nothing and all."""
+
+    order: int
+    nbytes: int
+    seconds: float
+    mixtures: tuple[Mixture, ...] = ()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """`whole`: blocks that keep all that they save. `mixed`: those that keep some results."""
+
+    whole: frozenset[int] = frozenset()
+    mixed: Mapping[int, Mixture] = field(default_factory=dict)
+
+    def of(self, orders: Collection[int]) -> Kept:
+        """Only these blocks."""
+        mixed = {order: mixture for order, mixture in self.mixed.items() if order in orders}
+        return Kept(self.whole & frozenset(orders), mixed)
+
+    def nbytes(self, blocks: Iterable[Keepable]) -> int:
+        """What it takes of the GPU."""
+        mixed = sum(mixture.nbytes for mixture in self.mixed.values())
+        return mixed + sum(each.nbytes for each in blocks if each.order in self.whole)
+
+    def seconds(self, blocks: Iterable[Keepable]) -> float:
+        """What it saves of the recomputations."""
+        shares = dict.fromkeys(self.whole, 1.0) | {order: each.share for order, each in self.mixed.items()}
+        return sum(shares.get(each.order, 0.0) * each.seconds for each in blocks)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A block keeps `nbytes` more, and its recomputation takes `seconds` less. `level`: how many steps of the block lie
+    before. `to`: what it keeps then, None: all."""
+
+    order: int
+    level: int
+    nbytes: int
+    seconds: float
+    value: float
+    """Seconds for a byte."""
+    to: Mixture | None
+
+
+def kept_within(room: float, blocks: Collection[Keepable]) -> Kept:
+    """What is kept in `room` bytes: never less time saved than where each block is kept as a whole or not at all, nor
+    than in less room."""
+    alone = _taken(room, _steps(blocks, mixed=False))
+    if len(alone.whole) == len(blocks):
+        return alone
+    mixed = _taken(room, _steps(blocks, mixed=True))
+    return mixed if mixed.seconds(blocks) > alone.seconds(blocks) else alone
+
+
+@dataclass(frozen=True)
+class Filling:
+    """How far spare memory is filled with activations: so many blocks as a whole, and so many with some results."""
+
+    nbytes: int
+    seconds: float
+    whole: int
+    mixed: int
+
+
+def fillings(blocks: Collection[Keepable]) -> list[Filling]:
+    """All of them that come about when steps are taken in their order, the smallest first."""
+    found = {Filling(0, 0.0, 0, 0)}
+    for mixed in (False, True):
+        levels: dict[int, int] = {}
+        nbytes, seconds, whole = 0, 0.0, 0
+        for step in _steps(blocks, mixed=mixed):
+            nbytes, seconds = nbytes + step.nbytes, seconds + step.seconds
+            levels[step.order] = step.level
+            whole += step.to is None
+            found.add(Filling(nbytes, seconds, whole, len(levels) - whole))
+    return sorted(found, key=lambda each: (each.nbytes, -each.seconds))
+
+
+def _steps(blocks: Iterable[Keepable], *, mixed: bool) -> list[_Step]:
+    """The most seconds for a byte first; of equal ones the last block, whose tensors backward frees first."""
+    steps = [step for block in blocks for step in _steps_of(block, block.mixtures if mixed else ())]
+    return sorted(steps, key=lambda step: (-step.value, -step.order, step.level))
+
+
+def _steps_of(block: Keepable, mixtures: Iterable[Mixture]) -> Iterator[_Step]:
+    taken, saved, value = 0, 0.0, float("inf")
+    targets = [(each.nbytes, each.share * block.seconds, each) for each in mixtures]
+    for level, (nbytes, seconds, to) in enumerate([*targets, (block.nbytes, block.seconds, None)]):
+        # No step is worth more than the one before it, also where bytes have been rounded: it comes behind it.
+        value = min(value, (seconds - saved) / max(nbytes - taken, 1))
+        yield _Step(block.order, level, nbytes - taken, seconds - saved, value, to)
+        taken, saved = nbytes, seconds
+
+
+def _taken(room: float, steps: Iterable[_Step]) -> Kept:
+    """After those that fit. A block of which one does not goes no further."""
+    last: dict[int, _Step] = {}
+    for step in steps:
+        before = last.get(step.order)
+        if step.nbytes <= room and step.level == (0 if before is None else before.level + 1):
+            last[step.order] = step
+            room -= step.nbytes
+    whole = frozenset(order for order, step in last.items() if step.to is None)
+    return Kept(whole, {order: step.to for order, step in last.items() if step.to is not None})

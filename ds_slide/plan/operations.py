@@ -1,0 +1,86 @@
+"""What an operator of torch does on a GPU: its arithmetic and the bytes that it reads and writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the GPU does at once. `nbytes`: read and written in its memory."""
+
+    kind: str
+    """ "product", "attention", "attention backward" or "other"."""
+    flops: int
+    nbytes: int
+    shape: tuple[int, int, int] | None = None
+    """Rows, columns and inner length of a product of matrices; queries, keys and the width of a head of attention."""
+
+
+_LOSS_PASSES = 4
+"""Over the logits of a chunk beside its products: written, read for the losses, read and written for the gradients."""
+_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
+"""And which argument is the first matrix."""
+
+
+def operations_of(
+    name: str, function: Any, args: Any, kwargs: Any, made: Any, inputs: Sequence[torch.Tensor], outputs: Any
+) -> list[Operation]:
+    nbytes = sum(map(_bytes, (*inputs, *outputs)))
+    if name == "ds_slide::linear_cross_entropy":
+        (rows, width), words = args[0].shape, args[1].shape[0]
+        products = 1 + sum(map(bool, args[-3:-1]))
+        product = Operation("product", 2 * rows * words * width, 0, (rows, words, width))
+        logits = rows * words * args[0].element_size()
+        return [product] * products + [Operation("other", 0, _LOSS_PASSES * logits)]
+    if name in _PRODUCTS:
+        left, right = args[_PRODUCTS[name] : _PRODUCTS[name] + 2]
+        shape = (left.shape[-2], right.shape[-1], left.shape[-1])
+        return [Operation("product", 2 * math.prod(left.shape) * right.shape[-1], nbytes, shape)]
+    count = flop_registry.get(function._overloadpacket)
+    if count is None:
+        return [Operation("other", 0, nbytes)]
+    flops = int(count(*args, **kwargs, out_val=made))
+    if "attention" in name:
+        backward = "backward" in name
+        causal = any(each is True for each in args)  # their only flag that is set, beside one that asks for a number
+        query, key = [each for each in inputs if each.dim() == 4][backward : backward + 2]
+        shape = query.shape[2], key.shape[2], query.shape[3]
+        return [Operation("attention backward" if backward else "attention", flops // (1 + causal), nbytes, shape)]
+    return [Operation("product", flops, nbytes)]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """All that lie in memory as they are."""
+    leaves = tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
+
+
+def new_bytes(args: Any, kwargs: Any, made: Any) -> int:
+    """Of the storages that a run has made; 0 where a part of its result lies on what was there before."""
+    there = {each.untyped_storage()._cdata for each in tensors_of((args, kwargs))}
+    storages = {storage._cdata: storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors_of(made))}
+    return 0 if there & storages.keys() else sum(storages.values())
+
+
+def may_stay(function: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether what follows a run is the same without it: it writes into none of its arguments, and draws no random
+    numbers, of which those behind it would get others."""
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return not function._schema.is_mutable
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given == 0)
+    return False

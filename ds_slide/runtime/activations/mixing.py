@@ -1,0 +1,171 @@
+"""A block that is recomputed but for some results of its operators: these are kept in its forward, and in its
+recomputation they take the place of the operators' runs.
+
+As in torch's selective checkpointing, modes of its dispatcher stand below autograd, which sees the same nodes in both
+runs. Torch's own count the runs of all operators, those in hooks included, which bind a block's weights in another way
+when it is recomputed; allow no second backward; and end in an error where what they keep has been modified. These
+count, keep and check what is chosen only, and where a result cannot be used any more, its operator runs. A mode costs
+the host some 5 to 10 us an operator, in the forward and in the recomputation of a mixed block.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_slide.plan.mixtures import Mixture, Result, Run, run_of
+from ds_slide.plan.operations import new_bytes, operations_of, tensors_of
+
+_named = functools.cache(str)
+_OWN_VIEW = torch.ops.aten._unsafe_view.default
+"""What a linear layer makes of its product: a view that counts its modifications by itself."""
+_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Mode(TorchDispatchMode):
+    """Sees what runs, and nothing of what `torch.compile` has compiled, which runs as without it."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class _Stayed:
+    """A result as its operator has returned it. `watched`: tensors on its memory that count modifications, each apart
+    from the others; `versions`: their counts when the result was made."""
+
+    made: Any
+    watched: tuple[torch.Tensor, ...]
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, made: Any) -> _Stayed:
+        same = _same(made)
+        return cls(same, tensors := tuple(tensors_of(same)), tuple(each._version for each in tensors))
+
+    def seen_as(self, view: torch.Tensor) -> _Stayed:
+        """And as a tensor of its own on the same memory."""
+        return _Stayed(self.made, (*self.watched, _same(view)), (*self.versions, view._version))
+
+    @property
+    def is_unchanged(self) -> bool:
+        return tuple(each._version for each in self.watched) == self.versions
+
+
+def _same(tree: Any) -> Any:
+    """With other tensors on the same memory, of the same versions: those themselves get a node of the graph, and one
+    without a backward would live for ever."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)
+
+
+def contexts(mixture: Mixture) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """For the forward of one call of a block and for its recomputations: what `mixture` says stays in between, as far
+    as its bytes reach. The first recomputation takes it away; one more, of a second backward, runs all operators."""
+    stayed: dict[Result, _Stayed] = {}
+    return _Forward(mixture, stayed), _Again(mixture, stayed)
+
+
+class _Counting(_Mode):
+    def __init__(self, mixture: Mixture, stayed: dict[Result, _Stayed]) -> None:
+        super().__init__()
+        self._mixture = mixture
+        self._names = {name for name, _ in mixture.results}
+        self._stayed = stayed
+        self._runs: Counter[str] = Counter()
+
+    def __enter__(self) -> Any:
+        self._runs.clear()
+        return super().__enter__()
+
+    def _result(self, function: Any) -> Result | None:
+        """Which one of the mixture this run makes."""
+        name = _named(function)
+        if name not in self._names:
+            return None
+        result = name, self._runs[name]
+        self._runs[name] += 1
+        return result if result in self._mixture.results else None
+
+
+class _Forward(_Counting):
+    def __enter__(self) -> Any:
+        self._left = self._mixture.nbytes
+        self._places: dict[int, Result] = {}
+        """Which result is on a storage."""
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if function is _OWN_VIEW and (place := self._places.get(made.untyped_storage()._cdata)) is not None:
+            self._stayed[place] = self._stayed[place].seen_as(made)
+        result = self._result(function)
+        if result is not None and (nbytes := new_bytes(args, kwargs, made)) <= self._left:
+            self._left -= nbytes
+            self._stayed[result] = stayed = _Stayed.of(made)
+            self._places.update((each.untyped_storage()._cdata, result) for each in stayed.watched)
+        return made
+
+
+class _Again(_Counting):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self._result(function)
+        if result is not None and (stayed := self._stayed.pop(result, None)) is not None and stayed.is_unchanged:
+            return stayed.made
+        return function(*args, **(kwargs or {}))
+
+
+class Learning(_Mode):
+    """Learns in a recomputation what its operators take and which results can stay. Those of products and attention
+    are held until it has ended, and compared by a sum of their bits: a kernel may write into one unseen by torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._runs: list[tuple[Run, list[tuple[torch.Tensor, torch.Tensor]]]] = []
+        """With what they have made, and the sums of its bits."""
+        self._counts: Counter[str] = Counter()
+        self._needed = 0
+
+    def saves(self) -> None:
+        """Autograd saves a tensor: what has run until now is needed, and what comes behind the last one is not."""
+        self._needed = len(self._runs)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = function(*args, **kwargs)
+        if not isinstance(function, torch._ops.OpOverload):
+            return made
+        name = _named(function)
+        before, self._counts[name] = self._counts[name], self._counts[name] + 1
+        if new_bytes(args, kwargs, made):
+            outputs = tensors_of(made)
+            inputs = tensors_of((args, kwargs))
+            operations = operations_of(function._schema.name, function, args, kwargs, made, inputs, outputs)
+            run = run_of(function, before, operations, args, kwargs, made)
+            held = [each for each in outputs if run.nbytes and each.is_floating_point()]
+            self._runs.append((run, [(each, _sum(each)) for each in held]))
+        return made
+
+    def end(self) -> tuple[Run, ...]:
+        """What was needed of the recomputation. Waits for the GPU: once for a kind of block and a longest batch."""
+        needed, self._runs = self._runs[: self._needed], []
+        changed = [torch.stack([before != _sum(each) for each, before in held]).any() for _, held in needed if held]
+        answers = iter(torch.stack(changed).tolist() if changed else ())
+        return tuple(replace(run, nbytes=0) if held and next(answers) else run for run, held in needed)
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Of all bits of its storage, as integers."""
+    kind = _OF_SIZE.get(tensor.element_size(), torch.int8)
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage(), 0, (count,), (1,))
+    return flat.view(kind).sum(dtype=torch.int64)

@@ -1,0 +1,231 @@
+"""Blocks that keep some results of their operators and recompute the rest: the same bits, and no product twice."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from activation_runs import FORMS, MODELS, SCHEDULES, checkpointed, config_of, layers_of, run
+from allocated import storages
+from harness import Result, batches, differences, engine_for, llama, states_of, to_bf16, train
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import ds_slide.runtime.activations.activations as activations_module
+from ds_slide.plan.keeping import Keepable, Kept
+from ds_slide.plan.mixtures import Mixture, Run
+from ds_slide.runtime.activations.spare_memory import LOOKS
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+STEPS = LOOKS[0] + 2
+LIMITED = {"gpu_memory": "1GiB"}
+
+
+def all_of(runs: Sequence[Run], _whole: int) -> tuple[Mixture, ...]:
+    """All results of products and attention can stay, whatever that brings."""
+    stay = [each for each in runs if each.nbytes]
+    return (Mixture(frozenset(each.result for each in stay), sum(each.nbytes for each in stay), 0.9),)
+
+
+@pytest.fixture
+def mix(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From now on they stay, whatever there is room for."""
+
+    def choose() -> None:
+        def kept(_room: float, blocks: list[Keepable]) -> Kept:
+            return Kept(mixed={each.order: each.mixtures[0] for each in blocks})
+
+        monkeypatch.setattr(activations_module, "mixtures", all_of)
+        monkeypatch.setattr(activations_module, "kept_within", kept)
+
+    return choose
+
+
+def asked(name: str, reentrant: bool | None) -> nn.Module:
+    """None: by no script."""
+    model = MODELS[name]()
+    return model if reentrant is None else checkpointed(model, reentrant)
+
+
+@functools.cache
+def expected(name: str, reentrant: bool | None, schedule: str) -> Result:
+    data = batches(STEPS * SCHEDULES[schedule][1])
+    return run(asked(name, reentrant), {"activations": "as_written", **LIMITED}, data, schedule)[0]
+
+
+CASES = [("llama", schedule) for schedule in SCHEDULES] + [("qwen2", "clipping"), ("adapters", "clipping")]
+
+
+@pytest.mark.parametrize("reentrant", [True, False, None], ids=["reentrant", "non-reentrant", "unasked"])
+@pytest.mark.parametrize(("name", "schedule"), CASES)
+def test_what_is_mixed_changes_no_bit(
+    name: str, schedule: str, reentrant: bool | None, mix: Callable[[], None]
+) -> None:
+    """With dropout in attention, which stays recomputed in part."""
+    mix()
+    data = batches(STEPS * SCHEDULES[schedule][1])
+    result, report = run(asked(name, reentrant), LIMITED, data, schedule)
+    assert differences(result, expected(name, reentrant, schedule)) == []
+    assert report["mix"] == report["checkpointed"] == len(layers_of(MODELS[name]()))
+    assert report["kept_bytes"] > 0
+
+
+def backward_flops(activations: str, reentrant: bool) -> int:
+    """Of the last step."""
+    model = checkpointed(llama(), reentrant)
+    with engine_for(model, config_of({**LIMITED, "activations": activations})) as engine:
+        *first, last = batches(STEPS)
+        train(engine, first)
+        loss = engine(**last).loss
+        with FlopCounterMode(display=False) as counted:
+            engine.backward(loss)
+        report = engine.optimizer.slide_stats()["activations"]
+        assert activations == "as_written" or report["keep"] + report["mix"] == 6
+        return counted.get_total_flops()
+
+
+@FORMS
+def test_no_product_is_computed_twice(reentrant: bool, mix: Callable[[], None]) -> None:
+    written, kept = backward_flops("as_written", reentrant), backward_flops("auto", reentrant)
+    mix()
+    assert backward_flops("auto", reentrant) == kept < written
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_beside_autocast(reentrant: bool, mix: Callable[[], None]) -> None:
+    found = []
+    for activations in ("as_written", "auto"):
+        model = checkpointed(llama(hidden_dropout=0.1), reentrant)
+        config = config_of({**LIMITED, "activations": activations})
+        config |= {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+        mix()
+        with engine_for(model, config) as engine:
+            found.append(train(engine, batches(STEPS)))
+            assert activations == "as_written" or engine.optimizer.slide_stats()["activations"]["mix"] == 6
+    assert differences(*found) == []
+
+
+def test_beside_kernels(mix: Callable[[], None]) -> None:
+    mix()
+    results = []
+    for activations in ("as_written", "auto"):
+        model = checkpointed(to_bf16(llama(num_hidden_layers=2, hidden_size=32, intermediate_size=48)), False)
+        slide = {"kernels": ["mlp", "norm"], "activations": activations, **LIMITED}
+        results.append(run(model, slide, batches(LOOKS[0] + 1, length=4)))
+    assert differences(results[0][0], results[1][0]) == []
+    assert [report.get("mix", 0) for _, report in results] == [0, 2]
+
+
+def test_a_second_backward_runs_everything_again(mix: Callable[[], None]) -> None:
+    mix()
+    found = []
+    for activations in ("as_written", "auto"):
+        model = checkpointed(llama(), False)
+        with engine_for(model, config_of({**LIMITED, "activations": activations, "defer_updates": True})) as engine:
+            losses = train(engine, batches(STEPS)).losses
+            hidden = torch.randn(2, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+            loss = engine(inputs_embeds=hidden, labels=batches(1, length=8)[0]["labels"]).loss
+            twice = [torch.autograd.grad(loss, hidden, retain_graph=again)[0] for again in (True, False)]
+            assert torch.equal(*twice)
+            found.append(Result(losses=[*losses, float(twice[0].float().sum())]))
+    assert differences(*found) == []
+
+
+class Scaled(nn.Module):
+    """A projection whose result is then modified in place: seen by torch, or as a kernel of its own does it."""
+
+    def __init__(self, inner: nn.Module, *, seen: bool) -> None:
+        super().__init__()
+        self.inner, self.seen = inner, seen
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(hidden)
+        if self.seen:
+            return made.mul_(0.5)
+        made.data.mul_(0.5)
+        return made
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_what_is_modified_in_place_does_not_stay(seen: bool, mix: Callable[[], None]) -> None:
+    mix()
+    results = []
+    for activations in ("as_written", "auto"):
+        model = checkpointed(llama(), False)
+        for layer in layers_of(model):
+            layer.self_attn.q_proj = Scaled(layer.self_attn.q_proj, seen=seen)
+        results.append(run(model, {**LIMITED, "activations": activations}, batches(STEPS)))
+    assert differences(results[0][0], results[1][0]) == []
+    assert results[1][1]["mix"] == 6
+
+
+def test_what_is_modified_only_sometimes_is_computed_again(mix: Callable[[], None]) -> None:
+    """Not yet when it was learnt what may stay."""
+    mix()
+    found = []
+    for activations in ("as_written", "auto"):
+        model, later = checkpointed(llama(), False), batches(2, seed=2)
+        for layer in layers_of(model):
+            layer.self_attn.v_proj = Scaled(layer.self_attn.v_proj, seen=True)
+            layer.self_attn.v_proj.forward = layer.self_attn.v_proj.inner.forward
+        with engine_for(model, config_of({**LIMITED, "activations": activations})) as engine:
+            result = train(engine, batches(STEPS))
+            for layer in layers_of(model):
+                del layer.self_attn.v_proj.forward
+            result.losses += train(engine, later).losses
+            result.states = states_of(model)
+            found.append(result)
+    assert differences(*found) == []
+
+
+def test_a_block_with_a_hook_of_the_scripts_own_is_not_mixed(mix: Callable[[], None]) -> None:
+    """It may call products in one of the two runs only."""
+    mix()
+    model = checkpointed(llama(), False)
+    layers_of(model)[2].mlp.register_forward_hook(lambda *_: None)
+    with engine_for(model, config_of(LIMITED)) as engine:
+        train(engine, batches(STEPS))
+        loss = engine(**batches(1)[0]).loss
+        activations = engine.optimizer.runtime.parts.spare.activations
+        assert 6 * activations.alive() == 5 * activations.kept_bytes > 0
+        del loss
+
+
+def test_what_stays_comes_free_with_its_graph(mix: Callable[[], None]) -> None:
+    mix()
+    with engine_for(checkpointed(llama(), True), config_of(LIMITED)) as engine:
+        train(engine, batches(STEPS))
+        activations = engine.optimizer.runtime.parts.spare.activations
+        gc.collect()
+        before = sum(storages().values())
+        loss = engine(**batches(1)[0]).loss
+        assert activations.alive() == activations.kept_bytes > 0
+        assert sum(storages().values()) - before > activations.kept_bytes
+        del loss
+        gc.collect()
+        assert activations.alive() == 0 and sum(storages().values()) == before
+
+
+def test_a_longer_batch_keeps_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of its length may take sixteen times as much; the next one is known to take four."""
+    data = [batch for length in (16, 16, 16, 16, 64, 64) for batch in batches(1, length=length)]
+    results, found, limit = [], [], 600_000
+    monkeypatch.setattr(activations_module, "mixtures", all_of)
+    for activations in ("as_written", "auto"):
+        model = checkpointed(llama(), True)
+        with engine_for(model, config_of({"gpu_memory": limit, "activations": activations})) as engine:
+            parts = engine.optimizer.runtime.parts
+            losses: list[Any] = []
+            for batch in data:
+                losses += train(engine, [batch]).losses
+                assert parts.plan.gpu_bytes + parts.spare.activations.kept_bytes <= limit
+                found.append(engine.optimizer.slide_stats().get("activations", {}).get("mix"))
+            results.append(Result(losses=losses, states=states_of(model)))
+    assert differences(*results) == []
+    assert found[-3:] == [4, 0, 1]
