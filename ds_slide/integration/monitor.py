@@ -13,7 +13,7 @@ import weakref
 from typing import Any
 
 import ds_slide
-from ds_slide.report.log import log, start_line
+from ds_slide.report.log import log, size, start_line
 
 Event = tuple[str, float, int]
 
@@ -91,4 +91,8 @@ def _decided(statistics: dict[str, Any]) -> str:
     if not activations.get("checkpointed"):
         return said
     said += f", activations of {activations['keep']} of {activations['checkpointed']} checkpointed blocks kept"
-    return f"{said}, inputs of {activations['move']} in host memory" if activations["move"] else said
+    if not activations["move"]:
+        return said
+    on_ssd = activations.get("moved_to_ssd_bytes", 0)
+    also = f" and on SSD ({size(on_ssd)})" if on_ssd else ""
+    return f"{said}, inputs of {activations['move']} in host memory{also}"

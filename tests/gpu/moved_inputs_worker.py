@@ -1,6 +1,8 @@
 """Trains a few steps with torch limited to a part of the GPU, and prints as JSON what it took. Not a test module.
 
-python moved_inputs_worker.py LIMIT_BYTES ACTIVATIONS SEQUENCES
+python moved_inputs_worker.py LIMIT_BYTES ACTIVATIONS SEQUENCES [DISK]
+
+DISK: a directory to which inputs of blocks go; the states fill what host memory may be used.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def build() -> Any:
     return model.train()
 
 
-def main(limit: int, activations: str, sequences: int) -> dict[str, Any]:
+def main(limit: int, activations: str, sequences: int, disk: str | None = None) -> dict[str, Any]:
     import deepspeed
 
     total = torch.cuda.get_device_properties(0).total_memory
@@ -53,6 +55,10 @@ def main(limit: int, activations: str, sequences: int) -> dict[str, Any]:
         "steps_per_print": 10**9,
         "ds_slide": {"enabled": True, "window": 3, "gpu_states": 0, "activations": activations},
     }
+    if disk is not None:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": disk}
+        states = 12 * sum(parameter.numel() for parameter in model.parameters())
+        config["ds_slide"] |= {"host_memory": states + (16 << 20), "debug": {"speculate": False}}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     tokens = torch.randint(512, (sequences, SEQUENCE), device="cuda")
     losses, seconds = [], []
@@ -85,4 +91,4 @@ if __name__ == "__main__":
     )
     import ds_slide  # noqa: F401  (for a source tree on the path; an installed package is found by itself)
 
-    print("RESULT " + json.dumps(main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))), flush=True)
+    print("RESULT " + json.dumps(main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:])), flush=True)
