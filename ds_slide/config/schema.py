@@ -223,7 +223,8 @@ class SlideConfig(_Block):
     host_memory: StateBudget = Field(default=None, description=f"{SIZE_HELP}, 0, or null for what is free")
     """Limit in bytes of the states in host memory; null: what is free of the machine, of the container's control groups
     and of `ulimit -v`. With an SSD tier, the rest goes there, block by block; 0 puts there every state that may go.
-    Held gradients and staging buffers come on top of it; undo logs and inputs of blocks take what states leave.
+    Held gradients and staging buffers come on top of it; undo logs and inputs of blocks take what states leave, and
+    with an SSD tier the rest of these inputs goes there, too.
     """
 
     nvme_path: Paths = Field(

@@ -13,7 +13,7 @@ import weakref
 from typing import Any
 
 import ds_slide
-from ds_slide.report.log import log, start_line
+from ds_slide.report.log import log, size, start_line
 
 Event = tuple[str, float, int]
 
@@ -92,4 +92,8 @@ def _decided(statistics: dict[str, Any]) -> str:
         return said
     said += f", activations of {activations['keep']} of {activations['checkpointed']} checkpointed blocks kept"
     said += f", of {activations['mix']} in part" if activations["mix"] else ""
-    return f"{said}, inputs of {activations['move']} in host memory" if activations["move"] else said
+    if not activations["move"]:
+        return said
+    on_ssd = activations.get("moved_to_ssd_bytes", 0)
+    also = f" and on SSD ({size(on_ssd)})" if on_ssd else ""
+    return f"{said}, inputs of {activations['move']} in host memory{also}"

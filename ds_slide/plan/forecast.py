@@ -58,13 +58,22 @@ class Room:
 @dataclass(frozen=True)
 class Activations:
     """`checkpointed`: blocks that the engine recomputes where memory is short. `kept`: those of them that it does not
-    recompute, or in part, with `kept_bytes`. `moved`: those whose inputs wait in host memory, with `moved_bytes`."""
+    recompute, or in part, with `kept_bytes`. `moved`: those whose inputs wait elsewhere, with `moved_bytes`; `on_ssd`:
+    those of them that have gone on to SSD, with `on_ssd_bytes`, through `buffer_bytes` of host memory."""
 
     checkpointed: frozenset[int] = frozenset()
     kept: Kept = field(default_factory=Kept)
     kept_bytes: int = 0
     moved: frozenset[int] = frozenset()
     moved_bytes: int = 0
+    on_ssd: frozenset[int] = frozenset()
+    on_ssd_bytes: int = 0
+    buffer_bytes: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Of inputs, and of buffers for them."""
+        return self.moved_bytes - self.on_ssd_bytes + self.buffer_bytes
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,7 @@ class Forecast:
             "processes": ranks * self.room.process,
         }
         if self.activations.moved:
-            entries["inputs of blocks"] = ranks * self.activations.moved_bytes
+            entries["inputs of blocks"] = ranks * self.activations.host_bytes
         if self.room.gpu is None:
             entries["the accelerator, which is the host"] = ranks * sum(self.gpu.values())
         return entries
@@ -125,8 +134,12 @@ class Forecast:
         return sum(self.host.values()) - (0 if schedule == "speculative" else untouched)
 
     @property
-    def ssd_bytes(self) -> int:
-        return self.room.ranks * total(self.plan.allocations, "ssd")
+    def ssd(self) -> dict[str, int]:
+        """Bytes on SSD of one machine, by what they are for."""
+        entries = {"states": self.room.ranks * total(self.plan.allocations, "ssd")}
+        if self.activations.on_ssd:
+            entries["inputs of blocks"] = self.room.ranks * self.activations.on_ssd_bytes
+        return entries
 
     @property
     def tokens_per_s(self) -> float:
@@ -142,7 +155,7 @@ class Forecast:
         needs = (
             ("gpu", "GPU tier: a step needs", sum(self.gpu.values()), self.room.gpu),
             ("host", "host tier: the run needs", sum(self.host.values()), self.room.host),
-            ("ssd", "SSD tier: the states need", self.ssd_bytes, self.room.ssd),
+            ("ssd", "SSD tier: the run needs", sum(self.ssd.values()), self.room.ssd),
         )
         for tier, what, needed, available in needs:
             if available is not None and needed > available:

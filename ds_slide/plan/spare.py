@@ -5,6 +5,7 @@ Pure functions over what the first steps have shown. Seconds are those of one st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -25,6 +26,11 @@ UNMEASURED_SHARE = 1 / 4
 """Of the free GPU memory, that inputs of blocks may take in the first steps. A block that is recomputed saves 10 to 30
 times its input, so that with 36 blocks and a fused loss the rest takes no more than the inputs do, and all of it half
 of the memory."""
+LEAST_AHEAD, MOST_AHEAD = 2, 8
+"""Inputs of blocks that are read from SSD ahead of their use. A disk of 3 GB/s reads one of 67 MB in 22 ms, beside 15
+of a block's backward. A disk that is slower than the blocks holds them up with any number."""
+SPARE_SSD_SHARE = 1 / 2
+"""Of the free space of a disk, that inputs of blocks may take: a checkpoint may have to go there, too."""
 UPDATE_BYTES_PER_SECOND = 1e12
 """Of states that an update on the GPU reads and writes; of a card of the middle class, so that no state is moved for a
 gain that its own update takes back."""
@@ -40,7 +46,7 @@ class Handling(Enum):
     MIX = "mix"
     """As `RECOMPUTE`, but for the results of some operators, which stay on the GPU."""
     MOVE = "move"
-    """As `RECOMPUTE`, and the block's input waits in host memory."""
+    """As `RECOMPUTE`, and the block's input waits in host memory, or on SSD."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +173,9 @@ def movable_inputs(inputs: Sequence[Input]) -> Sequence[Input]:
 
 
 def moved_within(missing: float, available: float, inputs: Sequence[Input]) -> frozenset[int]:
-    """Blocks whose inputs wait in host memory, of which `available` bytes may be taken, so that `missing` bytes of the
-    GPU come free: the first ones, which have the longest way between forward and backward to hide their copies in."""
+    """Blocks whose inputs leave the GPU so that `missing` bytes come free there, for host memory and SSD, of which
+    `available` bytes may be taken: the first ones, which have the longest way between forward and backward to hide
+    their copies in."""
     chosen = []
     for each in movable_inputs(inputs):
         if missing <= 0 or each.nbytes > available:
@@ -177,6 +184,29 @@ def moved_within(missing: float, available: float, inputs: Sequence[Input]) -> f
         missing -= each.nbytes
         available -= each.nbytes
     return frozenset(chosen)
+
+
+def goes_on(moved: Sequence[Input], available: float) -> frozenset[int]:
+    """Blocks whose inputs go on to SSD, of those that move, in the order of their calls, where host memory has
+    `available` bytes for them: the first ones, which come back last."""
+    for count, each in enumerate(reversed(moved)):
+        available -= each.nbytes
+        if available < 0:
+            return frozenset(gone.order for gone in moved[: len(moved) - count])
+    return frozenset()
+
+
+def reads_ahead(read_s: float, backward_s: float) -> int:
+    """Inputs that are read from SSD ahead of their use, in `read_s` seconds each, so that the backward of blocks, of
+    `backward_s` seconds each, hides that. 0: not known."""
+    wanted = math.ceil(read_s / backward_s) if backward_s else 0
+    return min(max(wanted, LEAST_AHEAD), MOST_AHEAD)
+
+
+def buffers_for(ahead: int) -> int:
+    """Host buffers, of one input each, through which inputs come from SSD where so many are read ahead: one more is
+    copied, and one is filled meanwhile."""
+    return ahead + 2
 
 
 def moves_unmeasured(nbytes: int, free: float) -> bool:

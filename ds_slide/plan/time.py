@@ -138,6 +138,10 @@ class _Step:
         on_gpu = [plan.units[index] for index in plan.placement.on_gpu | plan.placement.promoted]
         self._gpu_update = sum(update_bytes(unit) for unit in on_gpu) / rates.copy
         self._inputs_down, self._inputs_up = trace.moved_bytes / rates.d2h, trace.moved_bytes / rates.h2d
+        self._inputs_ssd = trace.on_ssd_bytes / rates.ssd if rates.ssd else 0.0
+        """Each way."""
+        self.ssd_read += trace.on_ssd_bytes * micro_batches
+        self.ssd_written += trace.on_ssd_bytes * micro_batches
 
     def _lanes_of(self, index: int, unit: UnitSize, needs: Needs) -> _Unit:
         placement, rates = self._plan.placement, self._rates
@@ -195,22 +199,22 @@ class _Step:
         more = self._micro_batches - 1
         again = sum(units[index].h2d for index in self._fetched_again)
         down = sum(each.d2h for each in units)
-        inputs_down, inputs_up = self._inputs_down, self._inputs_up
+        inputs_down, inputs_up, inputs_ssd = self._inputs_down, self._inputs_up, self._inputs_ssd
         encode, apply = sum(each.encode for each in units), sum(each.apply for each in units)
         compute = self._micro_batches * (self.compute_forward + self.compute_backward + encode) + apply
         return StepTime(
             schedule,
             why,
-            forward_s=max(end - backward, self._inputs_down)
-            + more * max(self.compute_forward, again, self._inputs_down),
-            backward_s=max(backward, self._inputs_up)
-            + more * max(self.compute_backward, again + self._inputs_up, down),
+            forward_s=max(end - backward, inputs_down, inputs_ssd)
+            + more * max(self.compute_forward, again, inputs_down, inputs_ssd),
+            backward_s=max(backward, inputs_up, inputs_ssd)
+            + more * max(self.compute_backward, again + inputs_up, down, inputs_ssd),
             lanes={
                 "compute": compute + self._gpu_update + STEP_S,
                 "h2d": sum(each.h2d for each in units) + again * (2 * more + 1) + inputs_up * self._micro_batches,
                 "d2h": (down + inputs_down) * self._micro_batches,
                 "update": busy + sum(later),
-                "ssd": sum(each.ssd for each in units),
+                "ssd": sum(each.ssd for each in units) + 2 * inputs_ssd * self._micro_batches,
             },
             ssd_read=self.ssd_read,
             ssd_written=self.ssd_written,

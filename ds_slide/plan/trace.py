@@ -62,7 +62,9 @@ class StepTrace:
     """At the end of the forward."""
     peak_bytes: int
     moved_bytes: int = 0
-    """Of inputs of blocks that wait in host memory from their forward until their backward."""
+    """Of inputs of blocks that wait elsewhere from their forward until their backward."""
+    on_ssd_bytes: int = 0
+    """Of them, that wait on SSD."""
     again: Mapping[int, Sequence[Again]] = field(default_factory=dict)
     """Of each block that is recomputed."""
 
@@ -71,14 +73,15 @@ class StepTrace:
         segments = (*self.forward, *self.backward)
         return sum(each.flops * count for segment in segments for each, count in segment.operations.items())
 
-    def with_moved(self, nbytes: int) -> StepTrace:
-        """With so many bytes of inputs in host memory: memory is at its peak in the loss or in the first backward of a
-        block, while all of them wait."""
+    def with_moved(self, nbytes: int, on_ssd: int = 0) -> StepTrace:
+        """With so many bytes of inputs in host memory, or `on_ssd` of them on SSD: memory is at its peak in the loss or
+        in the first backward of a block, while all of them wait."""
         return replace(
             self,
             saved_bytes=self.saved_bytes - nbytes,
             peak_bytes=self.peak_bytes - nbytes,
             moved_bytes=self.moved_bytes + nbytes,
+            on_ssd_bytes=self.on_ssd_bytes + on_ssd,
         )
 
 

@@ -20,6 +20,8 @@ _REQUESTS = {
     "weights read": "the weights of {} from SSD",
     "states written": "the states of {} on their way to SSD",
     "weights written": "the weights of {} on their way to SSD",
+    "input read": "the input of {} from SSD",
+    "input written": "the input of {} on its way to SSD",
 }
 """In this order: a buffer that is being written holds up the reads after it, but not those that are under way."""
 # What differs between two waits of one kind, beside the unit.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -246,7 +245,7 @@ def _wire(
         spare=make_spare_memory(module, context, units),
         ssd=ssd,
         make_rows=_make_rows(context, units, workers, gradients),
-        watchdog=_watchdog(settings, ranks, device, failures, None if ssd is None else ssd.store),
+        watchdog=_watchdog(settings, ranks, device, failures, context.stores),
     )
 
 
@@ -285,21 +284,26 @@ def _scratch(context: BuildContext, what: str) -> torch.Tensor | None:
 
 
 def _watchdog(
-    settings: RuntimeSettings, ranks: Ranks, device: Device, failures: Failures, store: SsdStore | None
+    settings: RuntimeSettings, ranks: Ranks, device: Device, failures: Failures, stores: Sequence[SsdStore]
 ) -> Watchdog | None:
-    # Its thread must not keep the engine alive, so it knows the store, and not what that is used for.
     if not settings.slide.hang_timeout:
         return None
     peers = Peers.of(ranks.rank, ranks.exchange) if ranks.world_size > 1 else None
     if ranks.world_size > 1 and peers is None:
         return None
+
+    def remove_files() -> None:
+        for store in stores:
+            store.remove_files()
+
+    # Its thread must not keep the engine alive, so it knows the store, which may come later, and not what that is for.
     return Watchdog(
         failures,
         device,
         settings.slide.hang_timeout,
-        progress=[] if store is None else [functools.partial(moved_bytes, store)],
+        progress=[lambda: sum(map(moved_bytes, stores))],
         peers=peers,
-        last=(lambda: None) if store is None else store.remove_files,
+        last=remove_files,
     )
 
 

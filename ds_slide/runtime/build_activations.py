@@ -9,14 +9,16 @@ from torch import nn
 from ds_slide.plan.memory import SPARE_HOST_SHARE
 from ds_slide.plan.probe.host_room import host_room
 from ds_slide.plan.probe.local_ranks import local_ranks
-from ds_slide.report.statistics import INPUTS
+from ds_slide.report.statistics import INPUTS, LaneMeter
 from ds_slide.runtime import running
 from ds_slide.runtime.activations.activations import Activations
 from ds_slide.runtime.activations.checkpointing import may_be_unasked
-from ds_slide.runtime.activations.input_buffers import InputBuffers
+from ds_slide.runtime.activations.input_buffers import BETWEEN, InputBuffers
+from ds_slide.runtime.activations.input_disk import InputDisk
 from ds_slide.runtime.activations.moved_inputs import MovedInputs
 from ds_slide.runtime.activations.spare_memory import Budget, SpareMemory
 from ds_slide.runtime.build_context import BuildContext
+from ds_slide.runtime.build_ssd import space_for_inputs
 from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
 from ds_slide.runtime.unit import Unit
 
@@ -35,13 +37,31 @@ def make_spare_memory(module: nn.Module, context: BuildContext, units: Sequence[
 
 def _moved_inputs(context: BuildContext) -> MovedInputs:
     device, failures, recorder, debug = context.device, context.failures, context.recorder, context.settings.slide.debug
-    delay = Delay(debug.lane_delay_ms, debug.seed + 4)
+    memory, pools, delay = context.memory, context.allocator.pools, Delay(debug.lane_delay_ms, debug.seed + 4)
     return MovedInputs(
-        InputBuffers(context.memory, _host_room(context.settings.slide.host_memory), context.allocator.pools, failures),
+        InputBuffers(memory, _host_room(context.settings.slide.host_memory), pools, failures),
         lambda: StreamWorker(INPUTS, device, failures, recorder.meters[INPUTS], delay),
         device,
         failures,
         recorder,
+        _input_disk(context),
+    )
+
+
+def _input_disk(context: BuildContext) -> InputDisk | None:
+    """None where nothing may go to SSD."""
+    device, failures, debug = context.device, context.failures, context.settings.slide.debug
+    if (space := space_for_inputs(context)) is None:
+        return None
+    delay = Delay(debug.lane_delay_ms, debug.seed + 5)
+    return InputDisk(
+        # As all buffers in front of the disk, they come on top of what `ds_slide.host_memory` limits.
+        InputBuffers(context.memory, _host_room(None), context.allocator.pools, failures, BETWEEN),
+        space,
+        lambda: StreamWorker("inputs on SSD", device, failures, LaneMeter(), delay),
+        device,
+        failures,
+        context.recorder.requests,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ds_slide.plan.memory import Plan
 from ds_slide.report.statistics import StepRecorder
@@ -14,6 +14,7 @@ from ds_slide.runtime.settings import RuntimeSettings
 from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.runtime.weights.shared_weights import SharedWeights
 from ds_slide.store.host_memory import HostMemory
+from ds_slide.store.ssd.store import SsdStore
 
 
 @dataclass(frozen=True)
@@ -33,3 +34,5 @@ class BuildContext:
     """Threads of the update."""
     cpu_cores: Sequence[int]
     """The cores that these threads are pinned to; empty where they are not pinned."""
+    stores: list[SsdStore] = field(default_factory=list)
+    """Of the SSD tier: one, from when the first bytes go there."""

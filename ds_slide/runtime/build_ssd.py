@@ -7,17 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ds_slide.plan.allocations import CHECKSUMS, CHUNK_BUFFERS, GRADIENT_BUFFER, WEIGHT_BUFFERS, state_buffer_of, total
+from ds_slide.plan.probe.local_ranks import local_ranks
+from ds_slide.plan.ssd_settings import SsdSettings
 from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.transfers.pool import BufferPool
+from ds_slide.runtime.transfers.space import SpaceOnSsd
 from ds_slide.runtime.transfers.ssd import SsdStates
 from ds_slide.runtime.transfers.stream_worker import Delay
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.weights.window import Announce
-from ds_slide.store.ssd.extents import UnitExtents, unit_extents
+from ds_slide.store.ssd.extents import PAGE, UnitExtents, unit_extents
 from ds_slide.store.ssd.page_sums import PageSums
-from ds_slide.store.ssd.store import SsdStore
+from ds_slide.store.ssd.store import STATE_FILE, SsdStore
 from ds_slide.store.ssd.unit import ChunkKey, HeldOnSsd, SsdOptimizerStates, SsdWeights, in_one_piece
+
+INPUT = "the input of a block"
 
 
 def open_ssd(context: BuildContext, unit_plans: Sequence[UnitPlan]) -> SsdStates | None:
@@ -31,28 +36,61 @@ def open_ssd(context: BuildContext, unit_plans: Sequence[UnitPlan]) -> SsdStates
         extents[order] = _extents(context, unit_plans[order], order, end, settings.ssd.chunk_numel)
         end = extents[order].end
     assert end == nbytes
-    sums = None
-    if settings.slide.checksums:
-        sums = PageSums(context.allocator.tensor(CHECKSUMS, torch.int32), context.cpu_threads)
-    store = SsdStore(
-        settings.ssd.parents,
-        nbytes,
-        rank=context.ranks.rank,
-        fail=lambda error: failures.record("ssd", error),
-        backend=settings.slide.io_backend,
-        queue_depth=settings.ssd.queue_depth,
-        request_bytes=settings.ssd.request_bytes,
-        sums=sums,
-        what_lies_at=_what_lies_at([(unit_plans[order].spec.name, place) for order, place in extents.items()]),
-        delay=Delay(settings.slide.debug.lane_delay_ms, settings.slide.debug.seed + 4),
-        waiting=failures.waiting,
-    )
+    table = context.allocator.tensor(CHECKSUMS, torch.int32) if settings.slide.checksums else None
+    what_lies_at = _what_lies_at([(unit_plans[order].spec.name, place) for order, place in extents.items()])
+    store = _open_store(context, settings.ssd, STATE_FILE, nbytes, table, what_lies_at)
     cycle = _update_order(unit_plans, extents, under_backward=settings.held_dtype is None)
     names = [unit_plan.spec.name for unit_plan in unit_plans]
     ssd = SsdStates(store, failures, cycle, context.recorder.meters["update"], names)
     for order, places in extents.items():
         _add_unit(context, ssd, unit_plans[order], order, places)
     return ssd
+
+
+def _open_store(
+    context: BuildContext,
+    ssd: SsdSettings,
+    name: str,
+    nbytes: int,
+    table: torch.Tensor | None,
+    what_lies_at: Callable[[int], str],
+) -> SsdStore:
+    """`name`: of its files. `table`: of checksums."""
+    settings, failures = context.settings, context.failures
+    store = SsdStore(
+        ssd.parents,
+        nbytes,
+        name=name,
+        rank=context.ranks.rank,
+        fail=lambda error: failures.record("ssd", error),
+        backend=settings.slide.io_backend,
+        queue_depth=ssd.queue_depth,
+        request_bytes=ssd.request_bytes,
+        sums=None if table is None else PageSums(table, context.cpu_threads),
+        what_lies_at=what_lies_at,
+        delay=Delay(settings.slide.debug.lane_delay_ms, settings.slide.debug.seed + 4),
+        waiting=failures.waiting,
+    )
+    context.stores.append(store)
+    return store
+
+
+def space_for_inputs(context: BuildContext) -> SpaceOnSsd | None:
+    """None where the JSON opens no SSD tier."""
+    if (ssd := context.settings.ssd) is None:
+        return None
+
+    def open_store(name: str, nbytes: int, table: torch.Tensor | None) -> SsdStore:
+        store = _open_store(context, ssd, name, nbytes, table, lambda _: INPUT)
+        context.recorder.watch_ssd(store.statistics)
+        return store
+
+    def make_table(nbytes: int) -> torch.Tensor | None:
+        if not context.settings.slide.checksums:
+            return None
+        return context.memory.tensor(nbytes // PAGE, torch.int32, transfers=False)
+
+    return SpaceOnSsd(context.stores, open_store, make_table, [path for _, path in ssd.parents], local_ranks())
 
 
 def _add_unit(context: BuildContext, ssd: SsdStates, unit_plan: UnitPlan, order: int, places: UnitExtents) -> None:
@@ -111,8 +149,8 @@ def _what_lies_at(extents: Sequence[tuple[str, UnitExtents]]) -> Callable[[int],
     """`extents`: with the names of their units, in the order of their offsets."""
 
     def what(offset: int) -> str:
-        name, place = next((name, place) for name, place in extents if offset < place.end)
-        return f"{place.what_lies_at(offset)} of {name}"
+        found = next(((name, place) for name, place in extents if offset < place.end), None)
+        return INPUT if found is None else f"{found[1].what_lies_at(offset)} of {found[0]}"
 
     return what
 

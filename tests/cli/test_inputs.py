@@ -12,8 +12,8 @@ from ds_slide.cli.planning import output
 from ds_slide.cli.planning.model import ModelShape
 from ds_slide.cli.planning.planner import Planner, Request
 from ds_slide.plan.ceilings.figures import read_ceilings
-from ds_slide.plan.forecast import Room
-from ds_slide.plan.spare import BLOCKS_UNDER_WAY
+from ds_slide.plan.forecast import Forecast, Room
+from ds_slide.plan.spare import BLOCKS_UNDER_WAY, LEAST_AHEAD, buffers_for
 
 BLOCKS, SEQ, HIDDEN = 24, 512, 256
 BATCH = 128
@@ -31,16 +31,16 @@ def request_of() -> Any:
     config = Qwen2Config(num_hidden_layers=BLOCKS, vocab_size=512, tie_word_embeddings=True, **widths)
     ceilings = read_ceilings("h200-16-cores")
 
-    def make(gpu: int, **block: Any) -> Request:
+    def make(gpu: int, *, ssd: int | None = None, device: str = "cpu", **block: Any) -> Request:
         raw = {
             "train_micro_batch_size_per_gpu": BATCH,
             "gradient_clipping": 1.0,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": device, "nvme_path": "/local_nvme"}},
             "ds_slide": {"enabled": True, "window": 3, "gpu_states": 0, **block},
         }
-        return Request(ModelShape("narrow", config), raw, BATCH, SEQ, Room(gpu, 16 << 30), ceilings)
+        return Request(ModelShape("narrow", config), raw, BATCH, SEQ, Room(gpu, 16 << 30, ssd), ceilings)
 
     return make
 
@@ -70,3 +70,38 @@ def test_nothing_moves_without_need_or_without_room(planner: Planner, request_of
     assert not planner.forecast(roomy).activations.moved and not planner.steady(roomy).activations.moved
     tight = replace(roomy, room=Room(sum(planner.forecast(roomy).gpu.values()) - 4 * INPUT_BYTES, 16 << 30))
     assert not planner.forecast(tight.with_block(host_memory="200MiB")).activations.moved
+
+
+def test_what_host_memory_does_not_hold_goes_on_to_ssd(planner: Planner, request_of: Any) -> None:
+    """Of the first blocks; with its bytes in the tier, the lane and the wear, and the buffers in host memory."""
+    enough = sum(planner.forecast(request_of(24 << 30)).gpu.values())
+
+    def steady(**block: Any) -> Forecast:
+        return planner.steady(request_of(enough - 8 * INPUT_BYTES, device="nvme", **block))
+
+    roomy = steady()
+    moved = len(roomy.activations.moved)
+    assert moved > 5 and not roomy.activations.on_ssd and roomy.ssd == {"states": 0} and not roomy.time.ssd_written
+    taken = roomy.plan.host_bytes - roomy.plan.undo_log_bytes - roomy.plan.spare_state_bytes
+    tight = steady(host_memory=taken + 3 * INPUT_BYTES + 1_000, debug={"speculate": False})
+    activations = tight.activations
+    assert tight.shortage() is None and len(activations.moved) == moved
+    assert activations.on_ssd == frozenset(sorted(activations.moved)[: moved - 3])
+    gone = (moved - 3) * INPUT_BYTES
+    assert tight.ssd == {"states": 0, "inputs of blocks": gone}
+    assert tight.host["inputs of blocks"] == (3 + buffers_for(LEAST_AHEAD)) * INPUT_BYTES
+    assert tight.time.ssd_read == tight.time.ssd_written == gone and tight.time.lanes["ssd"] > 0
+    assert tight.ssd_written_a_day > 0
+    said = "\n".join(output.as_text(output.as_dict(tight), "narrow"))
+    assert f"in host memory, of the first {moved - 3} on SSD (" in said and "written in a day" in said
+    # Half of what is there, and never beyond it.
+    small = planner.steady(
+        request_of(
+            enough - 8 * INPUT_BYTES,
+            device="nvme",
+            ssd=2 * 2 * INPUT_BYTES,
+            host_memory=taken + 3 * INPUT_BYTES + 1_000,
+            debug={"speculate": False},
+        )
+    )
+    assert len(small.activations.on_ssd) == 2 and len(small.activations.moved) == 5

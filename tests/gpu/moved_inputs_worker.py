@@ -1,8 +1,9 @@
 """Trains a few steps with torch limited to a part of the GPU, and prints as JSON what it took. Not a test module.
 
-python moved_inputs_worker.py LIMIT_BYTES ACTIVATIONS STEPS SEQUENCES...
+python moved_inputs_worker.py LIMIT_BYTES ACTIVATIONS DISK STEPS SEQUENCES...
 
-An engine trains STEPS steps of each number of sequences.
+An engine trains STEPS steps of each number of sequences. DISK: a directory to which inputs of blocks go while the
+states fill what host memory may be used; "" for none.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def build() -> Any:
     return model.train()
 
 
-def main(limit: int, activations: str, steps: int, batches: list[int]) -> dict[str, Any]:
+def main(limit: int, activations: str, disk: str, steps: int, batches: list[int]) -> dict[str, Any]:
     import deepspeed
 
     total = torch.cuda.get_device_properties(0).total_memory
@@ -54,6 +55,10 @@ def main(limit: int, activations: str, steps: int, batches: list[int]) -> dict[s
         "steps_per_print": 10**9,
         "ds_slide": {"enabled": True, "window": 3, "gpu_states": 0, "activations": activations},
     }
+    if disk:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": disk}
+        states = 12 * sum(parameter.numel() for parameter in model.parameters())
+        config["ds_slide"] |= {"host_memory": states + (16 << 20), "debug": {"speculate": False}}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     losses: list[float] = []
     result: dict[str, Any] = {"out_of_memory": False, "peaks": [], "losses": losses}
@@ -85,6 +90,6 @@ if __name__ == "__main__":
     )
     import ds_slide  # noqa: F401  (for a source tree on the path; an installed package is found by itself)
 
-    limit, activations, *numbers = sys.argv[1:]
+    limit, activations, disk, *numbers = sys.argv[1:]
     steps, *batches = map(int, numbers)
-    print("RESULT " + json.dumps(main(int(limit), activations, steps, batches)), flush=True)
+    print("RESULT " + json.dumps(main(int(limit), activations, disk, steps, batches)), flush=True)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from adapters import adapted
-from harness import Batch, Result, ds_config, engine_for, llama, states_of, train
+from harness import Batch, Result, batches, ds_config, engine_for, llama, states_of, train
 from torch import nn
+
+from ds_slide.plan.keeping import Keepable, Kept
+from ds_slide.plan.spare import Input
+from ds_slide.runtime.activations import activations as activations_module
+from ds_slide.runtime.activations.input_buffers import NAME
+from ds_slide.runtime.activations.spare_memory import SpareMemory
 
 transformers = pytest.importorskip("transformers")
 
@@ -21,6 +28,12 @@ OWN_BYTES = 800_000
 """More than the engine itself places on the GPU of these models (window of 2, states in host memory)."""
 BLOCK_BYTES = 260_000
 """A little more than a block of these models saves in a batch of 2 x 32."""
+
+INPUT = 2 * 32 * 64 * 2
+"""Bytes of the input of a block of these models, in bf16, in a batch of 2 x 32."""
+DELAYS = {"debug": {"lane_delay_ms": 40.0, "seed": 3}}
+"""Longer than a block of these models computes, also on a busy machine."""
+Handle = Callable[[int, int], None]
 
 DROPOUT = {"attention_dropout": 0.1, "attn_implementation": "eager"}
 
@@ -67,6 +80,42 @@ def run(model: nn.Module, slide: dict[str, Any], data: list[Batch], schedule: st
         result.states = states_of(model)
         assert [vars(layer).get(FUNCTION) for layer in layers_of(model)] == before
         return result, engine.optimizer.slide_stats()["activations"]
+
+
+@functools.cache
+def expected(name: str, reentrant: bool | None, schedule: str) -> Result:
+    data = batches(STEPS * SCHEDULES[schedule][1])
+    return run(asked(name, reentrant), {"activations": "as_written", "gpu_memory": "1GiB"}, data, schedule)[0]
+
+
+def asked(name: str, reentrant: bool | None) -> nn.Module:
+    """None: the script asks for no checkpointing."""
+    model = MODELS[name]()
+    return model if reentrant is None else checkpointed(model, reentrant)
+
+
+def free_buffers(engine: Any) -> bool:
+    """Whether all buffers of inputs are free again."""
+    pools = engine.optimizer.slide_stats()["pools"]
+    return all(pool["free"] == pool["buffers"] for what, pool in pools.items() if what.startswith(NAME))
+
+
+def handle_of(monkeypatch: pytest.MonkeyPatch) -> Handle:
+    """Keep the last so many blocks from then on, and move the inputs of the first so many."""
+
+    def choose(keep: int, move: int) -> None:
+        def kept(_room: float, candidates: list[Keepable]) -> Kept:
+            orders = sorted(each.order for each in candidates)
+            return Kept(frozenset(orders[len(orders) - keep :] if keep else ()))
+
+        def moved(_missing: float, _available: float, inputs: list[Input]) -> frozenset[int]:
+            return frozenset(each.order for each in inputs[:move])
+
+        monkeypatch.setattr(activations_module, "kept_within", kept)
+        monkeypatch.setattr(activations_module, "moved_within", moved)
+        monkeypatch.setattr(SpareMemory, "_room", lambda *_, **__: -1.0)
+
+    return choose
 
 
 class SmallGpu:

@@ -173,7 +173,7 @@ def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
         if buffers.gradients:
             found[names.row_gradients_of(runtime.rows.unit.name)] = list(buffers.gradients)
     if parts.ssd is not None and parts.ssd.store._sums is not None:
-        found[names.CHECKSUMS] = [parts.ssd.store._sums._table]
+        found[names.CHECKSUMS] = [table for _, table in parts.ssd.store._sums._tables]
     return found
 
 

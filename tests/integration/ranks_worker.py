@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import two_ranks
+from activation_runs import INPUT, handle_of
 from harness import Batch, batches, causal_loss, ds_config, llama, on_ssd, trained
 from moving import RandomMoves
 from tight_memory import room_for_gradients_of
@@ -60,6 +61,10 @@ RUNS = {
     "moves-gathered-kept": ({"window": 9, "share_weights": False}, {"clip": 0.0}),
     "spare": ({"window": 2, "gpu_memory": "4MiB"}, {"clip": 1.0}),
     "spare-gathered": ({"window": 2, "gpu_memory": "4MiB", "share_weights": False}, {"clip": 0.0}),
+    "ssd-inputs": (
+        {"window": 2, "host_memory": 0, "gpu_memory": "4MiB", "debug": {"lane_delay_ms": 2.0, "seed": 17}},
+        {"clip": 1.0},
+    ),
     "stock": (None, {"clip": 1.0}),
 }
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_gather_object")
@@ -145,6 +150,17 @@ class Sharing:
         return loss
 
 
+class Moving:
+    """`causal_loss`, and how many bytes of inputs of blocks it has sent to SSD."""
+
+    moved = 0
+
+    def __call__(self, engine: Any, batch: Batch) -> torch.Tensor:
+        loss = causal_loss(engine, batch)
+        self.moved = engine.optimizer.runtime.parts.spare.activations.statistics["moved_to_ssd_bytes"]
+        return loss
+
+
 def main(rank: int, folder: Path) -> None:
     ssd_settings.CHUNK_NUMEL = 4096  # several chunks a block
     # Spare memory goes to states: which of the lanes stands still is a matter of chance here.
@@ -158,15 +174,23 @@ def main(rank: int, folder: Path) -> None:
             if name.startswith("ssd"):
                 on_ssd(config, folder / "disk")
             found = LESS_MEMORY if name == "ssd-less-memory" and rank == 1 else None
-            with room_for_gradients_of(1 if name == "ssd-gradients" else None) as plan, host_memory(found):
+            with (
+                room_for_gradients_of(1 if name == "ssd-gradients" else None) as plan,
+                host_memory(found),
+                pytest.MonkeyPatch.context() as patch,
+            ):
                 evaluates = name in ("clipping", "immediate") and rank == 1
                 loss_of: Any = RandomMoves() if name.startswith("moves") else Watched(data[0], evaluates)
                 if name == "speculative-by-one":
                     loss_of = Anew(rank)
                 if name.startswith("spare"):
                     loss_of = Sharing(reentrant=name == "spare")
+                if name == "ssd-inputs":
+                    handle_of(patch)(0, 4 + rank)  # each for itself
+                    loss_of = Moving()
                 result = trained(llama(seed=rank), config, data[rank::2], loss_of=loss_of)
             assert not isinstance(loss_of, Sharing) or (loss_of.promoted and loss_of.kept)
+            assert not isinstance(loss_of, Moving) or loss_of.moved == (4 + rank) * INPUT
             assert not isinstance(loss_of, RandomMoves) or any(made.demoted for made in loss_of.made if made)
             if name.startswith("speculative"):
                 assert plan().placement.undo_logs

@@ -24,7 +24,9 @@ from typing import Any
 
 import damage
 import deepspeed
+import pytest
 import torch
+from activation_runs import handle_of
 from harness import batches, ds_config, llama, on_ssd, states_of
 
 import ds_slide  # noqa: F401 - switches the "ds_slide" key on where the package is not installed
@@ -86,7 +88,12 @@ class Run:
         self.engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
         self.disk = Path(disk)
         self.note("entries", sorted(path.name for path in self.disk.iterdir()))
-        self.note("paths", self.engine.optimizer.runtime.parts.ssd.statistics()["paths"])
+        ssd = self.engine.optimizer.runtime.parts.ssd
+        self.note("paths", [] if ssd is None else ssd.statistics()["paths"])
+
+    def move_inputs(self, count: int) -> None:
+        """From now on the inputs of so many blocks leave the GPU."""
+        handle_of(pytest.MonkeyPatch())(0, count)
 
     def train(self, steps: int) -> None:
         """Each step has its own batch, so that a run that resumes sees what an uninterrupted one sees."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 from collections.abc import Callable
@@ -10,7 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from activation_runs import FORMS, MODELS, SCHEDULES, STEPS, SmallGpu, checkpointed, config_of, layers_of, run
+from activation_runs import (
+    DELAYS,
+    FORMS,
+    INPUT,
+    MODELS,
+    SCHEDULES,
+    STEPS,
+    Handle,
+    SmallGpu,
+    asked,
+    checkpointed,
+    config_of,
+    expected,
+    free_buffers,
+    handle_of,
+    layers_of,
+    run,
+)
 from allocated import storages
 from harness import Batch, Result, batches, differences, engine_for, llama, train
 from interrupting import Failure, Interrupt
@@ -18,58 +34,17 @@ from test_activations import Twice
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
-from ds_slide.plan.keeping import Keepable, Kept
-from ds_slide.plan.spare import MARGIN_SHARE, Input
-from ds_slide.runtime.activations import activations as activations_module
-from ds_slide.runtime.activations.input_buffers import NAME
+from ds_slide.plan.spare import MARGIN_SHARE
 from ds_slide.runtime.activations.moved_inputs import INPUT_MODIFIED, MovedInput, MovedInputs
 from ds_slide.runtime.activations.spare_memory import LOOKS, Budget, SpareMemory
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-INPUT = 2 * 32 * 64 * 2
-"""Bytes of the input of a block of these models, in bf16, in a batch of 2 x 32."""
-DELAYS = {"debug": {"lane_delay_ms": 40.0, "seed": 3}}
-"""Longer than a block of these models computes, also on a busy machine."""
-Handle = Callable[[int, int], None]
-
 
 @pytest.fixture
 def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
-    """Keep the last so many blocks from now on, and move the inputs of the first so many."""
-
-    def choose(keep: int, move: int) -> None:
-        def kept(_room: float, candidates: list[Keepable]) -> Kept:
-            orders = sorted(each.order for each in candidates)
-            return Kept(frozenset(orders[len(orders) - keep :] if keep else ()))
-
-        def moved(_missing: float, _available: float, inputs: list[Input]) -> frozenset[int]:
-            return frozenset(each.order for each in inputs[:move])
-
-        monkeypatch.setattr(activations_module, "kept_within", kept)
-        monkeypatch.setattr(activations_module, "moved_within", moved)
-        monkeypatch.setattr(SpareMemory, "_room", lambda *_, **__: -1.0)
-
-    return choose
-
-
-@functools.cache
-def expected(name: str, reentrant: bool | None, schedule: str) -> Result:
-    data = batches(STEPS * SCHEDULES[schedule][1])
-    return run(asked(name, reentrant), {"activations": "as_written", "gpu_memory": "1GiB"}, data, schedule)[0]
-
-
-def asked(name: str, reentrant: bool | None) -> nn.Module:
-    """None: the script asks for no checkpointing."""
-    model = MODELS[name]()
-    return model if reentrant is None else checkpointed(model, reentrant)
-
-
-def free_buffers(engine: Any) -> bool:
-    """Whether all buffers of inputs are free again."""
-    pools = engine.optimizer.slide_stats()["pools"]
-    return all(pool["free"] == pool["buffers"] for what, pool in pools.items() if what.startswith(NAME))
+    return handle_of(monkeypatch)
 
 
 CASES = [("llama", schedule) for schedule in SCHEDULES] + [("qwen2", "clipping"), ("adapters", "clipping")]

@@ -36,6 +36,7 @@ SAME_BITS = {
     "moves-gathered-kept": "immediate",
     "spare": "clipping",
     "spare-gathered": "immediate",
+    "ssd-inputs": "clipping",
 }
 SLIDE_RUNS = ["clipping", "immediate", "accumulation", "held", *SAME_BITS]
 

@@ -11,6 +11,8 @@ from keepable_blocks import keepables
 
 from ds_slide.plan.keeping import Keepable
 from ds_slide.plan.spare import (
+    LEAST_AHEAD,
+    MOST_AHEAD,
     Input,
     Movable,
     Shape,
@@ -18,8 +20,10 @@ from ds_slide.plan.spare import (
     StepTimes,
     choose,
     given_back,
+    goes_on,
     moved_within,
     moves_unmeasured,
+    reads_ahead,
 )
 
 GB = 10**9
@@ -153,6 +157,18 @@ def test_the_inputs_of_the_first_blocks_move_and_no_more_than_are_missing() -> N
     # Those of the last two would still be on the GPU when the loss is computed.
     assert moved_within(100 * GB, 100 * GB, INPUTS) == frozenset(range(1, BLOCKS - 1))
     assert moved_within(1, 100 * GB, INPUTS[:2]) == frozenset()
+
+
+def test_the_inputs_of_the_first_blocks_go_on_to_ssd_and_no_more_than_have_to() -> None:
+    assert goes_on(INPUTS, 100 * GB) == goes_on((), 0) == frozenset()
+    assert goes_on(INPUTS, 0.5 * GB) == frozenset(range(1, BLOCKS - 6))
+    assert goes_on(INPUTS, 0) == frozenset(range(1, BLOCKS + 1))
+
+
+def test_so_many_reads_are_under_way_that_backward_hides_them() -> None:
+    assert reads_ahead(0.0, 0.015) == reads_ahead(0.022, 0.0) == reads_ahead(0.022, 0.015) == LEAST_AHEAD
+    assert reads_ahead(0.067, 0.015) == 5
+    assert reads_ahead(10.0, 0.015) == MOST_AHEAD  # the disk is the bound
 
 
 def test_what_is_large_for_the_gpu_moves_before_anything_is_measured() -> None:

@@ -1,15 +1,26 @@
-"""Inputs of recomputed blocks that wait in host memory, by the engine's own functions, from predicted figures."""
+"""Inputs of recomputed blocks that wait in host memory or on SSD, by the engine's own functions, from predicted
+figures."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ds_slide.plan.forecast import Room
+from ds_slide.plan.allocations import total
+from ds_slide.plan.forecast import Activations, Room
 from ds_slide.plan.memory import SPARE_HOST_SHARE, Plan
-from ds_slide.plan.spare import Input, moved_within, moves_unmeasured
+from ds_slide.plan.spare import (
+    LEAST_AHEAD,
+    SPARE_SSD_SHARE,
+    Input,
+    buffers_for,
+    goes_on,
+    movable_inputs,
+    moved_within,
+    moves_unmeasured,
+)
 from ds_slide.plan.trace import StepTrace
 
 
@@ -21,32 +32,65 @@ class Inputs:
     plan: Plan
     room: Room
     limit: int | None
+    has_ssd: bool
 
     @classmethod
-    def of(cls, trace: StepTrace, taken_over: Collection[int], plan: Plan, room: Room, limit: int | None) -> Inputs:
-        """`trace`: of a step that recomputes these blocks: what the forward of one leaves behind is its input."""
+    def of(
+        cls,
+        trace: StepTrace,
+        taken_over: Collection[int],
+        plan: Plan,
+        room: Room,
+        limit: int | None,
+        *,
+        has_ssd: bool,
+    ) -> Inputs:
+        """`trace`: of a step that recomputes these blocks: what the forward of one leaves behind is its input.
+        `has_ssd`: the JSON opens an SSD tier."""
         kept: Counter[int] = Counter()
         for segment in trace.forward:
             if segment.unit is not None and segment.unit in taken_over:
                 kept[segment.unit] += segment.kept_bytes
-        return cls(tuple(Input(order, kept[order]) for order in sorted(taken_over)), plan, room, limit)
+        blocks = tuple(Input(order, kept[order]) for order in sorted(taken_over))
+        return cls(blocks, plan, room, limit, has_ssd)
 
-    def unmeasured(self) -> frozenset[int]:
-        """Blocks whose inputs move in the first steps, when nobody knows what a batch needs."""
+    def unmeasured(self, activations: Activations) -> Activations:
+        """With the inputs that move in the first steps, when nobody knows what a batch needs."""
         if self.room.gpu_for_plan is None:
-            return frozenset()
-        total = sum(each.nbytes for each in self.blocks)
-        if not moves_unmeasured(total, self.room.gpu_for_plan - self.plan.gpu_bytes):
-            return frozenset()
-        return moved_within(math.inf, self._host_bytes(), self.blocks)
+            return activations
+        nbytes = sum(each.nbytes for each in self.blocks)
+        free = self.room.gpu_for_plan - self.plan.gpu_bytes
+        return self.within(math.inf, activations) if moves_unmeasured(nbytes, free) else activations
 
-    def within(self, missing: float) -> frozenset[int]:
-        """Blocks whose inputs move so that `missing` bytes of the GPU come free."""
-        return moved_within(missing, self._host_bytes(), self.blocks)
+    def within(self, missing: float, activations: Activations) -> Activations:
+        """With the inputs that move so that `missing` bytes of the GPU come free."""
+        movable, host, buffers = movable_inputs(self.blocks), self._host_bytes(0), 0
+        on_ssd = 0.0
+        if self.has_ssd and movable and sum(each.nbytes for each in movable) > host:
+            buffers = buffers_for(LEAST_AHEAD) * max(each.nbytes for each in movable)
+            on_ssd = self._ssd_bytes() if buffers <= self._free_host_bytes(0) else 0.0
+        orders = moved_within(missing, host + on_ssd, self.blocks)
+        moved = [each for each in self.blocks if each.order in orders]
+        nbytes = sum(each.nbytes for each in moved)
+        gone = goes_on(moved, self._host_bytes(buffers)) if nbytes > host else frozenset()
+        return replace(
+            activations,
+            moved=orders,
+            moved_bytes=nbytes,
+            on_ssd=gone,
+            on_ssd_bytes=sum(each.nbytes for each in moved if each.order in gone),
+            buffer_bytes=buffers if gone else 0,
+        )
 
-    def nbytes(self, moved: Collection[int]) -> int:
-        return sum(each.nbytes for each in self.blocks if each.order in moved)
-
-    def _host_bytes(self) -> float:
-        free = SPARE_HOST_SHARE * (self.room.host_for_plan - self.plan.host_bytes)
+    def _host_bytes(self, buffers: int) -> float:
+        """That inputs may take beside the buffers of those that go on to SSD, which no limit of the JSON counts."""
+        free = self._free_host_bytes(buffers)
         return max(0.0, free if self.limit is None else min(free, self.limit - self.plan.host_bytes))
+
+    def _free_host_bytes(self, buffers: int) -> float:
+        return SPARE_HOST_SHARE * (self.room.host_for_plan - self.plan.host_bytes - buffers)
+
+    def _ssd_bytes(self) -> float:
+        if self.room.ssd is None:
+            return math.inf
+        return max(0.0, SPARE_SSD_SHARE * (self.room.ssd / self.room.ranks - total(self.plan.allocations, "ssd")))

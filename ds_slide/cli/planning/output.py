@@ -28,7 +28,7 @@ def as_dict(forecast: Forecast, **found: Any) -> dict[str, Any]:
         "tiers": {
             "gpu": _tier(forecast.gpu, room.gpu),
             "host": _tier(forecast.host, room.host),
-            "ssd": _tier({"states": forecast.ssd_bytes}, room.ssd),
+            "ssd": _tier(forecast.ssd, room.ssd),
         },
         "memory": plan,
         "gpu_peak_allocated_bytes": forecast.gpu_peak_allocated,
@@ -72,6 +72,8 @@ def _decided(forecast: Forecast) -> dict[str, int]:
         "kept_bytes": activations.kept_bytes,
         "moved_inputs": len(activations.moved),
         "moved_input_bytes": activations.moved_bytes,
+        "inputs_on_ssd": len(activations.on_ssd),
+        "input_bytes_on_ssd": activations.on_ssd_bytes,
     }
 
 
@@ -143,7 +145,11 @@ def _decisions(answer: Mapping[str, Any]) -> Iterator[str]:
         yield f"blocks    {kept} checkpointed blocks keep their activations{parts}, {recomputed} are recomputed"
     if inputs := decided["moved_inputs"]:
         nbytes = format_bytes(decided["moved_input_bytes"])
-        yield f"inputs    of {inputs} blocks wait in host memory from their forward until their backward ({nbytes})"
+        on_ssd, where = decided["inputs_on_ssd"], "in host memory"
+        if on_ssd:
+            gone = f"on SSD ({format_bytes(decided['input_bytes_on_ssd'])})"
+            where = gone if on_ssd == inputs else f"in host memory, of the first {on_ssd} {gone},"
+        yield f"inputs    of {inputs} blocks wait {where} from their forward until their backward ({nbytes})"
     yield f"updates   {answer['schedule']}: {answer['schedule_why']}"
     if calm["schedule"] != answer["schedule"]:
         yield f"calm      {_seconds(calm['step_s'])} while norms stay below the limit; updates: {calm['schedule']}"

@@ -93,16 +93,15 @@ class Planner:
 
         tied = request.room.ranks > 1 or case.planned.micro_batches > 1
         spare = Spare(request.room, case.trace.peak_bytes, slide.gpu_memory, tied)
-        placed, moved = case.planned.plan, frozenset[int]()
+        placed, moved = case.planned.plan, Activations()
         if request.room.gpu is not None:
             # A margin that torch has no use for grows until it has, to what is fragmented.
             over = sum(case.forecast_of(placed).gpu.values()) - request.room.gpu
-            moved = case.inputs.within(max(-spare.bytes_beside(placed), over / (1 + FRAGMENTATION)))
-        moved_bytes = case.inputs.nbytes(moved)
-        spare = replace(spare, needed=spare.needed - moved_bytes)
+            moved = case.inputs.within(max(-spare.bytes_beside(placed), over / (1 + FRAGMENTATION)), moved)
+        spare = replace(spare, needed=spare.needed - moved.moved_bytes)
 
         def step_of(kept: Kept) -> StepTrace:
-            return with_kept(case.trace, plain, kept).with_moved(moved_bytes)
+            return with_kept(case.trace, plain, kept).with_moved(moved.moved_bytes, moved.on_ssd_bytes)
 
         def time_of(plan: Plan, kept: Kept) -> StepTime:
             return case.time(plan, step_of(kept))
@@ -111,7 +110,12 @@ class Planner:
         plan, activations = decide(
             placed, spare, keepable, time_of, moves_states=slide.gpu_states == "auto", passes=passes
         )
-        activations = replace(activations, moved=moved, moved_bytes=moved_bytes)
+        activations = replace(
+            moved,
+            checkpointed=activations.checkpointed,
+            kept=activations.kept,
+            kept_bytes=activations.kept_bytes,
+        )
         return case.decided(plan, step_of(activations.kept), activations)
 
     def _case(self, request: Request) -> _Case:
@@ -121,7 +125,8 @@ class Planner:
         rates = Rates.of(request.ceilings, on_gpu=request.room.gpu is not None)
         taken_over = traced.checkpointed if _takes_over(request, planned) else frozenset[int]()
         limit = planned.settings.slide.host_memory
-        inputs = Inputs.of(traced.step, taken_over, planned.plan, request.room, limit)
+        has_ssd = planned.settings.ssd is not None
+        inputs = Inputs.of(traced.step, taken_over, planned.plan, request.room, limit, has_ssd=has_ssd)
         return _Case(request, planned, batch, traced.step, traced.checkpointed, inputs, rates)
 
     def _trace(self, request: Request, planned: Planned, batch: int, *, checkpointing: bool) -> _Traced:
@@ -182,10 +187,9 @@ class _Case:
 
     def forecast(self) -> Forecast:
         """Before anything is decided."""
-        moved = self.inputs.unmeasured()
-        moved_bytes = self.inputs.nbytes(moved)
-        activations = Activations(self.checkpointed, moved=moved, moved_bytes=moved_bytes)
-        return self._forecast(self.planned.plan, self.trace.with_moved(moved_bytes), activations, None)
+        activations = self.inputs.unmeasured(Activations(self.checkpointed))
+        trace = self.trace.with_moved(activations.moved_bytes, activations.on_ssd_bytes)
+        return self._forecast(self.planned.plan, trace, activations, None)
 
     def decided(self, plan: Plan, trace: StepTrace, activations: Activations) -> Forecast:
         return self._forecast(plan, trace, activations, self.forecast())

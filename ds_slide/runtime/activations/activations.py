@@ -28,6 +28,9 @@ from ds_slide.runtime.activations.saved_bytes import counted
 from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.unit import Unit
 
+BACKWARD_PASSES = 3
+"""Forwards in whose time a block is recomputed and has its backward."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -86,7 +89,7 @@ class Activations:
         self._shape: Shape | None = None
         self._kept = Kept()
         self._moved: frozenset[int] = frozenset()
-        """Blocks whose inputs go to host memory in the newest forward."""
+        """Blocks whose inputs leave the GPU in the newest forward."""
         self._free: float | None = None
         """Bytes of the GPU, where what a batch needs is not known yet."""
         self._inputs = moved
@@ -160,7 +163,18 @@ class Activations:
         moved = 0 if self._inputs is None else len(self._inputs.orders)
         recomputed = self._handled[Handling.RECOMPUTE.value] - moved
         handled = {**self._handled, Handling.RECOMPUTE.value: recomputed, Handling.MOVE.value: moved}
-        return {**handled, "moved_bytes": self.moved_bytes, "host_bytes": self.host_bytes}
+        return {**handled, "moved_bytes": self.moved_bytes, "host_bytes": self.host_bytes, **self._on_ssd}
+
+    @property
+    def _on_ssd(self) -> dict[str, int]:
+        """Of moved bytes those that have gone on to SSD; space for such there, and the host memory for that."""
+        if self._inputs is None or (disk := self._inputs.disk) is None:
+            return {}
+        return {
+            "moved_to_ssd_bytes": self._inputs.disk_bytes,
+            "ssd_bytes": disk.nbytes,
+            "ssd_host_bytes": disk.host_bytes,
+        }
 
     def _run(self, unit: Unit, written: Checkpoint, function: Callable[..., Any], *inputs: Any) -> Any:
         """Run a block for its caller. `written`: as the script has it."""
@@ -203,7 +217,7 @@ class Activations:
     # ---- inputs ------------------------------------------------------------------------------------------------------
 
     def _moves(self, unit: Unit, inputs: Sequence[Any]) -> bool:
-        """Whether the input of this call goes to host memory. Learns what it takes."""
+        """Whether the input of this call leaves the GPU. Learns what it takes."""
         assert self._inputs is not None
         if self._shape is None or (given := input_of(inputs)) is None:
             return False
@@ -216,22 +230,23 @@ class Activations:
         if unit.order not in may_move or not moves_unmeasured(given.nbytes * len(self._orders), self._free):
             return False
         if not self._inputs.orders:
-            self._inputs.buffers.provide(given.nbytes, len(may_move))
+            self._inputs.provide([Input(order, given.nbytes) for order in may_move])
         return True
 
     def _to_move(self, missing: float, shape: Shape | None) -> frozenset[int]:
-        """Blocks whose inputs go to host memory so that `missing` bytes of the GPU come free."""
+        """Blocks whose inputs leave the GPU so that `missing` bytes come free there."""
         if self._inputs is None or missing <= 0:
             return frozenset()
         inputs = self._inputs_at(shape)
-        wanted = sum(each.nbytes for each in movable_inputs(inputs))
-        moved = moved_within(missing, self._inputs.buffers.available(wanted), inputs)
+        moved = moved_within(missing, self._inputs.available(movable_inputs(inputs)), inputs)
         if moved:
-            self._inputs.buffers.provide(max(each.nbytes for each in inputs), len(moved))
+            gone = [each for each in inputs if each.order in moved]
+            self._inputs.provide(gone, BACKWARD_PASSES * min(self._seconds_of(each.order) for each in gone))
         return moved
 
     def movable_bytes(self, shape: Shape | None) -> int:
-        """Of inputs that could go to host memory, of the blocks that were taken over in the newest forward."""
+        """Of inputs that could go to host memory, of the blocks that were taken over in the newest forward. Before any
+        go on to SSD, states leave the GPU."""
         if self._inputs is None:
             return 0
         wanted = sum(each.nbytes for each in movable_inputs(self._inputs_at(shape)))
@@ -258,12 +273,12 @@ class Activations:
 
     @property
     def moved_bytes(self) -> int:
-        """Of inputs that the newest forward has sent to host memory."""
+        """Of inputs that the newest forward has sent to host memory, and on to SSD."""
         return 0 if self._inputs is None else self._inputs.bytes
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory that is there for inputs."""
+        """Of host memory in which inputs stay: what `ds_slide.host_memory` limits."""
         return 0 if self._inputs is None else self._inputs.buffers.nbytes
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ PIECES = 4
 """Of the first input: what is left of the last piece of another one is an eighth of it in the mean."""
 PAGE = 4096
 NAME = "host buffers for inputs of blocks"
+BETWEEN = "host buffers for inputs of blocks on their way to and from SSD"
 
 
 class InputBuffers:
@@ -29,15 +30,19 @@ class InputBuffers:
         room: Callable[[], int],
         pools: MutableMapping[str, BufferPool],
         failures: Failures,
+        name: str = NAME,
     ) -> None:
         """`room`: bytes of host memory that may be taken at this moment. `pools`: where those that are made go, by
-        their names."""
+        their names, which begin with `name`."""
         self._memory = memory
         self._room = room
         self._all = pools
         self._failures = failures
+        self._name = name
         self._own: list[BufferPool] = []
-        self._piece = 0
+        self._registered = 0
+        self.piece = 0
+        """Bytes of one."""
         self.nbytes = 0
         """Of all pieces."""
 
@@ -47,36 +52,63 @@ class InputBuffers:
         return wanted if free >= wanted else min(wanted, free + self._room())
 
     def provide(self, one: int, count: int) -> None:
-        """Have pieces for `count` inputs of `one` byte each, as far as host memory has room for them."""
-        if not self._piece:
-            self._piece = -(-one // (PIECES * PAGE)) * PAGE
-        missing = count * self._pieces_of(one) - self._free_bytes() // self._piece
-        if missing > 0 and (more := min(missing, self._room() // self._piece)):
+        """Have free pieces for `count` inputs of `one` byte each, as far as host memory has room for them."""
+        missing = count * self.pieces_of(one) - self._free_bytes() // self.piece
+        if missing > 0 and (more := min(missing, self._room() // self.piece)):
             self._grow(more)
+
+    def may_hold(self, one: int, count: int) -> bool:
+        """Whether `count` inputs of `one` byte each have pieces, free or not, or host memory has room for them."""
+        missing = count * self.pieces_of(one) * self.piece - self.nbytes
+        return missing <= 0 or missing <= self._room()
+
+    def hold(self, one: int, count: int) -> bool:
+        """Have all pieces for so many, free or not, or make none. -> whether they are there."""
+        if self.may_hold(one, count) and (missing := count * self.pieces_of(one) - self.nbytes // self.piece) > 0:
+            self._grow(missing)
+        return self.nbytes >= count * self.pieces_of(one) * self.piece
+
+    def register(self, register: Callable[[int, int], object]) -> None:
+        """Call `register`, once, with the address and the bytes of each piece."""
+        for pool in self._own[self._registered :]:
+            for address in pool.addresses:
+                register(address, pool.buffer_bytes)
+        self._registered = len(self._own)
 
     def lease(self, nbytes: int) -> list[Lease] | None:
         """Pieces for so many bytes; None where so many are not free."""
         leases: list[Lease] = []
         for pool in self._own:
-            while len(leases) < self._pieces_of(nbytes) and (lease := pool.try_lease()) is not None:
+            while len(leases) < self.pieces_of(nbytes) and (lease := pool.try_lease()) is not None:
                 leases.append(lease)
-        return leases if leases and len(leases) == self._pieces_of(nbytes) else None
+        return leases if leases and len(leases) == self.pieces_of(nbytes) else None
 
-    def _pieces_of(self, nbytes: int) -> int:
-        return -(-nbytes // self._piece)
+    def lease_when_free(self, nbytes: int) -> list[Lease]:
+        """As `lease`, and waits for what is not free. All pieces that are in use come back by themselves, and nobody
+        else waits for any; there are as many (`hold`)."""
+        leases: list[Lease] = []
+        while len(leases) < self.pieces_of(nbytes):
+            free = (lease for pool in self._own if (lease := pool.try_lease()) is not None)
+            leases.append(next(free, None) or self._own[0].lease())
+        return leases
+
+    def pieces_of(self, nbytes: int) -> int:
+        if not self.piece:
+            self.piece = -(-nbytes // (PIECES * PAGE)) * PAGE
+        return -(-nbytes // self.piece)
 
     def _free_bytes(self) -> int:
-        return sum(int(pool.statistics()["free"]) for pool in self._own) * self._piece
+        return sum(int(pool.statistics()["free"]) for pool in self._own) * self.piece
 
     def _grow(self, pieces: int) -> None:
-        what = NAME if not self._own else f"{NAME} ({len(self._own) + 1})"
+        what = self._name if not self._own else f"{self._name} ({len(self._own) + 1})"
         try:
-            native = self._memory.pool(self._piece, pieces, transfers=True)
+            native = self._memory.pool(self.piece, pieces, transfers=True)
         except SlideError as error:
             log.warning(f"inputs of blocks stay on the GPU, where memory is short: {error}")
             self._room = lambda: 0
             return
         self._own.append(BufferPool(native, self._failures, what))
         self._all[what] = self._own[-1]
-        self.nbytes += pieces * self._piece
-        log.info(f"{size(self.nbytes)} of host memory hold inputs of blocks, for which the GPU has no room")
+        self.nbytes += pieces * self.piece
+        log.info(f"{size(self.nbytes)} of host memory are taken for inputs of blocks, for which the GPU has no room")

@@ -1,4 +1,4 @@
-"""The inputs of recomputed blocks in host memory, from their forward until their backward comes near.
+"""The inputs of recomputed blocks in host memory or on SSD, from their forward until their backward comes near.
 
 What checkpointing saves of a call, in either of its forms, passes through hooks for saved tensors. Those around the
 call of a block whose input moves put a `MovedInput` in its place. Who may touch what, and when:
@@ -7,12 +7,13 @@ call of a block whose input moves put a `MovedInput` in its place. Who may touch
                    held until the compute stream waits for the end of the copy, when one more block has begun, and is
                    that stream's memory again from then on
     host buffers   the lane's alone, whose stream brings all copies, down and up, into one order. So a buffer that is
-                   free can be leased while the last copy from it is still under way
+                   free can be leased while the last copy from it is still under way. Inputs that go on to SSD pass
+                   through others (`input_disk`)
     back again     the compute stream allocates, the lane copies up behind an event of it, and the compute stream waits
                    for the end of the copy before the block is recomputed
 
-A copy up begins when the block that was called behind this one begins its backward: one block ahead. Where nobody has
-seen that (a second backward through a graph) it begins when it is needed.
+A copy up begins when the block that was called behind this one begins its backward: one block ahead; a read from SSD
+begins earlier. Where nobody has seen that (a second backward through a graph) they begin when they are needed.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ds_slide.plan.spare import Input, goes_on
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime.activations.input_buffers import InputBuffers
-from ds_slide.runtime.device import Device
+from ds_slide.runtime.activations.input_disk import InputDisk, Place
+from ds_slide.runtime.deferred_interrupt import deferred_interrupt
+from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.transfers.handoff import Failures, Future
 from ds_slide.runtime.transfers.pool import Lease
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
@@ -40,14 +44,16 @@ INPUT_MODIFIED = "the input of a block, needed for gradient computation, has bee
 
 @dataclass(eq=False)
 class MovedInput:
-    """The input of one call of a block. `on_gpu`: as long as the copy down may need it. `version`: of the tensor when
-    it was saved. `followed_by`: the block that was called next."""
+    """The input of one call of a block. `kept`: host buffers in which it stays, none where it has a `place` on SSD.
+    `on_gpu`: as long as the copy down may need it. `version`: of the tensor when it was saved. `followed_by`: the block
+    that was called next."""
 
     order: int
     shape: torch.Size
     dtype: torch.dtype
     version: int
-    leases: list[Lease]
+    kept: Sequence[Lease]
+    place: Place | None
     down: Future
     on_gpu: torch.Tensor | None
     followed_by: int | None = None
@@ -83,13 +89,19 @@ class MovedInputs:
         device: Device,
         failures: Failures,
         recorder: StepRecorder,
+        disk: InputDisk | None = None,
     ) -> None:
-        """`make_lane`: called once, when the first input moves."""
+        """`make_lane`: called once, when the first input moves. `disk`: None where nothing may go on to SSD."""
         self.buffers = buffers
+        self.disk = disk
+        self._to_disk: frozenset[int] = frozenset()
+        """Blocks for whose inputs host memory has no room."""
         self.bytes = 0
         """That have moved since `begin`."""
+        self.disk_bytes = 0
+        """Of them, that have gone on to SSD."""
         self.orders: set[int] = set()
-        """Of the blocks whose inputs have."""
+        """Of the blocks whose inputs have moved."""
         self._make_lane = make_lane
         self._made: StreamWorker | None = None
         self._device = device
@@ -101,16 +113,42 @@ class MovedInputs:
         """Whose backward is to come, the next one last. A graph that is dropped takes its own along."""
         self._latest: MovedInput | None = None
 
+    # ---- room --------------------------------------------------------------------------------------------------------
+
+    def available(self, inputs: Sequence[Input]) -> int:
+        """How many bytes of these can be had, in host memory and on SSD."""
+        wanted = sum(each.nbytes for each in inputs)
+        host = self.buffers.available(wanted)
+        if self.disk is None or host >= wanted:
+            return host
+        return host + self.disk.available(wanted - host, max(each.nbytes for each in inputs))
+
+    def provide(self, moved: Sequence[Input], backward_s: float = 0.0) -> None:
+        """Have places for the inputs of these blocks, in the order of their calls, as far as there is room: those of
+        the last ones in host memory. `backward_s`: of one of the blocks, in seconds; 0: not known."""
+        one, self._to_disk = max(each.nbytes for each in moved), frozenset()
+        pieces = self.buffers.pieces_of
+        rounded = [Input(each.order, pieces(each.nbytes) * self.buffers.piece) for each in moved]
+        wanted = sum(each.nbytes for each in rounded)
+        if self.disk is not None and self.buffers.available(wanted) < wanted:
+            if self.disk.provide_buffers(one, backward_s):
+                self._to_disk = goes_on(rounded, self.buffers.available(wanted))
+                self.disk.provide_places(one, len(self._to_disk))
+        if len(moved) > len(self._to_disk):
+            self.buffers.provide(one, len(moved) - len(self._to_disk))
+
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A forward of the whole model begins."""
-        self.bytes = 0
+        self.bytes = self.disk_bytes = 0
         self.orders.clear()
         self.end()
         while self._coming:  # of a backward that has been given up: the lane may still be copying
             _, (_, up) = self._coming.popitem()
             self._wait(up)
+        if self.disk is not None:
+            self.disk.give_up()
         self._waiting = [ref for ref in self._waiting if ref() is not None]
 
     def enter(self, order: int) -> None:
@@ -138,8 +176,8 @@ class MovedInputs:
         del given, around
 
         def pack(tensor: torch.Tensor) -> Any:
-            if (tensor.data_ptr(), tensor.shape) == place and (leases := self.buffers.lease(tensor.nbytes)):
-                return self._move_down(order, tensor, leases)
+            if (tensor.data_ptr(), tensor.shape) == place and (home := self._home(order, tensor.nbytes)) is not None:
+                return self._move_down(order, tensor, *home)
             return _Beside(pack_beside(tensor))
 
         def unpack(saved: Any) -> torch.Tensor:
@@ -148,17 +186,31 @@ class MovedInputs:
         with saved_tensors_hooks(pack, unpack):
             yield
 
-    def _move_down(self, order: int, tensor: torch.Tensor, leases: list[Lease]) -> MovedInput:
+    def _home(self, order: int, nbytes: int) -> tuple[Sequence[Lease], Place | None] | None:
+        """Host buffers for an input, and its place on SSD if it is to go on from them; None where there is no room."""
+        if order not in self._to_disk and (leases := self.buffers.lease(nbytes)) is not None:
+            return leases, None
+        if self.disk is None or (place := self.disk.place(order, nbytes)) is None:
+            return None
+        with self._recorder.stalled("a host buffer for an input of a block on its way to SSD"):
+            return self.disk.buffers_of(place), place
+
+    def _move_down(self, order: int, tensor: torch.Tensor, leases: Sequence[Lease], place: Place | None) -> MovedInput:
         down = Future(self._failures, "an input of a block on its way to host memory")
+        kept = leases if place is None else ()
         # The tensor itself would hold its node, and a graph without a backward would live for ever.
-        moved = MovedInput(order, tensor.shape, tensor.dtype, tensor._version, leases, down, tensor.detach())
+        moved = MovedInput(order, tensor.shape, tensor.dtype, tensor._version, kept, place, down, tensor.detach())
         lane, made = self._lane, self._device.mark()
 
         def job() -> None:
             assert moved.on_gpu is not None
-            self._copy(moved, moved.on_gpu, made, down, to_gpu=False)
+            self._copy(moved, leases, moved.on_gpu, made, down, to_gpu=False)
 
-        lane.submit(job)
+        with deferred_interrupt():  # buffers that nobody gives back would be waited for
+            lane.submit(job)
+            if self.disk is not None and place is not None:
+                self.disk.write(place, leases, down)
+                self.disk_bytes += moved.nbytes
         self._going.append(moved)
         self._waiting.append(weakref.ref(moved))
         self._latest = moved
@@ -178,14 +230,19 @@ class MovedInputs:
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def ahead(self, order: int) -> None:
-        """The backward of a block begins: bring the input of the one before, if it has moved."""
+        """The backward of a block begins: bring the input of the one before, if it has moved, and have those before it
+        read."""
         while self._waiting:
             moved = self._waiting[-1]()
             if moved is not None and moved.followed_by != order:
-                return
+                break
             self._waiting.pop()
             if moved is not None and moved not in self._coming:
                 self._coming[moved] = self._bring(moved)
+        if self.disk is not None and self._waiting:
+            waiting = (ref() for ref in reversed(self._waiting))
+            places = (each.place for each in waiting if each is not None and each.place is not None)
+            self.disk.read_ahead(places, self._lane)
 
     def _take(self, moved: MovedInput) -> torch.Tensor:
         if moved.on_gpu is not None:
@@ -201,7 +258,17 @@ class MovedInputs:
     def _bring(self, moved: MovedInput) -> tuple[torch.Tensor, Future]:
         tensor = torch.empty(moved.shape, dtype=moved.dtype, device=self._device.torch)
         up, free = Future(self._failures, "the input of a block from host memory"), self._device.mark()
-        self._lane.submit(lambda: self._copy(moved, tensor, free, up, to_gpu=True))
+        if self.disk is None or moved.place is None:
+            self._lane.submit(lambda: self._copy(moved, moved.kept, tensor, free, up, to_gpu=True))
+            return tensor, up
+        with deferred_interrupt():
+            arriving = self.disk.read(moved.place, self._lane)
+
+            def job() -> None:
+                self._copy(moved, arriving.wait(), tensor, free, up, to_gpu=True)
+                arriving.release()
+
+            self._lane.submit(job)
         return tensor, up
 
     # ---- copies ------------------------------------------------------------------------------------------------------
@@ -212,17 +279,26 @@ class MovedInputs:
             self._made = self._make_lane()
         return self._made
 
-    def _copy(self, moved: MovedInput, on_gpu: torch.Tensor, ready: Any, done: Future, *, to_gpu: bool) -> None:
+    def _copy(
+        self,
+        moved: MovedInput,
+        leases: Sequence[Lease],
+        on_gpu: torch.Tensor,
+        ready: Marker,
+        done: Future,
+        *,
+        to_gpu: bool,
+    ) -> None:
         """By the lane."""
         lane = self._lane
         lane.wait(ready, "the block before it")
         start = self._device.mark(lane.stream, timed=True)
         flat = on_gpu.view(-1).view(torch.uint8)
-        for lease, part in zip(moved.leases, flat.split(moved.leases[0].buffer.numel()), strict=True):
+        for lease, part in zip(leases, flat.split(leases[0].buffer.numel()), strict=True):
             on_host = lease.buffer[: part.numel()]
             target, source = (part, on_host) if to_gpu else (on_host, part)
             target.copy_(source, non_blocking=True)
-        end = self._device.mark(lane.stream, timed=True)
+        end = self._device.mark(lane.stream, timed=True, host_waits=moved.place is not None and not to_gpu)
         lane.meter.add_interval(start, end, moved.nbytes, ("input", moved.order))
         done.keep(end)
 
@@ -231,6 +307,8 @@ class MovedInputs:
             self._device.wait(future.wait())
 
     def close(self) -> None:
-        """End the lane. Harmless when called twice."""
+        """End the lane, and what passes inputs on. Harmless when called twice."""
         if self._made is not None:
             self._made.close()
+        if self.disk is not None:
+            self.disk.close()

@@ -27,8 +27,8 @@ from ds_slide.store.directories.locked_directory import (
     require_known,
 )
 
-FILES = ("bandwidth", "states")
-"""What a run keeps in its directory beside the lock."""
+FILES = re.compile(r"bandwidth|states|inputs-\d+")
+"""Names of what a run keeps in its directory beside the lock."""
 NAME = re.compile(r"ds_slide-.+-\d+-\d+-[0-9a-f]{12}")
 # A maker loses its directory only to a remover that looked within the microseconds between mkdir and flock.
 _ATTEMPTS = 1000
@@ -92,8 +92,12 @@ def remove_dead_runs(parent: int, parent_path: Path) -> None:
 
 
 def _check(path: Path, _parent: int, directory: int) -> str:
-    require_known(directory, lambda name, below, _level: not below and name in (*FILES, LOCK), "run")
+    require_known(directory, lambda name, below, _level: not below and _is_ours(name), "run")
     return path.name
+
+
+def _is_ours(name: str) -> bool:
+    return name == LOCK or FILES.fullmatch(name) is not None
 
 
 def _remove_own(made: LockedDirectory) -> None:

@@ -33,19 +33,18 @@ _Then = Callable[[], None]
 
 
 class PageSums:
-    """The checksums of a store. `table`: int32 [pages of the store], whose content does not matter: the store's pages
-    are zeros. `threads`: that may share the work of one call; calls run one after the other. SlideError where they
-    cannot be started."""
+    """The checksums of a store. `table`: as in `extend`. `threads`: that may share the work of one call; calls run one
+    after the other. SlideError where they cannot be started."""
 
     def __init__(self, table: torch.Tensor, threads: int) -> None:
         try:
             self._workers = _native.Workers(max(1, min(threads, MOST_THREADS)), [])
         except RuntimeError as error:
             raise SlideError(f"cannot start the threads that compute checksums of states on SSD: {error}") from error
-        zeros = torch.zeros(PAGE, dtype=torch.uint8)
-        _native.page_sums(self._workers, zeros.data_ptr(), PAGE, table.data_ptr())
-        table[1:].fill_(table[0])
-        self._table = table
+        self._tables: list[tuple[int, torch.Tensor]] = []
+        """With the number of the first page of each, in their order."""
+        self._pages = 0
+        self.extend(table)
         self.is_on = True
         """A benchmark may change it at any time: what is written meanwhile is not known, and passes every check."""
         self._lock = threading.Lock()  # guards what follows
@@ -56,10 +55,19 @@ class PageSums:
         """End the threads at once, whoever may keep this object. Nothing can be done with it afterwards."""
         del self._workers
 
+    def extend(self, table: torch.Tensor) -> None:
+        """The store has got more pages. `table`: int32 [of them], whose content does not matter: they are zeros. Others
+        may be using the pages from before meanwhile."""
+        zeros = torch.zeros(PAGE, dtype=torch.uint8)
+        _native.page_sums(self._workers, zeros.data_ptr(), PAGE, table.data_ptr())
+        table[1:].fill_(table[0])
+        self._tables.append((self._pages, table))
+        self._pages += table.numel()
+
     def keep(self, offset: int, address: int, nbytes: int) -> None:
         """`nbytes` at `address` are about to be written at byte `offset` of the store."""
         if not self.is_on:
-            self._table[offset // PAGE : (offset + nbytes) // PAGE].zero_()
+            self._sums_from(offset)[: nbytes // PAGE].zero_()
             return
         started = time.perf_counter()
         _native.page_sums(self._workers, address, nbytes, self._place(offset))
@@ -81,7 +89,12 @@ class PageSums:
             return {"checked_bytes": self._bytes, "checked_s": self._seconds}
 
     def _place(self, offset: int) -> int:
-        return self._table.data_ptr() + offset // PAGE * self._table.element_size()
+        return self._sums_from(offset).data_ptr()
+
+    def _sums_from(self, offset: int) -> torch.Tensor:
+        page = offset // PAGE
+        first, table = next(entry for entry in reversed(self._tables) if entry[0] <= page)
+        return table[page - first :]
 
     def _count(self, nbytes: int, started: float) -> None:
         seconds = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""The SSD tier: one preallocated state file per rank and mount, and asynchronous transfers between them and memory."""
+"""The SSD tier: preallocated files per rank and mount, and asynchronous transfers between them and memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ds_slide import _native
 from ds_slide.errors import SlideError
@@ -41,6 +43,16 @@ class Part:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class _Region:
+    """Bytes of the store from `start` on, striped over `files`, one for each mount: its number in the I/O engine, None
+    for one that gets nothing, its label, and whether O_DIRECT works."""
+
+    start: int
+    nbytes: int
+    files: Sequence[tuple[int | None, str, bool]]
+
+
 @dataclass
 class _Transfer:
     """A transfer that is under way. Either `then` follows it, or a thread waits for `told`, which is set in every case,
@@ -54,10 +66,10 @@ class _Transfer:
 
 
 class SsdStore:
-    """`nbytes` bytes of logical address space, striped over a file in each of `parents`.
+    """`nbytes` bytes of logical address space, striped over a file in each of `parents`, and more with `extend`.
 
     parents: (JSON path for messages, directory). Each gets a file (RunFiles) and its part of the space, in proportion
-    to its bandwidth, which is measured when there are several.
+    to its bandwidth, which is measured when there are several. `name`: of these files.
 
     fail: is given the first error of an asynchronous transfer, once, on the thread that found it. From then on none is
     followed by its `then`, neither those that were under way nor new ones, and those that a thread waits for raise.
@@ -79,6 +91,7 @@ class SsdStore:
         parents: Sequence[tuple[str, Path]],
         nbytes: int,
         *,
+        name: str = STATE_FILE,
         rank: int,
         fail: Callable[[BaseException], None],
         backend: str = "auto",
@@ -91,7 +104,7 @@ class SsdStore:
     ) -> None:
         if not parents or nbytes <= 0 or nbytes % PAGE:
             raise ValueError(f"an SSD store needs a directory and a positive multiple of {PAGE} bytes, not {nbytes}")
-        self.nbytes = nbytes
+        self.nbytes = 0
         self._fail = fail
         self._delay = delay
         self._waiting = waiting
@@ -103,25 +116,22 @@ class SsdStore:
         self._failure: BaseException | None = None
         self._closed = False
         self._tokens = itertools.count()
+        self._names = [json_path for json_path, _ in parents]
         self._places: list[RunFiles] = []
         self._state_files: list[tuple[RunFile, int]] = []
-        """The state files with their lengths in bytes."""
-        self._labels: list[str] = []
-        """Labels by mount, also of one that is left out."""
+        """All files with their lengths in bytes."""
+        self._regions: list[_Region] = []
+        """In the order of their bytes."""
         self._engine: _native.IoEngine | None = None
         self._made = missing_directories(parent for _, parent in parents)
         try:
             for json_path, parent in parents:
                 self._places.append(RunFiles(parent, rank, json_path=json_path))
-            names = [json_path for json_path, _ in parents]
-            self._striping = Striping(self._weigh(names, backend))
-            sizes = self._striping.file_sizes(nbytes)
-            _check_space(names, [place.path for place in self._places], sizes)
+            self._striping = Striping(self._weigh(self._names, backend))
+            self._check_space(nbytes)
             request_bytes = request_bytes or DEFAULT_REQUEST_BYTES
             self._io = self._engine = _engine(backend, queue_depth, len(parents), request_bytes)
-            self._files = [
-                self._open(name, place, size) for name, place, size in zip(names, self._places, sizes, strict=True)
-            ]
+            self._add_region(name, nbytes)
         except BaseException:
             self._discard()
             self.undo()
@@ -131,6 +141,18 @@ class SsdStore:
         self._checks = None if sums is None else CheckThread("ds_slide-ssd-sums", self._record)
         # A thread that waits in C++ while the interpreter is taken down ends the process with an abort.
         atexit.register(self.close)
+
+    def extend(self, name: str, nbytes: int, table: torch.Tensor | None) -> int:
+        """Make `nbytes` more, a multiple of a page, in files called `name` (one of `run_directory.FILES`). `table`: for
+        their sums (`PageSums.extend`), where there are sums. No part may begin before them and end in them. -> the
+        offset of the first of them. SlideError where there is too little space; the rest is as before then."""
+        start = self.nbytes
+        self._check_space(nbytes)
+        self._add_region(name, nbytes)
+        if self._sums is not None:
+            assert table is not None
+            self._sums.extend(table)
+        return start
 
     def read(self, parts: Sequence[Part], then: Callable[[], None], *, urgent: bool = False) -> None:
         """Fill memory from the store; `then` runs when all parts are there and are what was written: on the completion
@@ -169,8 +191,8 @@ class SsdStore:
             **self._io.stats(),
             **({} if self._sums is None else self._sums.statistics()),
             "nbytes": self.nbytes,
-            "paths": list(self._labels),
-            "direct": list(self._direct),
+            "paths": [label for region in self._regions for _, label, _ in region.files],
+            "direct": [direct for region in self._regions for _, _, direct in region.files],
             "weights": self._striping.shares,
         }
 
@@ -225,34 +247,42 @@ class SsdStore:
                 raise _unusable(name, str(place.path), error) from error
         return weights
 
-    @property
-    def _direct(self) -> list[bool]:
-        return [number is not None and direct for number, direct in self._files]
+    def _check_space(self, nbytes: int) -> None:
+        sizes = self._striping.file_sizes(nbytes)
+        _check_space(self._names, [place.path for place in self._places], sizes)
 
-    def _open(self, name: str, place: RunFiles, size: int) -> tuple[int | None, bool]:
-        """The file's number in the engine, None for one that gets nothing, and whether O_DIRECT works."""
+    def _add_region(self, name: str, nbytes: int) -> None:
+        sizes = self._striping.file_sizes(nbytes)
+        files = [self._open(name, *each) for each in zip(self._names, self._places, sizes, strict=True)]
+        self._regions.append(_Region(self.nbytes, nbytes, files))
+        self.nbytes += nbytes
+
+    def _open(self, file_name: str, name: str, place: RunFiles, size: int) -> tuple[int | None, str, bool]:
+        """A file of a `_Region`."""
         if size == 0:
-            _log.warning("%s: %s is so much slower than the others that it is left out", name, place.path)
-            self._labels.append(str(place.path))
-            return None, False
-        file = place.make(STATE_FILE)
-        # One page more than is ever written: a file that was cut never gets its length back by later writes, whose
-        # holes would otherwise be read as zeros.
-        self._state_files.append((file, size + PAGE))
-        self._labels.append(file.label)
+            if not self._regions:
+                _log.warning("%s: %s is so much slower than the others that it is left out", name, place.path)
+            return None, str(place.path), False
+        file = place.make(file_name)
         try:
+            # One page more than is ever written: a file that was cut never gets its length back by later writes, whose
+            # holes would otherwise be read as zeros.
             number = self._io.open(file.label, size + PAGE, file.descriptor)
-        except OSError as error:
-            raise _unusable(name, file.label, error) from error
+        except BaseException as error:
+            place.discard(file)
+            if isinstance(error, OSError):
+                raise _unusable(name, file.label, error) from error
+            raise
+        self._state_files.append((file, size + PAGE))  # now that it has its length, which completions look at
         direct = self._io.is_direct(number)
-        if not direct:
+        if not direct and not self._regions:
             _log.warning(
                 "%s: the filesystem of %s refuses O_DIRECT, so states pass through the page cache, which costs memory "
                 "and speed; name a directory on a local ext4 or xfs disk",
                 name,
                 place.path,
             )
-        return number, direct
+        return number, file.label, direct
 
     def _submit(self, write: bool, parts: Sequence[Part], transfer: _Transfer, urgent: bool) -> None:
         pieces = self._pieces(parts)
@@ -281,13 +311,17 @@ class SsdStore:
         """What the engine is to move. ValueError for a part outside the store, which would make a file grow."""
         pieces = []
         for part in parts:
-            if part.offset < 0 or part.nbytes <= 0 or part.offset + part.nbytes > self.nbytes:
+            region = self._region_at(part.offset)
+            if region is None or part.nbytes <= 0 or part.offset + part.nbytes > region.start + region.nbytes:
                 raise ValueError(f"{part} is not within the {self.nbytes} bytes of this store")
-            for piece in self._striping.pieces(part.offset, part.nbytes):
-                number, _ = self._files[piece.file]
+            for piece in self._striping.pieces(part.offset - region.start, part.nbytes):
+                number, _, _ = region.files[piece.file]
                 assert number is not None, "a file without a unit in the pattern has no pieces"
                 pieces.append((number, piece.file_offset, part.address + piece.start, piece.nbytes))
         return pieces
+
+    def _region_at(self, offset: int) -> _Region | None:
+        return next((each for each in self._regions if 0 <= offset - each.start < each.nbytes), None)
 
     def _wait(self, write: bool, parts: Sequence[Part]) -> None:
         if threading.current_thread() in (self._thread, self._checks and self._checks.thread):
@@ -316,9 +350,11 @@ class SsdStore:
                 raise SlideError(self._damaged(wrong))
 
     def _damaged(self, offset: int) -> str:
-        piece = self._striping.pieces(offset, PAGE)[0]
+        region = self._region_at(offset)
+        assert region is not None
+        piece = self._striping.pieces(offset - region.start, PAGE)[0]
         return (
-            f"SSD tier: {self._labels[piece.file]} holds other bytes at offset {piece.file_offset:,} than were "
+            f"SSD tier: {region.files[piece.file][1]} holds other bytes at offset {piece.file_offset:,} than were "
             f"written there ({self._what_lies_at(offset)}), because the disk or another program has changed them; "
             f"check the disk and {_advice(0)}"
         )

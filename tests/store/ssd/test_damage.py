@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 from damage import KINDS, Extent, state_file_of
+from silly_names import keep_names
 
 from ds_slide import _native
 from ds_slide.errors import SlideError
+from ds_slide.store.directories import locked_directory, owned_directory, run_files
 from ds_slide.store.ssd import store as ssd
 from ds_slide.store.ssd.page_sums import PageSums
 from ds_slide.store.ssd.store import Part, SsdStore
@@ -228,3 +230,37 @@ def test_the_stores_own_threads_cannot_wait_for_it(make: Callable[..., Made], of
     getattr(made.store, of)(part, lambda: made.store.read_now(part))
     assert made.failed.wait(WAIT_S)
     assert "cannot wait for itself" in str(made.errors[0])
+
+
+@pytest.mark.parametrize("mounts", [1, 3])
+def test_bytes_that_come_later_are_checked_as_the_first_ones(
+    make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mounts: int
+) -> None:
+    """Also when the disk had no room in between; and no file grows beyond what was made."""
+    monkeypatch.setattr(ssd, "mixed_bandwidth", lambda *_: 1.0)
+    keep_names(monkeypatch, run_files, locked_directory, owned_directory)
+    monkeypatch.setattr(run_files, "unnamed_file", lambda _directory: None)
+    made, more = make(mounts=mounts), 2 * UNIT_BYTES * mounts + PAGE
+    memory = Memory(more, seed=5)
+    with pytest.raises(SlideError, match="bytes free and needs"):
+        made.store.extend("inputs-1", 1 << 60, None)
+    for number in (1, 2):
+        table = torch.empty(more // PAGE, dtype=torch.int32)
+        assert made.store.extend(f"inputs-{number}", more, table) == SIZE + (number - 1) * more
+    assert made.store.nbytes == SIZE + 2 * more
+    with pytest.raises(ValueError, match="is not within"):
+        made.store.write_now([Part(SIZE - PAGE, memory.address, 2 * PAGE)])
+    for offset in (SIZE, SIZE + more):
+        made.store.read_now([Part(offset, memory.address, more)])
+        assert not memory.array.any()
+        memory.array[:] = np.frombuffer(random.Random(offset).randbytes(more), np.uint8)
+        made.store.write_now([Part(offset, memory.address, more)])
+    memory.array[:] = 0
+    made.store.read_now([Part(SIZE + more, memory.address, more)])
+    assert memory.array.tobytes() == random.Random(SIZE + more).randbytes(more)
+    (file,) = tmp_path.glob("disk0/ds_slide-*/inputs-2")
+    with file.open("r+b") as stream:
+        stream.seek(UNIT_BYTES + 5)
+        stream.write(bytes([memory.array[UNIT_BYTES * mounts + 5] ^ 1]))
+    with pytest.raises(SlideError, match=rf"inputs-2 holds other bytes at offset {UNIT_BYTES:,} than were written"):
+        made.store.read_now([Part(SIZE + more, memory.address, more)])

@@ -1,0 +1,237 @@
+"""Inputs of recomputed blocks that go on from host memory to SSD, and come back there ahead of their backward.
+
+Who may touch what, and when:
+
+    host buffers   of a pool of their own, through which all of these inputs pass. One on its way to SSD is the lane's
+                   (`moved_inputs`) until the copy from the GPU has run, then the disk's until the write is complete,
+                   and free from then on. One that comes back is the disk's until the read is complete and its sums are
+                   compared, then the lane's until that has issued the copy to the GPU, and free from then on: for the
+                   lane at once, whose stream brings all copies into one order, and for the disk behind a fence, a point
+                   of that stream
+    places         in the store: an input's, from its forward until its graph is gone and no write or read of it is
+                   under way. It is read when its write is complete, any number of times
+
+The hand-over thread waits in its order for the end of a copy and submits the write, or for the fence and the write and
+submits the read. The lane waits for it, and it waits for the lane, but each only for what was handed over before; the
+disk waits for nobody. The compute thread waits for a free buffer: when it does, all of them are in the hands of the
+lane and the disk, because what is read ahead, and waits for that thread itself, is given up before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ds_slide.errors import SlideError
+from ds_slide.plan.spare import LEAST_AHEAD, buffers_for, reads_ahead
+from ds_slide.report.log import log, size
+from ds_slide.report.trace import Requests
+from ds_slide.runtime.activations.input_buffers import InputBuffers
+from ds_slide.runtime.device import Device
+from ds_slide.runtime.transfers.handoff import Failures, Future
+from ds_slide.runtime.transfers.pool import Lease
+from ds_slide.runtime.transfers.space import SpaceOnSsd
+from ds_slide.runtime.transfers.stream_worker import StreamWorker
+from ds_slide.store.ssd.extents import whole_pages
+from ds_slide.store.ssd.store import Part
+
+
+@dataclass(eq=False)
+class Place:
+    """Where the input of a call of block `order` lies in the store: in pieces, which begin at `offsets`."""
+
+    order: int
+    nbytes: int
+    offsets: Sequence[int]
+    written: Future
+
+
+@dataclass(eq=False)
+class Arriving:
+    """What is being read, or has been. `here`: kept when it is in the buffers of `leases`."""
+
+    place: Place
+    leases: Sequence[Lease]
+    here: Future
+
+    def wait(self) -> Sequence[Lease]:
+        self.here.wait()
+        return self.leases
+
+    def release(self) -> None:
+        for lease in self.leases:
+            lease.release()
+
+
+class InputDisk:
+    """All methods are called by the thread that computes."""
+
+    def __init__(
+        self,
+        buffers: InputBuffers,
+        space: SpaceOnSsd,
+        make_thread: Callable[[], StreamWorker],
+        device: Device,
+        failures: Failures,
+        requests: Requests,
+    ) -> None:
+        """`buffers`: for this alone. `make_thread`: of the hand-overs, called once, when the first input goes."""
+        self._buffers = buffers
+        self._space = space
+        self._room = space.room
+        self._make_thread = make_thread
+        self._made: StreamWorker | None = None
+        self._device = device
+        self._failures = failures
+        self._requests = requests
+        self._free: deque[int] = deque()
+        """Offsets of places' pieces. They come back on whichever thread drops the last reference to a place."""
+        self._ahead = LEAST_AHEAD
+        self._reading: dict[Place, Arriving] = {}
+        """What is read ahead, in the order in which it was begun."""
+
+    # ---- room --------------------------------------------------------------------------------------------------------
+
+    def available(self, wanted: int, one: int) -> int:
+        """How many of `wanted` bytes can be had, in inputs of `one` byte at most."""
+        if not self._buffers.may_hold(one, buffers_for(LEAST_AHEAD)):
+            return 0
+        free = len(self._free) * self._buffers.piece
+        return wanted if free >= wanted else min(wanted, free + self._room())
+
+    def provide_buffers(self, one: int, backward_s: float) -> bool:
+        """Have host buffers for inputs of `one` byte at most, so many that reads hide behind the backward of a block,
+        of `backward_s` seconds (0: not known), or as many as host memory has room for. -> whether inputs can pass."""
+        self._ahead = reads_ahead(self._space.seconds(one), backward_s)
+        while self._ahead > LEAST_AHEAD and not self._buffers.may_hold(one, buffers_for(self._ahead)):
+            self._ahead -= 1
+        return self._buffers.hold(one, buffers_for(self._ahead))
+
+    def provide_places(self, one: int, count: int) -> None:
+        """Have places for `count` inputs of `one` byte at most, as far as the disks have room for them."""
+        piece = self._buffers.piece
+        missing = count * self._buffers.pieces_of(one) - len(self._free)
+        if missing <= 0 or not (more := min(missing, self._room() // piece)):
+            return
+        try:
+            start = self._space.extend(more * piece)
+        except SlideError as error:
+            log.warning(f"inputs of blocks stay on the GPU, where memory is short: {error}")
+            self._room = lambda: 0
+            return
+        self._free.extend(range(start, start + more * piece, piece))
+        self._buffers.register(self._space.register)
+        log.info(f"{size(self._space.nbytes)} on SSD hold inputs of blocks, for which GPU and host have no room")
+
+    @property
+    def nbytes(self) -> int:
+        """Of places on SSD, free or not."""
+        return self._space.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the buffers, and of the checksums of what is on SSD."""
+        return self._buffers.nbytes + self._space.sum_bytes
+
+    # ---- down --------------------------------------------------------------------------------------------------------
+
+    def place(self, order: int, nbytes: int) -> Place | None:
+        """A place for an input of a call of block `order`; None where there is none."""
+        pieces = self._buffers.pieces_of(nbytes)
+        if len(self._free) < pieces:
+            return None
+        offsets = [self._free.popleft() for _ in range(pieces)]
+        place = Place(order, nbytes, offsets, Future(self._failures, "an input of a block to be written to SSD"))
+        weakref.finalize(place, self._free.extend, offsets).atexit = False
+        return place
+
+    def buffers_of(self, place: Place) -> Sequence[Lease]:
+        """Host buffers for what is to go there, or comes from there; waits until so many are free."""
+        while (leases := self._buffers.lease(place.nbytes)) is None and self._reading:
+            _, arriving = self._reading.popitem()  # what is needed last
+            arriving.wait()
+            arriving.release()
+        return leases or self._buffers.lease_when_free(place.nbytes)
+
+    def write(self, place: Place, leases: Sequence[Lease], down: Future) -> None:
+        """Write what has been copied into these buffers when `down` has run. They are the disk's from then on."""
+
+        def then() -> None:
+            for lease in leases:
+                lease.release()
+            place.written.keep()
+
+        def job() -> None:
+            down.synchronize()
+            done = self._requests.around("input written", place.order, place.nbytes, then)
+            # Compute waits for free buffers, and nothing waits for the other writes of a step but the step.
+            self._space.store.write(_parts(place, leases), done, urgent=True)
+
+        self._thread.submit(job)
+
+    # ---- up ----------------------------------------------------------------------------------------------------------
+
+    def read_ahead(self, places: Iterable[Place], lane: StreamWorker) -> None:
+        """Begin to read these, in the order of their need, as far as buffers are free. `lane`: that copies."""
+        fence: Future | None = None
+        for place in places:
+            if place in self._reading:
+                continue
+            if len(self._reading) >= self._ahead or (leases := self._buffers.lease(place.nbytes)) is None:
+                return
+            fence = fence or self._fence(lane)
+            self._reading[place] = self._begin(place, leases, fence)
+
+    def read(self, place: Place, lane: StreamWorker) -> Arriving:
+        """What has been read ahead, or is read from now on. The caller's, until its `release`."""
+        arriving = self._reading.pop(place, None)
+        return arriving or self._begin(place, self.buffers_of(place), self._fence(lane))
+
+    def give_up(self) -> None:
+        """What is read ahead is for a backward that nobody waits for any more."""
+        while self._reading:
+            _, arriving = self._reading.popitem()
+            arriving.wait()
+            arriving.release()
+
+    def _begin(self, place: Place, leases: Sequence[Lease], fence: Future) -> Arriving:
+        arriving = Arriving(place, leases, Future(self._failures, "the input of a block to be read from SSD"))
+
+        def job() -> None:
+            place.written.wait()
+            fence.synchronize()
+            # It holds place and buffers until the read has ended, whoever may have given them up.
+            done = self._requests.around("input read", place.order, place.nbytes, lambda: arriving.here.keep())
+            self._space.store.read(_parts(place, leases), done, urgent=True)
+
+        self._thread.submit(job)
+        return arriving
+
+    def _fence(self, lane: StreamWorker) -> Future:
+        """Kept by the lane at this point: the copies that it was given before have run when it has been passed."""
+        fence = Future(self._failures, "copies of inputs of blocks")
+        lane.submit(lambda: fence.keep(self._device.mark(lane.stream, host_waits=True)))
+        return fence
+
+    @property
+    def _thread(self) -> StreamWorker:
+        if self._made is None:
+            self._made = self._make_thread()
+        return self._made
+
+    def close(self) -> None:
+        """End the hand-overs, after the lane. Harmless when called twice."""
+        if self._made is not None:
+            self._made.close()
+        self._space.close()
+
+
+def _parts(place: Place, leases: Sequence[Lease]) -> list[Part]:
+    """The transfer between the place and its buffers, in whole pages."""
+    piece, parts, left = leases[0].buffer.numel(), [], whole_pages(place.nbytes)
+    for offset, lease in zip(place.offsets, leases, strict=True):
+        parts.append(Part(offset, lease.buffer.data_ptr(), min(piece, left)))
+        left -= piece
+    return parts

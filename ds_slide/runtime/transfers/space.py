@@ -1,0 +1,97 @@
+"""Space of the SSD tier beside the states: more of their store, or, where all states are in memory, a store of its own,
+which is opened when the first bytes are needed."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from ds_slide.plan.spare import SPARE_SSD_SHARE
+from ds_slide.store.ssd.extents import sum_table_bytes
+from ds_slide.store.ssd.store import SsdStore
+
+OpenStore = Callable[[str, int, torch.Tensor | None], SsdStore]
+"""Opens a store with files of this name, of so many bytes, and with this table of checksums."""
+
+
+class SpaceOnSsd:
+    """Called by the thread that computes; what it has handed out may be read and written by any."""
+
+    def __init__(
+        self,
+        stores: Sequence[SsdStore],
+        open_store: OpenStore,
+        make_table: Callable[[int], torch.Tensor | None],
+        directories: Sequence[Path],
+        ranks: int,
+    ) -> None:
+        """`stores`: of the engine; one at most, to which `open_store` adds. `make_table`: for the checksums of so many
+        bytes, None without. `ranks`: that share the disks."""
+        self.nbytes = 0
+        """That have been handed out."""
+        self.sum_bytes = 0
+        """Of host memory, for their checksums."""
+        self._stores = stores
+        self._open_store = open_store
+        self._make_table = make_table
+        self._directories = directories
+        self._ranks = ranks
+        self._numbers = itertools.count(1)
+        # From here on, and not from the opening: what ends at exit ends in reverse order, and the lanes of the engine,
+        # which may wait for the store, have to end before it. The states' own store is closed with them.
+        self._close = functools.partial(_close_all, [] if stores else stores)
+        atexit.register(self._close)
+
+    @property
+    def store(self) -> SsdStore:
+        return self._stores[0]
+
+    def extend(self, nbytes: int) -> int:
+        """So many bytes more, whole pages. -> the offset of the first. SlideError where they cannot be had."""
+        name, table = f"inputs-{next(self._numbers)}", self._make_table(nbytes)
+        if self._stores:
+            offset = self.store.extend(name, nbytes, table)
+        else:
+            offset = 0
+            atexit.unregister(self._open_store(name, nbytes, table).close)
+        self.nbytes += nbytes
+        self.sum_bytes += 0 if table is None else sum_table_bytes(nbytes)
+        return offset
+
+    def room(self) -> int:
+        """Bytes that may still be taken. Disks are filled evenly, so that the fullest of them counts."""
+        free: dict[int, list[int]] = {}
+        for directory in self._directories:
+            there = next(path for path in (directory, *directory.parents) if path.exists())
+            space = os.statvfs(there)
+            free.setdefault(os.stat(there).st_dev, []).append(space.f_bavail * space.f_frsize)
+        least = min(of_disk[0] // len(of_disk) for of_disk in free.values())
+        return int(SPARE_SSD_SHARE * least * len(self._directories)) // self._ranks
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Keep these pages of a host buffer at hand for the kernel."""
+        self.store.register(address, nbytes)
+
+    def seconds(self, nbytes: int) -> float:
+        """Of a read or a write of so many bytes, at the rate so far; 0 where it is not known."""
+        if not self._stores:
+            return 0.0
+        totals = self.store.statistics()
+        moved = totals["read_bytes"] + totals["written_bytes"]
+        return float(nbytes * totals["busy_s"] / moved) if moved else 0.0
+
+    def close(self) -> None:
+        """After the lanes have ended. Harmless when called twice."""
+        atexit.unregister(self._close)
+        self._close()
+
+
+def _close_all(stores: Iterable[SsdStore]) -> None:
+    for store in stores:
+        store.close()
