@@ -71,6 +71,7 @@ def names(saves: Path) -> list[str]:
 def engine() -> Any:
     """Of which a load needs no more here."""
     return SimpleNamespace(
+        global_rank=0,
         optimizer=SimpleNamespace(require_manifest=False),
         _get_zero_ckpt_name=lambda directory, tag: f"{directory}/{tag}/zero.pt",
         _get_ckpt_name=lambda directory, tag: f"{directory}/{tag}/model.pt",

@@ -98,6 +98,7 @@ def test_every_setting_is_read():
                 "speculate": True,
                 "out_of_place": False,
                 "take_back": 0.5,
+                "mix": False,
             },
         }
     )
@@ -143,6 +144,7 @@ def test_every_setting_is_read():
             "speculate": True,
             "out_of_place": False,
             "take_back": 0.5,
+            "mix": False,
         },
     }
 
