@@ -184,6 +184,42 @@ def test_what_is_modified_only_sometimes_is_computed_again(mix: Callable[[], Non
     assert differences(*found) == []
 
 
+class Tabled(nn.Module):
+    """A projection that adds a table, once `is_on`, which it makes by a product when it needs it for the first time."""
+
+    def __init__(self, inner: nn.Module, rows: int) -> None:
+        super().__init__()
+        self.inner, self.rows, self.is_on = inner, rows, False
+        self.table: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(hidden)
+        if self.is_on and self.table is None:
+            with torch.no_grad():
+                self.table = self.inner(2 * hidden[:, : self.rows]).mean()
+        return made if self.table is None else made + self.table
+
+
+@pytest.mark.parametrize("rows", [32, 16])
+def test_no_product_is_taken_for_another(rows: int, mix: Callable[[], None]) -> None:
+    """Where the forward runs one that the recomputation does not, and not yet when it was learnt what may stay."""
+    mix()
+    found = []
+    for activations in ("as_written", "auto"):
+        model, later = checkpointed(llama(num_key_value_heads=4), False), batches(2, seed=2)
+        tabled = [Tabled(layer.self_attn.q_proj, rows) for layer in layers_of(model)]
+        for layer, each in zip(layers_of(model), tabled, strict=True):
+            layer.self_attn.q_proj = each
+        with engine_for(model, config_of({**LIMITED, "activations": activations})) as engine:
+            result = train(engine, batches(STEPS))
+            for each in tabled:
+                each.is_on = True
+            result.losses += train(engine, later).losses
+            result.states = states_of(model)
+            found.append(result)
+    assert differences(*found) == []
+
+
 def test_a_block_with_a_hook_of_the_scripts_own_is_not_mixed(mix: Callable[[], None]) -> None:
     """It may call products in one of the two runs only."""
     mix()
