@@ -24,8 +24,14 @@ from ds_slide.plan.mixtures import Mixture, Result, Run, run_of
 from ds_slide.plan.operations import new_bytes, operations_of, tensors_of
 
 _named = functools.cache(str)
-_OWN_VIEW = torch.ops.aten._unsafe_view.default
-"""What a linear layer makes of its product: a view that counts its modifications by itself."""
+_OWN_VIEWS = frozenset(
+    (
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+    )
+)
+"""Views that count their modifications by themselves: what a linear layer makes of its product, and its parts."""
 _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -109,8 +115,9 @@ class _Forward(_Counting):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
-        if function is _OWN_VIEW and (place := self._places.get(made.untyped_storage()._cdata)) is not None:
-            self._stayed[place] = self._stayed[place].seen_as(made)
+        for view in tensors_of(made) if function in _OWN_VIEWS else ():
+            if (place := self._places.get(view.untyped_storage()._cdata)) is not None:
+                self._stayed[place] = self._stayed[place].seen_as(view)
         if (result := self._result(function)) is None:
             return made
         self._given[result] = _known_by(args)
