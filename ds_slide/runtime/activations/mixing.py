@@ -5,7 +5,8 @@ As in torch's selective checkpointing, modes of its dispatcher stand below autog
 runs. Torch's own count the runs of all operators, those in hooks included, which bind a block's weights in another way
 when it is recomputed; allow no second backward; and end in an error where what they keep has been modified. These
 count, keep and check what is chosen only, and where a result cannot be used any more, its operator runs. A mode costs
-the host some 5 to 10 us an operator, in the forward and in the recomputation of a mixed block.
+the host some 5 to 10 us an operator, in the forward and in the recomputation of a mixed block, and 50 us in the forward
+where a result stays.
 """
 
 from __future__ import annotations
