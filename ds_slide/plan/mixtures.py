@@ -8,6 +8,7 @@ attention have made is spared nearly all of its recomputation, for two thirds of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,8 +48,8 @@ class Mixture:
     share: float
 
     def times(self, factor: float) -> Mixture:
-        """With as many times the bytes, in a larger batch or in several calls."""
-        return replace(self, nbytes=int(factor * self.nbytes))
+        """With as many times the bytes, in a larger batch or in several calls, and not one too few."""
+        return replace(self, nbytes=math.ceil(factor * self.nbytes))
 
 
 def run_of(

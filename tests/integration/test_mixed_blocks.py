@@ -140,14 +140,16 @@ def test_a_second_backward_runs_everything_again(mix: Callable[[], None]) -> Non
 class Scaled(nn.Module):
     """A projection whose result is then modified in place: seen by torch, or as a kernel of its own does it."""
 
-    def __init__(self, inner: nn.Module, *, seen: bool) -> None:
+    def __init__(self, inner: nn.Module, *, seen: bool, parts: int = 1) -> None:
         super().__init__()
-        self.inner, self.seen = inner, seen
+        self.inner, self.seen, self.parts = inner, seen, parts
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self.inner(hidden)
-        if self.seen:
+        if self.seen and self.parts == 1:
             return made.mul_(0.5)
+        if self.seen:
+            return torch.cat([part.mul_(0.5) for part in torch.unsafe_chunk(made, self.parts, -1)], -1)
         made.data.mul_(0.5)
         return made
 
@@ -165,19 +167,56 @@ def test_what_is_modified_in_place_does_not_stay(seen: bool, mix: Callable[[], N
     assert results[1][1]["mix"] == 6
 
 
-def test_what_is_modified_only_sometimes_is_computed_again(mix: Callable[[], None]) -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_is_modified_only_sometimes_is_computed_again(parts: int, mix: Callable[[], None]) -> None:
     """Not yet when it was learnt what may stay."""
     mix()
     found = []
     for activations in ("as_written", "auto"):
         model, later = checkpointed(llama(), False), batches(2, seed=2)
         for layer in layers_of(model):
-            layer.self_attn.v_proj = Scaled(layer.self_attn.v_proj, seen=True)
+            layer.self_attn.v_proj = Scaled(layer.self_attn.v_proj, seen=True, parts=parts)
             layer.self_attn.v_proj.forward = layer.self_attn.v_proj.inner.forward
         with engine_for(model, config_of({**LIMITED, "activations": activations})) as engine:
             result = train(engine, batches(STEPS))
             for layer in layers_of(model):
                 del layer.self_attn.v_proj.forward
+            result.losses += train(engine, later).losses
+            result.states = states_of(model)
+            found.append(result)
+    assert differences(*found) == []
+
+
+class Tabled(nn.Module):
+    """A projection that adds a table, once `is_on`, which it makes by a product when it needs it for the first time."""
+
+    def __init__(self, inner: nn.Module, rows: int) -> None:
+        super().__init__()
+        self.inner, self.rows, self.is_on = inner, rows, False
+        self.table: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(hidden)
+        if self.is_on and self.table is None:
+            with torch.no_grad():
+                self.table = self.inner(2 * hidden[:, : self.rows]).mean()
+        return made if self.table is None else made + self.table
+
+
+@pytest.mark.parametrize("rows", [32, 16])
+def test_no_product_is_taken_for_another(rows: int, mix: Callable[[], None]) -> None:
+    """Where the forward runs one that the recomputation does not, and not yet when it was learnt what may stay."""
+    mix()
+    found = []
+    for activations in ("as_written", "auto"):
+        model, later = checkpointed(llama(num_key_value_heads=4), False), batches(2, seed=2)
+        tabled = [Tabled(layer.self_attn.q_proj, rows) for layer in layers_of(model)]
+        for layer, each in zip(layers_of(model), tabled, strict=True):
+            layer.self_attn.q_proj = each
+        with engine_for(model, config_of({**LIMITED, "activations": activations})) as engine:
+            result = train(engine, batches(STEPS))
+            for each in tabled:
+                each.is_on = True
             result.losses += train(engine, later).losses
             result.states = states_of(model)
             found.append(result)

@@ -62,6 +62,13 @@ def test_more_room_saves_no_less_and_mixtures_save_no_less_than_whole_blocks(
     assert kept_within(room + more, blocks).seconds(blocks) >= kept.seconds(blocks) - slack
 
 
+@given(st.integers(1, 10**9), st.integers(1, 64))
+def test_one_of_several_calls_has_its_bytes(nbytes: int, calls: int) -> None:
+    """And no result of it is computed again for the lack of one."""
+    of_all = Mixture(frozenset(), nbytes, 0.5).times(calls)
+    assert nbytes <= of_all.times(1 / calls).nbytes <= nbytes + 1
+
+
 @given(st.integers(0, 120), keepables)
 def test_no_room_is_left_for_another_block(room: int, blocks: list[Keepable]) -> None:
     kept = kept_within(room, blocks)

@@ -6,7 +6,8 @@ nothing is page-locked twice (0.35 s a GiB): a shorter batch takes fewer pieces,
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections import Counter
+from collections.abc import Callable, MutableMapping, Sequence
 
 from ds_slide.errors import SlideError
 from ds_slide.report.log import log, size
@@ -89,8 +90,13 @@ class InputBuffers:
         leases: list[Lease] = []
         while len(leases) < self.pieces_of(nbytes):
             free = (lease for pool in self._own if (lease := pool.try_lease()) is not None)
-            leases.append(next(free, None) or self._own[0].lease())
+            leases.append(next(free, None) or self._lent_to_others(leases).lease())
         return leases
+
+    def _lent_to_others(self, leases: Sequence[Lease]) -> BufferPool:
+        """A pool, of those of which nothing is free, that these leases do not have the whole of."""
+        taken = Counter(id(lease.pool) for lease in leases)
+        return next(pool for pool in self._own if taken[id(pool)] < len(pool.addresses))
 
     def pieces_of(self, nbytes: int) -> int:
         if not self.piece:

@@ -5,13 +5,15 @@ As in torch's selective checkpointing, modes of its dispatcher stand below autog
 runs. Torch's own count the runs of all operators, those in hooks included, which bind a block's weights in another way
 when it is recomputed; allow no second backward; and end in an error where what they keep has been modified. These
 count, keep and check what is chosen only, and where a result cannot be used any more, its operator runs. A mode costs
-the host some 5 to 10 us an operator, in the forward and in the recomputation of a mixed block.
+the host some 5 to 10 us an operator, in the forward and in the recomputation of a mixed block, and 50 us in the forward
+where a result stays.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +25,14 @@ from ds_slide.plan.mixtures import Mixture, Result, Run, run_of
 from ds_slide.plan.operations import new_bytes, operations_of, tensors_of
 
 _named = functools.cache(str)
-_OWN_VIEW = torch.ops.aten._unsafe_view.default
-"""What a linear layer makes of its product: a view that counts its modifications by itself."""
+_OWN_VIEWS = frozenset(
+    (
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+    )
+)
+"""Views that count their modifications by themselves: what a linear layer makes of its product, and its parts."""
 _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -72,15 +80,17 @@ def contexts(mixture: Mixture) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """For the forward of one call of a block and for its recomputations: what `mixture` says stays in between, as far
     as its bytes reach. The first recomputation takes it away; one more, of a second backward, runs all operators."""
     stayed: dict[Result, _Stayed] = {}
-    return _Forward(mixture, stayed), _Again(mixture, stayed)
+    given: dict[Result, tuple[Any, ...]] = {}
+    return _Forward(mixture, stayed, given), _Again(mixture, stayed, given)
 
 
 class _Counting(_Mode):
-    def __init__(self, mixture: Mixture, stayed: dict[Result, _Stayed]) -> None:
+    def __init__(self, mixture: Mixture, stayed: dict[Result, _Stayed], given: dict[Result, tuple[Any, ...]]) -> None:
+        """`given`: what the forward's runs are known by (`_known_by`), of the operators of which results stay."""
         super().__init__()
         self._mixture = mixture
         self._names = {name for name, _ in mixture.results}
-        self._stayed = stayed
+        self._stayed, self._given = stayed, given
         self._runs: Counter[str] = Counter()
 
     def __enter__(self) -> Any:
@@ -88,13 +98,13 @@ class _Counting(_Mode):
         return super().__enter__()
 
     def _result(self, function: Any) -> Result | None:
-        """Which one of the mixture this run makes."""
+        """What this run makes; None of an operator of which none stay."""
         name = _named(function)
         if name not in self._names:
             return None
         result = name, self._runs[name]
         self._runs[name] += 1
-        return result if result in self._mixture.results else None
+        return result
 
 
 class _Forward(_Counting):
@@ -106,10 +116,13 @@ class _Forward(_Counting):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
-        if function is _OWN_VIEW and (place := self._places.get(made.untyped_storage()._cdata)) is not None:
-            self._stayed[place] = self._stayed[place].seen_as(made)
-        result = self._result(function)
-        if result is not None and (nbytes := new_bytes(args, kwargs, made)) <= self._left:
+        for view in tensors_of(made) if function in _OWN_VIEWS else ():
+            if (place := self._places.get(view.untyped_storage()._cdata)) is not None:
+                self._stayed[place] = self._stayed[place].seen_as(view)
+        if (result := self._result(function)) is None:
+            return made
+        self._given[result] = _known_by(args)
+        if result in self._mixture.results and (nbytes := new_bytes(args, kwargs, made)) <= self._left:
             self._left -= nbytes
             self._stayed[result] = stayed = _Stayed.of(made)
             self._places.update((each.untyped_storage()._cdata, result) for each in stayed.watched)
@@ -118,10 +131,21 @@ class _Forward(_Counting):
 
 class _Again(_Counting):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = self._result(function)
-        if result is not None and (stayed := self._stayed.pop(result, None)) is not None and stayed.is_unchanged:
-            return stayed.made
+        if (result := self._result(function)) is not None:
+            if self._given.get(result) != _known_by(args):
+                self._stayed.clear()
+            stayed = self._stayed.pop(result, None)
+            if stayed is not None and stayed.is_unchanged:
+                return stayed.made
         return function(*args, **(kwargs or {}))
+
+
+def _known_by(args: Sequence[Any]) -> tuple[Any, ...]:
+    """What tells a run from another. A block may run operators in its forward that do not run in its recomputation, as
+    those for a table that it keeps from then on: autograd, and so checkpointing, knows nothing of them, and what stays
+    of the runs behind them would be taken for that of others."""
+    tensors = [(each.shape, each.dtype, each.requires_grad) for each in args if isinstance(each, torch.Tensor)]
+    return torch.is_grad_enabled(), tensors
 
 
 class Learning(_Mode):

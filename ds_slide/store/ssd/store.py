@@ -253,12 +253,23 @@ class SsdStore:
 
     def _add_region(self, name: str, nbytes: int) -> None:
         sizes = self._striping.file_sizes(nbytes)
-        files = [self._open(name, *each) for each in zip(self._names, self._places, sizes, strict=True)]
+        made: list[tuple[RunFiles, RunFile, int]] = []
+        try:
+            files = [self._open(name, made, *each) for each in zip(self._names, self._places, sizes, strict=True)]
+        except BaseException:
+            for place, file, _ in made:
+                os.ftruncate(file.descriptor, 0)  # the I/O engine has it open until the end
+                place.discard(file)
+            raise
+        # Now that all have their lengths, which completions look at.
+        self._state_files.extend((file, size) for _, file, size in made)
         self._regions.append(_Region(self.nbytes, nbytes, files))
         self.nbytes += nbytes
 
-    def _open(self, file_name: str, name: str, place: RunFiles, size: int) -> tuple[int | None, str, bool]:
-        """A file of a `_Region`."""
+    def _open(
+        self, file_name: str, made: list[tuple[RunFiles, RunFile, int]], name: str, place: RunFiles, size: int
+    ) -> tuple[int | None, str, bool]:
+        """A file of a `_Region`. `made`: where it goes, with its place and its length."""
         if size == 0:
             if not self._regions:
                 _log.warning("%s: %s is so much slower than the others that it is left out", name, place.path)
@@ -273,7 +284,7 @@ class SsdStore:
             if isinstance(error, OSError):
                 raise _unusable(name, file.label, error) from error
             raise
-        self._state_files.append((file, size + PAGE))  # now that it has its length, which completions look at
+        made.append((place, file, size + PAGE))
         direct = self._io.is_direct(number)
         if not direct and not self._regions:
             _log.warning(

@@ -167,3 +167,24 @@ def test_a_place_is_free_when_its_input_is_gone_and_written(setup: Setup) -> Non
     setup.store.close()  # the writes have been answered
     gc.collect()
     assert setup.disk.place(3, ONE) is not None
+
+
+def test_an_input_longer_than_all_first_buffers_gets_those_that_came_later(setup: Setup) -> None:
+    """It waits for a buffer of others, and not for one that it has itself."""
+    setup.provide(1)
+    first = setup.buffers.nbytes
+    assert setup.buffers.hold(2 * first, 1)
+    held = setup.buffers.lease(2 * first)
+    assert held is not None
+    last = held.pop()
+    for lease in held:
+        lease.release()
+    timer = threading.Timer(0.2, last.release)
+    timer.start()
+    found: list[Sequence[Lease]] = []
+    waiting = threading.Thread(target=lambda: found.append(setup.buffers.lease_when_free(2 * first)), daemon=True)
+    waiting.start()
+    waiting.join(timeout=10)
+    assert found, "it waits for a buffer that it has itself"
+    for lease in found[0]:
+        lease.release()

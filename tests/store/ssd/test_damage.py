@@ -18,6 +18,7 @@ from silly_names import keep_names
 from ds_slide import _native
 from ds_slide.errors import SlideError
 from ds_slide.store.directories import locked_directory, owned_directory, run_files
+from ds_slide.store.directories.run_files import RunFiles
 from ds_slide.store.ssd import store as ssd
 from ds_slide.store.ssd.page_sums import PageSums
 from ds_slide.store.ssd.store import Part, SsdStore
@@ -230,6 +231,27 @@ def test_the_stores_own_threads_cannot_wait_for_it(make: Callable[..., Made], of
     getattr(made.store, of)(part, lambda: made.store.read_now(part))
     assert made.failed.wait(WAIT_S)
     assert "cannot wait for itself" in str(made.errors[0])
+
+
+def test_what_cannot_come_on_one_disk_is_given_back_on_the_others(
+    make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssd, "mixed_bandwidth", lambda *_: 1.0)
+    made = make(mounts=2)
+    first, second = made.store._places
+    files = []
+    monkeypatch.setattr(first, "make", lambda name: files.append(RunFiles.make(first, name)) or files[-1])
+
+    def refuse(_name: str) -> None:
+        files.append(os.fdopen(os.dup(files[0].descriptor)))
+        raise SlideError("no room")
+
+    monkeypatch.setattr(second, "make", refuse)
+    with pytest.raises(SlideError, match="no room"):
+        made.store.extend("inputs-1", 4 * UNIT_BYTES, None)
+    with files[1] as still_open:
+        assert os.fstat(still_open.fileno()).st_size == 0
+    assert made.store.nbytes == SIZE and len(made.store.descriptors) == 2
 
 
 @pytest.mark.parametrize("mounts", [1, 3])
