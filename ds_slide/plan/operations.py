@@ -48,10 +48,11 @@ def operations_of(
     if count is None:
         return [Operation("other", 0, nbytes)]
     flops = int(count(*args, **kwargs, out_val=made))
-    if "attention" in name:
-        backward = "backward" in name
+    backward = "backward" in name
+    heads = [each for each in inputs if each.dim() == 4][backward : backward + 2]
+    if "attention" in name and len(heads) == 2:  # packed sequences, of many lengths, have three dimensions
         causal = any(each is True for each in args)  # their only flag that is set, beside one that asks for a number
-        query, key = [each for each in inputs if each.dim() == 4][backward : backward + 2]
+        query, key = heads
         shape = query.shape[2], key.shape[2], query.shape[3]
         return [Operation("attention backward" if backward else "attention", flops // (1 + causal), nbytes, shape)]
     return [Operation("product", flops, nbytes)]
