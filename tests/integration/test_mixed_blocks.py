@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 STEPS = LOOKS[0] + 2
-LIMITED = {"gpu_memory": "1GiB"}
+LIMITED = {"gpu_memory": "1GiB", "debug": {"mix": True}}
 
 
 def all_of(runs: Sequence[Run], _whole: int) -> tuple[Mixture, ...]:

@@ -1,9 +1,6 @@
 """Trains a few steps with torch limited to a part of the GPU, and prints as JSON what it took. Not a test module.
 
-python moved_inputs_worker.py LIMIT_BYTES ACTIVATIONS DISK STEPS SEQUENCES...
-
-An engine trains STEPS steps of each number of sequences. DISK: a directory to which inputs of blocks go while the
-states fill what host memory may be used; "" for none.
+python small_gpu_worker.py OPTIONS, with those of `main` as a JSON object.
 """
 
 from __future__ import annotations
@@ -12,6 +9,7 @@ import json
 import os
 import socket
 import sys
+import time
 from typing import Any
 
 import torch
@@ -40,7 +38,9 @@ def build() -> Any:
     return model.train()
 
 
-def main(limit: int, activations: str, disk: str, steps: int, batches: list[int]) -> dict[str, Any]:
+def main(limit: int, steps: int, batches: list[int], slide: dict[str, Any], disk: str = "") -> dict[str, Any]:
+    """Train `steps` steps of each number of sequences in `batches`. `slide`: of the JSON's block. `disk`: a directory
+    to which inputs of blocks go while the states fill what host memory may be used."""
     import deepspeed
 
     total = torch.cuda.get_device_properties(0).total_memory
@@ -53,7 +53,7 @@ def main(limit: int, activations: str, disk: str, steps: int, batches: list[int]
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
         "steps_per_print": 10**9,
-        "ds_slide": {"enabled": True, "window": 3, "gpu_states": 0, "activations": activations},
+        "ds_slide": {"enabled": True, "window": 3, "gpu_states": 0, **slide},
     }
     if disk:
         config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": disk}
@@ -61,15 +61,19 @@ def main(limit: int, activations: str, disk: str, steps: int, batches: list[int]
         config["ds_slide"] |= {"host_memory": states + (16 << 20), "debug": {"speculate": False}}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     losses: list[float] = []
-    result: dict[str, Any] = {"out_of_memory": False, "peaks": [], "losses": losses}
+    seconds: list[float] = []
+    result: dict[str, Any] = {"out_of_memory": False, "peaks": [], "losses": losses, "seconds": seconds}
     try:
         for sequences in batches:
             tokens = torch.randint(512, (sequences, SEQUENCE), device="cuda")
             for _ in range(steps):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
                 loss = engine(input_ids=tokens, labels=tokens).loss
                 engine.backward(loss)
                 engine.step()
                 losses.append(float(loss))
+                seconds.append(time.perf_counter() - begin)
             # Of the last steps: in the first ones the engine itself begins to count anew.
             result["peaks"].append(torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
@@ -90,6 +94,4 @@ if __name__ == "__main__":
     )
     import ds_slide  # noqa: F401  (for a source tree on the path; an installed package is found by itself)
 
-    limit, activations, disk, *numbers = sys.argv[1:]
-    steps, *batches = map(int, numbers)
-    print("RESULT " + json.dumps(main(int(limit), activations, disk, steps, batches)), flush=True)
+    print("RESULT " + json.dumps(main(**json.loads(sys.argv[1]))), flush=True)
