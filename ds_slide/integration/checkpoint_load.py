@@ -15,6 +15,7 @@ from ds_slide.checkpoint.pickle_writer import PIECE
 from ds_slide.checkpoint.state_buffers import write_frozen
 from ds_slide.errors import SlideError
 from ds_slide.integration.checkpoint_files import Reading
+from ds_slide.integration.checkpoint_ranks import together
 from ds_slide.integration.checkpoint_save import finish_save
 from ds_slide.integration.checkpoint_tag import ranks, saved_ranks, universal_tag, whole_tag
 from ds_slide.integration.checkpoint_whole_model import whole_model_loaded
@@ -91,8 +92,8 @@ def _subspaces(
     units: compressed.Compressed, tag: Path, reading: Reading, rank: int
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """What a tag holds of the subspaces of `units`, in the files of rank 0 and of `rank`; None where neither has any.
-    Raises SlideError."""
-    path = tag / compressed.NAME
+    Collective. Raises SlideError."""
+    path, own = tag / compressed.NAME, tag / compressed.name_of(rank)
     if not units:
         if os.path.lexists(path):
             raise SlideError(
@@ -107,7 +108,16 @@ def _subspaces(
         )
     saved: dict[str, Any] = reading.files.load(str(path), "cpu")
     compressed.check(units, saved, str(path))
-    return saved, reading.files.load(str(tag / compressed.name_of(rank)), "cpu") if rank else saved
+
+    def require_own() -> None:
+        if not os.path.lexists(own):
+            raise SlideError(
+                f"{tag} has no {own.name}, which holds rank {rank}'s part of the moments; load another tag, or pass "
+                "load_optimizer_states=False to load_checkpoint for its weights"
+            )
+
+    together(require_own)  # what is missing on one rank must leave no other one waiting
+    return saved, reading.files.load(str(own), "cpu") if rank else saved
 
 
 @contextmanager

@@ -47,12 +47,9 @@ def engine_problems(kwargs: Values, init_optimizer: Any, slide: SlideConfig) -> 
     """What is known when the optimizer is built: the number of ranks, and whether it is AdamW."""
     if slide.compression is None:
         return
-    ranks = dist.get_world_size(kwargs.get("dp_process_group")) if dist.is_initialized() else 1
-    if ranks > 1 and slide.share_weights is False:
-        yield (
-            f"ds_slide.share_weights is false and there are {ranks} ranks, but compressed gradients are for ranks that "
-            f'read each other\'s changes of weights in host memory; set it to "auto", or {REMOVE}'
-        )
+    yield from ranks_problems(
+        slide, dist.get_world_size(kwargs.get("dp_process_group")) if dist.is_initialized() else 1
+    )
     for index, group in enumerate(init_optimizer.param_groups):
         hyper = ADAMW.hyper_of(group, 1, init_optimizer) if {"betas", "eps"} <= set(group) else None
         if hyper is not None and not hyper.two_passes:
@@ -60,6 +57,14 @@ def engine_problems(kwargs: Values, init_optimizer: Any, slide: SlideConfig) -> 
                 f"parameter group {index} adds the weight decay to the gradient (Adam with L2), but with compressed "
                 f"gradients only AdamW's decay is exact; use AdamW, or {REMOVE}"
             )
+
+
+def ranks_problems(slide: SlideConfig, ranks: int) -> Iterator[str]:
+    if slide.compression is not None and ranks > 1 and slide.share_weights is False:
+        yield (
+            f"ds_slide.share_weights is false and there are {ranks} ranks, but compressed gradients are for ranks that "
+            f'read each other\'s changes of weights in host memory; set it to "auto", or {REMOVE}'
+        )
 
 
 def require_own_layout(unit: Unit, what: str) -> None:

@@ -267,11 +267,11 @@ def _read_by_modules(unit: UnitSize, index: int, needs: Needs, placement: Placem
         if unit.layout.trainable_numel:
             yield Allocation(row_gradients_of(unit.name), "gpu", rows, "gradients on their way", ROW_BUFFERS)
     elif unit.stays and not unit.codec.compresses:
-        own = unit.share if _is_gathered(index, needs, placement.home) else 0
+        own = unit.share if is_gathered(index, needs, placement.home) else 0
         yield Allocation(whole_weights_of(unit.name), "gpu", whole + own, "weights that modules read")
 
 
-def _is_gathered(index: int, needs: Needs, placement: Placement) -> bool:
+def is_gathered(index: int, needs: Needs, placement: Placement) -> bool:
     """Whether the unit's weights come together on the GPU by a collective: not those that all ranks can read."""
     if needs.world_size == 1:
         return False
@@ -288,7 +288,7 @@ def slot_bytes(units: Sequence[UnitSize], needs: Needs, placement: Placement) ->
     """Of one slot of the window: the largest block, and room for this rank's part where blocks are gathered. Promoted
     blocks come back."""
     blocks, placement = streamed(units, placement.home), placement.home
-    gathered = (unit.share for index, unit in blocks.items() if _is_gathered(index, needs, placement))
+    gathered = (unit.share for index, unit in blocks.items() if is_gathered(index, needs, placement))
     whole = max((unit.layout.slot_numel * unit.weight_bytes for unit in blocks.values()), default=0)
     return whole + max(gathered, default=0)
 
@@ -312,10 +312,10 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
     if ranks == 1:
         return
     yield Allocation(STAGED_PARTS, "gpu", STAGINGS * staged, "gradients on their way", STAGINGS)
-    gathered = [unit.share for index, unit in enumerate(units) if _is_gathered(index, needs, placement)]
+    gathered = [unit.share for index, unit in enumerate(units) if is_gathered(index, needs, placement)]
     yield Allocation(GATHERED, "gpu", ranks * max(gathered, default=0), "weights on their way")
     home = placement.home
-    shared = [unit.share for index, unit in streamed(units, home).items() if not _is_gathered(index, needs, home)]
+    shared = [unit.share for index, unit in streamed(units, home).items() if not is_gathered(index, needs, home)]
     yield Allocation(UPLOADED, "gpu", ranks * max(shared, default=0), "weights on their way")
 
 

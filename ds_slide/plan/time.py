@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ds_slide.plan.allocations import streamed, undo_bytes
+from ds_slide.plan.allocations import is_gathered, streamed, undo_bytes
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, UnitSize, held_bytes
 from ds_slide.plan.rates import (
@@ -162,7 +162,9 @@ class _Step:
         whole = update_bytes(unit)
         moments = sum(spec.nbytes(unit.codec.numel) for spec in unit.specs if spec.name != "remainder")
         trains = bool(unit.codec.numel)
-        up = unit.written_bytes if trains or index in self._streamed else 0
+        # The parts of all ranks, which each of them reads, or its own, which it gathers with the others' on the GPU.
+        parts = 1 if is_gathered(index, needs, placement) else needs.world_size
+        up = parts * unit.written_bytes if trains or index in self._streamed else 0
         return _Unit(
             h2d=up / rates.h2d,
             encode=unit.codec.encode_traffic / rates.copy,

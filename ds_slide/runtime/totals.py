@@ -100,9 +100,10 @@ class Totals:
         if len(values) == 2:
             return values[0]
         held, gradients, encoded = values[2:].view(3, -1)
-        # The ranks' gradients are averaged. Where all that was left of them is zero they are taken for independent.
+        # The ranks' gradients are averaged. Where all that was left of them is zero they are taken for independent; not
+        # where that is NaN, which finite gradients with infinite sums leave: the norm has to say so.
         independent = gradients / self._ranks.world_size**2
-        return values[0] + torch.where(encoded > 0, held / encoded * gradients, independent).sum()
+        return values[0] + torch.where(encoded == 0, independent, held / encoded * gradients).sum()
 
     def _check(self) -> None:
         if self._expected is not None and self._arrived.done():

@@ -242,6 +242,16 @@ def test_masters_of_compressed_matrices_are_exact_where_that_fits(
     assert f"masters   of {rounded:,} parameters in bf16" in "\n".join(as_text(plan("bf16", between), "of any name"))
 
 
+def test_ranks_that_an_engine_would_refuse_are_not_planned(
+    ds_slide: Callable[..., Any], config: Callable[..., Path]
+) -> None:
+    block = {"enabled": True, "share_weights": False, "compression": {"type": "lsp", "d": 64}}
+    options = ("--deepspeed_config", config(ds_slide=block), *SMALL, *ROOM, *H200)
+    assert ds_slide("plan", *options).code == 0
+    ran = ds_slide("plan", *options, "--ranks", 2)
+    assert ran.code == 1 and "ds_slide.share_weights is false and there are 2 ranks" in ran.out + ran.error
+
+
 def test_the_subspace_is_the_largest_that_hides(
     ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compression_ranks_worker import BLOCKS, LSP, RUNS, STEPS
-from harness import Result, batches, differences, ds_config, engine_for, half_up, llama, train, unequal
+from harness import Result, batches, differences, ds_config, engine_for, half_up, llama, same_bits, train, unequal
 from two_ranks import RANKS
 
 from ds_slide.errors import SlideError
@@ -22,6 +22,7 @@ SAME_BITS = {
     "delays": "clipping",
     "two-passes": "clipping",
     "ssd": "clipping",
+    "rounded-ssd": "rounded",
     "immediate-delays": "immediate",
     "permutations": "exact",
     "permutations-immediate": "exact-immediate",
@@ -97,6 +98,36 @@ def test_a_step_that_is_not_finite_on_one_rank_is_taken_by_none(seen: list[dict[
     for each in seen:
         overflow, states = each["skipped"]
         assert overflow and unequal(states, each["resumed"]["states"]) == []
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_written_weights_are_the_same_everywhere_and_afterwards(seen: list[dict[str, Any]], kind: str) -> None:
+    first, second = (each["written"][kind] for each in seen)
+    saved, value = first["saved"], first["value"]
+    assert unequal(saved, second["saved"]) == []
+    assert (saved["layers.0.0.weight"]["master"] == 0.5).all()
+    assert same_bits(saved["layers.1.2.weight"]["master"], half_up(value).float() if kind == "bf16" else value)
+    assert unequal({name: state["master"] for name, state in saved.items()}, first["fp32"]) == []
+    weights = {name: state["weight"] for name, state in saved.items()}
+    assert unequal(weights, first["16 bit"]) == []
+    for each in (first, second):
+        assert unequal(weights, {name: state["weight"] for name, state in each["weights alone"].items()}) == []
+        assert unequal(each["went on"]["states"], each["resumed"]["states"]) == []
+        assert each["went on"]["losses"] == each["resumed"]["losses"]
+    assert unequal(first["resumed"]["states"], second["resumed"]["states"]) == []
+
+
+def test_all_ranks_refuse_a_tag_that_lacks_the_part_of_one(seen: list[dict[str, Any]]) -> None:
+    for rank, each in enumerate(seen):
+        said = each["written"]["bf16"]["lacking"]
+        assert "has no ds_slide_compression_1.pt, which holds rank 1's part" in said
+        assert said.startswith("rank 1: ") == (rank == 0)
+
+
+def test_masters_are_what_fits_on_the_rank_with_the_least_memory(seen: list[dict[str, Any]]) -> None:
+    rounded, chosen = seen[0]["little memory"]
+    assert chosen == rounded and rounded[0] > 0
+    assert seen[1]["little memory"] == [rounded, rounded]
 
 
 def test_they_need_memory_that_all_of_them_read(seen: list[dict[str, Any]]) -> None:

@@ -29,8 +29,8 @@ NUMEL, BLOCKS = 1 << 20, 8
 SPECS = optimizer_buffers(torch.bfloat16, ADAMW, STATE_FORMATS["fp32"])
 
 
-def unit(index: int) -> UnitSize:
-    layout = build_layout([ParameterInfo(f"{index}.weight", (NUMEL,), NUMEL, 0)], 1)
+def unit(index: int, ranks: int = 1) -> UnitSize:
+    layout = build_layout([ParameterInfo(f"{index}.weight", (NUMEL,), NUMEL, 0)], ranks)
     kind: Any = "outer" if index == 0 else "block"
     return UnitSize(str(index), layout, Identity(layout, torch.bfloat16), kind, SPECS, 2)
 
@@ -131,6 +131,15 @@ def test_a_window_that_holds_all_blocks_saves_their_second_fetch() -> None:
     found = [all_schedules(each, NEEDS, trace(0.1, 0.1), link, 2)["deferred"].lanes["h2d"] for each in made]
     # In each backward five blocks are not there any more, nor in the forward of the second micro-batch.
     assert found == pytest.approx([BLOCKS + 1, BLOCKS + 1 + 3 * 5])
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_ranks_that_share_weights_read_the_parts_of_all(shares: bool) -> None:
+    units, needs = [unit(order, 2) for order in range(BLOCKS + 1)], replace(NEEDS, world_size=2, shares_weights=shares)
+    made, link = Plan.of(units, needs, Placement(window=BLOCKS)), rates(link=2 * NUMEL / 1e9)
+    lanes = all_schedules(made, needs, trace(0.1, 0.1), link, 1)["deferred"].lanes
+    whole = BLOCKS + 1
+    assert [lanes["h2d"], lanes["d2h"]] == pytest.approx([whole if shares else whole / 2, whole / 2])
 
 
 def test_a_slow_disk_is_the_bound() -> None:

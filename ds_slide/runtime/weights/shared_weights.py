@@ -9,8 +9,8 @@ all ranks, and a rank enters that collective after its own backward of the unit,
 the backward used was complete. What it has asked for since, of version n, may be torn, but is never bound: binding
 compares versions, and the rank's own version has become n + 1 before it binds again. A change of weights, of which none
 may be missed, has been applied by then: a rank that has not used the unit waits for it before it enters the collective
-(`SlideRuntime._finalize`). Writes from outside (loading,
-`safe_set_*`) have no such collective before them: `SlideRuntime.begin_writing` is one.
+(`SlideRuntime._finalize`). Writes from outside (loading, `safe_set_*`) have no such collective before them:
+`SlideRuntime.begin_writing` is one.
 """
 
 from __future__ import annotations
