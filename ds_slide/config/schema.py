@@ -279,9 +279,9 @@ class SlideConfig(_Block):
 
     activations: Literal["auto", "as_written"] = Field(default="auto", description='"auto" or "as_written"')
     """Which blocks are recomputed in backward. "auto": the saved tensors of a layer of transformers stay on the GPU
-    where memory is left, or those that take longest to make again, and it is recomputed where it is not, forward by
-    forward and with the same bits, whether the script has switched gradient checkpointing on or not. Where that does
-    not suffice, inputs of recomputed blocks wait in host memory. [What is left alone](budgets.md#spare-gpu-memory).
+    where memory is left, and it is recomputed where it is not, forward by forward and with the same bits, whether the
+    script has switched gradient checkpointing on or not. Where that does not suffice, inputs of recomputed blocks wait
+    in host memory, and then on SSD. [What is left alone](budgets.md#spare-gpu-memory).
 
     "as_written" recomputes what the script says, always.
     """

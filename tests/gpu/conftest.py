@@ -20,6 +20,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
 ON_CPU = os.environ.get("SLIDE_GPU_TESTS_DEVICE") == "cpu"
 PROCESS_SECONDS = 200
 
