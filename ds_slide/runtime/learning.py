@@ -73,13 +73,15 @@ class Learning:
         codec = self._codecs.get(unit.order)
         if codec is None or step < self.next_check[unit.name]:
             return
+        means = [self._mean(unit, number, gradient) for number, gradient in enumerate(unit.gradients())]
+        fits = {number: self._fit(codec, number, mean, step) for number, mean in enumerate(means) if mean is not None}
+        given = self._ranks.exchange(fits, f"the projectors of {unit.name}")
+        if not any(given):  # nobody has used the unit, which waits for a step in which somebody does
+            return
         every = codec.settings.check_every
         self.next_check[unit.name] = (step // every + 1) * every
         self._looked.append(unit.name)
         self._checks += 1
-        means = [self._mean(unit, number, gradient) for number, gradient in enumerate(unit.gradients())]
-        fits = {number: self._fit(codec, number, mean, step) for number, mean in enumerate(means) if mean is not None}
-        given = self._ranks.exchange(fits, f"the projectors of {unit.name}")
         for number, (bias, pair) in sorted(chain.from_iterable(each.items() for each in given)):
             self._biases[unit.order, number] = bias
             if pair is not None:
@@ -87,7 +89,8 @@ class Learning:
                 self._fitted.append(_Fitted(unit, codec, number, on_device))
 
     def _mean(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient that the projectors of matrix `number` are checked on by this rank; None where they are not."""
+        """The gradient that the projectors of matrix `number` are checked on by this rank; None where they are not, or
+        where no rank has one."""
         ranks, (parameter, entry) = self._ranks, unit.trainable[number]
         if ranks.world_size == 1:
             return None if gradient is None else gradient.contiguous()
@@ -96,7 +99,7 @@ class Learning:
             torch.div(gradient, ranks.world_size, out=mean)
         ranks.sum_(mean, f"the gradient that the projectors of {entry.name} are checked on", self._device.mark())
         ranks.join()
-        return mean if number % ranks.world_size == ranks.rank else None
+        return mean if number % ranks.world_size == ranks.rank and mean.any() else None
 
     def _fit(self, codec: Lsp, number: int, gradient: torch.Tensor, step: int) -> tuple[float, Pair | None]:
         """The bias of the projectors of a matrix, and new ones where they were fitted: in host memory where others get

@@ -272,6 +272,16 @@ class Skipping(nn.Module):
         return x.float().square().mean()
 
 
+def test_a_block_is_checked_when_it_is_used() -> None:
+    """For the first time, not in the first step, in which it has no gradient to be fitted to."""
+    model, x, checks = Skipping(), torch.randn(2, 64).bfloat16(), []
+    with engine_for(model, ds_config({"compression": LSP})) as engine:
+        for model.used in (2, 2, 3, 3):
+            train(engine, [x], lambda engine, x: engine(x))
+            checks.append(engine.optimizer.runtime.learning.statistics()["checks"])
+    assert checks == [2, 2, 3, 3]
+
+
 def test_a_change_is_applied_before_the_next_one_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     updates: list[str] = []
     second, last = threading.Event(), "layers.2 (compressed)"
