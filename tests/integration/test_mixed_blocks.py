@@ -258,7 +258,7 @@ def test_a_longer_batch_keeps_no_more_than_there_is_room_for(monkeypatch: pytest
     monkeypatch.setattr(activations_module, "mixtures", all_of)
     for activations in ("as_written", "auto"):
         model = checkpointed(llama(), True)
-        with engine_for(model, config_of({"gpu_memory": limit, "activations": activations})) as engine:
+        with engine_for(model, config_of({**LIMITED, "gpu_memory": limit, "activations": activations})) as engine:
             parts = engine.optimizer.runtime.parts
             losses: list[Any] = []
             for batch in data:
