@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,7 +155,8 @@ def main(rank: int, folder: Path) -> None:
     numbers = ranks.exchange(os.getpid(), "telling process numbers")
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    select.select([os.pidfd_open(numbers[2])], [], [])
+    with suppress(ProcessLookupError):  # it has ended, and its parent has seen it
+        select.select([os.pidfd_open(numbers[2])], [], [])
     seen["killed"] = parts(weights, 0)
     weights.close()
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
