@@ -47,15 +47,22 @@ def operations_of(
     count = flop_registry.get(function._overloadpacket)
     if count is None:
         return [Operation("other", 0, nbytes)]
-    flops = int(count(*args, **kwargs, out_val=made))
     backward = "backward" in name
-    heads = [each for each in inputs if each.dim() == 4][backward : backward + 2]
-    if "attention" in name and len(heads) == 2:  # packed sequences, of many lengths, have three dimensions
+    heads = [each for each in inputs if each.dim() == 4][backward : backward + 3]
+    if "attention" in name and len(heads) == 3:  # packed sequences, of many lengths, have three dimensions
         causal = any(each is True for each in args)  # their only flag that is set, beside one that asks for a number
-        query, key = heads
-        shape = query.shape[2], key.shape[2], query.shape[3]
-        return [Operation("attention backward" if backward else "attention", flops // (1 + causal), nbytes, shape)]
-    return [Operation("product", flops, nbytes)]
+        return [_attention(heads, nbytes, backward=backward, causal=causal)]
+    return [Operation("product", int(count(*args, **kwargs, out_val=made)), nbytes)]
+
+
+def _attention(given: Sequence[torch.Tensor], nbytes: int, *, backward: bool, causal: bool) -> Operation:
+    """Of query, key and value, each [batch, heads, tokens, width]. Keys and values may have fewer heads, each for a
+    group of queries, which torch's own count refuses in some versions (2.11)."""
+    query, key, value = given
+    (batch, heads, queries, width), keys = query.shape, key.shape[2]
+    products = 3 * width + 2 * value.shape[3] if backward else width + value.shape[3]
+    flops = 2 * batch * heads * queries * keys * products // (1 + causal)
+    return Operation("attention backward" if backward else "attention", flops, nbytes, (queries, keys, width))
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from ds_slide.plan.operations import operations_of
 
@@ -15,3 +17,21 @@ def test_attention_over_packed_sequences() -> None:
     args = (query, key, value, begins, begins, 32, 32, 0.0, True, False)
     (found,) = operations_of(function._schema.name, function, args, {}, (made,), [query, key, value, begins], [made])
     assert found.flops == 2 * 2 * 2 * 16 * (16 * 16 + 32 * 32) and found.nbytes >= 4 * 2 * made.numel()
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_attention_of_groups_of_queries_counts_all_queries(groups: int) -> None:
+    """A key of a group is there once; torch's own count, of heads that have each their own, is the reference."""
+    query = torch.empty(2, 8, 48, 16, dtype=torch.bfloat16, device="meta")
+    key = query.new_empty(2, 8 // groups, 64, 16)
+    forward = torch.ops.aten._scaled_dot_product_flash_attention.default
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    whole, made, sums = query.new_empty(2, 8, 64, 16), torch.empty_like(query), query.new_empty(2, 8, 48)
+    for function, before, behind in ((forward, (), (0.0, False)), (backward, (made,), (made, sums))):
+        args, inputs = (*before, query, key, key, *behind), [*before, query, key, key]
+        (found,) = operations_of(function._schema.name, function, args, {}, (made,), inputs, [made])
+        count = flop_registry[function._overloadpacket]
+        assert found.flops == count(*before, query, whole, whole, *behind, out_val=(made,))
+        assert found.shape == (48, 64, 16)
+    (half,) = operations_of(forward._schema.name, forward, (query, key, key, 0.0, True), {}, made, inputs[1:], [made])
+    assert half.flops == 2 * 2 * 8 * 48 * 64 * 16
