@@ -9,18 +9,16 @@ from ds_slide.errors import DoesNotFit
 from ds_slide.plan.allocations import total
 from ds_slide.plan.keeping import Kept
 from ds_slide.plan.memory import Plan
-from ds_slide.plan.time import Schedule, StepTime
+from ds_slide.plan.spare import FRAGMENTATION
+from ds_slide.plan.time import StepTime
 from ds_slide.plan.trace import StepTrace
+from ds_slide.plan.two_passes import Schedule
 
 CONTEXT_BYTES = 900 << 20
 """Of the GPU: the CUDA context and kernels (0.90 GB of what the device had in use on an H200 beyond torch's allocator,
 benchmarks/results/2026-11-23_nvidia-h200-x2_passes.jsonl)."""
 WORKSPACE_BYTES = 64 << 20
 """Of the GPU, by torch's allocator: the workspaces of cuBLAS and cuBLASLt, 32 MiB each on an H100 or H200."""
-FRAGMENTATION = 0.2
-"""Of the activations: what torch's allocator holds beyond what is allocated (0.15 to 0.20 there and on page main_2),
-without those that the engine keeps in spare memory (0.9 GB beside 51.7 of them,
-benchmarks/results/2026-11-23_nvidia-h200_spare-memory.jsonl)."""
 PROCESS_BYTES = 1060 << 20
 """Of host memory: Python, torch, transformers and the CUDA driver (1.06 GB there before an engine is built)."""
 ENGINE_BYTES = 400 << 20
@@ -120,8 +118,10 @@ class Forecast:
             "spare states": ranks * spare,
             "processes": ranks * self.room.process,
         }
-        if self.activations.moved:
-            entries["inputs of blocks"] = ranks * self.activations.host_bytes
+        # What the first steps have taken for inputs stays, however many of them move later.
+        taken = max(each.activations.host_bytes for each in (self, self.first) if each is not None)
+        if taken:
+            entries["inputs of blocks"] = ranks * taken
         if self.room.gpu is None:
             entries["the accelerator, which is the host"] = ranks * sum(self.gpu.values())
         return entries

@@ -59,13 +59,17 @@ class _Step:
     to: Mixture | None
 
 
-def kept_within(room: float, blocks: Collection[Keepable]) -> Kept:
+def kept_within(room: float, blocks: Collection[Keepable], *, first: bool = False) -> Kept:
     """What is kept in `room` bytes: never less time saved than where each block is kept as a whole or not at all, nor
-    than in less room."""
-    alone = _taken(room, _steps(blocks, mixed=False))
+    than in less room. `first`: of equal blocks the first, and not the last ones, whose tensors backward frees first.
+
+    It is for updates in two passes, of which the second one precedes backward from block to block: blocks at the end
+    that are not recomputed wait for it, those at the beginning no more (14 B on 140 GB: 27 mixed blocks save 0.29 s of
+    a predicted backward there, and 0.15 s at the end)."""
+    alone = _taken(room, _steps(blocks, mixed=False, first=first))
     if len(alone.whole) == len(blocks):
         return alone
-    mixed = _taken(room, _steps(blocks, mixed=True))
+    mixed = _taken(room, _steps(blocks, mixed=True, first=first))
     return mixed if mixed.seconds(blocks) > alone.seconds(blocks) else alone
 
 
@@ -93,10 +97,10 @@ def fillings(blocks: Collection[Keepable]) -> list[Filling]:
     return sorted(found, key=lambda each: (each.nbytes, -each.seconds))
 
 
-def _steps(blocks: Iterable[Keepable], *, mixed: bool) -> list[_Step]:
-    """The most seconds for a byte first; of equal ones the last block, whose tensors backward frees first."""
+def _steps(blocks: Iterable[Keepable], *, mixed: bool, first: bool = False) -> list[_Step]:
+    """The most seconds for a byte first; of equal ones the last block, or the first one."""
     steps = [step for block in blocks for step in _steps_of(block, block.mixtures if mixed else ())]
-    return sorted(steps, key=lambda step: (-step.value, -step.order, step.level))
+    return sorted(steps, key=lambda step: (-step.value, step.order if first else -step.order, step.level))
 
 
 def _steps_of(block: Keepable, mixtures: Iterable[Mixture]) -> Iterator[_Step]:

@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from ds_slide.plan.keeping import Keepable, fillings
 from ds_slide.plan.needs import Needs
+from ds_slide.plan.two_passes import FIRST_PASS, Schedule
 
 MARGIN_SHARE = 1 / 16
 """Of the GPU, and left free. Torch takes memory from the driver in steps of 2 MiB, so that a saved tensor of 32 MiB (8k
@@ -20,6 +21,11 @@ tokens of a model 2,048 wide) may take a sixteenth more, and it cannot always us
 What differs from step to step without a longer batch (experts that get more tokens) has to fit in here, too."""
 MOST_MARGIN_SHARE = 4 * MARGIN_SHARE
 """Where torch has had to search for room again and again."""
+FRAGMENTATION = 0.2
+"""Of the activations: what torch's allocator holds beyond what is allocated, without those that are kept in spare
+memory: 0.15 to 0.20 (page main_2 of 2026-11-21), 0.9 GB beside 51.7 that were kept
+(benchmarks/results/2026-11-23_nvidia-h200_spare-memory.jsonl). 3 B with 48 x 2048 tokens in 24 GiB did not find 2.02
+GiB in one piece while 2.23 were free (benchmarks/results/2026-11-23_nvidia-h200_choosing.md)."""
 BLOCKS_UNDER_WAY = 2
 """Whose inputs are not yet gone when the last block has computed, where all of them move."""
 UNMEASURED_SHARE = 1 / 4
@@ -31,9 +37,9 @@ LEAST_AHEAD, MOST_AHEAD = 2, 8
 of a block's backward. A disk that is slower than the blocks holds them up with any number."""
 SPARE_SSD_SHARE = 1 / 2
 """Of the free space of a disk, that inputs of blocks may take: a checkpoint may have to go there, too."""
-UPDATE_BYTES_PER_SECOND = 1e12
-"""Of states that an update on the GPU reads and writes; of a card of the middle class, so that no state is moved for a
-gain that its own update takes back."""
+MEMORY_RATE = 1e12
+"""Bytes a second that an update on the GPU reads and writes where nobody knows it; of a card of the middle class, so
+that no state is moved for a gain that its own update takes back."""
 
 
 class Handling(Enum):
@@ -126,31 +132,40 @@ def least_slots(window: int, needs: Needs) -> int:
 @dataclass(frozen=True)
 class StepTimes:
     """One measured step. `compute`: when the GPU computed. `stall`: when it waited for transfers and updates. `lane`:
-    of the busiest of the other lanes. `fetch`: of the one that brings blocks. `under_backward`: updates are done as
-    gradients arrive."""
+    of the busiest of the other lanes. `fetch`: of the one that brings blocks. `queue`: seconds of the updates that one
+    wait is for, of all units."""
 
     compute: float
     stall: float
     lane: float
     fetch: float = 0.0
-    under_backward: bool = False
+    queue: float = 0.0
 
     @classmethod
-    def of(cls, busy: Mapping[str, float], step_s: float, *, under_backward: bool) -> StepTimes:
-        """Of a step of `step_s` seconds in which the lanes were `busy` for so many."""
+    def of(cls, busy: Mapping[str, float], step_s: float, schedule: Schedule) -> StepTimes:
+        """Of a step of `step_s` seconds in which the lanes were `busy` for so many.
+
+        Where a disk is the busiest lane, the GPU waits for it, and updates are in no queue."""
         compute = busy["compute"]
         lane = max((seconds for lane, seconds in busy.items() if lane != "compute"), default=0.0)
-        return cls(compute, max(0.0, step_s - compute), lane, busy.get("h2d", 0.0), under_backward)
+        updates = busy.get("update", 0.0)
+        queue = FIRST_PASS * updates if schedule == "two passes" else updates
+        if schedule == "under backward":
+            queue = lane
+        elif busy.get("ssd", 0.0) > updates:
+            queue = 0.0
+        return cls(compute, max(0.0, step_s - compute), lane, busy.get("h2d", 0.0), queue)
 
     def predicted(self, recomputed_less: float, moved_share: float, updates: float, fetched: float = 1.0) -> float:
         """Of a step with so many seconds less of recomputation, so much of the host's work gone, seconds of updates on
         the GPU, and so many times the fetches: what is hidden costs nothing, until what hides it has become shorter.
 
-        With updates under backward the GPU waits for the end of a queue, and what leaves it shortens the wait second
-        for second: 7.6 B waited 0.32 s of 1.50, and 0.05 s of 1.24 when 12 of its 28 blocks had moved. Deferred
-        updates are waited for one by one, and some of them, in a second pass, by nobody."""
+        The GPU waits for the end of a queue, and what leaves it shortens the wait second for second, until it is over:
+        with updates under backward the end comes after the backward (7.6 B waited 0.32 s of 1.50, and 0.05 s of 1.24
+        when 12 of its 28 blocks had moved), with deferred ones under the next forward, whose last block waits longest.
+        """
         computes = self.compute - recomputed_less + updates
-        gone = max(self.stall, self.lane if self.under_backward else 0.0) * moved_share
+        gone = max(self.stall, self.queue) * moved_share
         return max(computes + max(0.0, self.stall - gone), self.lane * (1.0 - moved_share), self.fetch * fetched)
 
 
@@ -164,6 +179,14 @@ class Choice:
     seconds: float
     slots: int = 0
     mixed: int = 0
+
+
+def spare_bytes(free: float, needed: float, margin: float) -> float:
+    """Of `free` bytes those that a batch leaves which needs so many with nothing kept, or, less than 0, that it has too
+    many: beside a margin, and beside what the allocator cannot use, which is less where inputs have gone elsewhere."""
+    beside_fragments = free - (1 + FRAGMENTATION) * needed
+    missing = min(0.0, beside_fragments) / (1 + FRAGMENTATION)
+    return min(free - margin - needed, missing or beside_fragments)
 
 
 def movable_inputs(inputs: Sequence[Input]) -> Sequence[Input]:
@@ -221,8 +244,10 @@ def choose(
     activations: Collection[Keepable],
     times: StepTimes,
     slots: Slots = NO_SLOTS,
+    memory_rate: float = MEMORY_RATE,
 ) -> Choice:
-    """The shortest step that `room` bytes allow, of those the one that takes the fewest bytes.
+    """The shortest step that `room` bytes allow, of those the one that takes the fewest bytes. `memory_rate`: bytes a
+    second of the GPU's memory.
 
     `states` go in the order in which they are given, and activations by their value, so that a choice is two numbers,
     and all pairs of them are looked at. `kept` and `mixed` are what is expected; what is left in the end decides in
@@ -237,7 +262,7 @@ def choose(
     best = Choice(frozenset(), 0, times.predicted(0.0, 0.0, 0.0), slots.count)
     least = best.seconds, 0
     for moved, (taken, share, gone) in enumerate(zip(state_bytes, shares, passing, strict=True)):
-        updates = 2 * taken / UPDATE_BYTES_PER_SECOND
+        updates = 2 * taken / memory_rate
         for filling in filled:
             left = room - taken - filling.nbytes
             count = slots.fitting(left, gone) if moved else slots.count if left >= 0 else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from ds_slide.plan.allocations import is_gathered, streamed, undo_bytes
 from ds_slide.plan.memory import Plan
@@ -24,9 +23,8 @@ from ds_slide.plan.rates import (
     Rates,
 )
 from ds_slide.plan.trace import StepTrace, per_unit
-from ds_slide.plan.two_passes import exceeds, second_fits
+from ds_slide.plan.two_passes import Schedule, exceeds, second_fits
 
-Schedule = Literal["under backward", "deferred", "two passes", "speculative"]
 SCHEDULES: tuple[Schedule, ...] = ("under backward", "deferred", "two passes", "speculative")
 STEP_S = 5e-3
 """Of a GPU that stands still between two steps while the host reads the norm and queues updates and fetches (4 to 7 ms

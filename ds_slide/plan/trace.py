@@ -101,8 +101,9 @@ def kept_by_block(plain: StepTrace, checkpointed: StepTrace) -> dict[int, int]:
 def with_kept(checkpointed: StepTrace, plain: StepTrace, kept: Kept) -> StepTrace:
     """The step that recomputes all blocks, but for what is kept of them, from those that recompute all and none.
 
-    Where some are kept, as many as there is memory for, memory is at its peak in the loss: they are all there then, and
-    backward frees the last blocks' first, which are the kept ones, before others are recomputed."""
+    Where the last blocks are kept, as many as there is memory for, memory is at its peak in the loss: they are all
+    there then, and backward frees them before others are recomputed. Where the first ones are, they are all there
+    whenever the step without them has its peak."""
     saved = kept_by_block(plain, checkpointed)
     of_kept: dict[int | None, Segment] = {
         segment.unit: segment for segment in plain.backward if segment.unit in kept.whole
@@ -112,11 +113,14 @@ def with_kept(checkpointed: StepTrace, plain: StepTrace, kept: Kept) -> StepTrac
     for segment in checkpointed.backward:
         if segment.unit is not None and segment.unit in kept.mixed:
             of_kept[segment.unit] = _without(segment, checkpointed.again[segment.unit], kept.mixed[segment.unit])
+    saved_bytes, peak = plain.saved_bytes - recomputed, plain.peak_bytes - recomputed
+    if max(saved) not in of_kept:
+        peak = max(peak, checkpointed.peak_bytes + saved_bytes - checkpointed.saved_bytes)
     return replace(
         checkpointed,
         backward=tuple(of_kept.get(segment.unit, segment) for segment in checkpointed.backward),
-        saved_bytes=plain.saved_bytes - recomputed,
-        peak_bytes=max(checkpointed.peak_bytes, plain.peak_bytes - recomputed),
+        saved_bytes=saved_bytes,
+        peak_bytes=max(checkpointed.peak_bytes, peak),
     )
 
 

@@ -3,8 +3,13 @@ predicted ones."""
 
 from __future__ import annotations
 
+from typing import Literal
+
+Schedule = Literal["under backward", "deferred", "two passes", "speculative"]
 PASS_SHARE = 18 / 26
 """Bytes of either pass over those of a whole update, of AdamW in fp32; so does its time."""
+FIRST_PASS = 1 / 2
+"""Of the time of both."""
 UPDATE_BOUND = 0.9
 """Forward waits for updates that take at least this part of it."""
 

@@ -9,6 +9,7 @@ from torch import nn
 from ds_slide.plan.memory import SPARE_HOST_SHARE
 from ds_slide.plan.probe.host_room import host_room
 from ds_slide.plan.probe.local_ranks import local_ranks
+from ds_slide.plan.two_passes import Schedule
 from ds_slide.report.statistics import INPUTS, LaneMeter
 from ds_slide.runtime import running
 from ds_slide.runtime.activations.activations import Activations
@@ -23,7 +24,9 @@ from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
 from ds_slide.runtime.unit import Unit
 
 
-def make_spare_memory(module: nn.Module, context: BuildContext, units: Sequence[Unit]) -> SpareMemory:
+def make_spare_memory(
+    module: nn.Module, context: BuildContext, units: Sequence[Unit], schedule: Callable[[], Schedule]
+) -> SpareMemory:
     """Of the engine of `module`."""
     settings, device = context.settings, context.device
     gpu = device if device.is_cuda and settings.trains else None
@@ -31,8 +34,8 @@ def make_spare_memory(module: nn.Module, context: BuildContext, units: Sequence[
     blocks = [unit for unit in units if unit.spec.kind == "block" and settings.slide.activations == "auto"]
     moved = _moved_inputs(context) if blocks and settings.trains else None
     activations = Activations(blocks, device, may_be_unasked(module, blocks), moved, mixes=settings.slide.debug.mix)
-    budget, under_backward = Budget(gpu, limit, running.on_gpu), settings.held_dtype is None
-    return SpareMemory(activations, budget, context.ranks, context.recorder, under_backward=under_backward)
+    budget = Budget(gpu, limit, running.on_gpu)
+    return SpareMemory(activations, budget, context.ranks, context.recorder, schedule)
 
 
 def _moved_inputs(context: BuildContext) -> MovedInputs:

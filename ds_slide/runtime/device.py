@@ -119,6 +119,13 @@ class Device:
         """Give the memory that torch keeps for reuse back to the driver. Waits for the GPU."""
         torch.cuda.empty_cache()
 
+    def memory_rate(self) -> float | None:
+        """Bytes a second that an update reads and writes, by clock and width of the memory; None: not known. An H200
+        has 0.85 of the 4.9 TB/s that they give."""
+        found = torch.cuda.get_device_properties(self.torch)
+        clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
+        return 0.85 * 2 * 1e3 * clock * width / 8 or None
+
     def allocation_retries(self) -> int:
         """How often torch had to give its unused memory back, which stops the GPU, to find room for a tensor."""
         return int(torch.cuda.memory_stats(self.torch).get("num_alloc_retries", 0))

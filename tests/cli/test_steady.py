@@ -70,6 +70,9 @@ class Engine:
     def allocation_retries(self) -> int:
         return 0
 
+    def memory_rate(self) -> float | None:
+        return None
+
     def movable(self) -> Sequence[Movable]:
         return steady._movable(self.plan)
 
@@ -94,7 +97,7 @@ def run(engine: Engine, forwards: int, limit: int | None) -> Plan:
     device = Device(torch.device("cpu"))
     recorder = StepRecorder(device, None)  # type: ignore[arg-type]
     budget = Budget(engine, limit, lambda: engine.plan.gpu_bytes)
-    spare = SpareMemory(Activations([], device), budget, Ranks(), recorder)
+    spare = SpareMemory(Activations([], device), budget, Ranks(), recorder, lambda: step_of(engine.plan).schedule)
     spare.states, engine.accumulates = engine, forwards > 1
     for number in range(LOOKS[-1]):
         step = step_of(engine.plan)

@@ -104,7 +104,7 @@ def handle_of(monkeypatch: pytest.MonkeyPatch) -> Handle:
     """Keep the last so many blocks from then on, and move the inputs of the first so many."""
 
     def choose(keep: int, move: int) -> None:
-        def kept(_room: float, candidates: list[Keepable]) -> Kept:
+        def kept(_room: float, candidates: list[Keepable], **_: bool) -> Kept:
             orders = sorted(each.order for each in candidates)
             return Kept(frozenset(orders[len(orders) - keep :] if keep else ()))
 
@@ -139,6 +139,9 @@ class SmallGpu:
 
     def allocation_retries(self) -> int:
         return 0
+
+    def memory_rate(self) -> float | None:
+        return None
 
     def compute(self, batch: Batch, *, elsewhere: int = 0) -> None:
         """`elsewhere`: bytes of it that are not on the GPU."""

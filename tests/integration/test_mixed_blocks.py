@@ -38,7 +38,7 @@ def mix(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From now on they stay, whatever there is room for."""
 
     def choose() -> None:
-        def kept(_room: float, blocks: list[Keepable]) -> Kept:
+        def kept(_room: float, blocks: list[Keepable], **_: bool) -> Kept:
             return Kept(mixed={each.order: each.mixtures[0] for each in blocks})
 
         monkeypatch.setattr(activations_module, "mixtures", all_of)

@@ -38,6 +38,7 @@ def test_what_brings_less_than_the_whole_block_is_no_mixture() -> None:
 def test_of_equal_blocks_the_last_are_kept() -> None:
     whole = [Keepable(each.order, each.nbytes, each.seconds) for each in ACTIVATIONS]
     assert kept_within(4.5 * GB, whole) == Kept(frozenset((34, 35, 36)))
+    assert kept_within(4.5 * GB, whole, first=True) == Kept(frozenset((1, 2, 3)))
 
 
 def test_mixtures_fill_the_room_before_whole_blocks_do() -> None:

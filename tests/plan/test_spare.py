@@ -24,6 +24,7 @@ from ds_slide.plan.spare import (
     moved_within,
     moves_unmeasured,
     reads_ahead,
+    spare_bytes,
 )
 
 GB = 10**9
@@ -59,11 +60,42 @@ def test_when_the_hidden_lane_comes_out_states_follow() -> None:
 
 def test_what_leaves_a_queue_shortens_the_wait_for_its_end() -> None:
     """7.6 B without clipping: updates of 1.3 s, of which 0.32 come after the backward."""
-    times = StepTimes(compute=1.18, stall=0.32, lane=1.3, under_backward=True)
+    times = StepTimes(compute=1.18, stall=0.32, lane=1.3, queue=1.3)
     states = [Movable(order, int(3.3 * GB), 1 / 28) for order in range(28)]
     choice = choose(100 * GB, states, (), times)
     assert choice.states == frozenset(range(7))
     assert choice.seconds == pytest.approx(1.18 + 7 * 6.6e-3)
+
+
+def test_a_forward_waits_for_the_updates_before_it() -> None:
+    """14 B, of which 10.7 G parameters are updated by the host in two passes of 1.27 s: each unit that goes to the GPU
+    shortens the wait by its part of a pass, and no more is to be had than the wait."""
+    busy = {"compute": 2.9, "update": 2.54, "h2d": 0.4}
+    times = StepTimes.of(busy, 3.46, "two passes")
+    assert (times.stall, times.queue, times.lane) == (pytest.approx(0.56), 1.27, 2.54)
+    assert times.predicted(0.0, 0.1, 0.0) == pytest.approx(3.46 - 0.127)
+    assert times.predicted(0.0, 0.6, 0.0) == 2.9
+    assert StepTimes.of(busy, 3.46, "deferred").queue == StepTimes.of(busy, 3.46, "under backward").queue == 2.54
+
+
+def test_what_a_disk_holds_up_is_no_queue_of_updates() -> None:
+    times = StepTimes.of({"compute": 0.4, "update": 0.8, "ssd": 14.0}, 14.4, "two passes")
+    assert times.queue == 0.0 and times.predicted(0.0, 0.1, 0.0) == pytest.approx(14.4 - 1.4)
+
+
+def test_updates_on_a_gpu_take_as_long_as_its_memory_does() -> None:
+    """3.85 GB of a block of 14 B for a wait of 2 ms: 8 ms by a card of the middle class, 1.8 ms by an H200."""
+    states, times = [Movable(1, 3_850_000_000, 0.1)], StepTimes(compute=1.0, stall=0.02, lane=0.02)
+    assert not choose(10 * GB, states, (), times).states
+    assert choose(10 * GB, states, (), times, memory_rate=4.2e12).states
+
+
+def test_what_a_batch_leaves_is_less_what_the_allocator_cannot_use() -> None:
+    """Of 24 GB, with a margin of a sixteenth: a fifth of what stays on the GPU lies between live tensors."""
+    assert spare_bytes(24 * GB, 5 * GB, 1.5 * GB) == 17.5 * GB
+    assert spare_bytes(24 * GB, 15 * GB, 1.5 * GB) == 6 * GB
+    missing = -spare_bytes(20 * GB, 29 * GB, 1.5 * GB)
+    assert (29 * GB - missing) * 1.2 == pytest.approx(20 * GB)
 
 
 SLOTS = Slots(count=19, least=4, nbytes=154 * 10**6, blocks=BLOCKS)
@@ -90,7 +122,7 @@ amounts = st.floats(0, 2, allow_nan=False)
 movables = st.lists(st.integers(1, 50), max_size=6).map(
     lambda given: [Movable(100 + order, nbytes, 1 / (len(given) + 1)) for order, nbytes in enumerate(given)]
 )
-times = st.builds(StepTimes, amounts, amounts, amounts, amounts)
+times = st.builds(StepTimes, amounts, amounts, amounts, amounts, amounts)
 windows = st.integers(6, 12).flatmap(
     lambda blocks: st.builds(
         Slots, st.integers(0, blocks), st.integers(0, 4), st.integers(0, 20), st.just(blocks), st.integers(1, 8)

@@ -65,23 +65,26 @@ def test_it_saves_what_a_real_forward_saves() -> None:
     assert real <= found.saved_bytes <= 1.06 * real
 
 
-def with_checkpointing(blocks: int, **options: Any) -> Any:
-    """Of the first so many blocks."""
+def with_checkpointing(blocks: int, *, last: bool = False, **options: Any) -> Any:
+    """Of the first so many blocks, or of the last."""
     model = llama("meta", **options)
-    for block in model.model.layers[:blocks]:
+    layers = model.model.layers
+    for block in layers[BLOCKS - blocks :] if last else layers[:blocks]:
         block.gradient_checkpointing = True
         block._gradient_checkpointing_func = CHECKPOINT
     return model
 
 
 @pytest.mark.parametrize("vocabulary", [512, 16_384], ids=["blocks are the peak", "the loss is"])
+@pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("recomputed", range(BLOCKS + 1))
 def test_a_step_that_keeps_some_blocks_is_made_of_those_that_keep_all_and_none(
-    recomputed: int, vocabulary: int
+    recomputed: int, last: bool, vocabulary: int
 ) -> None:
     none, every = (traced(with_checkpointing(count, vocab_size=vocabulary)) for count in (BLOCKS, 0))
-    found = with_kept(none, every, Kept(frozenset(range(recomputed + 1, BLOCKS + 1))))
-    real = traced(with_checkpointing(recomputed, vocab_size=vocabulary))
+    blocks = list(range(1, BLOCKS + 1))
+    found = with_kept(none, every, Kept(frozenset(blocks[: BLOCKS - recomputed] if last else blocks[recomputed:])))
+    real = traced(with_checkpointing(recomputed, last=last, vocab_size=vocabulary))
     assert found.backward == real.backward
     boundary = BATCH * SEQ * 128 * 2 + 512  # the first block's input, which the model's forward holds until it returns
     assert found.saved_bytes == pytest.approx(real.saved_bytes, abs=boundary)

@@ -15,7 +15,7 @@ from ds_slide.config import CONFIG_KEY
 from ds_slide.integration.planning import Planned, filled, plan_json
 from ds_slide.patching.apply import apply_kernels
 from ds_slide.plan.ceilings.figures import Ceilings
-from ds_slide.plan.forecast import FRAGMENTATION, Activations, Forecast, Room
+from ds_slide.plan.forecast import Activations, Forecast, Room
 from ds_slide.plan.keeping import Keepable, Kept
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.mixtures import mixtures
@@ -92,12 +92,10 @@ class Planner:
                 keepable.append(Keepable(index, saved[index], case.rates.seconds(forward[index]), mixed))
 
         tied = request.room.ranks > 1 or case.planned.micro_batches > 1
-        spare = Spare(request.room, case.trace.peak_bytes, slide.gpu_memory, tied)
+        spare = Spare(request.room, case.trace.peak_bytes, slide.gpu_memory, tied, case.rates.copy)
         placed, moved = case.planned.plan, Activations()
         if request.room.gpu is not None:
-            # A margin that torch has no use for grows until it has, to what is fragmented.
-            over = sum(case.forecast_of(placed).gpu.values()) - request.room.gpu
-            moved = case.inputs.within(max(-spare.bytes_beside(placed), over / (1 + FRAGMENTATION)), moved)
+            moved = case.inputs.within(-spare.bytes_beside(placed), moved)
         spare = replace(spare, needed=spare.needed - moved.moved_bytes)
 
         def step_of(kept: Kept) -> StepTrace:

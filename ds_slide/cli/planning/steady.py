@@ -15,7 +15,7 @@ from ds_slide.plan.forecast import WORKSPACE_BYTES, Activations, Room
 from ds_slide.plan.keeping import Keepable, Kept, kept_within
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, UnitSize
-from ds_slide.plan.spare import MARGIN_SHARE, Movable, Slots, StepTimes, choose, least_slots
+from ds_slide.plan.spare import MARGIN_SHARE, MEMORY_RATE, Movable, Slots, StepTimes, choose, least_slots, spare_bytes
 from ds_slide.plan.time import StepTime
 from ds_slide.runtime.activations.spare_memory import HEADROOM, LEAST_GAIN, LOOKS
 
@@ -23,12 +23,14 @@ from ds_slide.runtime.activations.spare_memory import HEADROOM, LEAST_GAIN, LOOK
 @dataclass(frozen=True)
 class Spare:
     """What is known of the GPU beside a plan. `needed`: bytes of a batch with nothing kept. `limit`: of
-    `ds_slide.gpu_memory`. `tied`: states cannot always go back when a batch begins."""
+    `ds_slide.gpu_memory`. `tied`: states cannot always go back when a batch begins. `memory_rate`: bytes a second of
+    the GPU's memory."""
 
     room: Room
     needed: int
     limit: int | None
     tied: bool
+    memory_rate: float = MEMORY_RATE
 
     @property
     def exists(self) -> bool:
@@ -38,8 +40,8 @@ class Spare:
         """What a batch leaves, of the GPU and of the limit."""
         rooms: list[float] = []
         if self.room.gpu is not None and self.room.gpu_for_plan is not None:
-            margin = MARGIN_SHARE * self.room.gpu
-            rooms.append(self.room.gpu_for_plan - WORKSPACE_BYTES - margin - plan.gpu_bytes - self.needed)
+            free = self.room.gpu_for_plan - WORKSPACE_BYTES - plan.gpu_bytes
+            rooms.append(spare_bytes(free, self.needed, MARGIN_SHARE * self.room.gpu))
         if self.limit is not None:
             rooms.append(self.limit - plan.gpu_bytes)
         return min(rooms)
@@ -60,19 +62,21 @@ def decide(
     checkpointed = frozenset(each.order for each in keepable)
     if not spare.exists:
         return plan, Activations(checkpointed)
-    for _ in LOOKS if moves_states else ():
+    kept, first = Kept(), False  # before the first look nothing is
+    for _ in LOOKS:
+        step = time_of(plan, kept)
+        first = step.schedule == "two passes"
         room = spare.bytes_beside(plan)
-        step = time_of(plan, kept := kept_within(room, keepable))
-        times = StepTimes.of(step.lanes, step.step_s, under_backward=step.schedule == "under backward")
+        times = StepTimes.of(step.lanes, step.step_s, step.schedule)
         times = replace(times, compute=times.compute + kept.seconds(keepable))
         room -= HEADROOM * spare.needed if spare.tied else 0
         slots = _slots(plan, passes)
         least = choose(room, (), keepable, times).seconds
-        choice = choose(room, _movable(plan), keepable, times, slots)
-        if choice.seconds <= least * (1 - LEAST_GAIN):
+        choice = choose(room, _movable(plan), keepable, times, slots, spare.memory_rate)
+        if moves_states and choice.seconds <= least * (1 - LEAST_GAIN):
             promoted = plan.placement.promoted | choice.states
             plan = plan.with_promoted(promoted, max(choice.slots, slots.least))
-    kept = kept_within(spare.bytes_beside(plan), keepable)
+        kept = kept_within(spare.bytes_beside(plan), keepable, first=first)
     return plan, Activations(checkpointed, kept, kept.nbytes(keepable))
 
 

@@ -92,6 +92,8 @@ class Activations:
         """Blocks whose inputs leave the GPU in the newest forward."""
         self._free: float | None = None
         """Bytes of the GPU, where what a batch needs is not known yet."""
+        self.keeps_first = False
+        """Of equal blocks, the first ones; set between backwards."""
         self._inputs = moved
         self._input_bytes: dict[Hashable, tuple[int, int]] = {}
         """Of a block's input, by kind: tokens of the largest batch so far, and bytes there."""
@@ -134,7 +136,7 @@ class Activations:
             of = {kind: self._measured.get(kind) for kind in self._kind.values()}
             self._asked = {kind for kind, known in of.items() if known is None or known.shape.growth(shape) > 1}
         candidates = self.keepable(shape)
-        self._kept = kept_within(room, candidates)
+        self._kept = kept_within(room, candidates, first=self.keeps_first)
         self._free = free
         self._moved = self._to_move(-room, shape)
         self._handled = _statistics(len(checkpointed), self._kept, self._kept.nbytes(candidates))

@@ -20,6 +20,7 @@ import torch
 from ds_slide.plan.keeping import Keepable
 from ds_slide.plan.spare import (
     MARGIN_SHARE,
+    MEMORY_RATE,
     MOST_MARGIN_SHARE,
     NO_SLOTS,
     Handling,
@@ -29,7 +30,9 @@ from ds_slide.plan.spare import (
     StepTimes,
     choose,
     given_back,
+    spare_bytes,
 )
+from ds_slide.plan.two_passes import Schedule
 from ds_slide.report.log import log, size
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime.activations.activations import Activations, shape_of
@@ -58,6 +61,7 @@ class GpuMemory(Protocol):
     def peak(self) -> int: ...
     def reset_peak(self) -> None: ...
     def allocation_retries(self) -> int: ...
+    def memory_rate(self) -> float | None: ...
 
 
 class States(Protocol):
@@ -124,17 +128,16 @@ class SpareMemory:
         budget: Budget,
         ranks: Ranks,
         recorder: StepRecorder,
-        *,
-        under_backward: bool = False,
+        schedule: Callable[[], Schedule],
     ) -> None:
-        """`under_backward`: updates are done as gradients arrive."""
+        """`schedule`: of the updates of the latest step."""
         self.activations = activations
         self.states: States | None = None
         """None: they stay where the plan has them."""
         self._budget = budget
         self._ranks = ranks
         self._recorder = recorder
-        self._under_backward = under_backward
+        self._schedule = schedule
         self._steps = 0
         self._looks = frozenset(LOOKS)
         self._latest_look = 0
@@ -230,7 +233,7 @@ class SpareMemory:
         rooms = []
         if self._budget.gpu is not None:
             needed = self._needed(shape, with_gradient=with_gradient)
-            rooms.append(self._usable - self._margin - self._allocated() - needed)
+            rooms.append(spare_bytes(self._usable - self._allocated(), needed, self._margin))
         if self._budget.limit is not None:
             rooms.append(self._budget.limit - self._budget.placed())
         return min(rooms)
@@ -324,6 +327,7 @@ class SpareMemory:
     def _look(self, forwards: int) -> None:
         """Decide about states, after a step of so many forwards."""
         self.activations.take_times()
+        self.activations.keeps_first = self._schedule() == "two passes"
         self._latest_look = self._steps
         if self._budget.gpu is not None:
             free, total = self._budget.gpu.memory()
@@ -345,7 +349,7 @@ class SpareMemory:
             room = min(0.0, room + self.activations.movable_bytes(self._need.shape))
         if self._is_tied:
             room -= (HEADROOM if len(self._shapes) < 2 else HEADROOM_OF_VARYING) * self._need.nbytes
-        times = _times(latest.lanes, latest.step_s, under_backward=self._under_backward)
+        times = _times(latest.lanes, latest.step_s, self._schedule())
         kept_s = self.activations.kept_seconds
         times = replace(times, compute=times.compute + kept_s)
         slots = NO_SLOTS if self.states is None else self.states.slots(forwards)
@@ -353,11 +357,12 @@ class SpareMemory:
 
     def _share_out(self, record: Record) -> None:
         room, keepable, times = record.room, record.keepable, record.times
+        rate = (None if self._budget.gpu is None else self._budget.gpu.memory_rate()) or MEMORY_RATE
         choice = choose(room, (), keepable, times, record.slots)
         if self.states is not None:
             promoted = self.states.promoted()
             orders = frozenset(each.order for each in promoted)
-            with_states = choose(room, self.states.movable(), keepable, times, record.slots)
+            with_states = choose(room, self.states.movable(), keepable, times, record.slots, rate)
             if room < 0 and promoted:
                 self.states.move(orders - given_back(-room, promoted, record.slots))
             elif with_states.seconds <= choice.seconds * (1 - LEAST_GAIN):
@@ -397,6 +402,6 @@ class Watched:
         return Watched(min(self.base, allocated), largest, beside, max(self.expected, needed + beside))
 
 
-def _times(lanes: Mapping[str, Mapping[str, float | int]], step_s: float, *, under_backward: bool) -> StepTimes:
+def _times(lanes: Mapping[str, Mapping[str, float | int]], step_s: float, schedule: Schedule) -> StepTimes:
     busy = {lane: float(totals["busy_s"]) for lane, totals in lanes.items()}
-    return StepTimes.of(busy, step_s, under_backward=under_backward)
+    return StepTimes.of(busy, step_s, schedule)

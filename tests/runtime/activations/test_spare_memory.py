@@ -54,6 +54,9 @@ class Gpu:
     def allocation_retries(self) -> int:
         return self.retries
 
+    def memory_rate(self) -> float | None:
+        return None
+
     def compute(self, tokens: int) -> None:
         self.most = max(self.most, self.on_gpu + tokens * BYTES_PER_TOKEN)
         assert self.most <= TOTAL, "out of memory"
@@ -113,7 +116,7 @@ class Run:
         lanes: dict[str, dict[str, float | int]] = {"compute": {"busy_s": 1 - stall, "bytes": 0}}
         self.recorder.latest = StepStatistics(1, 1.0, 1.0, "compute", lanes, {})
         budget = Budget(self.gpu, limit, lambda: self.gpu.on_gpu)
-        self.spare = SpareMemory(Activations([], device), budget, ranks or Ranks(), self.recorder)
+        self.spare = SpareMemory(Activations([], device), budget, ranks or Ranks(), self.recorder, lambda: "deferred")
         self.spare.states = self.units
 
     def forward(self, batch: Sequence[int] = (1, TOKENS)) -> None:
