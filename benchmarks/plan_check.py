@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 AT_C155 = "c15576420a86:benchmarks/results/"
 RECORDS = (
     "benchmarks/results/2026-11-23_nvidia-h200-x2_passes.jsonl",
-    "benchmarks/results/2026-11-23_nvidia-h200_spare-memory.jsonl",
+    "benchmarks/results/2026-11-23_nvidia-h200_choosing.jsonl",
     *(
         f"{AT_C155}{name}.jsonl"
         for name in (

@@ -135,9 +135,9 @@ class DebugConfig(_Block):
     )
     """The part of such updates, chosen at random, that are taken back although they would count."""
 
-    mix: StrictBool = Field(default=False, description="true or false")
+    mix: StrictBool = Field(default=True, description="true or false")
     """Whether a block may keep some results of its operators and recompute the rest; with false it keeps all that it
-    saves, or nothing. False until it has been measured on a GPU."""
+    saves, or nothing."""
 
 
 class CheckpointConfig(_Block):
