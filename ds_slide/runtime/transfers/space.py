@@ -6,7 +6,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
-import os
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -69,8 +69,7 @@ class SpaceOnSsd:
         free: dict[int, list[int]] = {}
         for directory in self._directories:
             there = next(path for path in (directory, *directory.parents) if path.exists())
-            space = os.statvfs(there)
-            free.setdefault(os.stat(there).st_dev, []).append(space.f_bavail * space.f_frsize)
+            free.setdefault(there.stat().st_dev, []).append(shutil.disk_usage(there).free)
         least = min(of_disk[0] // len(of_disk) for of_disk in free.values())
         return int(SPARE_SSD_SHARE * least * len(self._directories)) // self._ranks
 
