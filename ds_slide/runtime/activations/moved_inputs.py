@@ -127,8 +127,7 @@ class MovedInputs:
         """Have places for the inputs of these blocks, in the order of their calls, as far as there is room: those of
         the last ones in host memory. `backward_s`: of one of the blocks, in seconds; 0: not known."""
         one, self._to_disk = max(each.nbytes for each in moved), frozenset()
-        pieces = self.buffers.pieces_of
-        rounded = [Input(each.order, pieces(each.nbytes) * self.buffers.piece) for each in moved]
+        rounded = [Input(each.order, self.buffers.rounded(each.nbytes)) for each in moved]
         wanted = sum(each.nbytes for each in rounded)
         if self.disk is not None and self.buffers.available(wanted) < wanted:
             if self.disk.provide_buffers(one, backward_s):
