@@ -182,11 +182,15 @@ class Gradients:
             self._failures.record("compute", error)
             raise
 
-    def _add_square_sums(self, unit: Unit, gradient: torch.Tensor, encoded: torch.Tensor) -> None:
+    def _add_square_sums(self, unit: Unit, of_gradient: torch.Tensor | None, encoded: torch.Tensor) -> torch.Tensor:
+        """Add those of a gradient, which its codec has given, and of what that was compressed to. -> the latter."""
+        assert of_gradient is not None
+        of_encoded = self._square_sum(encoded)
         sums = self.sums[1:, unit.order]
         if not unit.gradient_ready:
             sums.zero_()
-        sums += torch.stack((gradient, encoded))
+        sums += torch.stack((of_gradient, of_encoded))
+        return of_encoded
 
     def _submit_update(self, arrival: _Arrival) -> None:
         unit = arrival.unit
@@ -337,14 +341,12 @@ class Gradients:
         if ranks == 1:
             summed = codec.encode(unit.gradients(), own, accumulate=False)
             if codec.compresses:
-                assert summed is not None
-                gradient, summed = summed, self._square_sum(own)
-                self._add_square_sums(unit, gradient, summed)
+                summed = self._add_square_sums(unit, summed, own)
             return Packed(staging.free, own, summed)
         packed = _of_dtype(staging.packed, codec.dtype)[: ranks * codec.numel]
         summed = codec.encode_for_ranks(unit.gradients(), packed)
-        if summed is not None:
-            self._add_square_sums(unit, summed, self._square_sum(packed))
+        if codec.compresses:
+            self._add_square_sums(unit, summed, packed)
         self._ranks.reduce_gradients(unit, packed, own, self._device.mark())
         return Packed(staging.free, own, None)
 
