@@ -38,6 +38,9 @@ class Pair:
     left: Projector
     right: Projector
 
+    def to(self, device: torch.device | str) -> Pair:
+        return Pair(self.left.to(device), self.right.to(device))
+
 
 @dataclass
 class Lsp:
