@@ -23,7 +23,7 @@ _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 Keys = tuple[int, int]
-"""Of 32 bits each: with the lower half of an element's number they make its random bits."""
+"""Two numbers of 32 bits: with the lower half of an element's number they make its random bits."""
 
 
 def random_bits(seed: int, step: int, first: int, numel: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -57,7 +57,7 @@ def step_key(seed: int, step: int) -> int:
 
 
 def keys(step_key: int, high: int) -> Keys:
-    """Of the elements whose numbers have the upper half ``high``."""
+    """The keys of the elements whose numbers have the upper half ``high``, in the step of ``step_key``."""
     mixed = _mix64(step_key + high & _MASK64)
     return mixed & _MASK32, mixed >> 32
 

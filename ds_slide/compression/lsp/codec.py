@@ -62,7 +62,7 @@ class Lsp:
     dtype: torch.dtype
     settings: CompressionConfig
     encoded: UnitLayout = field(init=False)
-    """Of what the gradients are compressed to: this rank's part, and, in slot layout, that of all ranks."""
+    """The layout of what the gradients are compressed to: this rank's part, and, in slot layout, that of all ranks."""
     matrices: Sequence[Matrix] = field(init=False)
     groups: Sequence[Group] = field(init=False, default=())
     encoding: torch.Tensor = field(init=False)
@@ -142,7 +142,8 @@ class Lsp:
 
     @property
     def _whole_bytes(self) -> int:
-        """Of the workspace of `encode`, its beginning: a whole encoded gradient, before the ranks get their parts."""
+        """Bytes at the beginning of the workspace of `encode`, for a whole encoded gradient before the ranks get their
+        parts."""
         return self.whole_numel * self.dtype.itemsize if self.layout.world_size > 1 else 0
 
     @property

@@ -25,7 +25,7 @@ class Matrix:
 
     @property
     def start(self) -> int:
-        """Of its elements in the encoded gradient of all ranks."""
+        """Where its elements begin in the encoded gradient of all ranks."""
         return self.encoded.slot_offset
 
     @property

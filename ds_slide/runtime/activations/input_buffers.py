@@ -43,9 +43,9 @@ class InputBuffers:
         self._own: list[BufferPool] = []
         self._registered = 0
         self.piece = 0
-        """Bytes of one."""
+        """Bytes of one piece; 0 until the first input."""
         self.nbytes = 0
-        """Of all pieces."""
+        """Bytes of all pieces."""
 
     def available(self, wanted: int) -> int:
         """How much of `wanted` bytes can be had, in free pieces and in new ones."""
@@ -90,8 +90,8 @@ class InputBuffers:
         return leases if leases and len(leases) == self.pieces_of(nbytes) else None
 
     def lease_when_free(self, nbytes: int) -> list[Lease]:
-        """As `lease`, and waits for what is not free. All pieces that are in use come back by themselves, and nobody
-        else waits for any; there are as many (`hold`)."""
+        """Pieces for so many bytes; waits for those that are not free. All that are in use come back by themselves, and
+        nobody else waits for any; there are as many (`hold`)."""
         leases: list[Lease] = []
         while len(leases) < self.pieces_of(nbytes):
             free = (lease for pool in self._own if (lease := pool.try_lease()) is not None)

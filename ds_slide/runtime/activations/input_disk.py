@@ -127,12 +127,12 @@ class InputDisk:
 
     @property
     def nbytes(self) -> int:
-        """Of places on SSD, free or not."""
+        """Bytes of the places on SSD, free or not."""
         return self._space.nbytes
 
     @property
     def host_bytes(self) -> int:
-        """Of the buffers, and of the checksums of what is on SSD."""
+        """Bytes of the host buffers, and of the checksums of what is on SSD."""
         return self._buffers.nbytes + self._space.sum_bytes
 
     # ---- down --------------------------------------------------------------------------------------------------------

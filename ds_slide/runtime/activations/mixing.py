@@ -61,7 +61,7 @@ class _Stayed:
         return cls(same, tensors := tuple(tensors_of(same)), tuple(each._version for each in tensors))
 
     def seen_as(self, view: torch.Tensor) -> _Stayed:
-        """And as a tensor of its own on the same memory."""
+        """This result, watched through one more tensor on its memory."""
         return _Stayed(self.made, (*self.watched, _same(view)), (*self.versions, view._version))
 
     @property
@@ -70,15 +70,16 @@ class _Stayed:
 
 
 def _same(tree: Any) -> Any:
-    """With other tensors on the same memory, of the same versions: those themselves get a node of the graph, and one
-    without a backward would live for ever."""
+    """`tree` with other tensors on the same memory, of the same versions: those themselves get a node of the graph, and
+    one without a backward would live for ever."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)
 
 
 def contexts(mixture: Mixture) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """For the forward of one call of a block and for its recomputations: what `mixture` says stays in between, as far
-    as its bytes reach. The first recomputation takes it away; one more, of a second backward, runs all operators."""
+    """Modes for the forward of one call of a block and for its recomputations: what `mixture` says stays in between, as
+    far as its bytes reach. The first recomputation takes it away; one more, of a second backward, runs all
+    operators."""
     stayed: dict[Result, _Stayed] = {}
     given: dict[Result, tuple[Any, ...]] = {}
     return _Forward(mixture, stayed, given), _Again(mixture, stayed, given)
@@ -155,7 +156,7 @@ class Learning(_Mode):
     def __init__(self) -> None:
         super().__init__()
         self._runs: list[tuple[Run, list[tuple[torch.Tensor, torch.Tensor]]]] = []
-        """With what they have made, and the sums of its bits."""
+        """The runs with what they have made, and the sums of its bits."""
         self._counts: Counter[str] = Counter()
         self._needed = 0
 
@@ -188,7 +189,7 @@ class Learning(_Mode):
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Of all bits of its storage, as integers."""
+    """The sum of all bits of its storage, as integers."""
     kind = _OF_SIZE.get(tensor.element_size(), torch.int8)
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage(), 0, (count,), (1,))

@@ -97,11 +97,11 @@ class MovedInputs:
         self._to_disk: frozenset[int] = frozenset()
         """Blocks for whose inputs host memory has no room."""
         self.bytes = 0
-        """That have moved since `begin`."""
+        """Bytes that have moved since `begin`."""
         self.disk_bytes = 0
-        """Of them, that have gone on to SSD."""
+        """Those of them that have gone on to SSD."""
         self.orders: set[int] = set()
-        """Of the blocks whose inputs have moved."""
+        """Blocks whose inputs have moved since `begin`."""
         self._make_lane = make_lane
         self._made: StreamWorker | None = None
         self._device = device

@@ -92,10 +92,10 @@ class Gradients:
         self.grad_scale = 1.0
         """The factor that such gradients get where nothing is clipped."""
         self.sums = torch.zeros(3, num_units, dtype=torch.float64, device=device.torch)
-        """By `Unit.order`, in the first row the square sum of what this rank has of every unit's gradient;
+        """Square sums by `Unit.order`: in the first row those of what this rank has of every unit's gradient;
         `Unit.square_sum_on` says which entries count. Written on the collectives stream where there are several ranks.
-        Of units whose gradients are compressed, in the other rows the square sums of this rank's own gradients, and of
-        what these were compressed to, of all micro-batches of a step added up. Written on the compute stream."""
+        Of units whose gradients are compressed, in the other rows those of this rank's own gradients, and of what
+        these were compressed to, of all micro-batches of a step added up. Written on the compute stream."""
         self.square_sums = self.sums[0]
 
     def finalize(self, unit: Unit, *, final: bool, source: Source | None = None) -> None:
@@ -126,7 +126,7 @@ class Gradients:
         unit.gradient_ready = True
 
     def square_sums_of(self, unit: Unit, on_device: torch.Tensor) -> SquareSums:
-        """Of a unit's held gradient, once the lanes have drained; `on_device`: `sums`."""
+        """The square sums of a unit's held gradient, once the lanes have drained; `on_device`: `sums`."""
         if not unit.gradient_ready:
             return SquareSums(0.0, 0.0, 0.0)
         found = SquareSums(*on_device[:, unit.order].tolist())

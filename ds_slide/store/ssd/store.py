@@ -132,7 +132,7 @@ class SsdStore:
         self._state_files: list[tuple[RunFile, int]] = []
         """All files with their lengths in bytes."""
         self._regions: list[_Region] = []
-        """In the order of their bytes."""
+        """The regions, in the order of their bytes."""
         self._engine: _native.IoEngine | None = None
         self._made = missing_directories(parent for _, parent in parents)
         try:
