@@ -64,9 +64,9 @@ class Inputs:
 
     def within(self, missing: float, activations: Activations) -> Activations:
         """`activations` with the inputs that move so that `missing` bytes of the GPU come free."""
-        movable, host, buffers = movable_inputs(self.blocks), self._host_bytes(0), 0
-        on_ssd = 0.0
-        if self.has_ssd and movable and sum(each.nbytes for each in movable) > host:
+        movable, host = movable_inputs(self.blocks), self._host_bytes(0)
+        on_ssd, buffers = 0.0, 0
+        if self.has_ssd and sum(each.nbytes for each in movable) > host:
             buffers = buffers_for(LEAST_AHEAD) * max(each.nbytes for each in movable)
             on_ssd = self._ssd_bytes() if buffers <= self._free_host_bytes(0) else 0.0
         orders = moved_within(missing, host + on_ssd, self.blocks)
