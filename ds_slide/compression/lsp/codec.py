@@ -265,7 +265,7 @@ class Lsp:
                 pair.right,
                 decay=decay,
                 scale=1.0,
-                keys=None if key is None else keys(key, matrix.number),
+                keys=None if key is None else keys(key, matrix.upper_half),
             )
 
 
