@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_slide.plan.mixtures import Mixture, Result, Run, run_of
 from ds_slide.plan.operations import new_bytes, operations_of, tensors_of
 
-_named = functools.cache(str)
+_name_of = functools.cache(str)
+"""The name of an operator, which takes the host a microsecond to put together."""
 _OWN_VIEWS = frozenset(
     (
         torch.ops.aten._unsafe_view.default,
@@ -33,7 +34,8 @@ _OWN_VIEWS = frozenset(
     )
 )
 """Views that count their modifications by themselves: what a linear layer makes of its product, and its parts."""
-_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types by their bytes."""
 
 
 class _Mode(TorchDispatchMode):
@@ -82,7 +84,7 @@ def contexts(mixture: Mixture) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     operators."""
     stayed: dict[Result, _Stayed] = {}
     given: dict[Result, tuple[Any, ...]] = {}
-    return _Forward(mixture, stayed, given), _Again(mixture, stayed, given)
+    return _Forward(mixture, stayed, given), _Recomputation(mixture, stayed, given)
 
 
 class _Counting(_Mode):
@@ -100,7 +102,7 @@ class _Counting(_Mode):
 
     def _result(self, function: Any) -> Result | None:
         """What this run makes; None of an operator of which none stay."""
-        name = _named(function)
+        name = _name_of(function)
         if name not in self._names:
             return None
         result = name, self._runs[name]
@@ -130,7 +132,7 @@ class _Forward(_Counting):
         return made
 
 
-class _Again(_Counting):
+class _Recomputation(_Counting):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (result := self._result(function)) is not None:
             if self._given.get(result) != _known_by(args):
@@ -169,7 +171,7 @@ class Learning(_Mode):
         made = function(*args, **kwargs)
         if not isinstance(function, torch._ops.OpOverload):
             return made
-        name = _named(function)
+        name = _name_of(function)
         before, self._counts[name] = self._counts[name], self._counts[name] + 1
         if new_bytes(args, kwargs, made):
             outputs = tensors_of(made)
@@ -190,7 +192,7 @@ class Learning(_Mode):
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of all bits of its storage, as integers."""
-    kind = _OF_SIZE.get(tensor.element_size(), torch.int8)
+    kind = _INTEGERS.get(tensor.element_size(), torch.int8)
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage(), 0, (count,), (1,))
     return flat.view(kind).sum(dtype=torch.int64)
