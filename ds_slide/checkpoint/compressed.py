@@ -23,7 +23,7 @@ from ds_slide.runtime.learning import MOMENTS
 from ds_slide.runtime.unit import Unit
 
 NAME = "ds_slide_compression.pt"
-"""Of rank 0."""
+"""The file of rank 0."""
 _FORMAT = 1
 
 Compressed = Sequence[tuple[Unit, Lsp]]
@@ -35,6 +35,7 @@ def compressed_units(units: Sequence[Unit]) -> Compressed:
 
 
 def name_of(rank: int) -> str:
+    """The name of a rank's file."""
     return NAME if rank == 0 else f"ds_slide_compression_{rank}.pt"
 
 

@@ -60,6 +60,7 @@ def engine_problems(kwargs: Values, init_optimizer: Any, slide: SlideConfig) -> 
 
 
 def ranks_problems(slide: SlideConfig, ranks: int) -> Iterator[str]:
+    """What is known by the number of ranks."""
     if slide.compression is not None and ranks > 1 and slide.share_weights is False:
         yield (
             f"ds_slide.share_weights is false and there are {ranks} ranks, but compressed gradients are for ranks that "

@@ -23,7 +23,7 @@ _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 Keys = tuple[int, int]
-"""Of 32 bits each: with the lower half of an element's number they make its random bits."""
+"""Two numbers of 32 bits: with the lower half of an element's number they make its random bits."""
 
 
 def random_bits(seed: int, step: int, first: int, numel: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -38,10 +38,10 @@ def random_bits(seed: int, step: int, first: int, numel: int, device: torch.devi
     return torch.cat(parts)
 
 
-def bits_of(of: Keys, first: int, numel: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """32 random bits, int64 [numel], for the elements that have the keys ``of`` and whose numbers have the lower halves
-    ``first`` to ``first + numel``."""
-    low_key, high_key = of
+def bits_of(element_keys: Keys, first: int, numel: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """32 random bits, int64 [numel], for the elements that have ``element_keys`` and whose numbers have the lower
+    halves ``first`` to ``first + numel``."""
+    low_key, high_key = element_keys
     # int64 wraps around as unsigned numbers do, and only the lower 32 bits of a product are used.
     x = torch.arange(first, first + numel, dtype=torch.int64, device=device)
     x = (x + low_key) & _MASK32
@@ -56,9 +56,9 @@ def step_key(seed: int, step: int) -> int:
     return _mix64(_mix64((seed + 0x9E3779B97F4A7C15) & _MASK64) + step & _MASK64)
 
 
-def keys(step_key: int, high: int) -> Keys:
-    """Of the elements whose numbers have the upper half ``high``."""
-    mixed = _mix64(step_key + high & _MASK64)
+def keys(step_key: int, upper_half: int) -> Keys:
+    """The keys of the elements whose numbers have this upper half, in the step of ``step_key``."""
+    mixed = _mix64(step_key + upper_half & _MASK64)
     return mixed & _MASK32, mixed >> 32
 
 

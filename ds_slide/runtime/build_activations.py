@@ -52,7 +52,7 @@ def _moved_inputs(context: BuildContext) -> MovedInputs:
 
 
 def _input_disk(context: BuildContext) -> InputDisk | None:
-    """None where nothing may go to SSD."""
+    """The way of inputs to SSD and back; None where nothing may go there."""
     device, failures, debug = context.device, context.failures, context.settings.slide.debug
     if (space := space_for_inputs(context)) is None:
         return None

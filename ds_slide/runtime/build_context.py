@@ -35,4 +35,4 @@ class BuildContext:
     cpu_cores: Sequence[int]
     """The cores that these threads are pinned to; empty where they are not pinned."""
     stores: list[SsdStore] = field(default_factory=list)
-    """Of the SSD tier: one, from when the first bytes go there."""
+    """Stores of the SSD tier: one, from when the first bytes go there."""

@@ -55,7 +55,7 @@ def _open_store(
     table: torch.Tensor | None,
     what_lies_at: Callable[[int], str],
 ) -> SsdStore:
-    """`name`: of its files. `table`: of checksums."""
+    """Open a store of the SSD tier. `name`: of its files. `table`: of checksums."""
     settings, failures = context.settings, context.failures
     store = SsdStore(
         ssd.parents,
@@ -76,7 +76,7 @@ def _open_store(
 
 
 def space_for_inputs(context: BuildContext) -> SpaceOnSsd | None:
-    """None where the JSON opens no SSD tier."""
+    """Space beside the states; None where the JSON opens no SSD tier."""
     if (ssd := context.settings.ssd) is None:
         return None
 

@@ -85,8 +85,7 @@ class Learning:
         for number, (bias, pair) in sorted(chain.from_iterable(each.items() for each in given)):
             self._biases[unit.order, number] = bias
             if pair is not None:
-                on_device = Pair(*(side.to(self._device.torch) for side in (pair.left, pair.right)))
-                self._fitted.append(_Fitted(unit, codec, number, on_device))
+                self._fitted.append(_Fitted(unit, codec, number, pair.to(self._device.torch)))
 
     def _mean(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient that the projectors of matrix `number` are checked on by this rank; None where they are not, or
@@ -117,7 +116,8 @@ class Learning:
         )
         if left is old.left and right is old.right:
             return float(bias), None
-        return float(bias), Pair(left, right) if self._ranks.world_size == 1 else Pair(left.to("cpu"), right.to("cpu"))
+        pair = Pair(left, right)
+        return float(bias), pair if self._ranks.world_size == 1 else pair.to("cpu")
 
     def adopt(self) -> None:
         """Replace the projectors that were fitted, after the step's updates have been queued. Collective then."""

@@ -28,13 +28,14 @@ _WHAT = "the square sums of the gradients"
 
 
 class SquareSums(NamedTuple):
-    """Of one unit, on one rank."""
+    """The square sums of one unit, on one rank."""
 
     held: float
-    """Of its part of the gradient as it waits for the step, compressed where that is."""
+    """That of its part of the gradient as it waits for the step, compressed where that is."""
     gradients: float
+    """Those of single gradients before they are compressed, added up; 0 where they are not."""
     encoded: float
-    """Where gradients are compressed: of each before and after that, added up."""
+    """Those of what single gradients are compressed to, added up."""
 
 
 class Totals:

@@ -24,7 +24,7 @@ class PartOfWhole:
     tensor: torch.Tensor
     """All ranks' parts, in slot layout."""
     numel: int
-    """Of this rank's part."""
+    """Elements of this rank's part."""
     places: Sequence[tuple[slice, int]]
     """Items of the part, and where they begin in `tensor`, ascending."""
     tier: Tier = "gpu"

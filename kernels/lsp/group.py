@@ -14,7 +14,7 @@ from ds_slide.kernels.lsp.table import Field, Table
 ALIGNMENT = tl.constexpr(constants.ALIGNMENT)
 _NUMBERS = {name: tl.constexpr(number) for number, name in enumerate(Field._fields)}
 START = _NUMBERS["start"]
-NUMBER = _NUMBERS["number"]
+UPPER_HALF = _NUMBERS["upper_half"]
 SLOT_OFFSET = _NUMBERS["slot_offset"]
 PRODUCT = _NUMBERS["product"]
 ROWS_BEFORE = _NUMBERS["rows_before"]

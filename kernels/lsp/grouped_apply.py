@@ -15,11 +15,11 @@ from ds_slide.kernels.lsp.apply import apply_tile, signed
 from ds_slide.kernels.lsp.gather_sum import expand_tile
 from ds_slide.kernels.lsp.group import (
     COLUMNS_BEFORE,
-    NUMBER,
     PRODUCT,
     ROWS_BEFORE,
     SLOT_OFFSET,
     START,
+    UPPER_HALF,
     Group,
     entries_before,
     field,
@@ -78,9 +78,9 @@ def _expand_kernel(
 
 
 @triton.jit
-def _keys(low, high, number):
+def _keys(low, high, upper_half):
     """`ds_slide.optim.rounding.keys` of the step's key, in halves, and a matrix."""
-    z = (high.to(tl.uint32).to(tl.uint64) << 32) + low.to(tl.uint32).to(tl.uint64) + number.to(tl.uint64)
+    z = (high.to(tl.uint32).to(tl.uint64) << 32) + low.to(tl.uint32).to(tl.uint64) + upper_half.to(tl.uint64)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     z = z ^ (z >> 31)
@@ -113,7 +113,7 @@ def _apply_kernel(
     rows, columns, _ = sides(fields, index, UNIT, WIDTH)
     start = place(fields, index, SLOT_OFFSET, WIDTH)
     before = entries_before(fields, index, ROWS_BEFORE, R, WIDTH)
-    low_key, high_key = _keys(step_low, step_high, field(fields, index, NUMBER, WIDTH))
+    low_key, high_key = _keys(step_low, step_high, field(fields, index, UPPER_HALF, WIDTH))
     apply_tile(
         program,
         weight + start,

@@ -29,15 +29,15 @@ MOST_UNIT = 16
 
 class Member(NamedTuple):
     """A matrix of a group, [rows, columns]. `start`: of its d * d numbers in an encoded gradient or a change.
-    `slot_offset`: of its weights in slot layout. Both are multiples of ALIGNMENT. `number`: the upper half of its
-    elements' numbers (`ds_slide.optim.rounding`), below 2^31."""
+    `slot_offset`: of its weights in slot layout. Both are multiples of ALIGNMENT. `upper_half`: of the numbers of its
+    elements (`ds_slide.optim.rounding`), below 2^31."""
 
     rows: int
     columns: int
     d: int
     start: int
     slot_offset: int
-    number: int
+    upper_half: int
 
     @property
     def partials(self) -> int:
@@ -68,7 +68,7 @@ class Field(NamedTuple):
     """The same of the right ones."""
     starts_before: int
     """Starts of columns before its own, in both stacks."""
-    number: int
+    upper_half: int
 
 
 class Grid(NamedTuple):
@@ -142,7 +142,7 @@ def _fields(members: Sequence[Member], unit: int) -> Iterator[Field]:
             rows_before=next(rows),
             columns_before=next(columns),
             starts_before=next(starts),
-            number=each.number,
+            upper_half=each.upper_half,
         )
 
 

@@ -83,7 +83,8 @@ def test_what_host_memory_does_not_hold_goes_on_to_ssd(planner: Planner, request
     moved = len(roomy.activations.moved)
     assert moved > 5 and not roomy.activations.on_ssd and roomy.ssd == {"states": 0} and not roomy.time.ssd_written
     taken = roomy.plan.host_bytes - roomy.plan.undo_log_bytes - roomy.plan.spare_state_bytes
-    tight = steady(host_memory=taken + 3 * INPUT_BYTES + 1_000, debug={"speculate": False})
+    limited = {"host_memory": taken + 3 * INPUT_BYTES + 1_000, "debug": {"speculate": False}}
+    tight = steady(**limited)
     activations = tight.activations
     assert tight.shortage() is None and len(activations.moved) == moved
     assert activations.on_ssd == frozenset(sorted(activations.moved)[: moved - 3])
@@ -95,13 +96,5 @@ def test_what_host_memory_does_not_hold_goes_on_to_ssd(planner: Planner, request
     said = "\n".join(output.as_text(output.as_dict(tight), "narrow"))
     assert f"in host memory, of the first {moved - 3} on SSD (" in said and "written in a day" in said
     # Half of what is there, and never beyond it.
-    small = planner.steady(
-        request_of(
-            enough - 8 * INPUT_BYTES,
-            device="nvme",
-            ssd=2 * 2 * INPUT_BYTES,
-            host_memory=taken + 3 * INPUT_BYTES + 1_000,
-            debug={"speculate": False},
-        )
-    )
+    small = steady(ssd=2 * 2 * INPUT_BYTES, **limited)
     assert len(small.activations.on_ssd) == 2 and len(small.activations.moved) == 5

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import torch
+from small_gpu import BLOCKS
 
 SEQUENCE = 4096
 
@@ -24,7 +25,7 @@ def build() -> Any:
     config = LlamaConfig(
         hidden_size=1024,
         intermediate_size=1024,
-        num_hidden_layers=40,
+        num_hidden_layers=BLOCKS,
         num_attention_heads=8,
         num_key_value_heads=2,
         vocab_size=512,

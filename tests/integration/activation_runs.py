@@ -23,7 +23,11 @@ transformers = pytest.importorskip("transformers")
 STEPS = 6
 FUNCTION = "_gradient_checkpointing_func"
 FORMS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+ASKED = pytest.mark.parametrize("reentrant", [True, False, None], ids=["reentrant", "non-reentrant", "unasked"])
+"""Forms of checkpointing that a script asks for; None: it asks for none."""
 SCHEDULES = {"clipping": (1.0, 1), "immediate": (0.0, 1), "accumulation": (1.0, 3)}
+CASES = [("llama", schedule) for schedule in SCHEDULES] + [("qwen2", "clipping"), ("adapters", "clipping")]
+"""Of `MODELS` and `SCHEDULES`."""
 OWN_BYTES = 800_000
 """More than the engine itself places on the GPU of these models (window of 2, states in host memory)."""
 BLOCK_BYTES = 260_000

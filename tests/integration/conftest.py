@@ -32,6 +32,12 @@ def disk(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def quick_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Projectors are fitted in two steps."""
+    monkeypatch.setattr("ds_slide.runtime.learning.FIT_STEPS", 2)
+
+
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks have left that have run the script `WORKER` of the module, once for all its tests."""

@@ -37,7 +37,6 @@ from torch import nn
 from ds_slide.checkpoint.compressed import NAME
 from ds_slide.compression.lsp import codec
 from ds_slide.errors import SlideConfigError, SlideError
-from ds_slide.runtime import learning
 from ds_slide.runtime.unit import Update
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -95,8 +94,8 @@ def test_between_permutations_it_is_exact(slide: dict[str, Any], others: dict[st
     assert expected.norms == found.norms
 
 
-def test_blocks_learn_and_move_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learning, "FIT_STEPS", 2)
+@pytest.mark.usefixtures("quick_fits")
+def test_blocks_learn_and_move_less() -> None:
     data, fast = batches(1) * 12, {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     _, exactly = trained({}, data[:2], outside_the_blocks)
     found, compressed = trained({"compression": LSP}, data, outside_the_blocks, **fast)
@@ -108,8 +107,8 @@ def test_blocks_learn_and_move_less(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compressed["lanes"]["d2h"]["bytes"] == 6 * 2 * (128 + 5 * 32 * 32 + 2 * 16 * 16)
 
 
-def test_projectors_are_fitted_when_they_lose_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learning, "FIT_STEPS", 2)
+@pytest.mark.usefixtures("quick_fits")
+def test_projectors_are_fitted_when_they_lose_too_much() -> None:
     data = batches(1) * STEPS
 
     def run(**how: Any) -> tuple[Any, dict[str, Any]]:
@@ -182,11 +181,9 @@ def test_a_state_in_a_subspace_is_no_parameters_own() -> None:
             safe_get_full_optimizer_state(compressed, "exp_avg")
 
 
+@pytest.mark.usefixtures("quick_fits")
 @pytest.mark.parametrize("slide", [{}, {"state_dtype": "8bit"}])
-def test_a_resumed_run_has_the_same_bits(
-    slide: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(learning, "FIT_STEPS", 2)
+def test_a_resumed_run_has_the_same_bits(slide: dict[str, Any], tmp_path: Path) -> None:
     data, resumed = batches(6), llama(seed=1, num_hidden_layers=2)
     config = ds_config({"window": 2, "compression": LSP | {"check_every": 2, "threshold": 0.0}, **slide})
     model = llama(num_hidden_layers=2)
@@ -225,9 +222,9 @@ def test_others_load_the_weights_alone(tmp_path: Path) -> None:
         assert not safe_get_full_optimizer_state(stock.model.layers[0].mlp.up_proj.weight, "exp_avg").any()
 
 
-def test_a_step_that_is_not_taken_checks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("quick_fits")
+def test_a_step_that_is_not_taken_checks_nothing() -> None:
     """Its gradients are not finite; those of the next one are looked at."""
-    monkeypatch.setattr(learning, "FIT_STEPS", 2)
     model = llama(num_hidden_layers=2)
     with engine_for(model, ds_config({"compression": LSP | {"check_every": 100, "threshold": 0.0}})) as engine:
         before = states_of(model, ())

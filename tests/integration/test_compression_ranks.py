@@ -14,7 +14,6 @@ from harness import Result, batches, differences, ds_config, engine_for, half_up
 from two_ranks import RANKS
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime import learning
 
 WORKER = "compression_ranks_worker.py"
 # Run, and the run whose bits it has.
@@ -72,12 +71,9 @@ def test_norms_are_clipped(of_ranks: OfRanks) -> None:
     assert max(of_ranks("clipping")[0].norms) > 1.0
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("one_rank", "quick_fits")
 @pytest.mark.parametrize(("name", "tolerance"), [("fp32", 2.0**-14), ("accumulation", 2.0**-7)])
-def test_against_one_rank_with_the_whole_batch(
-    of_ranks: OfRanks, name: str, tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(learning, "FIT_STEPS", 2)
+def test_against_one_rank_with_the_whole_batch(of_ranks: OfRanks, name: str, tolerance: float) -> None:
     slide, settings = RUNS[name]
     halves = batches(2 * STEPS * settings.get("accumulation", 1))
     whole = [

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from activation_runs import FORMS, MODELS, SCHEDULES, checkpointed, config_of, layers_of, run
+from activation_runs import (
+    ASKED,
+    CASES,
+    FORMS,
+    MODELS,
+    SCHEDULES,
+    STEPS,
+    asked,
+    checkpointed,
+    config_of,
+    expected,
+    layers_of,
+    run,
+)
 from allocated import storages
 from harness import Result, batches, differences, engine_for, llama, states_of, to_bf16, train
 from torch import nn
@@ -23,7 +35,6 @@ from ds_slide.runtime.activations.spare_memory import LOOKS
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-STEPS = LOOKS[0] + 2
 LIMITED = {"gpu_memory": "1GiB", "debug": {"mix": True}}
 
 
@@ -47,22 +58,7 @@ def mix(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return choose
 
 
-def asked(name: str, reentrant: bool | None) -> nn.Module:
-    """None: by no script."""
-    model = MODELS[name]()
-    return model if reentrant is None else checkpointed(model, reentrant)
-
-
-@functools.cache
-def expected(name: str, reentrant: bool | None, schedule: str) -> Result:
-    data = batches(STEPS * SCHEDULES[schedule][1])
-    return run(asked(name, reentrant), {"activations": "as_written", **LIMITED}, data, schedule)[0]
-
-
-CASES = [("llama", schedule) for schedule in SCHEDULES] + [("qwen2", "clipping"), ("adapters", "clipping")]
-
-
-@pytest.mark.parametrize("reentrant", [True, False, None], ids=["reentrant", "non-reentrant", "unasked"])
+@ASKED
 @pytest.mark.parametrize(("name", "schedule"), CASES)
 def test_what_is_mixed_changes_no_bit(
     name: str, schedule: str, reentrant: bool | None, mix: Callable[[], None]
@@ -97,7 +93,7 @@ def test_no_product_is_computed_twice(reentrant: bool, mix: Callable[[], None]) 
     assert backward_flops("auto", reentrant) == kept < written
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@FORMS
 def test_beside_autocast(reentrant: bool, mix: Callable[[], None]) -> None:
     found = []
     for activations in ("as_written", "auto"):

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from activation_runs import (
+    ASKED,
+    CASES,
     DELAYS,
     FORMS,
     INPUT,
@@ -47,10 +49,7 @@ def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
     return handle_of(monkeypatch)
 
 
-CASES = [("llama", schedule) for schedule in SCHEDULES] + [("qwen2", "clipping"), ("adapters", "clipping")]
-
-
-@pytest.mark.parametrize("reentrant", [True, False, None], ids=["reentrant", "non-reentrant", "unasked"])
+@ASKED
 @pytest.mark.parametrize(("name", "schedule"), CASES)
 def test_what_moves_changes_no_bit(name: str, schedule: str, reentrant: bool | None, handle: Handle) -> None:
     """All inputs that may, and a mixture with blocks that are kept or recomputed, with dropout in their attention."""

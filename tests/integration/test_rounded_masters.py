@@ -14,17 +14,11 @@ from harness import batches, differences, ds_config, engine_for, llama, states_o
 
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.optim.reference import encode_split
-from ds_slide.runtime import learning
 
 pytestmark = pytest.mark.usefixtures("one_rank", "quick_fits")
 
 LSP: dict[str, Any] = {"type": "lsp", "d": 32, "r": 4}
 FAST = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-
-
-@pytest.fixture
-def quick_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learning, "FIT_STEPS", 2)
 
 
 def config(master_dtype: str, slide: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from activation_runs import BLOCK_BYTES, FUNCTION, MODELS, OWN_BYTES, SCHEDULES, STEPS, config_of, layers_of, run
+from activation_runs import BLOCK_BYTES, CASES, FUNCTION, MODELS, OWN_BYTES, SCHEDULES, STEPS, config_of, layers_of, run
 from harness import batches, differences, engine_for, llama, train
 from interrupting import Failure
 from torch import nn
@@ -18,8 +18,6 @@ from ds_slide.runtime.weights.hooks import in_backward
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-CASES = [("llama", schedule) for schedule in SCHEDULES] + [("qwen2", "clipping"), ("adapters", "clipping")]
 
 
 @pytest.mark.parametrize(("name", "schedule"), CASES)

@@ -55,7 +55,7 @@ class Inputs:
         return cls(blocks, plan, room, limit, has_ssd)
 
     def unmeasured(self, activations: Activations) -> Activations:
-        """With the inputs that move in the first steps, when nobody knows what a batch needs."""
+        """`activations` with the inputs that move in the first steps, when nobody knows what a batch needs."""
         if self.room.gpu_for_plan is None:
             return activations
         nbytes = sum(each.nbytes for each in self.blocks)
@@ -63,10 +63,10 @@ class Inputs:
         return self.within(math.inf, activations) if moves_unmeasured(nbytes, free) else activations
 
     def within(self, missing: float, activations: Activations) -> Activations:
-        """With the inputs that move so that `missing` bytes of the GPU come free."""
-        movable, host, buffers = movable_inputs(self.blocks), self._host_bytes(0), 0
-        on_ssd = 0.0
-        if self.has_ssd and movable and sum(each.nbytes for each in movable) > host:
+        """`activations` with the inputs that move so that `missing` bytes of the GPU come free."""
+        movable, host = movable_inputs(self.blocks), self._host_bytes(0)
+        on_ssd, buffers = 0.0, 0
+        if self.has_ssd and sum(each.nbytes for each in movable) > host:
             buffers = buffers_for(LEAST_AHEAD) * max(each.nbytes for each in movable)
             on_ssd = self._ssd_bytes() if buffers <= self._free_host_bytes(0) else 0.0
         orders = moved_within(missing, host + on_ssd, self.blocks)
@@ -83,7 +83,7 @@ class Inputs:
         )
 
     def _host_bytes(self, buffers: int) -> float:
-        """That inputs may take beside the buffers of those that go on to SSD, which no limit of the JSON counts."""
+        """Bytes that inputs may take beside the buffers of those that go to SSD, which no limit of the JSON counts."""
         free = self._free_host_bytes(buffers)
         return max(0.0, free if self.limit is None else min(free, self.limit - self.plan.host_bytes))
 

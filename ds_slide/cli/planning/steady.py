@@ -57,8 +57,7 @@ def decide(
     passes: int,
 ) -> tuple[Plan, Activations]:
     """The plan with promoted units, and the activations that are kept then. `keepable`: by the number of the unit.
-    `time_of`: a step with a plan, and with so much kept. `passes`: of a step through the
-    window."""
+    `time_of`: a step with a plan, and with so much kept. `passes`: of a step through the window."""
     checkpointed = frozenset(each.order for each in keepable)
     if not spare.exists:
         return plan, Activations(checkpointed)

@@ -38,6 +38,9 @@ class Pair:
     left: Projector
     right: Projector
 
+    def to(self, device: torch.device | str) -> Pair:
+        return Pair(self.left.to(device), self.right.to(device))
+
 
 @dataclass
 class Lsp:
@@ -59,7 +62,7 @@ class Lsp:
     dtype: torch.dtype
     settings: CompressionConfig
     encoded: UnitLayout = field(init=False)
-    """Of what the gradients are compressed to: this rank's part, and, in slot layout, that of all ranks."""
+    """The layout of what the gradients are compressed to: this rank's part, and, in slot layout, that of all ranks."""
     matrices: Sequence[Matrix] = field(init=False)
     groups: Sequence[Group] = field(init=False, default=())
     encoding: torch.Tensor = field(init=False)
@@ -139,7 +142,8 @@ class Lsp:
 
     @property
     def _whole_bytes(self) -> int:
-        """Of the workspace of `encode`, its beginning: a whole encoded gradient, before the ranks get their parts."""
+        """Bytes at the beginning of the workspace of `encode`, for a whole encoded gradient before the ranks get their
+        parts."""
         return self.whole_numel * self.dtype.itemsize if self.layout.world_size > 1 else 0
 
     @property
@@ -261,7 +265,7 @@ class Lsp:
                 pair.right,
                 decay=decay,
                 scale=1.0,
-                keys=None if key is None else keys(key, matrix.number),
+                keys=None if key is None else keys(key, matrix.upper_half),
             )
 
 

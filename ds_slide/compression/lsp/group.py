@@ -25,7 +25,7 @@ class Matrix:
 
     @property
     def start(self) -> int:
-        """Of its elements in the encoded gradient of all ranks."""
+        """Where its elements begin in the encoded gradient of all ranks."""
         return self.encoded.slot_offset
 
     @property
@@ -38,7 +38,7 @@ class Matrix:
         return self.d * self.entry.shape[1]
 
     @property
-    def number(self) -> int:
+    def upper_half(self) -> int:
         """The upper half of the numbers by which its elements are rounded (`ds_slide.optim.rounding`). By its name, so
         that the bits do not depend on how the model is cut into units."""
         return zlib.crc32(self.entry.name.encode()) >> 1
@@ -46,7 +46,7 @@ class Matrix:
     @property
     def member(self) -> Member:
         rows, columns = self.entry.shape
-        return Member(rows, columns, self.d, self.start, self.entry.slot_offset, self.number)
+        return Member(rows, columns, self.d, self.start, self.entry.slot_offset, self.upper_half)
 
     def within(self, encoded: Tensor) -> Tensor:
         """Its part of an encoded gradient or of a change, of all ranks, [d, d]."""

@@ -92,8 +92,9 @@ class Projector:
             target.copy_(source)
 
     def to(self, device: torch.device | str) -> Projector:
-        """This projector on `device`."""
-        return Projector(self.indices.to(device), self.values.to(device), self.d)
+        """This projector on `device`; itself, with what has been computed of it, where it is there."""
+        indices, values = self.indices.to(device), self.values.to(device)
+        return self if indices is self.indices and values is self.values else Projector(indices, values, self.d)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix itself, [rows, d]."""

@@ -169,7 +169,7 @@ class Activations:
 
     @property
     def _on_ssd(self) -> dict[str, int]:
-        """Of moved bytes those that have gone on to SSD; space for such there, and the host memory for that."""
+        """The moved bytes that have gone on to SSD; the space for such there, and the host memory for that."""
         if self._inputs is None or (disk := self._inputs.disk) is None:
             return {}
         return {
@@ -247,8 +247,8 @@ class Activations:
         return moved
 
     def movable_bytes(self, shape: Shape | None) -> int:
-        """Of inputs that could go to host memory, of the blocks that were taken over in the newest forward. Before any
-        go on to SSD, states leave the GPU."""
+        """Bytes of the inputs that could go to host memory, of the blocks that were taken over in the newest forward.
+        Before any go on to SSD, states leave the GPU."""
         if self._inputs is None:
             return 0
         wanted = sum(each.nbytes for each in movable_inputs(self._inputs_at(shape)))
@@ -275,12 +275,12 @@ class Activations:
 
     @property
     def moved_bytes(self) -> int:
-        """Of inputs that the newest forward has sent to host memory, and on to SSD."""
+        """Bytes of the inputs that the newest forward has sent to host memory, and on to SSD."""
         return 0 if self._inputs is None else self._inputs.bytes
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory in which inputs stay: what `ds_slide.host_memory` limits."""
+        """Bytes of host memory in which inputs stay: what `ds_slide.host_memory` limits."""
         return 0 if self._inputs is None else self._inputs.buffers.nbytes
 
     def close(self) -> None:
@@ -303,7 +303,7 @@ class Activations:
         return found
 
     def _expected_calls(self, order: int) -> int:
-        """In one forward."""
+        """Calls of the block in one forward."""
         return max(1, self._most_calls[order])
 
     def _mixture_of(self, order: int) -> Mixture | None:
@@ -312,7 +312,7 @@ class Activations:
         return None if mixture is None else mixture.times(1 / self._expected_calls(order))
 
     def _bytes_of(self, order: int, shape: Shape | None) -> int:
-        """Of one call."""
+        """Bytes of the saved tensors of one call."""
         assert shape is not None
         return self._measured[self._kind[order]].at(shape)
 

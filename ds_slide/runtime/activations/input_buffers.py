@@ -43,9 +43,9 @@ class InputBuffers:
         self._own: list[BufferPool] = []
         self._registered = 0
         self.piece = 0
-        """Bytes of one."""
+        """Bytes of one piece; 0 until the first input."""
         self.nbytes = 0
-        """Of all pieces."""
+        """Bytes of all pieces."""
 
     def available(self, wanted: int) -> int:
         """How much of `wanted` bytes can be had, in free pieces and in new ones."""
@@ -60,14 +60,19 @@ class InputBuffers:
 
     def may_hold(self, one: int, count: int) -> bool:
         """Whether `count` inputs of `one` byte each have pieces, free or not, or host memory has room for them."""
-        missing = count * self.pieces_of(one) * self.piece - self.nbytes
+        missing = self._missing(one, count)
         return missing <= 0 or missing <= self._room()
 
     def hold(self, one: int, count: int) -> bool:
         """Have all pieces for so many, free or not, or make none. -> whether they are there."""
-        if self.may_hold(one, count) and (missing := count * self.pieces_of(one) - self.nbytes // self.piece) > 0:
-            self._grow(missing)
-        return self.nbytes >= count * self.pieces_of(one) * self.piece
+        missing = self._missing(one, count)
+        if 0 < missing <= self._room():
+            self._grow(missing // self.piece)
+        return self._missing(one, count) <= 0
+
+    def _missing(self, one: int, count: int) -> int:
+        """Bytes of the pieces that `count` inputs of `one` byte each need beside those that there are, free or not."""
+        return count * self.rounded(one) - self.nbytes
 
     def register(self, register: Callable[[int, int], object]) -> None:
         """Call `register`, once, with the address and the bytes of each piece."""
@@ -85,8 +90,8 @@ class InputBuffers:
         return leases if leases and len(leases) == self.pieces_of(nbytes) else None
 
     def lease_when_free(self, nbytes: int) -> list[Lease]:
-        """As `lease`, and waits for what is not free. All pieces that are in use come back by themselves, and nobody
-        else waits for any; there are as many (`hold`)."""
+        """Pieces for so many bytes; waits for those that are not free. All that are in use come back by themselves, and
+        nobody else waits for any; there are as many (`hold`)."""
         leases: list[Lease] = []
         while len(leases) < self.pieces_of(nbytes):
             free = (lease for pool in self._own if (lease := pool.try_lease()) is not None)
@@ -98,7 +103,12 @@ class InputBuffers:
         taken = Counter(id(lease.pool) for lease in leases)
         return next(pool for pool in self._own if taken[id(pool)] < len(pool.addresses))
 
+    def rounded(self, nbytes: int) -> int:
+        """Bytes of the pieces that an input of `nbytes` takes."""
+        return self.pieces_of(nbytes) * self.piece
+
     def pieces_of(self, nbytes: int) -> int:
+        """How many pieces an input of `nbytes` takes. The first input decides how large they are."""
         if not self.piece:
             self.piece = -(-nbytes // (PIECES * PAGE)) * PAGE
         return -(-nbytes // self.piece)

@@ -127,12 +127,12 @@ class InputDisk:
 
     @property
     def nbytes(self) -> int:
-        """Of places on SSD, free or not."""
+        """Bytes of the places on SSD, free or not."""
         return self._space.nbytes
 
     @property
     def host_bytes(self) -> int:
-        """Of the buffers, and of the checksums of what is on SSD."""
+        """Bytes of the host buffers, and of the checksums of what is on SSD."""
         return self._buffers.nbytes + self._space.sum_bytes
 
     # ---- down --------------------------------------------------------------------------------------------------------
@@ -150,9 +150,7 @@ class InputDisk:
     def buffers_of(self, place: Place) -> Sequence[Lease]:
         """Host buffers for what is to go there, or comes from there; waits until so many are free."""
         while (leases := self._buffers.lease(place.nbytes)) is None and self._reading:
-            _, arriving = self._reading.popitem()  # what is needed last
-            arriving.wait()
-            arriving.release()
+            self._give_up_last()
         return leases or self._buffers.lease_when_free(place.nbytes)
 
     def write(self, place: Place, leases: Sequence[Lease], down: Future) -> None:
@@ -192,9 +190,13 @@ class InputDisk:
     def give_up(self) -> None:
         """What is read ahead is for a backward that nobody waits for any more."""
         while self._reading:
-            _, arriving = self._reading.popitem()
-            arriving.wait()
-            arriving.release()
+            self._give_up_last()
+
+    def _give_up_last(self) -> None:
+        """What is needed last, of what is read ahead, gives its buffers back."""
+        _, arriving = self._reading.popitem()
+        arriving.wait()
+        arriving.release()
 
     def _begin(self, place: Place, leases: Sequence[Lease], fence: Future) -> Arriving:
         arriving = Arriving(place, leases, Future(self._failures, "the input of a block to be read from SSD"))

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_slide.plan.mixtures import Mixture, Result, Run, run_of
 from ds_slide.plan.operations import new_bytes, operations_of, tensors_of
 
-_named = functools.cache(str)
+_name_of = functools.cache(str)
+"""The name of an operator, which takes the host a microsecond to put together."""
 _OWN_VIEWS = frozenset(
     (
         torch.ops.aten._unsafe_view.default,
@@ -60,7 +61,7 @@ class _Stayed:
         return cls(same, tensors := tuple(tensors_of(same)), tuple(each._version for each in tensors))
 
     def seen_as(self, view: torch.Tensor) -> _Stayed:
-        """And as a tensor of its own on the same memory."""
+        """This result, watched through one more tensor on its memory."""
         return _Stayed(self.made, (*self.watched, _same(view)), (*self.versions, view._version))
 
     @property
@@ -69,18 +70,19 @@ class _Stayed:
 
 
 def _same(tree: Any) -> Any:
-    """With other tensors on the same memory, of the same versions: those themselves get a node of the graph, and one
-    without a backward would live for ever."""
+    """`tree` with other tensors on the same memory, of the same versions: those themselves get a node of the graph, and
+    one without a backward would live for ever."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)
 
 
 def contexts(mixture: Mixture) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """For the forward of one call of a block and for its recomputations: what `mixture` says stays in between, as far
-    as its bytes reach. The first recomputation takes it away; one more, of a second backward, runs all operators."""
+    """Modes for the forward of one call of a block and for its recomputations: what `mixture` says stays in between, as
+    far as its bytes reach. The first recomputation takes it away; one more, of a second backward, runs all
+    operators."""
     stayed: dict[Result, _Stayed] = {}
     given: dict[Result, tuple[Any, ...]] = {}
-    return _Forward(mixture, stayed, given), _Again(mixture, stayed, given)
+    return _Forward(mixture, stayed, given), _Recomputation(mixture, stayed, given)
 
 
 class _Counting(_Mode):
@@ -98,7 +100,7 @@ class _Counting(_Mode):
 
     def _result(self, function: Any) -> Result | None:
         """What this run makes; None of an operator of which none stay."""
-        name = _named(function)
+        name = _name_of(function)
         if name not in self._names:
             return None
         result = name, self._runs[name]
@@ -128,7 +130,7 @@ class _Forward(_Counting):
         return made
 
 
-class _Again(_Counting):
+class _Recomputation(_Counting):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (result := self._result(function)) is not None:
             if self._given.get(result) != _known_by(args):
@@ -154,7 +156,7 @@ class Learning(_Mode):
     def __init__(self) -> None:
         super().__init__()
         self._runs: list[tuple[Run, list[tuple[torch.Tensor, torch.Tensor]]]] = []
-        """With what they have made, and the sums of its bits."""
+        """The runs with what they have made, and the sums of its bits."""
         self._counts: Counter[str] = Counter()
         self._needed = 0
 
@@ -167,7 +169,7 @@ class Learning(_Mode):
         made = function(*args, **kwargs)
         if not isinstance(function, torch._ops.OpOverload):
             return made
-        name = _named(function)
+        name = _name_of(function)
         before, self._counts[name] = self._counts[name], self._counts[name] + 1
         if new_bytes(args, kwargs, made):
             outputs = tensors_of(made)
@@ -187,8 +189,8 @@ class Learning(_Mode):
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Of all bits of its storage, as integers of 8 bytes and what is left of them: of shorter ones torch makes a copy
-    in 8 bytes each before it adds them, four times what a batch has made."""
+    """The sum of all bits of its storage, as integers of 8 bytes and what is left of them: shorter ones torch copies
+    into 8 bytes each before it adds them, four times what a batch has made."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
     words = storage.nbytes() // 8 * 8

@@ -97,11 +97,11 @@ class MovedInputs:
         self._to_disk: frozenset[int] = frozenset()
         """Blocks for whose inputs host memory has no room."""
         self.bytes = 0
-        """That have moved since `begin`."""
+        """Bytes that have moved since `begin`."""
         self.disk_bytes = 0
-        """Of them, that have gone on to SSD."""
+        """Those of them that have gone on to SSD."""
         self.orders: set[int] = set()
-        """Of the blocks whose inputs have moved."""
+        """Blocks whose inputs have moved since `begin`."""
         self._make_lane = make_lane
         self._made: StreamWorker | None = None
         self._device = device
@@ -127,8 +127,7 @@ class MovedInputs:
         """Have places for the inputs of these blocks, in the order of their calls, as far as there is room: those of
         the last ones in host memory. `backward_s`: of one of the blocks, in seconds; 0: not known."""
         one, self._to_disk = max(each.nbytes for each in moved), frozenset()
-        pieces = self.buffers.pieces_of
-        rounded = [Input(each.order, pieces(each.nbytes) * self.buffers.piece) for each in moved]
+        rounded = [Input(each.order, self.buffers.rounded(each.nbytes)) for each in moved]
         wanted = sum(each.nbytes for each in rounded)
         if self.disk is not None and self.buffers.available(wanted) < wanted:
             if self.disk.provide_buffers(one, backward_s):

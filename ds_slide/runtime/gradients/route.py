@@ -92,10 +92,10 @@ class Gradients:
         self.grad_scale = 1.0
         """The factor that such gradients get where nothing is clipped."""
         self.sums = torch.zeros(3, num_units, dtype=torch.float64, device=device.torch)
-        """By `Unit.order`, in the first row the square sum of what this rank has of every unit's gradient;
+        """Square sums by `Unit.order`: in the first row those of what this rank has of every unit's gradient;
         `Unit.square_sum_on` says which entries count. Written on the collectives stream where there are several ranks.
-        Of units whose gradients are compressed, in the other rows the square sums of this rank's own gradients, and of
-        what these were compressed to, of all micro-batches of a step added up. Written on the compute stream."""
+        Of units whose gradients are compressed, in the other rows those of this rank's own gradients, and of what
+        these were compressed to, of all micro-batches of a step added up. Written on the compute stream."""
         self.square_sums = self.sums[0]
 
     def finalize(self, unit: Unit, *, final: bool, source: Source | None = None) -> None:
@@ -126,7 +126,7 @@ class Gradients:
         unit.gradient_ready = True
 
     def square_sums_of(self, unit: Unit, on_device: torch.Tensor) -> SquareSums:
-        """Of a unit's held gradient, once the lanes have drained; `on_device`: `sums`."""
+        """The square sums of a unit's held gradient, once the lanes have drained; `on_device`: `sums`."""
         if not unit.gradient_ready:
             return SquareSums(0.0, 0.0, 0.0)
         found = SquareSums(*on_device[:, unit.order].tolist())
@@ -182,11 +182,15 @@ class Gradients:
             self._failures.record("compute", error)
             raise
 
-    def _add_square_sums(self, unit: Unit, gradient: torch.Tensor, encoded: torch.Tensor) -> None:
+    def _add_square_sums(self, unit: Unit, of_gradient: torch.Tensor | None, encoded: torch.Tensor) -> torch.Tensor:
+        """Add those of a gradient, which its codec has given, and of what that was compressed to. -> the latter."""
+        assert of_gradient is not None
+        of_encoded = self._square_sum(encoded)
         sums = self.sums[1:, unit.order]
         if not unit.gradient_ready:
             sums.zero_()
-        sums += torch.stack((gradient, encoded))
+        sums += torch.stack((of_gradient, of_encoded))
+        return of_encoded
 
     def _submit_update(self, arrival: _Arrival) -> None:
         unit = arrival.unit
@@ -337,14 +341,12 @@ class Gradients:
         if ranks == 1:
             summed = codec.encode(unit.gradients(), own, accumulate=False)
             if codec.compresses:
-                assert summed is not None
-                gradient, summed = summed, self._square_sum(own)
-                self._add_square_sums(unit, gradient, summed)
+                summed = self._add_square_sums(unit, summed, own)
             return Packed(staging.free, own, summed)
         packed = _of_dtype(staging.packed, codec.dtype)[: ranks * codec.numel]
         summed = codec.encode_for_ranks(unit.gradients(), packed)
-        if summed is not None:
-            self._add_square_sums(unit, summed, self._square_sum(packed))
+        if codec.compresses:
+            self._add_square_sums(unit, summed, packed)
         self._ranks.reduce_gradients(unit, packed, own, self._device.mark())
         return Packed(staging.free, own, None)
 

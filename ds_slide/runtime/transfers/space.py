@@ -6,7 +6,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
-import os
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -34,9 +34,9 @@ class SpaceOnSsd:
         """`stores`: of the engine; one at most, to which `open_store` adds. `make_table`: for the checksums of so many
         bytes, None without. `ranks`: that share the disks."""
         self.nbytes = 0
-        """That have been handed out."""
+        """Bytes that have been handed out."""
         self.sum_bytes = 0
-        """Of host memory, for their checksums."""
+        """Bytes of host memory for their checksums."""
         self._stores = stores
         self._open_store = open_store
         self._make_table = make_table
@@ -69,8 +69,7 @@ class SpaceOnSsd:
         free: dict[int, list[int]] = {}
         for directory in self._directories:
             there = next(path for path in (directory, *directory.parents) if path.exists())
-            space = os.statvfs(there)
-            free.setdefault(os.stat(there).st_dev, []).append(space.f_bavail * space.f_frsize)
+            free.setdefault(there.stat().st_dev, []).append(shutil.disk_usage(there).free)
         least = min(of_disk[0] // len(of_disk) for of_disk in free.values())
         return int(SPARE_SSD_SHARE * least * len(self._directories)) // self._ranks
 
@@ -79,7 +78,7 @@ class SpaceOnSsd:
         self.store.register(address, nbytes)
 
     def seconds(self, nbytes: int) -> float:
-        """Of a read or a write of so many bytes, at the rate so far; 0 where it is not known."""
+        """What a read or a write of so many bytes takes at the rate so far; 0 where that is not known."""
         if not self._stores:
             return 0.0
         totals = self.store.statistics()
@@ -87,7 +86,7 @@ class SpaceOnSsd:
         return float(nbytes * totals["busy_s"] / moved) if moved else 0.0
 
     def close(self) -> None:
-        """After the lanes have ended. Harmless when called twice."""
+        """Close a store of its own, after the lanes have ended. Harmless when called twice."""
         atexit.unregister(self._close)
         self._close()
 

@@ -50,7 +50,7 @@ class SharedWeights:
         self.memory = SharedHostMemory(sharing.file, memory)
         """The memory of this rank's weights, unit by unit."""
         self.parts: dict[int, list[torch.Tensor]] = {}
-        """Of each unit that is shared, by its order, what the updates of each rank write: weights ([local_numel]), or
+        """What the updates of each rank write, by the order of each unit that is shared: weights ([local_numel]), or
         changes of them ([numel] of its codec)."""
 
     def map_others(self, units: Sequence[Unit]) -> None:

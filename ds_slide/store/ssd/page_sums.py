@@ -42,7 +42,7 @@ class PageSums:
         except RuntimeError as error:
             raise SlideError(f"cannot start the threads that compute checksums of states on SSD: {error}") from error
         self._tables: list[tuple[int, torch.Tensor]] = []
-        """With the number of the first page of each, in their order."""
+        """The tables, each with the number of its first page, in their order."""
         self._pages = 0
         self.extend(table)
         self.is_on = True

@@ -8,8 +8,10 @@ import functools
 import itertools
 import logging
 import os
+import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,13 +46,22 @@ class Part:
 
 
 @dataclass(frozen=True)
+class _RegionFile:
+    """The file of a region on one mount. `number`: in the I/O engine, None where the mount gets nothing. `label`: for
+    messages. `is_direct`: whether O_DIRECT works."""
+
+    number: int | None
+    label: str
+    is_direct: bool
+
+
+@dataclass(frozen=True)
 class _Region:
-    """Bytes of the store from `start` on, striped over `files`, one for each mount: its number in the I/O engine, None
-    for one that gets nothing, its label, and whether O_DIRECT works."""
+    """Bytes of the store from `start` on, striped over `files`, one for each mount."""
 
     start: int
     nbytes: int
-    files: Sequence[tuple[int | None, str, bool]]
+    files: Sequence[_RegionFile]
 
 
 @dataclass
@@ -116,18 +127,18 @@ class SsdStore:
         self._failure: BaseException | None = None
         self._closed = False
         self._tokens = itertools.count()
-        self._names = [json_path for json_path, _ in parents]
+        self._json_paths = [json_path for json_path, _ in parents]
         self._places: list[RunFiles] = []
         self._state_files: list[tuple[RunFile, int]] = []
         """All files with their lengths in bytes."""
         self._regions: list[_Region] = []
-        """In the order of their bytes."""
+        """The regions, in the order of their bytes."""
         self._engine: _native.IoEngine | None = None
         self._made = missing_directories(parent for _, parent in parents)
         try:
             for json_path, parent in parents:
                 self._places.append(RunFiles(parent, rank, json_path=json_path))
-            self._striping = Striping(self._weigh(self._names, backend))
+            self._striping = Striping(self._weigh(backend))
             self._check_space(nbytes)
             request_bytes = request_bytes or DEFAULT_REQUEST_BYTES
             self._io = self._engine = _engine(backend, queue_depth, len(parents), request_bytes)
@@ -191,8 +202,8 @@ class SsdStore:
             **self._io.stats(),
             **({} if self._sums is None else self._sums.statistics()),
             "nbytes": self.nbytes,
-            "paths": [label for region in self._regions for _, label, _ in region.files],
-            "direct": [direct for region in self._regions for _, _, direct in region.files],
+            "paths": [file.label for region in self._regions for file in region.files],
+            "direct": [file.is_direct for region in self._regions for file in region.files],
             "weights": self._striping.shares,
         }
 
@@ -233,29 +244,39 @@ class SsdStore:
             self._checks.close()
         self._discard()
 
-    def _weigh(self, names: Sequence[str], backend: str) -> list[float]:
+    def _weigh(self, backend: str) -> list[float]:
         """Bandwidths of the mounts; only their ratios matter."""
-        if len(names) == 1:
+        if len(self._places) == 1:
             return [1.0]
         weights = []
-        for name, place in zip(names, self._places, strict=True):
+        for json_path, place in zip(self._json_paths, self._places, strict=True):
             try:
                 weights.append(mixed_bandwidth(place, backend))
             except SlideError:
                 raise
             except (OSError, RuntimeError) as error:
-                raise _unusable(name, str(place.path), error) from error
+                raise _unusable(json_path, str(place.path), error) from error
         return weights
 
+    def _sizes(self, nbytes: int) -> Iterator[tuple[str, RunFiles, int]]:
+        """The JSON path and the place of each mount, and how many of `nbytes` go there."""
+        return zip(self._json_paths, self._places, self._striping.file_sizes(nbytes), strict=True)
+
     def _check_space(self, nbytes: int) -> None:
-        sizes = self._striping.file_sizes(nbytes)
-        _check_space(self._names, [place.path for place in self._places], sizes)
+        """Refuse what does not fit before any of it is allocated; mounts may share a filesystem."""
+        needs: Counter[int] = Counter()
+        for json_path, place, size in self._sizes(nbytes):
+            device = place.path.stat().st_dev
+            needs[device] += size
+            free = shutil.disk_usage(place.path).free
+            if needs[device] > free:
+                raise SlideError(_too_little(json_path, place.path, needs[device], free))
 
     def _add_region(self, name: str, nbytes: int) -> None:
-        sizes = self._striping.file_sizes(nbytes)
+        """Make `nbytes` more, in files called `name`, for which there is space."""
         made: list[tuple[RunFiles, RunFile, int]] = []
         try:
-            files = [self._open(name, made, *each) for each in zip(self._names, self._places, sizes, strict=True)]
+            files = [self._open(name, made, *mount) for mount in self._sizes(nbytes)]
         except BaseException:
             for place, file, _ in made:
                 os.ftruncate(file.descriptor, 0)  # the I/O engine has it open until the end
@@ -267,14 +288,14 @@ class SsdStore:
         self.nbytes += nbytes
 
     def _open(
-        self, file_name: str, made: list[tuple[RunFiles, RunFile, int]], name: str, place: RunFiles, size: int
-    ) -> tuple[int | None, str, bool]:
-        """A file of a `_Region`. `made`: where it goes, with its place and its length."""
+        self, name: str, made: list[tuple[RunFiles, RunFile, int]], json_path: str, place: RunFiles, size: int
+    ) -> _RegionFile:
+        """Make a file called `name` for `size` bytes. It is added to `made`, with its place and its length."""
         if size == 0:
             if not self._regions:
-                _log.warning("%s: %s is so much slower than the others that it is left out", name, place.path)
-            return None, str(place.path), False
-        file = place.make(file_name)
+                _log.warning("%s: %s is so much slower than the others that it is left out", json_path, place.path)
+            return _RegionFile(None, str(place.path), False)
+        file = place.make(name)
         try:
             # One page more than is ever written: a file that was cut never gets its length back by later writes, whose
             # holes would otherwise be read as zeros.
@@ -282,18 +303,18 @@ class SsdStore:
         except BaseException as error:
             place.discard(file)
             if isinstance(error, OSError):
-                raise _unusable(name, file.label, error) from error
+                raise _unusable(json_path, file.label, error) from error
             raise
         made.append((place, file, size + PAGE))
-        direct = self._io.is_direct(number)
-        if not direct and not self._regions:
+        is_direct = self._io.is_direct(number)
+        if not is_direct and not self._regions:
             _log.warning(
                 "%s: the filesystem of %s refuses O_DIRECT, so states pass through the page cache, which costs memory "
                 "and speed; name a directory on a local ext4 or xfs disk",
-                name,
+                json_path,
                 place.path,
             )
-        return number, file.label, direct
+        return _RegionFile(number, file.label, is_direct)
 
     def _submit(self, write: bool, parts: Sequence[Part], transfer: _Transfer, urgent: bool) -> None:
         pieces = self._pieces(parts)
@@ -326,7 +347,7 @@ class SsdStore:
             if region is None or part.nbytes <= 0 or part.offset + part.nbytes > region.start + region.nbytes:
                 raise ValueError(f"{part} is not within the {self.nbytes} bytes of this store")
             for piece in self._striping.pieces(part.offset - region.start, part.nbytes):
-                number, _, _ = region.files[piece.file]
+                number = region.files[piece.file].number
                 assert number is not None, "a file without a unit in the pattern has no pieces"
                 pieces.append((number, piece.file_offset, part.address + piece.start, piece.nbytes))
         return pieces
@@ -365,7 +386,7 @@ class SsdStore:
         assert region is not None
         piece = self._striping.pieces(offset - region.start, PAGE)[0]
         return (
-            f"SSD tier: {region.files[piece.file][1]} holds other bytes at offset {piece.file_offset:,} than were "
+            f"SSD tier: {region.files[piece.file].label} holds other bytes at offset {piece.file_offset:,} than were "
             f"written there ({self._what_lies_at(offset)}), because the disk or another program has changed them; "
             f"check the disk and {_advice(0)}"
         )
@@ -449,29 +470,17 @@ def _engine(backend: str, queue_depth: int | None, mounts: int, request_bytes: i
         raise SlideError(f"SSD tier: the I/O backend {backend!r} cannot be used: {error}") from error
 
 
-def _check_space(names: Sequence[str], paths: Sequence[Path], sizes: Sequence[int]) -> None:
-    """Refuse what does not fit before any of it is allocated; mounts may share a filesystem."""
-    needs: dict[int, int] = {}
-    for name, path, size in zip(names, paths, sizes, strict=True):
-        device = path.stat().st_dev
-        needs[device] = needs.get(device, 0) + size
-        space = os.statvfs(path)
-        free = space.f_bavail * space.f_frsize
-        if needs[device] > free:
-            raise SlideError(_too_little(name, path, needs[device], free))
-
-
-def _too_little(name: str, path: Path, needed: int, free: int) -> str:
+def _too_little(json_path: str, path: Path, needed: int, free: int) -> str:
     return (
-        f"{name}: {str(path)!r} has {free:,} bytes free and needs {needed:,} for states on SSD; free "
+        f"{json_path}: {str(path)!r} has {free:,} bytes free and needs {needed:,} for states on SSD; free "
         "space there, name a further directory on another disk, or raise ds_slide.host_memory"
     )
 
 
-def _unusable(name: str, path: str, error: Exception) -> SlideError:
+def _unusable(json_path: str, path: str, error: Exception) -> SlideError:
     advice = _advice(error.errno or 0) if isinstance(error, OSError) else "choose another backend"
     reason = error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else str(error)
-    return SlideError(f"{name}: {path!r} cannot be used for states on SSD ({reason}); {advice}")
+    return SlideError(f"{json_path}: {path!r} cannot be used for states on SSD ({reason}); {advice}")
 
 
 def _advice(error: int) -> str:

@@ -44,9 +44,10 @@ def codec(
     r: int = 4,
     groups: int = 1,
     ranks: int = 1,
-    names: Sequence[str] = "0123456789abcdefgh",
+    first: int = 0,
 ) -> Lsp:
-    infos = [ParameterInfo(names[i], shape, shape[0] * shape[1], i % groups) for i, shape in enumerate(shapes)]
+    """Its matrices have the names `first`, `first` + 1 and so on."""
+    infos = [ParameterInfo(str(first + i), shape, shape[0] * shape[1], i % groups) for i, shape in enumerate(shapes)]
     made = Lsp(build_layout(infos, ranks), dtype, CompressionConfig(type="lsp", d=d, r=r))
     encoding = torch.full((made.encode_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
     applying = torch.full((made.apply_bytes // 4,), torch.nan, dtype=CHANGE_DTYPE, device=DEVICE)
@@ -152,7 +153,7 @@ def test_apply(of: Callable[[], Lsp], kind: str) -> None:
 def test_rounding_knows_names_and_steps_but_no_units() -> None:
     """A matrix is rounded as alone in a unit of its own, by other bits in the next step."""
     whole, number = codec([(64, 64), (32, 96)]), 1
-    alone = codec([(32, 96)], names="1")
+    alone = codec([(32, 96)], first=number)
     alone.replace(0, whole.pairs[number])
     results = []
     for made, step in ((whole, 1), (whole, 1), (whole, 2), (alone, 1)):
