@@ -45,7 +45,10 @@ class Setting:
     seed: int = option(0, "seed of the weights; the tokens use seed + 1")
     # Repeated in turn, so that the loss falls and equal losses say something.
     distinct_batches: int = option(4, "different micro batches")
-    checkpointing: str = option("non-reentrant", "of activations", ("non-reentrant", "reentrant", "none"))
+    # DeepSpeed's own sends the inputs of blocks to host memory, and needs a GPU.
+    checkpointing: str = option(
+        "non-reentrant", "of activations", ("non-reentrant", "reentrant", "deepspeed-cpu", "none")
+    )
     gpu_fraction: float = option(1.0, "share of the GPU that torch may allocate, which imitates a smaller card")
     patch: str = option("", "kernels put into the model before the system sees it", PATCHES)
     item: bool = option(True, "do not read the loss after every step, as a training loop that prints it does")

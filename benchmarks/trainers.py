@@ -123,6 +123,16 @@ def single_process_environment() -> None:
         os.environ.setdefault(name, str(value))
 
 
+def checkpoint_in_host_memory(model: Any) -> None:
+    """Put DeepSpeed's checkpointing on the CPU where transformers has put torch's."""
+    from deepspeed import checkpointing
+
+    checkpointing.configure(None, partition_activations=False, checkpoint_in_cpu=True)
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = checkpointing.checkpoint
+
+
 class DeepSpeedTrainer:
     """Systems `stock` and `slide`."""
 
@@ -138,6 +148,8 @@ class DeepSpeedTrainer:
         self.engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=copy.deepcopy(self.config)
         )
+        if setting.checkpointing == "deepspeed-cpu":
+            checkpoint_in_host_memory(model)
         is_slide = hasattr(self.engine.optimizer, "slide_stats")
         if is_slide != (setting.system == "slide"):
             # A row under the wrong name would be worse than none.
