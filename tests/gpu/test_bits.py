@@ -17,6 +17,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "other delays": {"window": 2, "gpu_states": 0, "debug": {"lane_delay_ms": 3.0, "seed": 2}},
     "states on the GPU": {"window": 2, "gpu_states": "auto"},
     "checkpointing as written": {"window": 2, "gpu_states": 0, "activations": "as_written"},
+    "recomputed": {"window": 2, "gpu_states": 0, "gpu_memory": "8GiB"},
+    "half kept": {"window": 2, "gpu_states": 0, "gpu_memory": "8GiB"},
+    "mixed": {"window": 2, "gpu_states": 0, "gpu_memory": "8GiB"},
+    "mixed, delays": {
+        "window": 3,
+        "gpu_states": 0,
+        "gpu_memory": "8GiB",
+        "debug": {"lane_delay_ms": 3.0, "seed": 6},
+    },
     "inputs in host memory": {"window": 2, "gpu_states": 0, "gpu_memory": "8GiB"},
     "inputs in host memory, delays": {
         "window": 3,
@@ -24,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "gpu_memory": "8GiB",
         "debug": {"lane_delay_ms": 3.0, "seed": 4},
     },
+    "inputs on SSD": {"window": 2, "gpu_states": 0, "gpu_memory": "8GiB", "host_memory": 0},
     "moves": {"window": 3, "gpu_states": 0},
     "moves, delays": {"window": 2, "gpu_states": 0, "debug": {"lane_delay_ms": 3.0, "seed": 3}},
     "all on SSD": {"window": 3, "gpu_states": 0, "host_memory": 0},
@@ -41,7 +51,19 @@ CLIPS = (0.0, 1.0)
 ON_HOST = "weights from host memory"
 MOVED_INPUTS = 6
 """Of the worker's 8 blocks."""
-WITH_KERNELS = ("the same again", "window 4", "states on the GPU", "inputs in host memory", "moves", "all on SSD")
+KEPT = {"inputs": -1.0, "recomputed": 0.0, "half kept": 0.5}
+"""The part of what blocks could keep, by a word of the variant's name."""
+WITH_KERNELS = (
+    "the same again",
+    "window 4",
+    "states on the GPU",
+    "recomputed",
+    "half kept",
+    "mixed",
+    "inputs in host memory",
+    "moves",
+    "all on SSD",
+)
 KERNELS_CLIP = 1.0
 # Of the worker's Llama: two norms a block and the last one.
 REPLACED = {"loss": 1, "norm": 17, "rope": 8, "mlp": 8}
@@ -55,7 +77,8 @@ def scenario(name: str, clip: float, kernels: str) -> dict[str, Any]:
         "slide": slide,
         "ssd": "SSD" in name,
         "moves": "moves" in name,
-        "moves_inputs": "inputs" in name,
+        "mixed": "mixed" in name,
+        "kept": next((part for word, part in KEPT.items() if word in name), None),
     }
     return {"steps": STEPS, "exact": True, "record": ["states"], **named}
 
@@ -72,11 +95,24 @@ def recorded_with_kernels(run_scenarios: Callable[..., Any]) -> Any:
     return run_scenarios([scenario(name, KERNELS_CLIP, "auto") for name in ("reference", *WITH_KERNELS)])
 
 
+def assert_handled(variant: str, activations: dict[str, int]) -> None:
+    """What the variant's name says has become of the blocks' activations."""
+    checkpointed = activations["checkpointed"]
+    assert activations["move"] == (MOVED_INPUTS if "inputs" in variant else 0)
+    assert bool(activations.get("moved_to_ssd_bytes")) == (variant == "inputs on SSD")
+    if "mixed" in variant:
+        assert activations["mix"] == checkpointed > 0
+    if variant == "recomputed":
+        assert activations["recompute"] == checkpointed > 0
+    if variant == "half kept":
+        assert max(activations["keep"], activations["recompute"]) < checkpointed
+
+
 def assert_same_bits(variant: str, clip: float, recorded: Any, kernels: dict[str, int]) -> None:
     # "the same again" is the control: if it fails, the model's own kernels are not deterministic here.
     reference, other = recorded[f"reference, clip {clip:g}"], recorded[f"{variant}, clip {clip:g}"]
     assert reference["kernels"] == other["kernels"] == kernels
-    assert other["moved_inputs"] == (MOVED_INPUTS if "inputs" in variant else 0)
+    assert_handled(variant, other["activations"])
     assert other["losses"] == reference["losses"]
     assert other["states"] == reference["states"]
 

@@ -5,8 +5,10 @@ python worker.py SCENARIOS.json RESULTS.json; the results are rewritten after ev
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
+import functools
 import gc
 import hashlib
 import json
@@ -15,9 +17,11 @@ import socket
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from probes import AllocationProbe, SyncProbe, memory_now
@@ -55,8 +59,11 @@ class Scenario:
     """Whether states may go to SSD: into a folder that is gone afterwards."""
     on_host: bool = False
     """Whether the model is in host memory when the engine gets it."""
-    moves_inputs: bool = False
-    """Whether the inputs of all blocks that may go to host memory do."""
+    kept: float | None = None
+    """The part of what the blocks could keep for which there is room in every step; less than 0: their inputs have to
+    move; None: what there is decides."""
+    mixed: bool = False
+    """Whether all blocks keep what products and attention have made, and nothing else."""
     moves: bool = False
     """Whether other units have their states on the GPU in every step."""
     slide: dict[str, Any] = field(default_factory=dict)
@@ -225,7 +232,7 @@ class Recorder:
         # Statistics of a step are there when the next one has begun: none after a single step.
         if self._scenario.system == "slide" and (statistics := self._engine.optimizer.slide_stats()):
             self.result["kernels"] = statistics["kernels"]["replaced"]
-            self.result["moved_inputs"] = statistics["activations"]["move"]
+            self.result["activations"] = statistics["activations"]
         if self._allocations:
             self.result["allocations"] = self._allocations.stop()
         if self._syncs:
@@ -249,6 +256,32 @@ def move_states(engine: Any, step: int) -> None:
     chosen = (orders[::2], orders[1::2], orders, orders[:0])[step % 4]
     moved = move(engine.optimizer.runtime, frozenset(chosen))
     assert moved is not None and moved.no_room == ()
+
+
+def room_for(activations: Any, part: float, shape: Any, **_: bool) -> float:
+    """Bytes; whatever there is, it is not enough where `part` is less than 0."""
+    return -1e12 if part < 0 else part * sum(each.nbytes for each in activations.keepable(shape))
+
+
+@contextlib.contextmanager
+def mixed_blocks(is_wanted: bool) -> Iterator[None]:
+    """All blocks are mixed meanwhile, whatever that brings."""
+    from ds_slide.plan.keeping import Kept
+    from ds_slide.plan.mixtures import Mixture
+    from ds_slide.runtime.activations import activations
+
+    def all_of(runs: Any, _whole: int) -> tuple[Mixture, ...]:
+        stay = [each for each in runs if each.nbytes]
+        return (Mixture(frozenset(each.result for each in stay), sum(each.nbytes for each in stay), 0.9),)
+
+    def kept(_room: float, blocks: Any, **_: bool) -> Kept:
+        return Kept(mixed={each.order: each.mixtures[0] for each in blocks})
+
+    if not is_wanted:
+        yield
+        return
+    with patch.object(activations, "mixtures", all_of), patch.object(activations, "kept_within", kept):
+        yield
 
 
 def gpu_bytes_in_use(*, restart: bool = False) -> int:
@@ -277,8 +310,9 @@ def run(scenario: Scenario) -> dict[str, Any]:
     is_slide = hasattr(engine.optimizer, "slide_stats")
     assert is_slide == (scenario.system == "slide"), f"{scenario.system} runs {type(engine.optimizer).__name__}"
     peak = gpu_bytes_in_use() - before
-    if scenario.moves_inputs:
-        engine.optimizer.runtime.parts.spare._room = lambda *_, **__: -1e12  # whatever there is, it is not enough
+    if scenario.kept is not None:
+        spare = engine.optimizer.runtime.parts.spare
+        spare._room = functools.partial(room_for, spare.activations, scenario.kept)
     data = batches()
     recorder = Recorder(scenario, engine)
     try:
@@ -319,7 +353,8 @@ def main(source: Path, target: Path) -> None:
         # A deadlock must say where every thread stands, and must not use up the time of the other tests.
         faulthandler.dump_traceback_later(SCENARIO_SECONDS, exit=True)
         try:
-            results[scenario.name] = run(scenario)
+            with mixed_blocks(scenario.mixed):
+                results[scenario.name] = run(scenario)
         except Exception:
             results[scenario.name] = {"error": traceback.format_exc()}
         faulthandler.cancel_dump_traceback_later()
