@@ -40,7 +40,7 @@ def make_spare_memory(
 
 def _moved_inputs(context: BuildContext) -> MovedInputs:
     device, failures, recorder, debug = context.device, context.failures, context.recorder, context.settings.slide.debug
-    memory, pools, delay = context.memory, context.allocator.pools, Delay(debug.lane_delay_ms, debug.seed + 4)
+    memory, pools, delay = context.memory, context.allocator.pools, Delay(debug.lane_delay_ms, debug.seed + 5)
     return MovedInputs(
         InputBuffers(memory, _host_room(context.settings.slide.host_memory), pools, failures),
         lambda: StreamWorker(INPUTS, device, failures, recorder.meters[INPUTS], delay),
@@ -56,7 +56,7 @@ def _input_disk(context: BuildContext) -> InputDisk | None:
     device, failures, debug = context.device, context.failures, context.settings.slide.debug
     if (space := space_for_inputs(context)) is None:
         return None
-    delay = Delay(debug.lane_delay_ms, debug.seed + 5)
+    delay = Delay(debug.lane_delay_ms, debug.seed + 6)
     return InputDisk(
         # As all buffers in front of the disk, they come on top of what `ds_slide.host_memory` limits.
         InputBuffers(context.memory, _host_room(None), context.allocator.pools, failures, BETWEEN),
