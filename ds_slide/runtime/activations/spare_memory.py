@@ -110,13 +110,14 @@ class Need:
 @dataclass(frozen=True)
 class Record:
     """What a rank has measured: bytes that are spare while nothing is kept, its step with `kept_s` seconds of
-    recomputation left out, what its blocks could keep, and its window."""
+    recomputation left out, what its blocks could keep, its window, and bytes a second of its GPU's memory."""
 
     room: float
     times: StepTimes
     kept_s: float
     keepable: Sequence[Keepable]
     slots: Slots
+    memory_rate: float
 
 
 class SpareMemory:
@@ -353,16 +354,16 @@ class SpareMemory:
         kept_s = self.activations.kept_seconds
         times = replace(times, compute=times.compute + kept_s)
         slots = NO_SLOTS if self.states is None else self.states.slots(forwards)
-        return Record(room, times, kept_s, self.activations.keepable(self._need.shape), slots)
+        rate = (None if self._budget.gpu is None else self._budget.gpu.memory_rate()) or MEMORY_RATE
+        return Record(room, times, kept_s, self.activations.keepable(self._need.shape), slots, rate)
 
     def _share_out(self, record: Record) -> None:
         room, keepable, times = record.room, record.keepable, record.times
-        rate = (None if self._budget.gpu is None else self._budget.gpu.memory_rate()) or MEMORY_RATE
         choice = choose(room, (), keepable, times, record.slots)
         if self.states is not None:
             promoted = self.states.promoted()
             orders = frozenset(each.order for each in promoted)
-            with_states = choose(room, self.states.movable(), keepable, times, record.slots, rate)
+            with_states = choose(room, self.states.movable(), keepable, times, record.slots, record.memory_rate)
             if room < 0 and promoted:
                 self.states.move(orders - given_back(-room, promoted, record.slots))
             elif with_states.seconds <= choice.seconds * (1 - LEAST_GAIN):

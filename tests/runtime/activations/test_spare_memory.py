@@ -105,6 +105,18 @@ class Two(Ranks):
         return [own, replace(own, room=own.room - self._less)]
 
 
+class Telling(Ranks):
+    """One of two ranks, which measure one after the other."""
+
+    def __init__(self, told: list[Any]) -> None:
+        super().__init__(0, 2)
+        self._told = told
+
+    def exchange(self, own: Any, what: str) -> list[Any]:  # noqa: ARG002
+        self._told.append(own)
+        return self._told
+
+
 class Run:
     """A training. `stall`: seconds of a step of 1 s in which the GPU waits for the host."""
 
@@ -281,6 +293,16 @@ def test_ranks_decide_by_the_one_with_the_least_room() -> None:
     before = list(run.units.orders)
     run.forward((2, TOKENS))  # on this rank alone: nothing that the other one would have to take part in
     assert run.units.orders == before
+
+
+def test_ranks_with_other_gpus_decide_alike() -> None:
+    """By the memory of one of them: each by its own would move other states, in a collective."""
+    told: list[Any] = []
+    for rate in (1e3, 1e12):
+        run = Run(ranks=Telling(told))
+        run.gpu.memory_rate = lambda rate=rate: rate  # type: ignore[misc]
+        run.steps(LOOKS[0])
+        assert run.units.orders == []  # as the first one decides, on whose GPU an update takes 2 s
 
 
 def test_what_others_take_is_counted_once() -> None:
