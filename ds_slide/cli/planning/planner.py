@@ -98,7 +98,7 @@ class Planner:
         spare = Spare(request.room, case.trace.peak_bytes, slide.gpu_memory, tied, case.rates.copy)
         placed, moved = case.planned.plan, Activations()
         if request.room.gpu is not None:
-            moved = case.inputs.within(-spare.bytes_beside(placed), moved)
+            moved = case.inputs.within(spare.inputs_missing(placed), moved)
         spare = replace(spare, needed=spare.needed - moved.moved_bytes)
 
         def step_of(kept: Kept) -> StepTrace:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_slide.plan.spare import MARGIN_SHARE, Movable, Slots
+from ds_slide.plan.spare import FRAGMENTATION, MARGIN_SHARE, Movable, Slots
 from ds_slide.report.statistics import StepRecorder, StepStatistics
 from ds_slide.report.waits import Waits
 from ds_slide.runtime.activations.activations import Activations
@@ -212,6 +212,19 @@ def test_a_longer_batch_gets_the_memory_of_as_many_states_as_it_needs(with_gradi
     needed = 4 * TOKENS * BYTES_PER_TOKEN
     assert run.units.orders == list(range((TOTAL - MARGIN - RESIDENT - needed) // UNIT))
     assert len(run.units.orders) < moved
+
+
+def test_states_go_back_once_for_a_batch() -> None:
+    """With what the allocator cannot use of a batch that takes half of the GPU."""
+    run = Run()
+    run.steps(LOOKS[0])
+    run.forward((5, TOKENS))
+    needed = 5 * TOKENS * BYTES_PER_TOKEN
+    assert FRAGMENTATION * needed > MARGIN
+    left = list(range(int((TOTAL - RESIDENT - (1 + FRAGMENTATION) * needed) // UNIT)))
+    assert run.units.orders == left
+    run.forward((5, TOKENS))
+    assert run.units.orders == left
 
 
 def test_states_that_went_back_for_an_evaluation_come_again() -> None:
