@@ -33,7 +33,7 @@ from ds_slide.plan.spare import (
     inputs_missing,
     spare_bytes,
 )
-from ds_slide.plan.two_passes import Schedule
+from ds_slide.plan.two_passes import Schedule, Schedules
 from ds_slide.report.log import log, size
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime.activations.activations import Activations, shape_of
@@ -130,16 +130,16 @@ class SpareMemory:
         budget: Budget,
         ranks: Ranks,
         recorder: StepRecorder,
-        schedule: Callable[[], Schedule],
+        schedules: Callable[[], Schedules],
     ) -> None:
-        """`schedule`: of the updates of the latest step."""
+        """`schedules`: of updates, when a step has ended."""
         self.activations = activations
         self.states: States | None = None
         """None: they stay where the plan has them."""
         self._budget = budget
         self._ranks = ranks
         self._recorder = recorder
-        self._schedule = schedule
+        self._schedules = schedules
         self._steps = 0
         self._looks = frozenset(LOOKS)
         self._latest_look = 0
@@ -338,7 +338,7 @@ class SpareMemory:
     def _look(self, forwards: int) -> None:
         """Decide about states, after a step of so many forwards."""
         self.activations.take_times()
-        self.activations.keeps_first = self._schedule() == "two passes"
+        self.activations.keeps_first = self._schedules().coming == "two passes"
         self._latest_look = self._steps
         if self._budget.gpu is not None:
             free, total = self._budget.gpu.memory()
@@ -361,7 +361,7 @@ class SpareMemory:
             room = min(0.0, self._room(None, with_gradient=True, elsewhere=elsewhere))
         if self._is_tied:
             room -= (HEADROOM if len(self._shapes) < 2 else HEADROOM_OF_VARYING) * self._need.nbytes
-        times = _times(latest.lanes, latest.step_s, self._schedule())
+        times = _times(latest.lanes, latest.step_s, self._schedules().measured)
         kept_s = self.activations.kept_seconds
         times = replace(times, compute=times.compute + kept_s)
         slots = NO_SLOTS if self.states is None else self.states.slots(forwards)

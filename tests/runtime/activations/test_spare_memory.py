@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_slide.plan.spare import FRAGMENTATION, MARGIN_SHARE, Movable, Slots
+from ds_slide.plan.spare import FRAGMENTATION, MARGIN_SHARE, Movable, Slots, StepTimes
+from ds_slide.plan.two_passes import Schedules
 from ds_slide.report.statistics import StepRecorder, StepStatistics
 from ds_slide.report.waits import Waits
 from ds_slide.runtime.activations.activations import Activations
@@ -123,12 +124,15 @@ class Run:
     def __init__(self, *, ranks: Ranks | None = None, stall: float = 0.5, limit: int | None = None) -> None:
         self.gpu = Gpu()
         self.units = Units(self.gpu)
+        self.schedules = Schedules("deferred", "deferred")
         device = Device(torch.device("cpu"))
         self.recorder = StepRecorder(device, Waits(device))
         lanes: dict[str, dict[str, float | int]] = {"compute": {"busy_s": 1 - stall, "bytes": 0}}
         self.recorder.latest = StepStatistics(1, 1.0, 1.0, "compute", lanes, {})
         budget = Budget(self.gpu, limit, lambda: self.gpu.on_gpu)
-        self.spare = SpareMemory(Activations([], device), budget, ranks or Ranks(), self.recorder, lambda: "deferred")
+        self.spare = SpareMemory(
+            Activations([], device), budget, ranks or Ranks(), self.recorder, lambda: self.schedules
+        )
         self.spare.states = self.units
 
     def forward(self, batch: Sequence[int] = (1, TOKENS)) -> None:
@@ -306,6 +310,21 @@ def test_ranks_decide_by_the_one_with_the_least_room() -> None:
     before = list(run.units.orders)
     run.forward((2, TOKENS))  # on this rank alone: nothing that the other one would have to take part in
     assert run.units.orders == before
+
+
+def test_a_step_is_judged_by_the_updates_that_ran_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step has queued others by the time, perhaps in another number of passes."""
+    run, judged = Run(), list[str]()
+    times = StepTimes.of
+
+    def of(busy: Any, step_s: float, schedule: Any) -> StepTimes:
+        judged.append(schedule)
+        return times(busy, step_s, schedule)
+
+    monkeypatch.setattr(StepTimes, "of", of)
+    run.schedules = Schedules("deferred", "two passes")
+    run.steps(LOOKS[0])
+    assert judged == ["deferred"] and run.spare.activations.keeps_first
 
 
 def test_ranks_with_other_gpus_decide_alike() -> None:
