@@ -182,11 +182,15 @@ class Choice:
 
 
 def spare_bytes(free: float, needed: float, margin: float) -> float:
-    """Of `free` bytes those that a batch leaves which needs so many with nothing kept, or, less than 0, that it has too
-    many: beside a margin, and beside what the allocator cannot use, which is less where inputs have gone elsewhere."""
-    beside_fragments = free - (1 + FRAGMENTATION) * needed
-    missing = min(0.0, beside_fragments) / (1 + FRAGMENTATION)
-    return min(free - margin - needed, missing or beside_fragments)
+    """Of `free` bytes those that a batch leaves which needs so many with nothing kept, or, less than 0, that it lacks:
+    beside a margin, or what the allocator cannot use, where that is more."""
+    return free - needed - max(margin, FRAGMENTATION * needed)
+
+
+def inputs_missing(free: float, needed: float, margin: float) -> float:
+    """Bytes of inputs that have to go elsewhere so that such a batch lacks nothing: fewer than it lacks where what the
+    allocator cannot use becomes less with them. Less than 0 where none have to."""
+    return max(margin + needed - free, needed - free / (1 + FRAGMENTATION))
 
 
 def movable_inputs(inputs: Sequence[Input]) -> Sequence[Input]:

@@ -3,7 +3,7 @@ predicted ones."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Schedule = Literal["under backward", "deferred", "two passes", "speculative"]
 PASS_SHARE = 18 / 26
@@ -12,6 +12,13 @@ FIRST_PASS = 1 / 2
 """Of the time of both."""
 UPDATE_BOUND = 0.9
 """Forward waits for updates that take at least this part of it."""
+
+
+class Schedules(NamedTuple):
+    """Of the updates that ran in the latest step, and of those that it has queued."""
+
+    measured: Schedule
+    coming: Schedule
 
 
 def exceeds(whole: float, forward: float) -> bool:

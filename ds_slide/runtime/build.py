@@ -28,7 +28,7 @@ from ds_slide.plan.allocations import (
 )
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.probe.local_ranks import local_ranks
-from ds_slide.plan.two_passes import Schedule
+from ds_slide.plan.two_passes import Schedules
 from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
 from ds_slide.report.trace import Trace
 from ds_slide.report.waits import Waits
@@ -243,7 +243,7 @@ def _wire(
         shared=shared,
         gathers=Gathers(ranks, _scratch(context, GATHERED), all_fit=all_fit),
         updating=updating,
-        spare=make_spare_memory(module, context, units, lambda: _schedule(settings, updating.passes)),
+        spare=make_spare_memory(module, context, units, lambda: _schedules(settings, updating.passes)),
         ssd=ssd,
         make_rows=_make_rows(context, units, workers, gradients),
         watchdog=_watchdog(settings, ranks, device, failures, context.stores),
@@ -276,11 +276,13 @@ def _updating(settings: RuntimeSettings, lane: UpdateWorker, updater: CpuUpdater
     return Updating(lane, update, passes, speculating, failures)
 
 
-def _schedule(settings: RuntimeSettings, passes: Passes) -> Schedule:
-    """Of the updates of the latest step; those that are done ahead count as deferred."""
+def _schedules(settings: RuntimeSettings, passes: Passes) -> Schedules:
+    """Updates that are done ahead count as deferred."""
     if settings.held_dtype is None:
-        return "under backward"
-    return "two passes" if passes.two else "deferred"
+        return Schedules("under backward", "under backward")
+    return Schedules(
+        measured="two passes" if passes.did_two else "deferred", coming="two passes" if passes.two else "deferred"
+    )
 
 
 def _scratch(context: BuildContext, what: str) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from torch import nn
 from ds_slide.plan.memory import SPARE_HOST_SHARE
 from ds_slide.plan.probe.host_room import host_room
 from ds_slide.plan.probe.local_ranks import local_ranks
-from ds_slide.plan.two_passes import Schedule
+from ds_slide.plan.two_passes import Schedules
 from ds_slide.report.statistics import INPUTS, LaneMeter
 from ds_slide.runtime import running
 from ds_slide.runtime.activations.activations import Activations
@@ -25,7 +25,7 @@ from ds_slide.runtime.unit import Unit
 
 
 def make_spare_memory(
-    module: nn.Module, context: BuildContext, units: Sequence[Unit], schedule: Callable[[], Schedule]
+    module: nn.Module, context: BuildContext, units: Sequence[Unit], schedules: Callable[[], Schedules]
 ) -> SpareMemory:
     """Of the engine of `module`."""
     settings, device = context.settings, context.device
@@ -35,7 +35,7 @@ def make_spare_memory(
     moved = _moved_inputs(context) if blocks and settings.trains else None
     activations = Activations(blocks, device, may_be_unasked(module, blocks), moved, mixes=settings.slide.debug.mix)
     budget = Budget(gpu, limit, running.on_gpu)
-    return SpareMemory(activations, budget, context.ranks, context.recorder, schedule)
+    return SpareMemory(activations, budget, context.ranks, context.recorder, schedules)
 
 
 def _moved_inputs(context: BuildContext) -> MovedInputs:

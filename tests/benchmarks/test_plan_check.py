@@ -28,10 +28,11 @@ def test_forecasts_are_near_the_records() -> None:
             error = each.error(figure)
             assert error is None or abs(error) < most, (each.what, figure)
     # The engine's own decisions: units that moved, and blocks whose activations were kept as a whole. It took updates
-    # on the GPU for four times as long as they are, and so kept more of 7.6 B and 14 B, and moved less.
+    # on the GPU for four times as long as they are, and so kept more of 7.6 B. Of 14 B it moved less: its script had
+    # re-entrant checkpointing, which computes more again than the form that is planned.
     decided = [each.decided for each in compared if each.decided]
     assert [measured for measured, _ in decided] == ["12, 0", "12, 0", "21, 36", "1, 0", "1, 1"]
-    assert [predicted for _, predicted in decided] == ["12, 0", "12, 0", "21, 36", "0, 0", "1, 0"]
+    assert [predicted for _, predicted in decided] == ["12, 0", "12, 0", "21, 36", "12, 0", "1, 0"]
 
 
 def test_the_settings_that_are_run_cover_what_was_asked_for() -> None:

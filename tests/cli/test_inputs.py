@@ -9,10 +9,13 @@ import pytest
 from transformers import Qwen2Config
 
 from ds_slide.cli.planning import output
+from ds_slide.cli.planning import planner as planner_module
 from ds_slide.cli.planning.model import ModelShape
 from ds_slide.cli.planning.planner import Planner, Request
+from ds_slide.cli.planning.steady import decide
 from ds_slide.plan.ceilings.figures import read_ceilings
 from ds_slide.plan.forecast import Forecast, Room
+from ds_slide.plan.keeping import Kept
 from ds_slide.plan.spare import BLOCKS_UNDER_WAY, LEAST_AHEAD, buffers_for
 
 BLOCKS, SEQ, HIDDEN = 24, 512, 256
@@ -98,3 +101,20 @@ def test_what_host_memory_does_not_hold_goes_on_to_ssd(planner: Planner, request
     # Half of what is there, and never beyond it.
     small = steady(ssd=2 * 2 * INPUT_BYTES, **limited)
     assert len(small.activations.on_ssd) == 2 and len(small.activations.moved) == 5
+
+
+def test_a_kept_block_saves_what_is_recomputed(
+    planner: Planner, request_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recomputation ends behind the last tensor that backward needs, before the last product of the block."""
+    asked: list[Any] = []
+
+    def spy(*given: Any, **named: Any) -> Any:
+        asked.extend(given)
+        return decide(*given, **named)
+
+    monkeypatch.setattr(planner_module, "decide", spy)
+    planner.steady(request_of(24 << 30))
+    plan, _, keepable, time_of = asked
+    none, every = (time_of(plan, Kept(frozenset(kept))).lanes["compute"] for kept in ((), range(100)))
+    assert none - every == pytest.approx(sum(each.seconds for each in keepable), rel=0.01)

@@ -18,6 +18,7 @@ from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, Placement, UnitSize
 from ds_slide.plan.spare import Movable, Slots
 from ds_slide.plan.time import StepTime
+from ds_slide.plan.two_passes import Schedules
 from ds_slide.report.statistics import StepRecorder, StepStatistics
 from ds_slide.runtime.activations.activations import Activations
 from ds_slide.runtime.activations.spare_memory import LOOKS, Budget, SpareMemory
@@ -97,7 +98,12 @@ def run(engine: Engine, forwards: int, limit: int | None) -> Plan:
     device = Device(torch.device("cpu"))
     recorder = StepRecorder(device, None)  # type: ignore[arg-type]
     budget = Budget(engine, limit, lambda: engine.plan.gpu_bytes)
-    spare = SpareMemory(Activations([], device), budget, Ranks(), recorder, lambda: step_of(engine.plan).schedule)
+
+    def schedules() -> Schedules:
+        schedule = step_of(engine.plan).schedule
+        return Schedules(schedule, schedule)
+
+    spare = SpareMemory(Activations([], device), budget, Ranks(), recorder, schedules)
     spare.states, engine.accumulates = engine, forwards > 1
     for number in range(LOOKS[-1]):
         step = step_of(engine.plan)

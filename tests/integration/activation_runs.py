@@ -118,6 +118,7 @@ def handle_of(monkeypatch: pytest.MonkeyPatch) -> Handle:
         monkeypatch.setattr(activations_module, "kept_within", kept)
         monkeypatch.setattr(activations_module, "moved_within", moved)
         monkeypatch.setattr(SpareMemory, "_room", lambda *_, **__: -1.0)
+        monkeypatch.setattr(SpareMemory, "_inputs_missing", lambda *_: 1.0)
 
     return choose
 

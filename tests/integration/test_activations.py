@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from ds_slide.plan.spare import StepTimes
 from ds_slide.runtime.activations import spare_memory
 from ds_slide.runtime.activations.spare_memory import LOOKS, Budget
 from ds_slide.runtime.activations.states import RunningStates
+from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.weights.hooks import in_backward
 
 transformers = pytest.importorskip("transformers")
@@ -109,6 +111,44 @@ def test_what_is_counted_is_what_is_saved() -> None:
     others = weights | {tensor.untyped_storage().data_ptr() for tensor in beside}
     expected = sum(nbytes for address, nbytes in saved.items() if address not in others)
     assert of == {True: expected, False: expected}
+
+
+def with_hooks_inside(model: nn.Module) -> nn.Module:
+    """As older transformers have it, which checkpoint a layer's call with its hooks, and not its forward alone."""
+    kind = type(layers_of(model)[0])
+
+    class Layer(kind):  # type: ignore[misc, valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if not self.gradient_checkpointing:
+                return super().__call__(*args, **kwargs)
+            return self._gradient_checkpointing_func(functools.partial(super().__call__, **kwargs), *args)
+
+    Layer.forward = kind.forward.__wrapped__
+    for layer in layers_of(model):
+        layer.__class__ = Layer
+    return model
+
+
+@FORMS
+def test_what_a_block_saves_is_what_is_computed_again(monkeypatch: pytest.MonkeyPatch, reentrant: bool) -> None:
+    """Neither what its forward waits for weights, nor what comes behind the last saved tensor, to which only a
+    re-entrant recomputation goes on."""
+    bind_slot, wait = SlideRuntime._bind_slot, 0.2
+
+    def late(self: SlideRuntime, unit: Any, direction: str) -> Any:
+        time.sleep(wait if direction == "forward" else 0.0)
+        return bind_slot(self, unit, direction)
+
+    monkeypatch.setattr(SlideRuntime, "_bind_slot", late)
+    model = with_hooks_inside(checkpointed(llama(num_hidden_layers=2), reentrant))
+    with engine_for(model, config_of({"gpu_memory": OWN_BYTES})) as engine:
+        train(engine, batches(LOOKS[0]))
+        activations = engine.optimizer.runtime.parts.spare.activations
+        (measured,), (seconds,) = activations._measured.values(), activations._seconds.values()
+        assert 0 < seconds < wait
+        (keepable, *_) = activations.keepable(measured.shape)
+        assert keepable.seconds == measured.again * seconds
+    assert measured.again == 1.0 if reentrant else 0.8 < measured.again < 1.0
 
 
 @FORMS

@@ -124,6 +124,7 @@ def test_batches_of_any_length_share_the_buffers(handle: Handle) -> None:
 
 def test_the_budget_of_host_memory_is_hard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SpareMemory, "_room", lambda *_, **__: -1e9)
+    monkeypatch.setattr(SpareMemory, "_inputs_missing", lambda *_: 1e9)
     with engine_for(checkpointed(llama(), False), config_of({"gpu_memory": "1GiB"})) as engine:
         states = engine.optimizer.runtime.parts.memory_report["host_state_bytes"]
     limit, data = states + 2 * INPUT + 5_000, batches(STEPS)

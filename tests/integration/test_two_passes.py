@@ -122,10 +122,12 @@ def test_two_where_updates_hold_up_the_forward_and_backward_has_room(
     of = Passes("auto")
     decided = []
     for _ in range(6):  # each step is as long as the choice before it makes it
+        before = of.two
         share = passes.PASS_SHARE if of.two else 1.0
         took = update * (TWO if of.two else WHOLE)
         later = update * share if of.two else 0.0
         decided.append(step_of(of, max(forward, update * share), max(backward, later), took))
+        assert of.did_two == before
     assert decided[1:] == [two] * 5
 
 

@@ -21,6 +21,7 @@ from ds_slide.plan.spare import (
     choose,
     given_back,
     goes_on,
+    inputs_missing,
     moved_within,
     moves_unmeasured,
     reads_ahead,
@@ -94,8 +95,16 @@ def test_what_a_batch_leaves_is_less_what_the_allocator_cannot_use() -> None:
     """Of 24 GB, with a margin of a sixteenth: a fifth of what stays on the GPU lies between live tensors."""
     assert spare_bytes(24 * GB, 5 * GB, 1.5 * GB) == 17.5 * GB
     assert spare_bytes(24 * GB, 15 * GB, 1.5 * GB) == 6 * GB
-    missing = -spare_bytes(20 * GB, 29 * GB, 1.5 * GB)
-    assert (29 * GB - missing) * 1.2 == pytest.approx(20 * GB)
+    assert spare_bytes(20 * GB, 29 * GB, 1.5 * GB) == pytest.approx(-14.8 * GB)
+
+
+@given(*[st.floats(0, 1e12)] * 3)
+def test_what_is_missing_suffices_and_no_more(free: float, needed: float, margin: float) -> None:
+    """Whether states make room or inputs, which take a part of the fragments along."""
+    states, inputs = max(0.0, -spare_bytes(free, needed, margin)), max(0.0, inputs_missing(free, needed, margin))
+    for found in (spare_bytes(free + states, needed, margin), spare_bytes(free, needed - inputs, margin)):
+        assert found >= -1.0 and (found <= 1.0 or not states)
+    assert inputs <= states + 1.0
 
 
 SLOTS = Slots(count=19, least=4, nbytes=154 * 10**6, blocks=BLOCKS)

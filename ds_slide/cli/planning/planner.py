@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from ds_slide.cli.planning.inputs import Inputs
@@ -21,7 +23,7 @@ from ds_slide.plan.memory import Plan
 from ds_slide.plan.mixtures import mixtures
 from ds_slide.plan.rates import Rates
 from ds_slide.plan.time import StepTime, all_schedules, step_time
-from ds_slide.plan.trace import FUNCTION, StepTrace, TracedUnit, kept_by_block, per_unit, trace_step, with_kept
+from ds_slide.plan.trace import FUNCTION, StepTrace, TracedUnit, kept_by_block, trace_step, with_kept
 from ds_slide.runtime.activations.checkpointing import FLAG
 
 IN_TWO_PASSES = ("AdamW", "Lion")
@@ -85,17 +87,18 @@ class Planner:
         plain, keepable = case.trace, []
         if _takes_over(request, case.planned):
             plain = self._trace(request, case.planned, case.batch, checkpointing=False).step
-            forward, saved = per_unit(case.trace.forward), kept_by_block(plain, case.trace)
+            saved = kept_by_block(plain, case.trace)
             for index in sorted(case.checkpointed):
-                runs = [each.run for each in case.trace.again.get(index, ())]
-                mixed = mixtures(runs, saved[index]) if slide.debug.mix else ()
-                keepable.append(Keepable(index, saved[index], case.rates.seconds(forward[index]), mixed))
+                again = case.trace.again.get(index, ())
+                mixed = mixtures([each.run for each in again], saved[index]) if slide.debug.mix else ()
+                seconds = case.rates.seconds(Counter(chain.from_iterable(each.operations for each in again)))
+                keepable.append(Keepable(index, saved[index], seconds, mixed))
 
         tied = request.room.ranks > 1 or case.planned.micro_batches > 1
         spare = Spare(request.room, case.trace.peak_bytes, slide.gpu_memory, tied, case.rates.copy)
         placed, moved = case.planned.plan, Activations()
         if request.room.gpu is not None:
-            moved = case.inputs.within(-spare.bytes_beside(placed), moved)
+            moved = case.inputs.within(spare.inputs_missing(placed), moved)
         spare = replace(spare, needed=spare.needed - moved.moved_bytes)
 
         def step_of(kept: Kept) -> StepTrace:

@@ -15,7 +15,17 @@ from ds_slide.plan.forecast import WORKSPACE_BYTES, Activations, Room
 from ds_slide.plan.keeping import Keepable, Kept, kept_within
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, UnitSize
-from ds_slide.plan.spare import MARGIN_SHARE, MEMORY_RATE, Movable, Slots, StepTimes, choose, least_slots, spare_bytes
+from ds_slide.plan.spare import (
+    MARGIN_SHARE,
+    MEMORY_RATE,
+    Movable,
+    Slots,
+    StepTimes,
+    choose,
+    inputs_missing,
+    least_slots,
+    spare_bytes,
+)
 from ds_slide.plan.time import StepTime
 from ds_slide.runtime.activations.spare_memory import HEADROOM, LEAST_GAIN, LOOKS
 
@@ -40,11 +50,17 @@ class Spare:
         """What a batch leaves, of the GPU and of the limit."""
         rooms: list[float] = []
         if self.room.gpu is not None and self.room.gpu_for_plan is not None:
-            free = self.room.gpu_for_plan - WORKSPACE_BYTES - plan.gpu_bytes
-            rooms.append(spare_bytes(free, self.needed, MARGIN_SHARE * self.room.gpu))
+            rooms.append(spare_bytes(self._free(plan), self.needed, MARGIN_SHARE * self.room.gpu))
         if self.limit is not None:
             rooms.append(self.limit - plan.gpu_bytes)
         return min(rooms)
+
+    def inputs_missing(self, plan: Plan) -> float:
+        """Bytes of inputs that have to leave the GPU for the batch."""
+        return inputs_missing(self._free(plan), self.needed, MARGIN_SHARE * (self.room.gpu or 0))
+
+    def _free(self, plan: Plan) -> int:
+        return (self.room.gpu_for_plan or 0) - WORKSPACE_BYTES - plan.gpu_bytes
 
 
 def decide(

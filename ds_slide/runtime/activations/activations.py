@@ -34,11 +34,13 @@ BACKWARD_PASSES = 3
 
 @dataclass(frozen=True)
 class Measured:
-    """The bytes of a block's saved tensors at a shape, and its mixtures."""
+    """The bytes of a block's saved tensors at a shape, and its mixtures. `again`: the part of its forward that a
+    recomputation runs."""
 
     shape: Shape
     nbytes: int
     mixtures: tuple[Mixture, ...]
+    again: float
 
     def at(self, shape: Shape) -> int:
         """The most that they can take there."""
@@ -108,6 +110,8 @@ class Activations:
         self._asked: set[Hashable] = set()
         """Kinds that are to be measured by the next recomputation of one of their blocks."""
         self._times = False
+        self._entered: dict[int, Marker] = {}
+        """When blocks that are timed have begun to compute."""
         self._marks: list[tuple[int, Marker, Marker]] = []
         self._seconds: dict[Hashable, float] = {}
         """Of a block's forwards in a step, by kind: of blocks that are alike none is chosen for the noise of its
@@ -180,7 +184,6 @@ class Activations:
 
     def _run(self, unit: Unit, written: Checkpoint, function: Callable[..., Any], *inputs: Any) -> Any:
         """Run a block for its caller. `written`: as the script has it."""
-        before = self._device.mark(timed=True) if self._times else None
         self._calls[unit.order] += 1
         kept = self._bytes.setdefault(unit.order, [])
         if self._inputs is not None:
@@ -201,7 +204,7 @@ class Activations:
                     result = written(measured, *inputs)
             else:
                 result = written(measured, *inputs)
-        if before is not None:
+        if (before := self._entered.pop(unit.order, None)) is not None:
             self._marks.append((unit.order, before, self._device.mark(timed=True)))
         return result
 
@@ -211,8 +214,8 @@ class Activations:
             return function
         self._asked.discard(kind)
 
-        def report(nbytes: int, runs: Sequence[Run]) -> None:
-            self._measured[kind] = Measured(shape, nbytes, mixtures(runs, nbytes) if self._mixes else ())
+        def report(nbytes: int, runs: Sequence[Run], again: float) -> None:
+            self._measured[kind] = Measured(shape, nbytes, mixtures(runs, nbytes) if self._mixes else (), again)
 
         return counted(unit, function, report)
 
@@ -268,6 +271,11 @@ class Activations:
                 found.append(Input(order, -(-calls * nbytes * shape.tokens // tokens)))
         return found
 
+    def enter_forward(self, order: int) -> None:
+        """A block has its weights, and begins to compute: its wait for them is no part of its recomputation."""
+        if self._times:
+            self._entered[order] = self._device.mark(timed=True)
+
     def enter_backward(self, order: int) -> None:
         """The backward of a block begins."""
         if self._inputs is not None:
@@ -299,7 +307,8 @@ class Activations:
             if (measured := self._measured.get(self._kind[order])) is not None:
                 calls = self._expected_calls(order)
                 mixed = tuple(each.times(calls * measured.shape.growth(shape)) for each in measured.mixtures)
-                found.append(Keepable(order, calls * measured.at(shape), self._seconds_of(order), mixed))
+                seconds = measured.again * self._seconds_of(order)
+                found.append(Keepable(order, calls * measured.at(shape), seconds, mixed))
         return found
 
     def _expected_calls(self, order: int) -> int:
@@ -336,6 +345,7 @@ class Activations:
     def begin_times(self) -> None:
         """Time the forwards of blocks from now on."""
         self._marks.clear()
+        self._entered.clear()
         self._times = True
 
     def take_times(self) -> None:

@@ -149,6 +149,21 @@ def _known_by(args: Sequence[Any]) -> tuple[Any, ...]:
     return torch.is_grad_enabled(), tensors
 
 
+class Working(_Mode):
+    """Adds up the work of the operators that make something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = 0.0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = function(*args, **kwargs)
+        if isinstance(function, torch._ops.OpOverload) and new_bytes(args, kwargs, made):
+            self.work += _run_of(function, 0, args, kwargs, made).work
+        return made
+
+
 class Learning(_Mode):
     """Learns in a recomputation what its operators take and which results can stay. Those of products and attention
     are held until it has ended, and compared by a sum of their bits: a kernel may write into one unseen by torch."""
@@ -172,11 +187,8 @@ class Learning(_Mode):
         name = _name_of(function)
         before, self._counts[name] = self._counts[name], self._counts[name] + 1
         if new_bytes(args, kwargs, made):
-            outputs = tensors_of(made)
-            inputs = tensors_of((args, kwargs))
-            operations = operations_of(function._schema.name, function, args, kwargs, made, inputs, outputs)
-            run = run_of(function, before, operations, args, kwargs, made)
-            held = [each for each in outputs if run.nbytes and each.is_floating_point()]
+            run = _run_of(function, before, args, kwargs, made)
+            held = [each for each in tensors_of(made) if run.nbytes and each.is_floating_point()]
             self._runs.append((run, [(each, _sum(each)) for each in held]))
         return made
 
@@ -186,6 +198,12 @@ class Learning(_Mode):
         changed = [torch.stack([before != _sum(each) for each, before in held]).any() for _, held in needed if held]
         answers = iter(torch.stack(changed).tolist() if changed else ())
         return tuple(replace(run, nbytes=0) if held and next(answers) else run for run, held in needed)
+
+
+def _run_of(function: torch._ops.OpOverload, before: int, args: Any, kwargs: Any, made: Any) -> Run:
+    inputs, outputs = tensors_of((args, kwargs)), tensors_of(made)
+    operations = operations_of(function._schema.name, function, args, kwargs, made, inputs, outputs)
+    return run_of(function, before, operations, args, kwargs, made)
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:

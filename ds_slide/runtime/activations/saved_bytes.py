@@ -13,25 +13,28 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ds_slide.plan.mixtures import Run
-from ds_slide.runtime.activations.mixing import Learning
+from ds_slide.runtime.activations.mixing import Learning, Working
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.weights.hooks import in_backward
 from ds_slide.runtime.weights.saved_weights import OpenHooks
 
 
 def counted(
-    unit: Unit, function: Callable[..., Any], report: Callable[[int, Sequence[Run]], None]
+    unit: Unit, function: Callable[..., Any], report: Callable[[int, Sequence[Run], float], None]
 ) -> Callable[..., Any]:
     """`function`, a block's forward, which counts in its recomputation, and tells `report`, the bytes of what it saves,
-    with the runs of operators that were needed for that.
+    with the runs of operators that were needed for that, and the part of the forward's work that is done again.
 
     Each storage counts once; those of weights and inputs do not, which are there anyway, nor that of the output, which
-    is the next block's input.
+    is the next block's input. A recomputation that is not re-entrant ends at the last tensor that is needed: the last
+    product of a block, a quarter of its work, need not be done again.
     """
+    forward = Working()
 
     def run(*inputs: Any) -> Any:
         if not in_backward():
-            return function(*inputs)
+            with forward:
+                return function(*inputs)
         there = {_address(tensor) for tensor in _tensors((inputs, getattr(function, "keywords", {})))}
         there |= {_address(parameter) for each in (unit, *unit.parts) for parameter in each.parameters}
         saved: dict[int, int] = {}
@@ -47,13 +50,15 @@ def counted(
             with learning:
                 outputs = function(*inputs)
         except _StopRecomputationError:  # behind the last tensor that is needed; other exceptions come sooner
-            report(sum(saved.values()), learning.end())
+            again = learning.end()
+            work = sum(each.work for each in again)
+            report(sum(saved.values()), again, min(1.0, work / forward.work) if forward.work else 1.0)
             raise
         finally:
             hooks.close()
         for tensor in _tensors(outputs):
             saved.pop(_address(tensor), None)
-        report(sum(saved.values()), learning.end())
+        report(sum(saved.values()), learning.end(), 1.0)
         return outputs
 
     return run

@@ -30,9 +30,10 @@ from ds_slide.plan.spare import (
     StepTimes,
     choose,
     given_back,
+    inputs_missing,
     spare_bytes,
 )
-from ds_slide.plan.two_passes import Schedule
+from ds_slide.plan.two_passes import Schedule, Schedules
 from ds_slide.report.log import log, size
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime.activations.activations import Activations, shape_of
@@ -110,13 +111,14 @@ class Need:
 @dataclass(frozen=True)
 class Record:
     """What a rank has measured: bytes that are spare while nothing is kept, its step with `kept_s` seconds of
-    recomputation left out, what its blocks could keep, and its window."""
+    recomputation left out, what its blocks could keep, its window, and bytes a second of its GPU's memory."""
 
     room: float
     times: StepTimes
     kept_s: float
     keepable: Sequence[Keepable]
     slots: Slots
+    memory_rate: float
 
 
 class SpareMemory:
@@ -128,16 +130,16 @@ class SpareMemory:
         budget: Budget,
         ranks: Ranks,
         recorder: StepRecorder,
-        schedule: Callable[[], Schedule],
+        schedules: Callable[[], Schedules],
     ) -> None:
-        """`schedule`: of the updates of the latest step."""
+        """`schedules`: of updates, when a step has ended."""
         self.activations = activations
         self.states: States | None = None
         """None: they stay where the plan has them."""
         self._budget = budget
         self._ranks = ranks
         self._recorder = recorder
-        self._schedule = schedule
+        self._schedules = schedules
         self._steps = 0
         self._looks = frozenset(LOOKS)
         self._latest_look = 0
@@ -174,9 +176,11 @@ class SpareMemory:
         shape = shape_of(args, kwargs)
         with_gradient = torch.is_grad_enabled()
         room = self._room(shape, with_gradient=with_gradient)
-        movable = self.activations.movable_bytes(shape) if room < 0 and with_gradient else 0
-        if room + movable < 0 and self._give_back(-room - movable):
-            room = self._room(shape, with_gradient=with_gradient)
+        if room < 0:
+            movable = self.activations.movable_bytes(shape) if with_gradient else 0
+            missing = -self._room(shape, with_gradient=with_gradient, elsewhere=movable)
+            if missing > 0 and self._give_back(missing):
+                room = self._room(shape, with_gradient=with_gradient)
         if with_gradient:
             self._forwards += 1
             self._notice_others()
@@ -184,7 +188,7 @@ class SpareMemory:
             if shape is not None and len(self._shapes) < 2:
                 self._shapes.add(shape)
             free = None if self._need is not None or self._budget.gpu is None else self._budget.gpu.memory()[0]
-            self.activations.begin(shape, room, free)
+            self.activations.begin(shape, room if room >= 0 else -self._inputs_missing(shape), free)
             self._say_once()
             self._begun = shape, self._allocated()
 
@@ -226,17 +230,24 @@ class SpareMemory:
     def _allocated(self) -> int:
         return 0 if self._budget.gpu is None else self._budget.gpu.allocated()
 
-    def _room(self, shape: Shape | None, *, with_gradient: bool) -> float:
-        """Bytes that a batch of `shape` leaves, of the GPU and of the limit; 0 as long as nothing has been measured."""
+    def _room(self, shape: Shape | None, *, with_gradient: bool, elsewhere: float = 0.0) -> float:
+        """Bytes that a batch of `shape` leaves, of the GPU and of the limit, or, less than 0, that are missing, with
+        `elsewhere` bytes of its inputs in host memory; 0 as long as nothing has been measured."""
         if self._need is None:
             return 0.0
         rooms = []
         if self._budget.gpu is not None:
-            needed = self._needed(shape, with_gradient=with_gradient)
+            needed = self._needed(shape, with_gradient=with_gradient) - elsewhere
             rooms.append(spare_bytes(self._usable - self._allocated(), needed, self._margin))
         if self._budget.limit is not None:
             rooms.append(self._budget.limit - self._budget.placed())
         return min(rooms)
+
+    def _inputs_missing(self, shape: Shape | None) -> float:
+        """Bytes of the inputs that have to leave the GPU for a batch of `shape`."""
+        if self._budget.gpu is None:
+            return 0.0
+        return max(0.0, inputs_missing(self._usable - self._allocated(), self._needed(shape), self._margin))
 
     def _needed(self, shape: Shape | None, *, with_gradient: bool = True) -> float:
         """The most bytes that a batch of `shape` takes beside what is on the GPU when it begins, with nothing kept and
@@ -327,7 +338,7 @@ class SpareMemory:
     def _look(self, forwards: int) -> None:
         """Decide about states, after a step of so many forwards."""
         self.activations.take_times()
-        self.activations.keeps_first = self._schedule() == "two passes"
+        self.activations.keeps_first = self._schedules().coming == "two passes"
         self._latest_look = self._steps
         if self._budget.gpu is not None:
             free, total = self._budget.gpu.memory()
@@ -346,23 +357,24 @@ class SpareMemory:
             return None
         room = self._room(None, with_gradient=True)
         if room < 0:
-            room = min(0.0, room + self.activations.movable_bytes(self._need.shape))
+            elsewhere = self.activations.movable_bytes(self._need.shape)
+            room = min(0.0, self._room(None, with_gradient=True, elsewhere=elsewhere))
         if self._is_tied:
             room -= (HEADROOM if len(self._shapes) < 2 else HEADROOM_OF_VARYING) * self._need.nbytes
-        times = _times(latest.lanes, latest.step_s, self._schedule())
+        times = _times(latest.lanes, latest.step_s, self._schedules().measured)
         kept_s = self.activations.kept_seconds
         times = replace(times, compute=times.compute + kept_s)
         slots = NO_SLOTS if self.states is None else self.states.slots(forwards)
-        return Record(room, times, kept_s, self.activations.keepable(self._need.shape), slots)
+        rate = (None if self._budget.gpu is None else self._budget.gpu.memory_rate()) or MEMORY_RATE
+        return Record(room, times, kept_s, self.activations.keepable(self._need.shape), slots, rate)
 
     def _share_out(self, record: Record) -> None:
         room, keepable, times = record.room, record.keepable, record.times
-        rate = (None if self._budget.gpu is None else self._budget.gpu.memory_rate()) or MEMORY_RATE
         choice = choose(room, (), keepable, times, record.slots)
         if self.states is not None:
             promoted = self.states.promoted()
             orders = frozenset(each.order for each in promoted)
-            with_states = choose(room, self.states.movable(), keepable, times, record.slots, rate)
+            with_states = choose(room, self.states.movable(), keepable, times, record.slots, record.memory_rate)
             if room < 0 and promoted:
                 self.states.move(orders - given_back(-room, promoted, record.slots))
             elif with_states.seconds <= choice.seconds * (1 - LEAST_GAIN):

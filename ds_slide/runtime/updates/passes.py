@@ -25,6 +25,8 @@ class Passes:
         self._wanted = wanted
         self.two = wanted == 2
         """For the updates that the coming step queues."""
+        self.did_two = self.two
+        """For those that were done since the step before."""
         self.exceed_forward = False
         """Whether the updates of a step take longer than its forward."""
         self._lock = threading.Lock()
@@ -55,7 +57,7 @@ class Passes:
             forward, backward = self._backward_began - self._step_ended, time.perf_counter() - self._backward_began
             self.exceed_forward = exceeds(whole, forward)
             two |= self._wanted == "auto" and self.exceed_forward and second_fits(whole, backward)
-        self.two = two and not speculated
+        self.did_two, self.two = self.two, two and not speculated
 
     def end_step(self) -> None:
         """After the step has queued its updates."""

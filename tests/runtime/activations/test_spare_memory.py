@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_slide.plan.spare import MARGIN_SHARE, Movable, Slots
+from ds_slide.plan.spare import FRAGMENTATION, MARGIN_SHARE, Movable, Slots, StepTimes
+from ds_slide.plan.two_passes import Schedules
 from ds_slide.report.statistics import StepRecorder, StepStatistics
 from ds_slide.report.waits import Waits
 from ds_slide.runtime.activations.activations import Activations
@@ -105,18 +106,33 @@ class Two(Ranks):
         return [own, replace(own, room=own.room - self._less)]
 
 
+class Telling(Ranks):
+    """One of two ranks, which measure one after the other."""
+
+    def __init__(self, told: list[Any]) -> None:
+        super().__init__(0, 2)
+        self._told = told
+
+    def exchange(self, own: Any, what: str) -> list[Any]:  # noqa: ARG002
+        self._told.append(own)
+        return self._told
+
+
 class Run:
     """A training. `stall`: seconds of a step of 1 s in which the GPU waits for the host."""
 
     def __init__(self, *, ranks: Ranks | None = None, stall: float = 0.5, limit: int | None = None) -> None:
         self.gpu = Gpu()
         self.units = Units(self.gpu)
+        self.schedules = Schedules("deferred", "deferred")
         device = Device(torch.device("cpu"))
         self.recorder = StepRecorder(device, Waits(device))
         lanes: dict[str, dict[str, float | int]] = {"compute": {"busy_s": 1 - stall, "bytes": 0}}
         self.recorder.latest = StepStatistics(1, 1.0, 1.0, "compute", lanes, {})
         budget = Budget(self.gpu, limit, lambda: self.gpu.on_gpu)
-        self.spare = SpareMemory(Activations([], device), budget, ranks or Ranks(), self.recorder, lambda: "deferred")
+        self.spare = SpareMemory(
+            Activations([], device), budget, ranks or Ranks(), self.recorder, lambda: self.schedules
+        )
         self.spare.states = self.units
 
     def forward(self, batch: Sequence[int] = (1, TOKENS)) -> None:
@@ -202,6 +218,19 @@ def test_a_longer_batch_gets_the_memory_of_as_many_states_as_it_needs(with_gradi
     assert len(run.units.orders) < moved
 
 
+def test_states_go_back_once_for_a_batch() -> None:
+    """With what the allocator cannot use of a batch that takes half of the GPU."""
+    run = Run()
+    run.steps(LOOKS[0])
+    run.forward((5, TOKENS))
+    needed = 5 * TOKENS * BYTES_PER_TOKEN
+    assert FRAGMENTATION * needed > MARGIN
+    left = list(range(int((TOTAL - RESIDENT - (1 + FRAGMENTATION) * needed) // UNIT)))
+    assert run.units.orders == left
+    run.forward((5, TOKENS))
+    assert run.units.orders == left
+
+
 def test_states_that_went_back_for_an_evaluation_come_again() -> None:
     """And more rarely where that happens again and again."""
     run = Run()
@@ -281,6 +310,31 @@ def test_ranks_decide_by_the_one_with_the_least_room() -> None:
     before = list(run.units.orders)
     run.forward((2, TOKENS))  # on this rank alone: nothing that the other one would have to take part in
     assert run.units.orders == before
+
+
+def test_a_step_is_judged_by_the_updates_that_ran_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step has queued others by the time, perhaps in another number of passes."""
+    run, judged = Run(), list[str]()
+    times = StepTimes.of
+
+    def of(busy: Any, step_s: float, schedule: Any) -> StepTimes:
+        judged.append(schedule)
+        return times(busy, step_s, schedule)
+
+    monkeypatch.setattr(StepTimes, "of", of)
+    run.schedules = Schedules("deferred", "two passes")
+    run.steps(LOOKS[0])
+    assert judged == ["deferred"] and run.spare.activations.keeps_first
+
+
+def test_ranks_with_other_gpus_decide_alike() -> None:
+    """By the memory of one of them: each by its own would move other states, in a collective."""
+    told: list[Any] = []
+    for rate in (1e3, 1e12):
+        run = Run(ranks=Telling(told))
+        run.gpu.memory_rate = lambda rate=rate: rate  # type: ignore[misc]
+        run.steps(LOOKS[0])
+        assert run.units.orders == []  # as the first one decides, on whose GPU an update takes 2 s
 
 
 def test_what_others_take_is_counted_once() -> None:
