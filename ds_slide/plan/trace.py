@@ -101,9 +101,8 @@ def kept_by_block(plain: StepTrace, checkpointed: StepTrace) -> dict[int, int]:
 def with_kept(checkpointed: StepTrace, plain: StepTrace, kept: Kept) -> StepTrace:
     """The step that recomputes all blocks, but for what is kept of them, from those that recompute all and none.
 
-    Where the last blocks are kept, as many as there is memory for, memory is at its peak in the loss: they are all
-    there then, and backward frees them before others are recomputed. Where the first ones are, they are all there
-    whenever the step without them has its peak."""
+    Memory is at its peak in the loss, where all that is kept is there, or in the backward of the last block, which has
+    all that it saves then, beside what the others keep."""
     saved = kept_by_block(plain, checkpointed)
     of_kept: dict[int | None, Segment] = {
         segment.unit: segment for segment in plain.backward if segment.unit in kept.whole
@@ -113,14 +112,14 @@ def with_kept(checkpointed: StepTrace, plain: StepTrace, kept: Kept) -> StepTrac
     for segment in checkpointed.backward:
         if segment.unit is not None and segment.unit in kept.mixed:
             of_kept[segment.unit] = _without(segment, checkpointed.again[segment.unit], kept.mixed[segment.unit])
-    saved_bytes, peak = plain.saved_bytes - recomputed, plain.peak_bytes - recomputed
-    if max(saved) not in of_kept:
-        peak = max(peak, checkpointed.peak_bytes + saved_bytes - checkpointed.saved_bytes)
+    saved_bytes, last = plain.saved_bytes - recomputed, max(saved, default=0)
+    of_last = saved[last] if last in kept.whole else kept.mixed[last].nbytes if last in kept.mixed else 0
+    of_others = saved_bytes - checkpointed.saved_bytes - of_last
     return replace(
         checkpointed,
         backward=tuple(of_kept.get(segment.unit, segment) for segment in checkpointed.backward),
         saved_bytes=saved_bytes,
-        peak_bytes=max(checkpointed.peak_bytes, peak),
+        peak_bytes=max(plain.peak_bytes - recomputed, checkpointed.peak_bytes + max(0, of_others)),
     )
 
 

@@ -91,25 +91,29 @@ def test_a_step_that_keeps_some_blocks_is_made_of_those_that_keep_all_and_none(
     assert found.peak_bytes == pytest.approx(real.peak_bytes, abs=boundary)
 
 
-def test_a_step_with_mixed_blocks_is_made_of_the_same_two() -> None:
+@pytest.mark.parametrize("vocabulary", [512, 65_536], ids=["blocks are the peak", "the loss is"])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_a_step_with_mixed_blocks_is_made_of_the_same_two(blocks: int, vocabulary: int) -> None:
     """Beside one whose checkpoints keep what the mixture says, by the engine's own modes."""
-    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 1, "vocab_size": 65_536}
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": blocks, "vocab_size": vocabulary}
     every, none, mixing = (llama("meta", **wide) for _ in range(3))
-    for model in (none, mixing):
-        asked = vars(model.model.layers[0])
-        asked.update(gradient_checkpointing=True, _gradient_checkpointing_func=CHECKPOINT)
+    for layer in (*none.model.layers, *mixing.model.layers):
+        vars(layer).update(gradient_checkpointing=True, _gradient_checkpointing_func=CHECKPOINT)
     whole, again = traced(every), traced(none)
     *_, mixture = mixtures([each.run for each in again.again[1]], kept_by_block(whole, again)[1])
     assert len(mixture.results) == 6  # all products but the last one
-    vars(mixing.model.layers[0])["_gradient_checkpointing_func"] = functools.partial(
-        CHECKPOINT, context_fn=functools.partial(contexts, mixture)
-    )
-    found, real = with_kept(again, whole, Kept(mixed={1: mixture})), traced(mixing)
+    for layer in mixing.model.layers:
+        vars(layer)["_gradient_checkpointing_func"] = functools.partial(
+            CHECKPOINT, context_fn=functools.partial(contexts, mixture)
+        )
+    kept = Kept(mixed=dict.fromkeys(range(1, blocks + 1), mixture))
+    found, real = with_kept(again, whole, kept), traced(mixing)
     assert len(real.again[1]) == len(again.again[1]) - len(mixture.results)
     assert [each.operations for each in found.backward] == [each.operations for each in real.backward]
     boundary = BATCH * SEQ * 1024 * 2 + 512 * 2 * len(mixture.results)
     assert found.saved_bytes == pytest.approx(real.saved_bytes, abs=boundary)
-    assert found.peak_bytes == pytest.approx(real.peak_bytes, abs=boundary)
+    # The last block's backward may have less at once than its recomputation and what it keeps.
+    assert real.peak_bytes - boundary <= found.peak_bytes <= 1.025 * real.peak_bytes
 
 
 def test_checkpointing_saves_the_boundaries_and_computes_the_blocks_again() -> None:
