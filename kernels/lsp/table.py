@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -95,6 +95,8 @@ class Table:
     transpose: Grid
     expand: Grid
     apply: Grid
+    compiled: dict[Hashable, Any] = field(default_factory=dict)
+    """What Triton has compiled for launches over these matrices, by kernel and kind (`launch`)."""
 
 
 def table_of(members: Sequence[Member], device: torch.device) -> Table:
