@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import triton
@@ -12,8 +11,6 @@ import triton.language as tl
 from ds_slide.kernels import constants
 from ds_slide.kernels.lsp.table import Field, Table
 
-# Bytes that Triton compiles for: pointers are multiples of it, or nothing is known of them.
-_POINTER = 16
 ALIGNMENT = tl.constexpr(constants.ALIGNMENT)
 _NUMBERS = {name: tl.constexpr(number) for number, name in enumerate(Field._fields)}
 START = _NUMBERS["start"]
@@ -85,39 +82,3 @@ def place(fields, index, NUMBER: tl.constexpr, WIDTH: tl.constexpr):
 def entries_before(fields, index, NUMBER: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr):
     """Non-zeros of a stack before those of a matrix; NUMBER: of ROWS_BEFORE or COLUMNS_BEFORE."""
     return field(fields, index, NUMBER, WIDTH).to(tl.int64) * R
-
-
-def launch(
-    table: Table,
-    kernel: Any,
-    kind: Sequence[Hashable] | None,
-    programs: int,
-    arguments: Sequence[Any],
-    **constants: Any,
-) -> None:
-    """Launch `kernel` over the matrices of a table, without Triton's search for what it has compiled.
-
-    That looks at each argument, and at each of 16 pointers in one: 14 to 35 us a launch, for 1 to 8 of the launch.
-
-    kind: what the compiled kernel depends on and may change between launches over the table: the data types of tensors
-        and the constants, where all pointers are `aligned`. None: unknown; Triton looks itself. Numbers among the
-        arguments are those that the kernel does not specialize on.
-    """
-    key = None if kind is None else (id(kernel), *kind)
-    compiled = table.compiled.get(key)
-    if compiled is not None:
-        # A place for each constant, which is compiled in.
-        unread = (None,) * (len(kernel.arg_names) - len(arguments))
-        compiled[(programs, 1, 1)](*arguments, *unread)
-        return
-    compiled = kernel[(programs,)](*arguments, **constants)
-    if key is not None:
-        table.compiled[key] = compiled
-
-
-def aligned(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether Triton compiles the same for these pointers as for those of memory that is allocated for them alone."""
-    together = 0
-    for tensor in tensors:
-        together |= tensor.data_ptr()
-    return together % _POINTER == 0

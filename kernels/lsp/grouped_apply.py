@@ -21,14 +21,13 @@ from ds_slide.kernels.lsp.group import (
     START,
     UPPER_HALF,
     Group,
-    aligned,
     entries_before,
     field,
-    launch,
     member,
     place,
     sides,
 )
+from ds_slide.kernels.lsp.launch import aligned, launch
 from ds_slide.kernels.lsp.table import COLUMNS, ELEMENTS, LISTS, ROWS, SIDE, WIDTH
 
 
@@ -160,7 +159,7 @@ def apply_(
     key = step_key or 0
     common = {"UNIT": table.unit, "WIDTH": WIDTH, "num_warps": 4, "enable_fp_fusion": False}
     launch(
-        table,
+        table.compiled,
         _transpose_kernel,
         () if are_aligned else None,
         table.transpose.programs,
@@ -169,7 +168,7 @@ def apply_(
         **common,
     )
     launch(
-        table,
+        table.compiled,
         _expand_kernel,
         () if are_aligned else None,
         table.expand.programs,
@@ -180,7 +179,7 @@ def apply_(
         **common,
     )
     launch(
-        table,
+        table.compiled,
         _apply_kernel,
         (bits.dtype, remainder is not None) if are_aligned else None,
         table.apply.programs,

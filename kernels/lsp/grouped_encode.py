@@ -22,14 +22,13 @@ from ds_slide.kernels.lsp.group import (
     START,
     STARTS_BEFORE,
     Group,
-    aligned,
     entries_before,
     field,
-    launch,
     member,
     place,
     sides,
 )
+from ds_slide.kernels.lsp.launch import aligned, launch
 from ds_slide.kernels.lsp.table import ELEMENTS, LISTS, PARTIALS, WIDTH
 from ds_slide.kernels.offload.gradient_pack import widened
 from ds_slide.kernels.offload.square_sum import BLOCK, COMBINE_BLOCK, NUM_WARPS, combined, segment_square_sum
@@ -220,7 +219,7 @@ def encode_(
         pointers, these = _of_dtype(gradients, its_dtype)
         given |= these
         launch(
-            table,
+            table.compiled,
             _squares_kernel,
             (its_dtype,) if are_aligned else None,
             table.squares.programs,
@@ -231,7 +230,7 @@ def encode_(
             **common,
         )
         launch(
-            table,
+            table.compiled,
             _left_kernel,
             (its_dtype,) if are_aligned else None,
             table.left.programs,
@@ -241,7 +240,7 @@ def encode_(
             **tile,
         )
     launch(
-        table,
+        table.compiled,
         _right_kernel,
         (encoded.dtype, dtype, accumulate) if are_aligned else None,
         table.right.programs,
@@ -253,7 +252,7 @@ def encode_(
         **tile,
     )
     launch(
-        table,
+        table.compiled,
         _total_kernel,
         (adds,) if are_aligned else None,
         1,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ds_slide.kernels.constants import ALIGNMENT, SEGMENT
+from ds_slide.kernels.lsp.launch import Compiled
 
 # Matrices of one launch at most; a block has 7. Shorter groups are filled up, and compile no other kernel.
 WIDTH = 16
@@ -95,8 +96,8 @@ class Table:
     transpose: Grid
     expand: Grid
     apply: Grid
-    compiled: dict[Hashable, Any] = field(default_factory=dict)
-    """What Triton has compiled for launches over these matrices, by kernel and kind (`launch`)."""
+    compiled: Compiled = field(default_factory=dict)
+    """For launches over these matrices."""
 
 
 def table_of(members: Sequence[Member], device: torch.device) -> Table:

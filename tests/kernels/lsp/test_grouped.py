@@ -18,7 +18,7 @@ from ds_slide.compression.lsp.codec import Lsp, Pair
 from ds_slide.compression.lsp.projector import random_projector
 from ds_slide.config import CompressionConfig
 from ds_slide.kernels.lsp import grouped_apply
-from ds_slide.kernels.lsp.group import aligned, launch
+from ds_slide.kernels.lsp.launch import Compiled, aligned, launch
 from ds_slide.model.layout import ParameterInfo, build_layout, pieces
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.reference import encode_split
@@ -280,14 +280,15 @@ class Kernel:
 
 def test_what_has_been_compiled_is_launched_by_kind() -> None:
     """Triton looks at every argument again, which takes the host longer than the launch."""
-    kernel, table, memory = Kernel(), block().groups[0].table, torch.zeros(64, device=DEVICE)
+    kernel, memory = Kernel(), torch.zeros(64, device=DEVICE)
+    known: Compiled = {}
     kinds: list[Any] = [(torch.float32,), (torch.float32,), (torch.bfloat16,), None, None, (torch.bfloat16,)]
     for number, kind in enumerate(kinds):
-        launch(table, kernel, kind, 9, (memory, number), WIDTH=2)
+        launch(known, kernel, kind, 9, (memory, number), WIDTH=2)
     by_triton = [((9,), (memory, number), {"WIDTH": 2}) for number in range(6)]
     directly = [("compiled", memory, number, None) for number in range(6)]
     assert kernel.launches == [by_triton[0], directly[1], *by_triton[2:5], directly[5]]
-    launch(block().groups[0].table, kernel, kinds[0], 9, (memory, 0), WIDTH=2)
+    launch({}, kernel, kinds[0], 9, (memory, 0), WIDTH=2)
     assert kernel.launches[-1] == by_triton[0]
     assert aligned([memory, memory[4:]])
     assert not aligned([memory, memory[2:]])
