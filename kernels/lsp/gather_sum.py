@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_slide.kernels.lsp.launch import Compiled, aligned, launch
+from ds_slide.kernels.launch import Compiled, aligned, launch
 from ds_slide.kernels.lsp.sparse import Sparse, expanded_tile, nothing
 from ds_slide.kernels.lsp.table import ELEMENTS, LISTS
 
@@ -141,7 +141,7 @@ def project(
     launch(
         _COMPILED,
         _project_kernel,
-        (matrix.device, matrix.dtype, width, d, projector.r, accumulate) if aligned(arguments) else None,
+        (matrix.device, matrix.dtype, width, d) if aligned(arguments) else None,
         triton.cdiv(d, LISTS) * triton.cdiv(width, ELEMENTS),
         (*arguments, width, d),
         R=projector.r,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ds_slide.kernels.launch import aligned, launch
 from ds_slide.kernels.lsp.apply import apply_tile, signed
 from ds_slide.kernels.lsp.gather_sum import expand_tile
 from ds_slide.kernels.lsp.group import (
@@ -27,7 +28,6 @@ from ds_slide.kernels.lsp.group import (
     place,
     sides,
 )
-from ds_slide.kernels.lsp.launch import aligned, launch
 from ds_slide.kernels.lsp.table import COLUMNS, ELEMENTS, LISTS, ROWS, SIDE, WIDTH
 
 
@@ -181,7 +181,7 @@ def apply_(
     launch(
         table.compiled,
         _apply_kernel,
-        (bits.dtype, remainder is not None) if are_aligned else None,
+        (bits.dtype,) if are_aligned else None,
         table.apply.programs,
         (
             bits,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ds_slide.kernels.constants import SEGMENT
+from ds_slide.kernels.launch import aligned, launch
 from ds_slide.kernels.lsp.gather_sum import UNROLL, gathered_tile, listed, product_tile
 from ds_slide.kernels.lsp.group import (
     ALIGNMENT,
@@ -28,7 +29,6 @@ from ds_slide.kernels.lsp.group import (
     place,
     sides,
 )
-from ds_slide.kernels.lsp.launch import aligned, launch
 from ds_slide.kernels.lsp.table import ELEMENTS, LISTS, PARTIALS, WIDTH
 from ds_slide.kernels.offload.gradient_pack import widened
 from ds_slide.kernels.offload.square_sum import BLOCK, COMBINE_BLOCK, NUM_WARPS, combined, segment_square_sum
@@ -242,7 +242,7 @@ def encode_(
     launch(
         table.compiled,
         _right_kernel,
-        (encoded.dtype, dtype, accumulate) if are_aligned else None,
+        (encoded.dtype,) if are_aligned else None,
         table.right.programs,
         (products, given, table.right.firsts, table.fields, right.values, right.starts, right.entries, encoded),
         R=right.r,
@@ -254,7 +254,7 @@ def encode_(
     launch(
         table.compiled,
         _total_kernel,
-        (adds,) if are_aligned else None,
+        () if are_aligned else None,
         1,
         (partial, given, table.squares.firsts, table.fields, total, table.count),
         ADD=adds,

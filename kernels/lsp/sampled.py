@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_slide.kernels.lsp.launch import Compiled, aligned, launch
+from ds_slide.kernels.launch import Compiled, aligned, launch
 from ds_slide.kernels.lsp.sparse import Sparse
 
 ROWS, BLOCK = 8, 128
@@ -62,7 +62,7 @@ def sampled(projector: Sparse, own: torch.Tensor, matrix: torch.Tensor, factor: 
     launch(
         _COMPILED,
         _sampled_kernel,
-        (matrix.device, rows, d, width, projector.r) if aligned(arguments) else None,
+        (matrix.device, rows, d, width) if aligned(arguments) else None,
         triton.cdiv(rows, ROWS),
         (*arguments, rows, d, width),
         R=projector.r,

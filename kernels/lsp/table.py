@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ds_slide.kernels.constants import ALIGNMENT, SEGMENT
-from ds_slide.kernels.lsp.launch import Compiled
+from ds_slide.kernels.launch import Compiled
 
 # Matrices of one launch at most; a block has 7. Shorter groups are filled up, and compile no other kernel.
 WIDTH = 16

@@ -17,8 +17,8 @@ from ds_slide.compression.codec import CHANGE_DTYPE, Masters
 from ds_slide.compression.lsp.codec import Lsp, Pair
 from ds_slide.compression.lsp.projector import random_projector
 from ds_slide.config import CompressionConfig
+from ds_slide.kernels.launch import Compiled, aligned, launch
 from ds_slide.kernels.lsp import grouped_apply
-from ds_slide.kernels.lsp.launch import Compiled, aligned, launch
 from ds_slide.model.layout import ParameterInfo, build_layout, pieces
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.reference import encode_split

@@ -28,11 +28,11 @@ def launch(
 ) -> None:
     """Launch `kernel` as it was compiled for the last launch of this `kind` that is `known`.
 
-    kind: what the compiled kernel depends on and may differ between launches of one `known`: the data types of tensors,
-        the numbers that the kernel specializes on, and the constants, where all pointers are `aligned`. None: unknown;
-        Triton looks itself.
+    kind: what the compiled kernel depends on beside its constants, and may differ between launches of one `known`: the
+        data types of tensors and the numbers that the kernel specializes on, where all pointers are `aligned`. None:
+        unknown; Triton looks itself.
     """
-    key = None if kind is None else (id(kernel), *kind)
+    key = None if kind is None else (id(kernel), *kind, *constants.values())
     compiled = known.get(key)
     if compiled is not None:
         # A place for each constant, which is compiled in.
