@@ -21,7 +21,7 @@ import torch
 
 from ds_slide.compression.codec import CHANGE_DTYPE
 from ds_slide.compression.lsp.codec import Lsp, Pair
-from ds_slide.compression.lsp.learning import carry_moments, refit
+from ds_slide.compression.lsp.learning import Fit, carry_moments, refit
 from ds_slide.model.layout import piece
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.ranks.collectives import Ranks
@@ -74,7 +74,7 @@ class Learning:
         if codec is None or step < self.next_check[unit.name]:
             return
         means = [self._mean(unit, number, gradient) for number, gradient in enumerate(unit.gradients())]
-        fits = {number: self._fit(codec, number, mean, step) for number, mean in enumerate(means) if mean is not None}
+        fits = self._fits(codec, {number: mean for number, mean in enumerate(means) if mean is not None}, step)
         given = self._ranks.exchange(fits, f"the projectors of {unit.name}")
         if not any(given):  # nobody has used the unit, which waits for a step in which somebody does
             return
@@ -100,24 +100,27 @@ class Learning:
         ranks.join()
         return mean if number % ranks.world_size == ranks.rank and mean.any() else None
 
-    def _fit(self, codec: Lsp, number: int, gradient: torch.Tensor, step: int) -> tuple[float, Pair | None]:
-        """The bias of the projectors of a matrix, and new ones where they were fitted: in host memory where others get
-        them."""
-        matrix, old, settings = codec.matrices[number], codec.pairs[number], codec.settings
-        generator = torch.Generator().manual_seed(settings.seed ^ zlib.crc32(f"{matrix.entry.name} {step}".encode()))
-        left, right, bias = refit(
-            gradient,
-            old.left,
-            old.right,
-            threshold=settings.threshold,
-            steps=FIT_STEPS,
-            beta=NORM_WEIGHT,
-            generator=generator,
-        )
-        if left is old.left and right is old.right:
-            return float(bias), None
-        pair = Pair(left, right)
-        return float(bias), pair if self._ranks.world_size == 1 else pair.to("cpu")
+    def _fits(
+        self, codec: Lsp, gradients: Mapping[int, torch.Tensor], step: int
+    ) -> dict[int, tuple[float, Pair | None]]:
+        """By number of the matrix the bias of its projectors, and new ones where they were fitted: in host memory where
+        others get them."""
+        pairs, settings = codec.pairs, codec.settings
+
+        def fit(number: int, gradient: torch.Tensor) -> Fit:
+            name = f"{codec.matrices[number].entry.name} {step}"
+            generator = torch.Generator().manual_seed(settings.seed ^ zlib.crc32(name.encode()))
+            return Fit(gradient, pairs[number].left, pairs[number].right, generator)
+
+        fits = [fit(*each) for each in gradients.items()]
+        fitted = refit(fits, threshold=settings.threshold, steps=FIT_STEPS, beta=NORM_WEIGHT)
+        found: dict[int, tuple[float, Pair | None]] = {}
+        for number, (left, right, bias) in zip(gradients, fitted, strict=True):
+            pair = None
+            if left is not pairs[number].left or right is not pairs[number].right:
+                pair = Pair(left, right) if self._ranks.world_size == 1 else Pair(left, right).to("cpu")
+            found[number] = float(bias), pair
+        return found
 
     def adopt(self) -> None:
         """Replace the projectors that were fitted, after the step's updates have been queued. Collective then."""

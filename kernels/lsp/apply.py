@@ -16,7 +16,7 @@ from ds_slide.kernels.lsp.gather_sum import expand
 from ds_slide.kernels.lsp.sparse import Sparse, expanded_tile
 from ds_slide.kernels.lsp.table import COLUMNS, ROWS
 from ds_slide.kernels.offload.split_master import flush, load_master, store_master
-from ds_slide.kernels.offload.square_sum import COMBINE_BLOCK, combine_kernel
+from ds_slide.kernels.offload.square_sum import combine
 
 
 @triton.jit
@@ -191,5 +191,5 @@ def residual_square_sums(gradient: torch.Tensor, compressed: torch.Tensor, left:
         enable_fp_fusion=False,
     )
     for number in range(2):
-        combine_kernel[(1,)](partial[number], sums[number], programs, BLOCK=COMBINE_BLOCK, num_warps=8)
+        combine(partial[number], sums[number], programs)
     return sums

@@ -18,11 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
+from ds_slide.kernels.launch import Compiled, aligned, launch
 from ds_slide.kernels.lsp.sparse import Sparse, expanded_tile, nothing
 from ds_slide.kernels.lsp.table import ELEMENTS, LISTS
 
 # Rows whose loads are under way at once.
 UNROLL = 4
+_COMPILED: Compiled = {}
 
 
 @triton.jit
@@ -135,14 +137,13 @@ def project(
     width, d, columns = matrix.shape[1], projector.d, projector.columns
     if out is None:
         out = torch.empty(width, d, dtype=torch.float32, device=matrix.device)
-    _project_kernel[(triton.cdiv(d, LISTS) * triton.cdiv(width, ELEMENTS),)](
-        matrix,
-        projector.values,
-        columns.starts,
-        columns.entries,
-        out,
-        width,
-        d,
+    arguments = (matrix, projector.values, columns.starts, columns.entries, out)
+    launch(
+        _COMPILED,
+        _project_kernel,
+        (matrix.device, matrix.dtype, width, d) if aligned(arguments) else None,
+        triton.cdiv(d, LISTS) * triton.cdiv(width, ELEMENTS),
+        (*arguments, width, d),
         R=projector.r,
         ACCUMULATE=accumulate,
         LISTS=LISTS,

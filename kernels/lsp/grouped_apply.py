@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ds_slide.kernels.launch import aligned, launch
 from ds_slide.kernels.lsp.apply import apply_tile, signed
 from ds_slide.kernels.lsp.gather_sum import expand_tile
 from ds_slide.kernels.lsp.group import (
@@ -152,35 +153,48 @@ def apply_(
     that the table's members have): fp32, workspace.
     """
     table, left, right = group.table, group.left, group.right
+    bits = weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight
+    lower = bits if remainder is None else remainder
+    are_aligned = aligned([bits, lower, change, transposed, products])
+    key = step_key or 0
     common = {"UNIT": table.unit, "WIDTH": WIDTH, "num_warps": 4, "enable_fp_fusion": False}
-    _transpose_kernel[(table.transpose.programs,)](
-        change, transposed, table.transpose.firsts, table.fields, SIDE=SIDE, **common
+    launch(
+        table.compiled,
+        _transpose_kernel,
+        () if are_aligned else None,
+        table.transpose.programs,
+        (change, transposed, table.transpose.firsts, table.fields),
+        SIDE=SIDE,
+        **common,
     )
-    _expand_kernel[(table.expand.programs,)](
-        transposed,
-        table.expand.firsts,
-        table.fields,
-        right.indices,
-        right.values,
-        products,
+    launch(
+        table.compiled,
+        _expand_kernel,
+        () if are_aligned else None,
+        table.expand.programs,
+        (transposed, table.expand.firsts, table.fields, right.indices, right.values, products),
         R=right.r,
         LISTS=LISTS,
         ELEMENTS=ELEMENTS,
         **common,
     )
-    bits = weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight
-    key = step_key or 0
-    _apply_kernel[(table.apply.programs,)](
-        bits,
-        bits if remainder is None else remainder,
-        (*decays, *[1.0] * (WIDTH - len(decays))),
-        signed(key & 0xFFFFFFFF),
-        signed(key >> 32),
-        products,
-        table.apply.firsts,
-        table.fields,
-        left.indices,
-        left.values,
+    launch(
+        table.compiled,
+        _apply_kernel,
+        (bits.dtype,) if are_aligned else None,
+        table.apply.programs,
+        (
+            bits,
+            lower,
+            (*decays, *[1.0] * (WIDTH - len(decays))),
+            signed(key & 0xFFFFFFFF),
+            signed(key >> 32),
+            products,
+            table.apply.firsts,
+            table.fields,
+            left.indices,
+            left.values,
+        ),
         R=left.r,
         SPLIT=remainder is not None,
         ROWS=ROWS,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ds_slide.kernels.constants import SEGMENT
+from ds_slide.kernels.launch import aligned, launch
 from ds_slide.kernels.lsp.gather_sum import UNROLL, gathered_tile, listed, product_tile
 from ds_slide.kernels.lsp.group import (
     ALIGNMENT,
@@ -210,58 +211,52 @@ def encode_(
     table, left, right = group.table, group.left, group.right
     end = torch.float64.itemsize * table.squares.programs
     partial, products = workspace[:end].view(torch.float64), workspace[end:].view(torch.float32)
+    are_aligned = aligned([encoded, partial, products, total, *(each for each in gradients if each is not None)])
     common = {"UNIT": table.unit, "WIDTH": WIDTH}
     tile = {"LISTS": LISTS, "ELEMENTS": ELEMENTS, "UNROLL": UNROLL, "num_warps": 4, "enable_fp_fusion": False}
     given = 0
-    for kind in dict.fromkeys(each.dtype for each in gradients if each is not None):
-        pointers, these = _of_dtype(gradients, kind)
+    for its_dtype in dict.fromkeys(each.dtype for each in gradients if each is not None):
+        pointers, these = _of_dtype(gradients, its_dtype)
         given |= these
-        _squares_kernel[(table.squares.programs,)](
-            pointers,
-            these,
-            table.squares.firsts,
-            table.fields,
-            partial,
+        launch(
+            table.compiled,
+            _squares_kernel,
+            (its_dtype,) if are_aligned else None,
+            table.squares.programs,
+            (pointers, these, table.squares.firsts, table.fields, partial),
             SEGMENT=SEGMENT,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
             **common,
         )
-        _left_kernel[(table.left.programs,)](
-            pointers,
-            these,
-            table.left.firsts,
-            table.fields,
-            left.values,
-            left.starts,
-            left.entries,
-            products,
+        launch(
+            table.compiled,
+            _left_kernel,
+            (its_dtype,) if are_aligned else None,
+            table.left.programs,
+            (pointers, these, table.left.firsts, table.fields, left.values, left.starts, left.entries, products),
             R=left.r,
             **common,
             **tile,
         )
-    _right_kernel[(table.right.programs,)](
-        products,
-        given,
-        table.right.firsts,
-        table.fields,
-        right.values,
-        right.starts,
-        right.entries,
-        encoded,
+    launch(
+        table.compiled,
+        _right_kernel,
+        (encoded.dtype,) if are_aligned else None,
+        table.right.programs,
+        (products, given, table.right.firsts, table.fields, right.values, right.starts, right.entries, encoded),
         R=right.r,
         DTYPE=_DTYPES[dtype],
         ACCUMULATE=accumulate,
         **common,
         **tile,
     )
-    _total_kernel[(1,)](
-        partial,
-        given,
-        table.squares.firsts,
-        table.fields,
-        total,
-        table.count,
+    launch(
+        table.compiled,
+        _total_kernel,
+        () if are_aligned else None,
+        1,
+        (partial, given, table.squares.firsts, table.fields, total, table.count),
         ADD=adds,
         PARTIALS=PARTIALS,
         SEGMENT=SEGMENT,

@@ -1,6 +1,6 @@
 """The slope of a fit where a projector has non-zeros: r elements of each row of a product, instead of all d.
 
-A row of X and r rows of Fᵀ give r sums: 4 * k * (r + 1) bytes, of which those of Fᵀ [d, k] come out of the L2 cache.
+A row of X and r rows of F give r sums: 4 * k * (r + 1) bytes, of which those of F [d, k] come out of the L2 cache.
 The whole product would take d / r times the operations, and memory for [rows, d].
 """
 
@@ -10,9 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ds_slide.kernels.launch import Compiled, aligned, launch
 from ds_slide.kernels.lsp.sparse import Sparse
 
 ROWS, BLOCK = 8, 128
+_COMPILED: Compiled = {}
 
 
 @triton.jit
@@ -30,7 +32,7 @@ def _sampled_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out [count, R] = (P own + X F) at the non-zeros of P [count, d]; factor is Fᵀ [d, width]."""
+    """out [count, R] = (P own + X Fᵀ) at the non-zeros of P: `ds_slide.compression.lsp.projection.sampled`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     listed = rows < count
     for place in tl.static_range(R):
@@ -47,24 +49,22 @@ def _sampled_kernel(
         for other in tl.static_range(R):
             its_row = tl.load(indices + rows * R + other, mask=listed, other=0).to(tl.int64) * d
             value = tl.load(values + rows * R + other, mask=listed, other=0.0)
-            total += value * tl.load(own + its_row + column, mask=listed, other=0.0)
+            total += value * tl.load(own + its_row + column % d, mask=listed, other=0.0)
         tl.store(out + rows * R + place, total, mask=listed)
 
 
 def sampled(projector: Sparse, own: torch.Tensor, matrix: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """`ds_slide.compression.lsp.projection.sampled` of tensors on a GPU."""
     rows, width = matrix.shape
+    d = own.shape[1]
     out = torch.empty(rows, projector.r, dtype=torch.float32, device=matrix.device)
-    _sampled_kernel[(triton.cdiv(rows, ROWS),)](
-        projector.indices,
-        projector.values,
-        own.contiguous(),
-        matrix,
-        factor.T.contiguous(),
-        out,
-        rows,
-        projector.d,
-        width,
+    arguments = (projector.indices, projector.values, own, matrix, factor, out)
+    launch(
+        _COMPILED,
+        _sampled_kernel,
+        (matrix.device, rows, d, width) if aligned(arguments) else None,
+        triton.cdiv(rows, ROWS),
+        (*arguments, rows, d, width),
         R=projector.r,
         ROWS=ROWS,
         BLOCK=BLOCK,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from ds_slide.kernels.constants import ALIGNMENT, SEGMENT
+from ds_slide.kernels.launch import Compiled
 
 # Matrices of one launch at most; a block has 7. Shorter groups are filled up, and compile no other kernel.
 WIDTH = 16
@@ -95,6 +96,8 @@ class Table:
     transpose: Grid
     expand: Grid
     apply: Grid
+    compiled: Compiled = field(default_factory=dict)
+    """For launches over these matrices."""
 
 
 def table_of(members: Sequence[Member], device: torch.device) -> Table:

@@ -19,7 +19,8 @@ import triton.language as tl
 from ds_slide.errors import SlideError
 from ds_slide.kernels.constants import ALIGNMENT
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
-from ds_slide.kernels.offload.square_sum import COMBINE_BLOCK, combine_kernel
+from ds_slide.kernels.launch import Compiled, aligned, launch
+from ds_slide.kernels.offload.square_sum import combine
 
 # Elements of one program: 256 threads hold 32 each, four vector loads of 16 bytes in flight per thread. The partial
 # sums lie at fixed places of the layout, one for every BLOCK, so neither the device nor the launch changes the value.
@@ -29,6 +30,7 @@ CHUNK = 1024
 # Gradients of one launch. Blocks have 9 to 14; shorter launches are filled up, so that a unit whose number of
 # gradients changes from step to step (experts) never compiles another kernel.
 WIDTH = 16
+_COMPILED: Compiled = {}
 
 
 @triton.jit
@@ -225,18 +227,21 @@ def _launch(
         square_sum.zero_()
         return
     partial = torch.empty(layout.programs, dtype=torch.float64, device=buffer.device)
-    for launch in layout.launches:
-        if not launch.programs:
+    for each in layout.launches:
+        if not each.programs:
             continue
-        part = flats[launch.begin : launch.end]
+        part = flats[each.begin : each.end]
         # What is None has no element that is read; any pointer of the dtype will do.
         unread = next((flat for flat in part if flat is not None), buffer)
         part += [unread] * (WIDTH - len(part))
-        _pack_kernel[(launch.programs,)](
-            tuple(unread if flat is None else flat for flat in part),
-            buffer,
-            partial[launch.partial :],
-            _on_device(launch.table, buffer.device),
+        pointers = tuple(unread if flat is None else flat for flat in part)
+        places = partial[each.partial :]
+        launch(
+            _COMPILED,
+            _pack_kernel,
+            (buffer.device, unread.dtype, buffer.dtype) if aligned((*pointers, buffer, places)) else None,
+            each.programs,
+            (pointers, buffer, places, _on_device(each.table, buffer.device)),
             WIDTH=WIDTH,
             ALIGNMENT=layout.alignment,
             ACCUMULATE=accumulate,
@@ -244,7 +249,7 @@ def _launch(
             CHUNK=CHUNK,
             num_warps=NUM_WARPS,
         )
-    combine_kernel[(1,)](partial, square_sum, layout.programs, BLOCK=COMBINE_BLOCK, num_warps=8)
+    combine(partial, square_sum, layout.programs)
 
 
 _pack_gradients = torch.library.custom_op("ds_slide::pack_gradients", _launch, mutates_args=("buffer", "square_sum"))

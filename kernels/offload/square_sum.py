@@ -13,11 +13,13 @@ import triton.language as tl
 from ds_slide.errors import SlideError
 from ds_slide.kernels.constants import SEGMENT
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
+from ds_slide.kernels.launch import Compiled, aligned, launch
 
 # One program reads SEGMENT elements in steps of BLOCK, so two steps, with all loads of one under way at once.
 BLOCK = 8192
 COMBINE_BLOCK = 4096
 NUM_WARPS = 8
+_COMPILED: Compiled = {}
 
 
 @triton.jit
@@ -61,6 +63,19 @@ def combine_kernel(partial, square_sum, count, BLOCK: tl.constexpr):
     tl.store(square_sum, combined(partial, count, BLOCK))
 
 
+def combine(partial: torch.Tensor, total: torch.Tensor, count: int) -> None:
+    """total [] fp64 = the sum of partial [count] fp64, without waiting."""
+    launch(
+        _COMPILED,
+        combine_kernel,
+        (partial.device, count) if aligned((partial, total)) else None,
+        1,
+        (partial, total, count),
+        BLOCK=COMBINE_BLOCK,
+        num_warps=NUM_WARPS,
+    )
+
+
 def _check(values: torch.Tensor) -> None:
     if values.dim() != 1 or not values.is_contiguous() or values.dtype not in KERNEL_DTYPES:
         raise SlideError(
@@ -79,8 +94,17 @@ def _launch(values: torch.Tensor) -> torch.Tensor:
     segments = triton.cdiv(numel, SEGMENT)
     partial = torch.empty(segments, dtype=torch.float64, device=values.device)
     total = torch.empty((), dtype=torch.float64, device=values.device)
-    _square_sum_kernel[(segments,)](values, partial, numel, SEGMENT=SEGMENT, BLOCK=BLOCK, num_warps=NUM_WARPS)
-    combine_kernel[(1,)](partial, total, segments, BLOCK=COMBINE_BLOCK, num_warps=NUM_WARPS)
+    launch(
+        _COMPILED,
+        _square_sum_kernel,
+        (values.device, values.dtype, numel) if aligned((values, partial)) else None,
+        segments,
+        (values, partial, numel),
+        SEGMENT=SEGMENT,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+    )
+    combine(partial, total, segments)
     return total
 
 

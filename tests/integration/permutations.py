@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from ds_slide.compression.lsp import codec
+from ds_slide.compression.lsp.learning import Fit
 from ds_slide.compression.lsp.projector import Projector
 from ds_slide.runtime import learning, settings
 
@@ -23,9 +25,11 @@ def between_permutations(patch: pytest.MonkeyPatch) -> None:
     def of_square(shape: Any, d: int) -> int:
         return d if len(shape) == 2 and min(shape) == max(shape) == d else 0
 
-    def others(_gradient: Any, left: Projector, right: Projector, *, generator: Any, **_: Any) -> tuple[Any, ...]:
-        pair = (permutation(each.rows, each.d, 1, generator, each.device) for each in (left, right))
-        return (*pair, torch.zeros(()))
+    def others(fits: Sequence[Fit], **_: Any) -> list[Any]:
+        return [
+            (*(permutation(s.rows, s.d, 1, fit.generator, s.device) for s in (fit.left, fit.right)), 0.0)
+            for fit in fits
+        ]
 
     patch.setattr(codec, "random_projector", permutation)
     patch.setattr(codec, "subspace", of_square)

@@ -81,8 +81,8 @@ def residual_square_sums(gradient: Tensor, compressed: Tensor, left: Projector, 
 def sampled(projector: Projector, own: Tensor, matrix: Tensor, factor: Tensor) -> Tensor:
     """`projection.sampled`."""
     columns = projector.indices.long()
-    pairs = own[columns[:, None, :], columns[:, :, None]]  # [rows, of the result, of P]
-    return (pairs * projector.values[:, None, :]).sum(dim=2) + (matrix @ factor).gather(1, columns)
+    pairs = own[columns[:, None, :], columns[:, :, None] % own.shape[1]]  # [rows, of the result, of P]
+    return (pairs * projector.values[:, None, :]).sum(dim=2) + (factor[columns] * matrix[:, None]).sum(dim=2)
 
 
 def _nothing(rows: int, beside: Tensor) -> Tensor:

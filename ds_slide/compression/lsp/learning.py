@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
 import torch
 from torch import Tensor
 
 from ds_slide.compression.lsp.objective import Objective
 from ds_slide.compression.lsp.projection import project, residual_square_sums
-from ds_slide.compression.lsp.projector import Projector, random_projector
+from ds_slide.compression.lsp.projector import Projector, random_values
 from ds_slide.errors import SlideError
 
 # At first; it falls linearly to 0. With 0.02, 0.05 and 0.1 the bias was 0.385, 0.349 and 0.339 after 100 steps (256 x
@@ -16,6 +20,9 @@ from ds_slide.errors import SlideError
 LEARNING_RATE = 0.1
 # Steps between two looks at the bias on the host, each of which waits for the GPU.
 LOOK_EVERY = 10
+# What a batch of fits may take where none of them takes more alone: three 1536 x 576 with d = 288 are 45 MB. The host's
+# time for their launches is what is saved, and above it the GPU's own is longer.
+BATCH_BYTES = 64 << 20
 
 
 def bias(gradient: Tensor, left: Projector, right: Projector) -> Tensor:
@@ -28,61 +35,139 @@ def bias(gradient: Tensor, left: Projector, right: Projector) -> Tensor:
     return _bias(*residual_square_sums(gradient, left, right))
 
 
+@dataclass(frozen=True)
+class Fit:
+    """A gradient, and the projectors that are to be fitted to it: those of `bias`."""
+
+    gradient: Tensor
+    left: Projector
+    right: Projector
+    generator: torch.Generator
+    """On the CPU. It draws the same numbers whatever comes of the fit."""
+
+    def of_tall(self) -> Fit:
+        """The fit of a matrix that is not wide, which is the transposed one of a wide one."""
+        rows, columns = self.gradient.shape
+        return self if rows >= columns else Fit(self.gradient.T, self.right, self.left, self.generator)
+
+
+Fitted = tuple[Projector, Projector, Tensor]
+"""Left and right projectors, and their bias, [] fp64."""
+
+
 @torch.no_grad()
-def refit(
-    gradient: Tensor,
-    left: Projector,
-    right: Projector,
-    *,
-    threshold: float,
-    steps: int,
-    beta: float,
-    generator: torch.Generator,
-) -> tuple[Projector, Projector, Tensor]:
-    """Values of P and Q, in the columns that they have, for which `bias` + beta * (|P| + |Q|) is less on `gradient`.
+def refit(fits: Sequence[Fit], *, threshold: float, steps: int, beta: float) -> list[Fitted]:
+    """Values of P and Q, in the columns that they have, for which `bias` + beta * (|P| + |Q|) is less on the gradient
+    of each fit.
 
     The objective of arXiv 2406.10181 with the bias relative to |G|, so that beta means the same for every gradient.
 
-    -> (left, right, their bias, [] fp64). They are those that were given where their bias is not above `threshold`,
-    else the best after `steps` steps of Adam, or fewer: every `LOOK_EVERY` steps it is seen whether the bias has come
-    down to `threshold`. The fit begins with the values that it is given, scaled to where their bias is least, or with
-    those that `generator` (on the CPU) draws where no gradient comes back through them. It waits for the GPU. The
-    same arguments give the same values on the same kind of device. A gradient that is not finite changes nothing.
-
-    Shapes, dtypes and errors are those of `bias`.
+    -> projectors, and their bias. They are those that were given where their bias is not above `threshold`, else the
+    best after `steps` steps of Adam, or fewer: every `LOOK_EVERY` steps it is seen whether the bias has come down to
+    `threshold`, of all matrices that are fitted together (`_batches`). A fit begins with the values that it is given,
+    scaled to where their bias is least, or with those that its generator draws where no gradient comes back through
+    them. It waits for the GPU. The same arguments give the same values on the same kind of device. A gradient that is
+    not finite changes nothing.
     """
-    lost, whole = residual_square_sums(gradient, left, right)
-    before = _bias(lost, whole)
-    drawn = [random_projector(one.rows, one.d, one.r, generator, one.device).values for one in (left, right)]
-    if not torch.isfinite(whole) or float(before) <= threshold:
-        return left, right, before
-    objective = Objective(gradient, whole, left, right, beta)
-    values = objective.start([left.values, right.values], drawn)
+    if not fits:
+        return []
+    sums = [residual_square_sums(each.gradient, each.left, each.right) for each in fits]
+    found: list[Fitted] = [(each.left, each.right, _bias(*its)) for each, its in zip(fits, sums, strict=True)]
+    drawn = [[random_values(one.rows, one.r, each.generator) for one in (each.left, each.right)] for each in fits]
+    seen = torch.stack([torch.stack((its[1], before)) for its, (*_, before) in zip(sums, found, strict=True)]).tolist()
+    chosen = [number for number, (whole, before) in enumerate(seen) if isfinite(whole) and not before <= threshold]
+    for numbers in _batches(fits, chosen):
+        batch = [fits[number] for number in numbers]
+        whole = torch.stack([sums[number][1] for number in numbers])
+        pairs = _fitted(batch, whole, [drawn[number] for number in numbers], threshold, steps, beta)
+        for number, each, (left, right) in zip(numbers, batch, pairs, strict=True):
+            found[number] = left, right, bias(each.gradient, left, right)
+    return found
+
+
+def _batches(fits: Sequence[Fit], chosen: Sequence[int]) -> Iterator[list[int]]:
+    """Which of the `chosen` fits are done together: of matrices of one shape, transposed ones among them, as many as
+    need no more memory than the largest of them all, or than `BATCH_BYTES`."""
+    alike: dict[Hashable, list[int]] = {}
+    for number in chosen:
+        tall = fits[number].of_tall()
+        sides = ((one.d, one.r) for one in (tall.left, tall.right))
+        alike.setdefault((tall.gradient.shape, tall.gradient.dtype, *sides), []).append(number)
+    room = max([BATCH_BYTES, *(refit_bytes(fits[number : number + 1]) for number in chosen)])
+    for numbers in alike.values():
+        count = max(1, 2 * room // refit_bytes([fits[numbers[0]]] * 2))
+        yield from (numbers[start : start + count] for start in range(0, len(numbers), count))
+
+
+def _fitted(
+    fits: Sequence[Fit],
+    square_sums: Tensor,
+    drawn: Sequence[Sequence[Tensor]],
+    threshold: float,
+    steps: int,
+    beta: float,
+) -> list[tuple[Projector, Projector]]:
+    """The fits of one batch. `drawn`: for left and right."""
+    flips = [each.of_tall() is not each for each in fits]
+    tall = [each.of_tall() for each in fits]
+    objective = Objective(
+        [each.gradient for each in tall],
+        square_sums,
+        [each.left for each in tall],
+        [each.right for each in tall],
+        beta,
+    )
+    sides = zip(*(its[::-1] if flip else its for its, flip in zip(drawn, flips, strict=True)), strict=True)
+    values, device = objective.values, square_sums.device
+    objective.start([torch.stack(side, dim=1).to(device) for side in sides])
     best = [each.clone() for each in values]
-    least = its_bias = torch.full((), torch.inf, dtype=torch.float64, device=gradient.device)
-    optimizer = torch.optim.Adam(values, lr=LEARNING_RATE)
+    least = its_bias = torch.full_like(square_sums, torch.inf)
+    averages, squares = [torch.zeros_like(each) for each in values], [torch.zeros_like(each) for each in values]
+    done = torch.zeros((), device=device)
     for step in range(steps + 1):
-        now, bias_now, slopes = objective.at(values)
+        now, bias_now, slopes = objective.at()
         better = now < least
         least, its_bias = torch.where(better, now, least), torch.where(better, bias_now, its_bias)
-        best = [torch.where(better, new, old) for new, old in zip(values, best, strict=True)]
-        if step == steps or (step % LOOK_EVERY == 0 and float(its_bias) <= threshold):
+        for kept, new in zip(best, values, strict=True):
+            torch.where(better[:, None], new, kept, out=kept)
+        if step == steps or (step % LOOK_EVERY == 0 and bool((its_bias <= threshold).all())):
             break
-        for each, slope in zip(values, slopes, strict=True):
-            each.grad = slope
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / steps)
-        optimizer.step()
-    left, right = left.with_values(best[0]), right.with_values(best[1])
-    return left, right, bias(gradient, left, right)
+        done += 1
+        torch._fused_adam_(
+            values,
+            slopes,
+            averages,
+            squares,
+            [],
+            [done, done],
+            lr=LEARNING_RATE * (1 - step / steps),
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.0,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+    pairs = []
+    for number, (each, flip) in enumerate(zip(fits, flips, strict=True)):
+        left, right = (side[:, number].contiguous() for side in (best[::-1] if flip else best))
+        pairs.append((each.left.with_values(left), each.right.with_values(right)))
+    return pairs
 
 
-def refit_bytes(gradient: Tensor, left: Projector, right: Projector) -> int:
-    """Bytes that `refit` allocates on the GPU at most, beside those of matrix products' own workspace: Gᵀ, GQ, GᵀP, a
-    dense product or projector, matrices with sides of d, and some numbers for each non-zero."""
+def refit_bytes(fits: Sequence[Fit]) -> int:
+    """Bytes that the fits of one batch allocate on the GPU at most, beside those of matrix products' own workspace: of
+    each Gᵀ, and G if it is not alone, GQ, GᵀP, dense projectors and a product of them, matrices with sides of d, and
+    some numbers for each non-zero."""
+    return sum(_refit_bytes(each, len(fits)) for each in fits)
+
+
+def _refit_bytes(fit: Fit, together: int) -> int:
+    gradient, left, right = fit.gradient, fit.left, fit.right
     (m, n), (d1, d2) = gradient.shape, (left.d, right.d)
-    dense = 4 * (n * d1 + m * d2 + max(m * d1, n * d2))
+    dense = 4 * (n * d1 + m * d2 + m * d1 + n * d2)
     non_zeros = m * left.r * (8 * left.r + 64) + n * right.r * (8 * right.r + 64)
-    return gradient.nbytes + dense + 64 * max(d1, d2) ** 2 + non_zeros
+    return gradient.nbytes * min(together, 2) + dense + 64 * max(d1, d2) ** 2 + non_zeros
 
 
 @torch.no_grad()

@@ -1,12 +1,15 @@
 """The objective that projectors are fitted by, and its slope by their values (arXiv 2406.10181).
 
-With S = PᵀGQ, A = PᵀP, B = QᵀQ and X = PSQᵀ, what comes back of the gradient:
+With S = PᵀGQ, A = PᵀP, B = QᵀQ, X = PSQᵀ, what comes back of the gradient, and F = ASB - 2S:
 
-    |X - G|^2 = tr(A S B Sᵀ) - 2 |S|^2 + |G|^2
-    slope of its half by P = P (S B Sᵀ) + (GQ) (B Sᵀ A - 2 Sᵀ), by Q = Q (Sᵀ A S) + (GᵀP) (A S B - 2 S)
+    |X - G|^2 = tr(A S B Sᵀ) - 2 |S|^2 + |G|^2 = <S, F> + |G|^2
+    slope of its half by P = P (S B Sᵀ) + (GQ) Fᵀ, by Q = Q (Sᵀ A S) + (GᵀP) F
 
 So a step takes sparse products with G and dense ones with sides of d; nothing of G's size is made but Gᵀ, once. Slopes
 are needed at the non-zeros alone.
+
+Matrices of one shape are taken together, in as many launches as one of them: the host's time for those is all that a
+step of a small matrix takes. Their rows lie in turn, [rows, k, columns], and so do their projectors' (`beside`).
 """
 
 from __future__ import annotations
@@ -18,71 +21,120 @@ import torch
 from torch import Tensor
 
 from ds_slide.compression.lsp.projection import project, sampled
-from ds_slide.compression.lsp.projector import Projector
+from ds_slide.compression.lsp.projector import Projector, beside
 
 
 class _Products(NamedTuple):
-    """Of one pair of projectors, with G divided by its norm."""
+    """Of k pairs of projectors, with each G divided by its norm."""
 
     compressed: Tensor
-    """S [d1, d2]."""
-    left_gram: Tensor
-    right_gram: Tensor
-    """A [d1, d1] and B [d2, d2]."""
+    """S [k, d1, d2]."""
+    left: Tensor
+    """S B, [k, d1, d2]."""
+    right: Tensor
+    """A S, [k, d1, d2]."""
+    factor: Tensor
+    """F [k, d1, d2]."""
     by_left: Tensor
-    """GᵀP, [n, d1]."""
+    """GᵀP, [n * k, d1]."""
     by_right: Tensor
-    """GQ, [m, d2]."""
+    """GQ, [m * k, d2]."""
 
-    def returned_square(self) -> Tensor:
-        """|X|^2, [] fp64."""
-        rows, columns = self.left_gram @ self.compressed, self.compressed @ self.right_gram
-        return (rows.double() * columns.double()).sum()
+    def lost_square(self) -> Tensor:
+        """|X - G|^2 - |G|^2, [k] fp64."""
+        return (self.compressed * self.factor).sum(dim=(1, 2), dtype=torch.float64)
+
+
+class _Side:
+    """The left projectors, or the right ones."""
+
+    def __init__(self, projectors: Sequence[Projector]) -> None:
+        self.count, self.d = len(projectors), projectors[0].d
+        self.pattern = beside(projectors)
+        """It keeps its order of columns while its values are written in place."""
+        self.values = self.by_matrix(self.pattern.values)
+        """[rows, k, r], a view."""
+        self._columns = torch.stack([each.indices for each in projectors], dim=1).view_as(self.pattern.indices).long()
+        self._dense = torch.zeros(self.pattern.rows, self.d, device=self.pattern.device)
+
+    def by_matrix(self, of_rows: Tensor) -> Tensor:
+        """[rows, k, columns] of [rows * k, columns]."""
+        return of_rows.view(-1, self.count, of_rows.shape[1])
+
+    def project(self, matrix: Tensor) -> Tensor:
+        """XᵀP of each matrix, [columns * k, d], of X [rows * k, columns]."""
+        return project(matrix, self.pattern).view(-1, self.d)
+
+    def gram(self) -> Tensor:
+        """PᵀP of each, [k, d, d]."""
+        return self.by_matrix(self.project(self._dense.scatter_(1, self._columns, self.pattern.values))).transpose(0, 1)
 
 
 class Objective:
-    """|X - G| / |G| + beta * (|P| + |Q|) as a function of the values of P and Q, for a finite G that is not zero.
+    """|X - G| / |G| + beta * (|P| + |Q|) as a function of the values of P and Q, for k finite G of one shape and data
+    type that are not zero, and projectors of one d and r for each side.
 
-    square_sum: |G|^2, [] fp64.
+    square_sums: |G|^2, [k] fp64.
     """
 
-    def __init__(self, gradient: Tensor, square_sum: Tensor, left: Projector, right: Projector, beta: float) -> None:
-        self._gradient, self._transposed = gradient, gradient.T.contiguous()
-        self._patterns, self._beta = (left, right), beta
-        self._inverse_norm = square_sum.rsqrt().float()
+    def __init__(
+        self,
+        gradients: Sequence[Tensor],
+        square_sums: Tensor,
+        left: Sequence[Projector],
+        right: Sequence[Projector],
+        beta: float,
+    ) -> None:
+        self._gradient = _in_turn(gradients)
+        self._transposed = _in_turn([each.T for each in gradients])
+        self._left, self._right, self._beta = _Side(left), _Side(right), beta
+        self.values = [self._left.values, self._right.values]
+        """Of P [m, k, r] and Q [n, k, r]: where the objective is taken, to be written in place."""
+        self._inverse_norms = square_sums.rsqrt().float()[:, None]
 
-    def start(self, values: Sequence[Tensor], drawn: Sequence[Tensor]) -> list[Tensor]:
-        """`values`, or `drawn` where no gradient comes back through those, scaled to where the bias is least."""
-        usable = self._scale(values).isfinite()
-        chosen = [torch.where(usable, old, new) for old, new in zip(values, drawn, strict=True)]
-        return [each * self._scale(chosen) for each in chosen]
+    def start(self, drawn: Sequence[Tensor]) -> None:
+        """Scale `values`, or `drawn` (of their shapes) where no gradient comes back through those, to where the bias is
+        least."""
+        usable = self._scale().isfinite()
+        for values, others in zip(self.values, drawn, strict=True):
+            values.copy_(torch.where(usable, values, others))
+        scale = self._scale()
+        for values in self.values:
+            values.mul_(scale)
 
-    def at(self, values: Sequence[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """-> the objective and the bias, [] fp64, and the objective's slope by each of `values`."""
-        products = self._products(values)
-        s, a, b, by_left, by_right = products
-        bias = (products.returned_square() - 2 * s.double().square().sum() + 1).clamp(min=0).sqrt()
-        norms = [each.norm() for each in values]
-        sb, as_ = s @ b, a @ s
-        slopes = [
-            sampled(self._patterns[0].with_values(values[0]), sb @ s.T, by_right, sb.T @ a - 2 * s.T),
-            sampled(self._patterns[1].with_values(values[1]), s.T @ as_, by_left, as_ @ b - 2 * s),
-        ]
+    def at(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """-> the objective and the bias, [k] fp64, and the objective's slope by each of `values`."""
+        products = self._products()
+        s, sb, as_, factor, by_left, by_right = products
         # A bias of zero has no slope; the floor keeps it finite.
-        inverse = bias.clamp(min=1e-12).reciprocal().float()
-        slopes = [
-            slope * inverse + self._beta * each / norm for slope, each, norm in zip(slopes, values, norms, strict=True)
-        ]
-        return bias + self._beta * (norms[0] + norms[1]), bias, slopes
+        bias = products.lost_square().add_(1).clamp_(min=1e-24).sqrt_()
+        norms = [torch.linalg.vector_norm(each, dim=(0, 2)) for each in self.values]
+        slopes, transposed = [], s.mT
+        for side, own, matrix, f, norm in (
+            (self._left, torch.bmm(sb, transposed), by_right, factor, norms[0]),
+            (self._right, torch.bmm(transposed, as_), by_left, factor.mT.contiguous(), norms[1]),
+        ):
+            slope = side.by_matrix(sampled(side.pattern, own.view(-1, side.d), matrix, f.view(-1, matrix.shape[1])))
+            slopes.append(slope.div_(bias[:, None]).addcdiv_(side.values, norm[:, None], value=self._beta))
+        return torch.add(bias, norms[0] + norms[1], alpha=self._beta), bias, slopes
 
-    def _scale(self, values: Sequence[Tensor]) -> Tensor:
-        """What to multiply both by, c, [] fp32: X becomes c^4 X, which is nearest to G where c^4 = |S|^2 / |X|^2."""
-        products = self._products(values)
-        return (products.compressed.double().square().sum() / products.returned_square()).pow(0.25).float()
+    def _scale(self) -> Tensor:
+        """What to multiply both by, c, [k, 1] fp32: X becomes c^4 X, nearest to G where c^4 = |S|^2 / |X|^2."""
+        products = self._products()
+        square = products.compressed.double().square().sum(dim=(1, 2))
+        return (square / (products.lost_square() + 2 * square)).pow(0.25).float()[:, None]
 
-    def _products(self, values: Sequence[Tensor]) -> _Products:
-        left, right = (one.with_values(each) for one, each in zip(self._patterns, values, strict=True))
-        by_left = project(self._gradient, left).mul_(self._inverse_norm)
-        by_right = project(self._transposed, right).mul_(self._inverse_norm)
-        grams = [project(one.dense(), one) for one in (left, right)]
-        return _Products(project(by_left, right), grams[0], grams[1], by_left, by_right)
+    def _products(self) -> _Products:
+        left, right = self._left, self._right
+        by_left, by_right = left.project(self._gradient), right.project(self._transposed)
+        left.by_matrix(by_left).mul_(self._inverse_norms)
+        right.by_matrix(by_right).mul_(self._inverse_norms)
+        s = right.by_matrix(right.project(by_left)).transpose(0, 1)
+        a, b = left.gram(), right.gram()
+        sb = torch.bmm(s, b)
+        return _Products(s, sb, torch.bmm(a, s), torch.baddbmm(s, a, sb, beta=-2), by_left, by_right)
+
+
+def _in_turn(matrices: Sequence[Tensor]) -> Tensor:
+    """The rows of k matrices in turn, [rows * k, columns], contiguous."""
+    return matrices[0].contiguous() if len(matrices) == 1 else torch.stack(list(matrices), dim=1).flatten(0, 1)

@@ -90,10 +90,11 @@ def project(matrix: Tensor, projector: Projector) -> Tensor:
 
 
 def sampled(projector: Projector, own: Tensor, matrix: Tensor, factor: Tensor) -> Tensor:
-    """P @ own + X @ F where P [rows, d] has non-zeros, [rows, r] fp32, without waiting.
+    """P @ own + X @ Fᵀ where P [rows, d] has non-zeros, [rows, r] fp32, without waiting.
 
-    own: [d, d]. X (matrix): [rows, k], contiguous. F (factor): [k, d]. All fp32. The order of the sums is fixed, but
-    not that of other devices.
+    own: [d, d], or of projectors `beside` each other one such matrix for each, below one another. X (matrix):
+    [rows, k]. F (factor): [d, k]. All fp32 and contiguous. The order of the sums is fixed, but not that of other
+    devices.
     """
     if not matrix.is_cuda:
         return in_torch.sampled(projector, own, matrix, factor)

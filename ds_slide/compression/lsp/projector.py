@@ -6,6 +6,7 @@ columns, which a product with the transpose reads: it gathers then, and needs no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -102,6 +103,17 @@ class Projector:
         return matrix.scatter_(1, self.indices.long(), self.values.to(dtype))
 
 
+def beside(projectors: Sequence[Projector]) -> Projector:
+    """Projectors of k matrices of one shape, d and r, as one of their rows in turn: row i of matrix j is row i * k + j,
+    and its column c is column j * d + c. Its product with k matrices whose rows lie in turn as well has the product
+    with each matrix in columns of its own, whose terms are added in the same order."""
+    first, count = projectors[0], len(projectors)
+    before = first.d * torch.arange(count, dtype=torch.int32, device=first.device)[:, None]
+    indices = torch.stack([each.indices for each in projectors], dim=1) + before
+    values = torch.stack([each.values for each in projectors], dim=1)
+    return Projector(indices.view(-1, first.r), values.view(-1, first.r), count * first.d)
+
+
 def projector_bytes(rows: int, d: int, r: int) -> int:
     """Bytes of a projector on its device, its order of columns included."""
     return 12 * rows * r + 4 * (d + 1)
@@ -127,8 +139,13 @@ def random_projector(rows: int, d: int, r: int, generator: torch.Generator, devi
         drawn = torch.randint(last + 1, (rows,), generator=generator)
         taken = (indices[:, :place] == drawn[:, None]).any(dim=1)
         indices[:, place] = torch.where(taken, last, drawn)
-    values = torch.randn(rows, r, generator=generator) / r**0.5
+    values = random_values(rows, r, generator)
     return Projector(indices.sort(dim=1).values.int().to(device), values.to(device), d)
+
+
+def random_values(rows: int, r: int, generator: torch.Generator) -> Tensor:
+    """Values of a random projector, [rows, r], on the CPU, as is the generator."""
+    return torch.randn(rows, r, generator=generator) / r**0.5
 
 
 def _require_sizes(rows: int, r: int, d: int) -> None:

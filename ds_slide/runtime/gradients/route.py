@@ -186,10 +186,11 @@ class Gradients:
         """Add those of a gradient, which its codec has given, and of what that was compressed to. -> the latter."""
         assert of_gradient is not None
         of_encoded = self._square_sum(encoded)
-        sums = self.sums[1:, unit.order]
-        if not unit.gradient_ready:
-            sums.zero_()
-        sums += torch.stack((of_gradient, of_encoded))
+        sums, new = self.sums[1:, unit.order], (of_gradient, of_encoded)
+        if unit.gradient_ready:
+            sums += torch.stack(new)
+        else:
+            torch.stack(new, out=sums)
         return of_encoded
 
     def _submit_update(self, arrival: _Arrival) -> None:

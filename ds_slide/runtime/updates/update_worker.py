@@ -7,9 +7,10 @@ the first block for the end of the queue; with deadlines the next forward waits 
 
 from __future__ import annotations
 
-import itertools
+import heapq
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -24,6 +25,10 @@ Turn = Literal["next", "later", "spare"]
 waits for, the one that backward comes to first; after all others those that need not be done, in the order of the
 first."""
 TURNS: tuple[Turn, ...] = get_args(Turn)
+
+
+Urgency = tuple[int, int, int]
+"""The least is the most urgent; no two tasks have the same."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,7 @@ class UpdateTask:
     """For the trace."""
 
     @property
-    def urgency(self) -> tuple[int, int, int]:
-        """The least is the most urgent."""
+    def urgency(self) -> Urgency:
         return TURNS.index(self.turn), -self.order if self.turn == "later" else self.order, self.sequence
 
 
@@ -60,7 +64,10 @@ class UpdateWorker:
         self._meter = meter
         self._delay = delay
         self._changed = threading.Condition()
-        self._tasks: list[UpdateTask] = []
+        self._waiting: deque[UpdateTask] = deque()
+        """In the order of submission, until they are seen to be ready."""
+        self._ready: list[tuple[Urgency, UpdateTask]] = []
+        """A heap."""
         self._sequence = 0
         self._unfinished = 0
         self._closing = False
@@ -75,7 +82,12 @@ class UpdateWorker:
     ) -> None:
         assert self._thread is not None, "the update lane is idle"
         with self._changed:
-            self._tasks.append(UpdateTask(order, turn, self._sequence, ready, run, what))
+            task = UpdateTask(order, turn, self._sequence, ready, run, what)
+            if turn == "spare" and ready is PASSED:
+                # The rest of a block's gradient has arrived with its beginning, whatever is on its way in front of it.
+                self._is_ready(task)
+            else:
+                self._waiting.append(task)
             self._sequence += 1
             self._unfinished += turn != "spare"
             self._changed.notify_all()
@@ -117,16 +129,17 @@ class UpdateWorker:
 
     def _next(self) -> UpdateTask | None:
         with self._changed:
-            while not self._tasks:
+            while not self._waiting and not self._ready:
                 if self._closing:
                     return None
                 self._changed.wait()
-            # Transfers run in the order of submission, so what has arrived is a beginning of the list. Asked one by one
-            # to the end, a late task could be seen as arrived and an early one, asked sooner, as not: then the spans of
-            # one unit would be updated out of order, and the last one gives their common buffer back.
-            ready = list(itertools.takewhile(lambda task: task.ready.done(), self._tasks))
-            # The rest of a block's gradient has arrived with its beginning, whatever is on its way in front of it.
-            ready += [task for task in self._tasks if task.turn == "spare" and task.ready is PASSED]
-            chosen = min(ready or self._tasks[:1], key=lambda task: task.urgency)
-            self._tasks.remove(chosen)
-            return chosen
+            # Transfers run in the order of submission, so what has arrived is a beginning of those that wait. Asked one
+            # by one to the end, a late task could be seen as arrived and an early one, asked sooner, as not: then the
+            # spans of one unit would be updated out of order, and the last one gives their common buffer back. None is
+            # asked again once it has arrived: with 60 units that would be 2,000 queries of the GPU in a step.
+            while self._waiting and self._waiting[0].ready.done():
+                self._is_ready(self._waiting.popleft())
+            return heapq.heappop(self._ready)[1] if self._ready else self._waiting.popleft()
+
+    def _is_ready(self, task: UpdateTask) -> None:
+        heapq.heappush(self._ready, (task.urgency, task))

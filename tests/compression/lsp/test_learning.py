@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_slide.compression.lsp.learning import bias, carry_moments, refit
+from ds_slide.compression.lsp import learning
+from ds_slide.compression.lsp.learning import Fit, bias, carry_moments, refit
 from ds_slide.compression.lsp.objective import Objective
 from ds_slide.compression.lsp.projector import Projector, random_projector
 from ds_slide.errors import SlideError
@@ -68,8 +69,8 @@ def test_bias_of_special_gradients() -> None:
 def test_the_slope_is_that_of_the_dense_objective(beta: float) -> None:
     left, right = pair(14, 11, 7, 6, 3)
     gradient = low_rank(14, 11, 4)
-    square_sum = gradient.double().square().sum()
-    objective, found_bias, slopes = Objective(gradient, square_sum, left, right, beta).at([left.values, right.values])
+    square_sums = gradient.double().square().sum()[None]
+    (objective,), (found_bias,), slopes = Objective([gradient], square_sums, [left], [right], beta).at()
     dense = [one.dense(torch.float64).requires_grad_() for one in (left, right)]
     expected = dense_bias(gradient, *dense)
     torch.testing.assert_close(found_bias, expected.detach(), rtol=1e-6, atol=0.0)
@@ -77,11 +78,13 @@ def test_the_slope_is_that_of_the_dense_objective(beta: float) -> None:
     torch.testing.assert_close(objective, expected.detach(), rtol=1e-6, atol=0.0)
     for one, slope, wide in zip((left, right), slopes, torch.autograd.grad(expected, dense), strict=True):
         at_pattern = wide.gather(1, one.indices.long())
-        torch.testing.assert_close(slope.double(), at_pattern, rtol=1e-4, atol=1e-5 * float(at_pattern.abs().max()))
+        torch.testing.assert_close(
+            slope[:, 0].double(), at_pattern, rtol=1e-4, atol=1e-5 * float(at_pattern.abs().max())
+        )
 
 
 def fitted(gradient: Tensor, left: Projector, right: Projector, steps: int, threshold: float = 0.0, beta: float = 0.0):
-    return refit(gradient, left, right, threshold=threshold, steps=steps, beta=beta, generator=generator(3))
+    return refit([Fit(gradient, left, right, generator(3))], threshold=threshold, steps=steps, beta=beta)[0]
 
 
 def test_refits_lower_the_bias() -> None:
@@ -145,7 +148,7 @@ def test_what_is_drawn_does_not_depend_on_the_bias() -> None:
     states = []
     for threshold in (0.0, 9.0):
         source = generator(3)
-        refit(low_rank(24, 20, 3), left, right, threshold=threshold, steps=2, beta=0.0, generator=source)
+        refit([Fit(low_rank(24, 20, 3), left, right, source)], threshold=threshold, steps=2, beta=0.0)
         states.append(source.get_state())
     assert torch.equal(*states)
 
@@ -193,3 +196,47 @@ def test_refused_moments() -> None:
         carry_moments(moment.double(), moment, *old, *new)
     with pytest.raises(SlideError, match="the new projectors have 24 and 30 rows"):
         carry_moments(moment, moment, *old, new[1], new[0])
+
+
+def several_fits() -> list[Fit]:
+    """Of matrices of which one is another's transposed one, of another shape, and of one that loses little enough."""
+    whole = Projector(torch.arange(20).int()[:, None].to(DEVICE), torch.ones(20, 1, device=DEVICE), 20)
+    shapes = [(48, 20), (20, 48), (32, 32), (48, 20)]
+    fits = [
+        Fit(low_rank(*shape, 3, seed=seed), *pair(*shape, 10, 10, 3, seed=seed), generator(seed))
+        for seed, shape in enumerate(shapes)
+    ]
+    return [*fits, Fit(low_rank(20, 20, 3), whole, whole, generator())]
+
+
+def test_matrices_of_one_shape_are_fitted_together_and_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    at = Objective.at
+
+    def counted(objective: Objective) -> tuple[Tensor, Tensor, list[Tensor]]:
+        taken.append(objective.values[0].shape[1])
+        return at(objective)
+
+    monkeypatch.setattr(Objective, "at", counted)
+    steps, how = 8, {"threshold": 0.1, "steps": 8, "beta": 1e-3}
+    together = refit(several_fits(), **how)
+    assert taken == [3] * (steps + 1) + [1] * (steps + 1)
+    alone = [refit([each], **how)[0] for each in several_fits()]
+    for fit, (left, right, found), (one, other, expected) in zip(several_fits(), together, alone, strict=True):
+        assert (left.indices.shape[0], right.indices.shape[0]) == fit.gradient.shape
+        assert torch.equal(left.indices, fit.left.indices) and torch.equal(right.indices, fit.right.indices)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=0.0)
+        torch.testing.assert_close(left.values, one.values, rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(right.values, other.values, rtol=1e-2, atol=1e-3)
+    again = refit(several_fits(), **how)
+    assert all(torch.equal(a[0].values, b[0].values) for a, b in zip(together, again, strict=True))
+    monkeypatch.setattr(learning, "BATCH_BYTES", 0)  # as many as the largest takes alone
+    taken.clear()
+    refit(several_fits(), **how)
+    assert max(taken) == 1
+
+
+def test_fits_go_on_until_all_have_come_down_to_the_threshold() -> None:
+    """A gradient of rank 1 has after 10 steps, one of rank 8 after 40."""
+    fits = [Fit(low_rank(48, 20, rank), *pair(48, 20, 10, 10, 3), generator()) for rank in (1, 8)]
+    assert all(found <= 0.2 for *_, found in refit(fits, threshold=0.2, steps=10_000, beta=0.0))

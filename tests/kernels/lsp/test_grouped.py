@@ -17,6 +17,7 @@ from ds_slide.compression.codec import CHANGE_DTYPE, Masters
 from ds_slide.compression.lsp.codec import Lsp, Pair
 from ds_slide.compression.lsp.projector import random_projector
 from ds_slide.config import CompressionConfig
+from ds_slide.kernels.launch import Compiled, aligned, launch
 from ds_slide.kernels.lsp import grouped_apply
 from ds_slide.model.layout import ParameterInfo, build_layout, pieces
 from ds_slide.optim.adamw import AdamWHyper
@@ -259,3 +260,35 @@ def test_launches_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with seen:
         made.encode_for_ranks(sources, out)
     assert seen.names[-6:] == [*COMPRESSING, "aten::zero_", "aten::_foreach_copy_"]
+
+
+class Kernel:
+    """Stands for one of Triton, with what that compiles where there is a GPU."""
+
+    arg_names = ("pointer", "number", "WIDTH")
+
+    def __init__(self) -> None:
+        self.launches: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> Any:
+            self.launches.append((grid, arguments, constants))
+            return {(9, 1, 1): lambda *arguments: self.launches.append(("compiled", *arguments))}
+
+        return launch
+
+
+def test_what_has_been_compiled_is_launched_by_kind() -> None:
+    """Triton looks at every argument again, which takes the host longer than the launch."""
+    kernel, memory = Kernel(), torch.zeros(64, device=DEVICE)
+    known: Compiled = {}
+    kinds: list[Any] = [(torch.float32,), (torch.float32,), (torch.bfloat16,), None, None, (torch.bfloat16,)]
+    for number, kind in enumerate(kinds):
+        launch(known, kernel, kind, 9, (memory, number), WIDTH=2)
+    by_triton = [((9,), (memory, number), {"WIDTH": 2}) for number in range(6)]
+    directly = [("compiled", memory, number, None) for number in range(6)]
+    assert kernel.launches == [by_triton[0], directly[1], *by_triton[2:5], directly[5]]
+    launch({}, kernel, kinds[0], 9, (memory, 0), WIDTH=2)
+    assert kernel.launches[-1] == by_triton[0]
+    assert aligned([memory, memory[4:]])
+    assert not aligned([memory, memory[2:]])

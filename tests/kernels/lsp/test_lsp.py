@@ -94,9 +94,11 @@ def test_sampled(shape: tuple[int, ...]) -> None:
     """X [m, n]: a row less than, exactly and more than what is read at once."""
     left, _ = pair(*shape)
     generator = torch.Generator().manual_seed(0)
-    sides = (left.d, left.d), shape[:2], (shape[1], left.d)
+    sides = (left.d, left.d), shape[:2], (left.d, shape[1])
     own, matrix, factor = (torch.randn(*side, generator=generator).to(DEVICE) for side in sides)
-    expected = (left.dense().double() @ own.double() + matrix.double() @ factor.double()).gather(1, left.indices.long())
+    expected = (left.dense().double() @ own.double() + matrix.double() @ factor.double().T).gather(
+        1, left.indices.long()
+    )
     for found in (sampled.sampled(left, own, matrix, factor), in_torch.sampled(left, own, matrix, factor)):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * shape[1] ** 0.5)
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from references.gradient_pack import pack_gradients_reference
 
 from ds_slide.errors import SlideError
-from ds_slide.kernels.offload import gradient_pack
+from ds_slide.kernels.offload import square_sum
 from ds_slide.kernels.offload.gradient_pack import BLOCK, CHUNK, WIDTH, pack_gradients
 from ds_slide.model.layout import align_up
 
@@ -151,7 +151,7 @@ def test_the_sum_has_one_order() -> None:
 
 
 def test_more_partial_sums_than_are_combined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_pack, "COMBINE_BLOCK", 4)
+    monkeypatch.setattr(square_sum, "COMBINE_BLOCK", 4)
     generator = torch.Generator().manual_seed(21)
     numels = [64] * 9
     offsets, total = places(numels)

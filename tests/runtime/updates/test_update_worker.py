@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+
 from markers import Passing
 
 from ds_slide.report.statistics import LaneMeter
@@ -32,3 +35,31 @@ def test_what_has_begun_ahead_goes_on_while_gradients_are_on_their_way(device: D
     lane.submit(1, PASSED, ahead, "speculative update", "spare")
     lane.close()
     assert order == ["ahead", "ahead", "ahead", "arrived"]
+
+
+def test_what_has_arrived_is_not_asked_for_again(device: Device, failures: Failures) -> None:
+    """Each look is a query of the GPU: of n tasks there were n^2 / 2. They run in the order of their deadlines."""
+
+    class Counted(Passing):
+        looks = 0
+
+        def done(self) -> bool:
+            self.looks += 1
+            return super().done()
+
+    markers, order = [Counted() for _ in range(8)], []
+    for marker in markers:
+        marker.passed = True
+
+    def run(deadline: int) -> int:
+        order.append(deadline)
+        return 0
+
+    lane, begin = UpdateWorker(device, failures, LaneMeter(), Delay(0.0, 0)), threading.Event()
+    lane.submit(0, PASSED, lambda: int(not begin.wait(60)))
+    for number, marker in enumerate(markers):
+        lane.submit(8 - number, marker, functools.partial(run, 8 - number))
+    begin.set()
+    lane.close()
+    assert order == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [marker.looks for marker in markers] == [2] * 8  # by the choice, and before it runs
