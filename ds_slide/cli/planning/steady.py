@@ -77,10 +77,9 @@ def decide(
     checkpointed = frozenset(each.order for each in keepable)
     if not spare.exists:
         return plan, Activations(checkpointed)
-    kept, first = Kept(), False  # before the first look nothing is
+    kept = Kept()  # before the first look nothing is
     for _ in LOOKS:
         step = time_of(plan, kept)
-        first = step.schedule == "two passes"
         room = spare.bytes_beside(plan)
         times = StepTimes.of(step.lanes, step.step_s, step.schedule)
         times = replace(times, compute=times.compute + kept.seconds(keepable))
@@ -91,7 +90,7 @@ def decide(
         if moves_states and choice.seconds <= least * (1 - LEAST_GAIN):
             promoted = plan.placement.promoted | choice.states
             plan = plan.with_promoted(promoted, max(choice.slots, slots.least))
-        kept = kept_within(spare.bytes_beside(plan), keepable, first=first)
+        kept = kept_within(spare.bytes_beside(plan), keepable, first=step.schedule == "two passes")
     return plan, Activations(checkpointed, kept, kept.nbytes(keepable))
 
 
