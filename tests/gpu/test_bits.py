@@ -10,6 +10,8 @@ import pytest
 
 STEPS = 10
 REFERENCE: dict[str, Any] = {"window": 2, "gpu_states": 0}
+LIMITED: dict[str, Any] = {**REFERENCE, "gpu_memory": "8GiB"}
+"""With spare memory to share out on the processor, too."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "the same again": REFERENCE,
     "window 4": {"window": 4, "gpu_states": 0},
@@ -17,23 +19,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "other delays": {"window": 2, "gpu_states": 0, "debug": {"lane_delay_ms": 3.0, "seed": 2}},
     "states on the GPU": {"window": 2, "gpu_states": "auto"},
     "checkpointing as written": {"window": 2, "gpu_states": 0, "activations": "as_written"},
-    "recomputed": {"window": 2, "gpu_states": 0, "gpu_memory": "8GiB"},
-    "half kept": {"window": 2, "gpu_states": 0, "gpu_memory": "8GiB"},
-    "mixed": {"window": 2, "gpu_states": 0, "gpu_memory": "8GiB"},
-    "mixed, delays": {
-        "window": 3,
-        "gpu_states": 0,
-        "gpu_memory": "8GiB",
-        "debug": {"lane_delay_ms": 3.0, "seed": 6},
-    },
-    "inputs in host memory": {"window": 2, "gpu_states": 0, "gpu_memory": "8GiB"},
-    "inputs in host memory, delays": {
-        "window": 3,
-        "gpu_states": 0,
-        "gpu_memory": "8GiB",
-        "debug": {"lane_delay_ms": 3.0, "seed": 4},
-    },
-    "inputs on SSD": {"window": 2, "gpu_states": 0, "gpu_memory": "8GiB", "host_memory": 0},
+    "recomputed": LIMITED,
+    "half kept": LIMITED,
+    "mixed": LIMITED,
+    "mixed, delays": {**LIMITED, "window": 3, "debug": {"lane_delay_ms": 3.0, "seed": 6}},
+    "inputs in host memory": LIMITED,
+    "inputs in host memory, delays": {**LIMITED, "window": 3, "debug": {"lane_delay_ms": 3.0, "seed": 4}},
+    "inputs on SSD": {**LIMITED, "host_memory": 0},
     "moves": {"window": 3, "gpu_states": 0},
     "moves, delays": {"window": 2, "gpu_states": 0, "debug": {"lane_delay_ms": 3.0, "seed": 3}},
     "all on SSD": {"window": 3, "gpu_states": 0, "host_memory": 0},

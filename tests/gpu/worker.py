@@ -17,11 +17,9 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from probes import AllocationProbe, SyncProbe, memory_now
@@ -263,27 +261,6 @@ def room_for(activations: Any, part: float, shape: Any, **_: bool) -> float:
     return -1e12 if part < 0 else part * sum(each.nbytes for each in activations.keepable(shape))
 
 
-@contextlib.contextmanager
-def mixed_blocks(is_wanted: bool) -> Iterator[None]:
-    """All blocks are mixed meanwhile, whatever that brings."""
-    from ds_slide.plan.keeping import Kept
-    from ds_slide.plan.mixtures import Mixture
-    from ds_slide.runtime.activations import activations
-
-    def all_of(runs: Any, _whole: int) -> tuple[Mixture, ...]:
-        stay = [each for each in runs if each.nbytes]
-        return (Mixture(frozenset(each.result for each in stay), sum(each.nbytes for each in stay), 0.9),)
-
-    def kept(_room: float, blocks: Any, **_: bool) -> Kept:
-        return Kept(mixed={each.order: each.mixtures[0] for each in blocks})
-
-    if not is_wanted:
-        yield
-        return
-    with patch.object(activations, "mixtures", all_of), patch.object(activations, "kept_within", kept):
-        yield
-
-
 def gpu_bytes_in_use(*, restart: bool = False) -> int:
     """The most of torch's allocator since the last restart; with `restart` what is in use now."""
     if device().type != "cuda":
@@ -313,6 +290,8 @@ def run(scenario: Scenario) -> dict[str, Any]:
     if scenario.kept is not None:
         spare = engine.optimizer.runtime.parts.spare
         spare._room = functools.partial(room_for, spare.activations, scenario.kept)
+        if scenario.kept < 0:
+            spare._inputs_missing = lambda _shape: 1e12
     data = batches()
     recorder = Recorder(scenario, engine)
     try:
@@ -346,6 +325,9 @@ def main(source: Path, target: Path) -> None:
     os.environ.update(launcher)
     import ds_slide  # noqa: F401  (for a source tree on the path; an installed package is found by itself)
 
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "integration"))
+    from all_mixed import all_mixed
+
     results: dict[str, dict[str, Any]] = {}
     for fields in json.loads(source.read_text()):
         scenario = Scenario(**{**fields, "record": tuple(fields.get("record", ()))})
@@ -353,7 +335,7 @@ def main(source: Path, target: Path) -> None:
         # A deadlock must say where every thread stands, and must not use up the time of the other tests.
         faulthandler.dump_traceback_later(SCENARIO_SECONDS, exit=True)
         try:
-            with mixed_blocks(scenario.mixed):
+            with all_mixed() if scenario.mixed else contextlib.nullcontext():
                 results[scenario.name] = run(scenario)
         except Exception:
             results[scenario.name] = {"error": traceback.format_exc()}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -22,14 +23,12 @@ from activation_runs import (
     layers_of,
     run,
 )
+from all_mixed import all_mixed, all_of
 from allocated import storages
 from harness import Result, batches, differences, engine_for, llama, states_of, to_bf16, train
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import ds_slide.runtime.activations.activations as activations_module
-from ds_slide.plan.keeping import Keepable, Kept
-from ds_slide.plan.mixtures import Mixture, Run
 from ds_slide.runtime.activations.spare_memory import LOOKS
 
 transformers = pytest.importorskip("transformers")
@@ -38,24 +37,11 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 LIMITED = {"gpu_memory": "1GiB", "debug": {"mix": True}}
 
 
-def all_of(runs: Sequence[Run], _whole: int) -> tuple[Mixture, ...]:
-    """All results of products and attention can stay, whatever that brings."""
-    stay = [each for each in runs if each.nbytes]
-    return (Mixture(frozenset(each.result for each in stay), sum(each.nbytes for each in stay), 0.9),)
-
-
 @pytest.fixture
-def mix(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From now on they stay, whatever there is room for."""
-
-    def choose() -> None:
-        def kept(_room: float, blocks: list[Keepable], **_: bool) -> Kept:
-            return Kept(mixed={each.order: each.mixtures[0] for each in blocks})
-
-        monkeypatch.setattr(activations_module, "mixtures", all_of)
-        monkeypatch.setattr(activations_module, "kept_within", kept)
-
-    return choose
+def mix() -> Iterator[Callable[[], None]]:
+    """Mixes all blocks from the call on."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(all_mixed())
 
 
 @ASKED
@@ -251,7 +237,7 @@ def test_a_longer_batch_keeps_no_more_than_there_is_room_for(monkeypatch: pytest
     """The first of its length may take sixteen times as much; the next one is known to take four."""
     data = [batch for length in (16, 16, 16, 16, 64, 64) for batch in batches(1, length=length)]
     results, found, limit = [], [], 600_000
-    monkeypatch.setattr(activations_module, "mixtures", all_of)
+    monkeypatch.setattr("ds_slide.runtime.activations.activations.mixtures", all_of)
     for activations in ("as_written", "auto"):
         model = checkpointed(llama(), True)
         with engine_for(model, config_of({**LIMITED, "gpu_memory": limit, "activations": activations})) as engine:
