@@ -112,8 +112,10 @@ def test_a_step_with_mixed_blocks_is_made_of_the_same_two(blocks: int, vocabular
     assert [each.operations for each in found.backward] == [each.operations for each in real.backward]
     boundary = BATCH * SEQ * 1024 * 2 + 512 * 2 * len(mixture.results)
     assert found.saved_bytes == pytest.approx(real.saved_bytes, abs=boundary)
-    # The last block's backward may have less at once than its recomputation and what it keeps.
-    assert real.peak_bytes - boundary <= found.peak_bytes <= 1.025 * real.peak_bytes
+    if blocks == 1 or vocabulary == 512:
+        assert found.peak_bytes == pytest.approx(real.peak_bytes, abs=boundary)
+    else:  # the last block's backward has less at once than its recomputation beside what the others keep
+        assert real.peak_bytes - boundary <= found.peak_bytes <= 1.025 * real.peak_bytes
 
 
 def test_checkpointing_saves_the_boundaries_and_computes_the_blocks_again() -> None:
