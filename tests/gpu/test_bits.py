@@ -4,6 +4,7 @@ with the model's own modules and with the kernels in their place."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -76,10 +77,18 @@ def scenario(name: str, clip: float, kernels: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def recorded(run_scenarios: Callable[..., Any]) -> Any:
-    named = [scenario(name, clip, "off") for clip in CLIPS for name in ("reference", *VARIANTS)]
-    on_host = {**scenario("reference", 0.0, "off"), "name": ON_HOST, "on_host": True, "record": ["states", "placement"]}
-    return run_scenarios([*named, on_host])
+def recorded(run_scenarios: Callable[..., Any]) -> Callable[[float], Any]:
+    """What all variants with that clipping recorded, in a process for each clipping."""
+
+    @cache
+    def of(clip: float) -> Any:
+        named = [scenario(name, clip, "off") for name in ("reference", *VARIANTS)]
+        if not clip:
+            its = {"name": ON_HOST, "on_host": True, "record": ["states", "placement"]}
+            named.append({**scenario("reference", clip, "off"), **its})
+        return run_scenarios(named)
+
+    return of
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +121,7 @@ def assert_same_bits(variant: str, clip: float, recorded: Any, kernels: dict[str
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_same_bits(variant: str, clip: float, recorded: Any) -> None:
-    assert_same_bits(variant, clip, recorded, kernels={})
+    assert_same_bits(variant, clip, recorded(clip), kernels={})
 
 
 @pytest.mark.needs_cuda
@@ -123,7 +132,7 @@ def test_same_bits_with_kernels(variant: str, recorded_with_kernels: Any) -> Non
 
 @pytest.mark.needs_cuda
 def test_weights_in_host_memory_start_from_there(recorded: Any) -> None:
-    reference, other = recorded["reference, clip 0"], recorded[ON_HOST]
+    reference, other = (recorded(0.0)[name] for name in ("reference, clip 0", ON_HOST))
     assert other["states"] == reference["states"]
     placement = other["placement"]
     assert placement["devices"] == ["cuda"]
@@ -133,5 +142,5 @@ def test_weights_in_host_memory_start_from_there(recorded: Any) -> None:
 
 def test_clipping_changes_the_bits(recorded: Any) -> None:
     # The digests must be able to tell two runs apart.
-    with_clipping, without = recorded["reference, clip 1"]["states"], recorded["reference, clip 0"]["states"]
+    with_clipping, without = (recorded(clip)[f"reference, clip {clip:g}"]["states"] for clip in (1.0, 0.0))
     assert all(with_clipping[name] != without[name] for name in without)
