@@ -1,6 +1,6 @@
 """The key alone beside the best that somebody finds by hand: what the engine decides, against a sweep of its knobs.
 
-    python3 benchmarks/hand_sweep.py --records sweep.jsonl [--only REGEX] [--out PAGE.md]
+    python3 benchmarks/hand_sweep.py --records sweep.jsonl [--only REGEX] [--nvme-path DIR] [--out PAGE.md]
 
 By hand are GPU memory for states, slots of the window, and whether the script does gradient checkpointing, with
 `"activations": "as_written"`: what a user would turn who knows the engine. Each run is a process of its own; those that
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from plan_check import lines_of, run, share_of_gpu
-from settings import Setting
+from settings import HIDDEN_FOLDER, Setting
 
 from ds_slide.cli.doctor.cache import of_this_machine
 
 DECIDED: dict[str, Any] = {"steps": 5, "warmup": 9, "checkpointing": "reentrant"}
 """Of the key alone: decisions are made after steps 3 and 6, and the next makes the room."""
-BY_HAND: dict[str, Any] = {"steps": 5, "warmup": 4}
+BY_HAND: dict[str, Any] = {"steps": 5, "warmup": 3}
 LEVEL = 1.03
 """The key alone may take so much of the best hand's time."""
 
@@ -37,11 +37,11 @@ class Hand:
     keeps: bool = False
 
     def of(self, about: dict[str, Any]) -> Setting:
-        slide: dict[str, Any] = {"gpu_states": self.states, "activations": "as_written"}
+        slide = {**about.get("slide", {}), "gpu_states": self.states, "activations": "as_written"}
         if self.window:
             slide["window"] = self.window
         checkpointing = "none" if self.keeps else "reentrant"
-        return Setting("slide", **about, **BY_HAND, checkpointing=checkpointing, slide=slide)
+        return Setting("slide", **{**about, **BY_HAND, "checkpointing": checkpointing, "slide": slide})
 
     def __str__(self) -> str:
         window = f", {self.window} slots" if self.window else ""
@@ -65,13 +65,14 @@ class Sweep:
 
     def __str__(self) -> str:
         setting = self.alone
-        cap = f", GPU {setting.gpu_fraction:.1%}" if setting.gpu_fraction < 1 else ""
+        cap = ", SSD" if setting.offload == "nvme" else ""
+        cap += f", GPU {setting.gpu_fraction:.1%}" if setting.gpu_fraction < 1 else ""
         turns = f" x {setting.grad_accum}" if setting.grad_accum > 1 else ""
         return f"{setting.model} {setting.batch} x {setting.seq}{turns}, clipping {setting.clip:g}{cap}"
 
 
-def sweeps() -> Iterator[Sweep]:
-    """0.5 to 7.6 G parameters, caps of 12, 24 and 80 GiB, accumulation, sequences of 512 to 32,768 tokens."""
+def sweeps(nvme_path: str = HIDDEN_FOLDER) -> Iterator[Sweep]:
+    """0.5 to 14 G parameters, caps of 12, 24 and 80 GiB, SSD, accumulation, sequences of 512 to 32,768 tokens."""
     three, seven, eighty = "qwen2.5-3b", "qwen2.5-7b", share_of_gpu(80)
     small, smaller = share_of_gpu(24), share_of_gpu(12)
     whole = (Hand("46GB", 40, True), Hand("46GB", 40), Hand("20GB", 40, True), Hand("20GB", 40))
@@ -88,6 +89,10 @@ def sweeps() -> Iterator[Sweep]:
         {"model": three, "batch": 1, "seq": 32_768}, (Hand("46GB", 40), Hand("60GB", 40), Hand("20GB", 40, True))
     )
     yield Sweep({"model": three, "batch": 32, "seq": 512}, whole[:3])
+    on_ssd = {"offload": "nvme", "nvme_path": nvme_path, "slide": {"host_memory": "2GB"}}
+    few = (Hand("5GB", 3), Hand("3GB", 10), Hand("0B", 24))
+    yield Sweep({"model": "qwen2.5-0.5b", "gpu_fraction": smaller, **on_ssd}, few)
+    yield Sweep({"model": "qwen2.5-14b", "slide": {"host_memory": "114GiB"}}, (Hand("88GB", 4), Hand("80GB", 14)))
 
 
 def key_of(setting: Setting | dict[str, Any]) -> str:
@@ -115,10 +120,12 @@ def main() -> None:
     parser.add_argument("--records", type=Path, required=True)
     parser.add_argument("--only", default="", help="runs whose command has it")
     parser.add_argument("--show", action="store_true", help="run nothing, write the table of the records")
+    parser.add_argument("--nvme-path", default="", help="a folder on the disk for states; without, none go to SSD")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if not options.show:
-        settings = [setting for sweep in sweeps() for setting in sweep.settings()]
+        able = [each for each in sweeps(options.nvme_path) if options.nvme_path or "nvme_path" not in each.about]
+        settings = [setting for sweep in able for setting in sweep.settings()]
         run(settings, options.records, options.only, of_this_machine([]))
     text = "\n".join(page(lines_of(str(options.records)))) + "\n"
     print(text)

@@ -235,15 +235,30 @@ def shape_config(name: str) -> Any:
 
 
 def run(settings: Sequence[Setting], records: Path, only: str, ceilings: Ceilings) -> None:
-    """Run steps that are not in `records` yet, each in a process of its own."""
+    """Run steps that are not in `records` yet, each in a process of its own. The process of the next ones imports what
+    it needs while a run builds its model, which takes longer, and then waits."""
     done = [] if not records.exists() else [json.dumps(record.get("setting")) for record in lines_of(str(records))]
     if not done:
         records.write_text(json.dumps({"ceilings": ceilings.model_dump()}) + "\n", encoding="utf-8")
-    for setting in settings:
-        if re.search(only, setting.command()) and json.dumps(vars(setting.shown())) not in done:
-            command = (sys.executable, str(HERE / "step.py"), *setting.arguments(), "--out", str(records))
-            print(setting.command(), file=sys.stderr, flush=True)
-            subprocess.run(command, check=False)
+    todo = [
+        setting
+        for setting in settings
+        if re.search(only, setting.command()) and json.dumps(vars(setting.shown())) not in done
+    ]
+    standby = None
+    for number, setting in enumerate(todo):
+        process = standby or on_standby(setting, records)
+        print(setting.command(), file=sys.stderr, flush=True)
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        standby = on_standby(todo[number + 1], records) if number + 1 < len(todo) else None
+        process.wait()
+
+
+def on_standby(setting: Setting, records: Path) -> Any:
+    """A process that runs the setting once a line is written to it, and ends where nothing is."""
+    command = (sys.executable, str(HERE / "step.py"), *setting.arguments(), "--out", str(records), "--standby")
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 def page(compared: Sequence[Compared], ceilings: str, sources: Sequence[str]) -> Iterator[str]:

@@ -25,6 +25,7 @@ import memory
 import settings
 import shapes
 import torch
+import trainers
 from clock import PhaseClock
 from settings import Setting
 from torch import Tensor
@@ -252,11 +253,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     settings.add_arguments(parser)
     parser.add_argument("--out", type=Path, help="append the record to this file")
+    parser.add_argument("--standby", action="store_true", help="import what runs need, and wait for a line on stdin")
     arguments = parser.parse_args()
     try:
         setting = settings.from_arguments(arguments)
     except ValueError as error:
         parser.error(str(error))
+    if arguments.standby:
+        trainers.import_libraries()
+        if not sys.stdin.readline():
+            return
     begin = {"setting": vars(setting.shown()), "command": setting.command()}
     out: Path | None = arguments.out
     before = out.stat().st_size if out and out.exists() else 0

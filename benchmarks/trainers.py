@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 from dataclasses import dataclass
 from importlib import metadata
@@ -121,6 +122,13 @@ def single_process_environment() -> None:
     launcher = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     for name, value in launcher.items():
         os.environ.setdefault(name, str(value))
+
+
+def import_libraries() -> None:
+    """What a run imports sooner or later."""
+    single_process_environment()
+    importlib.import_module("transformers")
+    importlib.import_module("deepspeed")
 
 
 def checkpoint_in_host_memory(model: Any) -> None:

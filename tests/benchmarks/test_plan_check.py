@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import plan_check
+import pytest
+from settings import Setting
 
 from ds_slide.cli.planning.planner import Planner
 from ds_slide.plan.ceilings.figures import read_ceilings
@@ -43,3 +45,14 @@ def test_the_settings_that_are_run_cover_what_was_asked_for() -> None:
     assert {setting.seq for setting in settings} >= {512, 32_768}
     assert {setting.grad_accum for setting in settings} >= {1, 4}
     assert len({setting.gpu_fraction for setting in settings if setting.gpu_fraction < 1}) == 3
+
+
+@pytest.mark.slow
+def test_runs_of_their_own_are_recorded_in_turn_and_not_again(tmp_path: Path) -> None:
+    records, ceilings = tmp_path / "records.jsonl", read_ceilings("h200-16-cores")
+    settings = [Setting("slide", "tiny", batch=batch, seq=32, steps=1, warmup=1) for batch in (1, 2)]
+    for only in ("--batch 1", "", ""):
+        plan_check.run(settings, records, only, ceilings)
+    first, *found = plan_check.lines_of(str(records))
+    assert "ceilings" in first
+    assert [(each["setting"]["batch"], each["status"]) for each in found] == [(1, "ok"), (2, "ok")]
