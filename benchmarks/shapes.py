@@ -36,6 +36,10 @@ finetune_models.PRESETS["llama-22b"] = {
 # 3.40 G parameters: the shape of the other pages with a head of its own, 0.31 G of them.
 finetune_models.PRESETS["qwen2.5-3b-untied"] = {**finetune_models.PRESETS["qwen2.5-3b"], "tie_word_embeddings": False}
 
+# Stock's longest sequence: its states of all 32 blocks are more than most hosts have, and with inputs of blocks in host
+# memory the GPU needs as much for 8 of them.
+finetune_models.PRESETS["llama3-8b-8-blocks"] = {**finetune_models.PRESETS["llama3-8b"], "num_hidden_layers": 8}
+
 
 def build_on_accelerator(name: str, device: torch.device, seed: int) -> Any:
     """The model in bf16 with its weights on `device`."""

@@ -1,12 +1,13 @@
-"""States that move from host memory to the GPU and back while the run goes on, between two steps.
+"""States that move from host memory or SSD to the GPU and back while the run goes on, between two steps.
 
 How much of the GPU activations leave is known when the first steps have been run. A unit is *promoted* then: its states
 are copied to the GPU, are updated there from the next step on, and pass through no lane any more. It is *demoted* where
 the memory is needed for something else: a larger batch, an evaluation, a second engine.
 
-A promoted unit keeps its state buffers in host memory (`Unit.home`), which stay in the plan. Demotion writes them back,
-and so takes no host memory at a moment when there may be none; nor is anything page-locked a second time, which takes
-0.35 s a GiB. The states' copies in host memory are older than those on the GPU in between, and nobody reads them.
+A promoted unit keeps its state buffers in host memory and its places on SSD (`Unit.home`), which stay in the plan.
+Demotion writes them back, and so takes no host memory at a moment when there may be none; nor is anything page-locked a
+second time, which takes 0.35 s a GiB. The states' copies there are older than those on the GPU in between, and nobody
+reads them: what was read ahead of them has been forgotten when the unit has settled, and nothing asks for it again.
 
 The bits of weights and states are the same before and after, and later steps give the bits that they would have given
 with that placement from the start (`docs/architecture.md`: placement never changes the result).
@@ -42,7 +43,9 @@ from ds_slide.runtime.deferred_interrupt import deferred_interrupt
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.transfers.staged_copies import StagedCopies
 from ds_slide.runtime.unit import Unit
+from ds_slide.store.ssd.unit import BOUNCE_BYTES
 from ds_slide.store.state import UnitState
+from ds_slide.store.tiers import StateBuffer
 
 T = TypeVar("T")
 Copy = Callable[[UnitState, UnitState], None]
@@ -54,8 +57,8 @@ PROGRESS_AFTER_S = 3
 
 @dataclass(frozen=True)
 class Moved:
-    """What a move has done, by `Unit.order`. `no_room`: units that were to be promoted, and stay in host memory because
-    the GPU had no memory for them."""
+    """What a move has done, by `Unit.order`. `no_room`: units that were to be promoted, and stay where they are
+    because the GPU had no memory for them."""
 
     promoted: tuple[int, ...] = ()
     demoted: tuple[int, ...] = ()
@@ -77,8 +80,6 @@ def why_fixed(runtime: SlideRuntime, unit: Unit) -> str | None:
         return "nothing is updated without an optimizer"
     if unit.order in placement.on_gpu:
         return "it was placed on the GPU when the engine was built, and has no place in host memory"
-    if unit.order in placement.on_ssd:
-        return "it has states on SSD"
     if unit.spec.kind == "part":
         which = "whose gradients are compressed" if unit.codec.compresses else "in another data type"
         return f"it holds a block's parameters {which}"
@@ -118,7 +119,7 @@ def move(runtime: SlideRuntime, on_gpu: frozenset[int], *, slots: int | None = N
         raise SlideError(f"the window cannot have {window} slots; give it one at least")
     for unit in moving:
         if (reason := why_fixed(runtime, unit)) is not None:
-            raise SlideError(f"the states of {unit.name} cannot move between host memory and GPU: {reason}")
+            raise SlideError(f"the states of {unit.name} cannot move to the GPU and back: {reason}")
     # What an evaluation in inference mode makes could not be used in a forward with gradients.
     with deferred_interrupt(), torch.inference_mode(False):
         return _move(runtime, moving, window)
@@ -174,7 +175,8 @@ def _demote(runtime: SlideRuntime, unit: Unit, copy: Copy) -> None:
     assert home is not None
     copy(unit.state, home)
     resident = None if unit.spec.kind == "block" else unit.resident
-    gathered = runtime.parts.ranks.world_size > 1 and runtime.parts.shared is None
+    several, on_disk = runtime.parts.ranks.world_size > 1, home.weights.buffer.tier == "ssd"
+    gathered = several and (runtime.parts.shared is None or on_disk)
     unit.state, unit.home, unit.resident, unit.is_gathered = home, None, resident, gathered
     _show(runtime, unit)
 
@@ -210,8 +212,12 @@ def _copies(runtime: SlideRuntime, moving: Sequence[Unit]) -> Iterator[Copy]:
     def copy(source: UnitState, target: UnitState) -> None:
         one = copies.to_gpu if target.weights.buffer.tier == "gpu" else copies.to_host
         for name in source.buffers.keys() & target.buffers.keys():
-            items = slice(0, source.buffers[name].numel)
-            one(target.raw(name, items), source.raw(name, items))
+            read, written = source.buffers[name], target.buffers[name]
+            for items in _pieces(read) if "ssd" in (read.tier, written.tier) else [slice(0, read.numel)]:
+                if written.tier == "ssd":
+                    written.write(items, read.read(items))
+                else:
+                    one(written.read(items), read.read(items))
         copies.finish()
         progress.update(source.nbytes())
 
@@ -222,6 +228,12 @@ def _copies(runtime: SlideRuntime, moving: Sequence[Unit]) -> Iterator[Copy]:
         if lease is not None:
             parts.device.synchronize()  # after an exception the GPU may still copy
             lease.release()
+
+
+def _pieces(buffer: StateBuffer) -> list[slice]:
+    """All of it in pieces that the host has memory for, whole pages but for the last."""
+    size = BOUNCE_BYTES // buffer.dtype.itemsize
+    return [slice(start, min(start + size, buffer.numel)) for start in range(0, buffer.numel, size)]
 
 
 def _show(runtime: SlideRuntime, unit: Unit) -> None:

@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "inputs on SSD": {**LIMITED, "host_memory": 0},
     "moves": {"window": 3, "gpu_states": 0},
     "moves, delays": {"window": 2, "gpu_states": 0, "debug": {"lane_delay_ms": 3.0, "seed": 3}},
+    "moves, from SSD": {"window": 3, "gpu_states": 0, "host_memory": 0},
     "all on SSD": {"window": 3, "gpu_states": 0, "host_memory": 0},
     "all on SSD, delays, few buffers": {
         "window": 2,

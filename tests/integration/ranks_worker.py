@@ -59,6 +59,11 @@ RUNS = {
     "moves-immediate": ({"window": 2, "gpu_states": 900_000}, {"clip": 0.0}),
     "moves-gathered": ({"window": 2, "share_weights": False}, {"clip": 1.0, "accumulation": 2}),
     "moves-gathered-kept": ({"window": 9, "share_weights": False}, {"clip": 0.0}),
+    "moves-ssd": ({"window": 2, "host_memory": 500_000, "share_weights": True}, {"clip": 1.0}),
+    "moves-ssd-immediate": (
+        {"window": 2, "host_memory": 0, "debug": {"lane_delay_ms": 2.0, "seed": 19}},
+        {"clip": 0.0},
+    ),
     "spare": ({"window": 2, "gpu_memory": "4MiB"}, {"clip": 1.0}),
     "spare-gathered": ({"window": 2, "gpu_memory": "4MiB", "share_weights": False}, {"clip": 0.0}),
     "ssd-inputs": (
@@ -171,7 +176,7 @@ def main(rank: int, folder: Path) -> None:
             data = batches(2 * STEPS * settings.get("accumulation", 1))
             # Every rank draws other weights: rank 0's have to win.
             config = ds_config(slide, **settings)
-            if name.startswith("ssd"):
+            if "ssd" in name:
                 on_ssd(config, folder / "disk")
             found = LESS_MEMORY if name == "ssd-less-memory" and rank == 1 else None
             with (

@@ -34,6 +34,8 @@ SAME_BITS = {
     "moves-immediate": "immediate",
     "moves-gathered": "accumulation",
     "moves-gathered-kept": "immediate",
+    "moves-ssd": "clipping",
+    "moves-ssd-immediate": "immediate",
     "spare": "clipping",
     "spare-gathered": "immediate",
     "ssd-inputs": "clipping",

@@ -38,6 +38,7 @@ from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.runtime import tier_moves
 from ds_slide.runtime.allocator import Allocator
 from ds_slide.runtime.tier_moves import gpu_cost, move, why_fixed
+from ds_slide.runtime.transfers.ssd import moved_bytes
 from ds_slide.runtime.weights.hooks import RootHooks
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -83,6 +84,9 @@ CASES: dict[str, Case] = {
         llama,
     ),
     "a part on SSD": ({"host_memory": 2_000_000, "debug": DELAYS}, {}, llama),
+    "all on SSD": ({"host_memory": 0, "debug": DELAYS}, {}, checkpointed),
+    "all on SSD, under backward": ({"host_memory": 0, "window": 2, "debug": DELAYS}, {"clip": 0.0}, llama),
+    "all on SSD, accumulation in fp32": ({"host_memory": 0}, FP32_SUMS, llama),
     "tied": ({"window": 9}, {"clip": 0.0}, functools.partial(llama, tie_word_embeddings=True)),
 }
 
@@ -110,6 +114,23 @@ def test_moves_change_no_bit(
     assert differences(run(moves), run(causal_loss)) == []
     assert [made is None for made in moves.made] == [number % accumulation > 0 for number in range(len(data))]
     assert any(made.promoted for made in moves.made if made) and any(made.demoted for made in moves.made if made)
+
+
+def test_states_that_have_left_the_disk_are_not_read_or_written(disk: Path) -> None:
+    """And are again once they have gone back."""
+    with engine_for(model := llama(), on_ssd(config({"host_memory": 0}), disk)) as engine:
+        runtime, moved, data = engine.optimizer.runtime, [], batches(STEPS)
+        result = train(engine, data[:2])
+        for orders, batch in zip((movable(runtime), [], movable(runtime), []), data[2:], strict=True):
+            promote(runtime, *orders)
+            before = moved_bytes(runtime.parts.ssd.store)
+            result.losses += train(engine, [batch]).losses
+            for unit in runtime.units:
+                runtime.settle(unit)
+            moved.append(moved_bytes(runtime.parts.ssd.store) - before)
+        result.states = states_of(model)
+    assert moved[0] == moved[2] == 0 < min(moved[1], moved[3])
+    assert differences(result, trained(llama(), config(), data)) == []
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipping", "under backward"])
@@ -407,15 +428,13 @@ def test_a_copy_that_fails_leaves_units_where_they_are(failing: int, monkeypatch
 FIXED: dict[str, tuple[dict[str, Any], str, str]] = {
     "gpu states": ({"gpu_states": 1_800_000}, "model.layers.0", "no place in host memory"),
     "8 bit": ({"state_dtype": "8bit"}, "model.layers.0", "short format"),
-    "ssd": ({"host_memory": 0}, "model.layers.0", "states on SSD"),
     "streamed head": ({"stream_head": True}, "lm_head.weight", "rows pass"),
 }
 
 
 @pytest.mark.parametrize(("slide", "name", "why"), FIXED.values(), ids=FIXED)
-def test_what_cannot_move_is_refused(slide: dict[str, Any], name: str, why: str, disk: Path) -> None:
-    settings = config(slide)
-    with engine_for(llama(), on_ssd(settings, disk) if "host_memory" in slide else settings) as engine:
+def test_what_cannot_move_is_refused(slide: dict[str, Any], name: str, why: str) -> None:
+    with engine_for(llama(), config(slide)) as engine:
         runtime = engine.optimizer.runtime
         unit = next(unit for unit in runtime.units if any(name in entry.name for entry in unit.layout.entries))
         assert why in (why_fixed(runtime, unit) or "")

@@ -79,9 +79,22 @@ def test_a_forward_waits_for_the_updates_before_it() -> None:
     assert StepTimes.of(busy, 3.46, "deferred").queue == StepTimes.of(busy, 3.46, "under backward").queue == 2.54
 
 
-def test_what_a_disk_holds_up_is_no_queue_of_updates() -> None:
-    times = StepTimes.of({"compute": 0.4, "update": 0.8, "ssd": 14.0}, 14.4, "two passes")
-    assert times.queue == 0.0 and times.predicted(0.0, 0.1, 0.0) == pytest.approx(14.4 - 1.4)
+def test_what_a_disk_holds_up_gets_shorter_by_what_leaves_the_disk() -> None:
+    """Updates that leave host memory help nothing, and those of all states on SSD end the wait for it."""
+    times = StepTimes.of({"compute": 0.4, "update": 0.8, "ssd": 14.0}, 14.4, "deferred")
+    assert (times.lane, times.disk) == (0.8, 14.0)
+    assert times.predicted(0.0, 0.1, 0.0) == 14.4
+    assert times.predicted(0.0, 0.1, 0.0, disk_share=0.25) == pytest.approx(14.4 - 3.5)
+    assert times.predicted(0.0, 0.5, 0.0, disk_share=1.0) == 0.4
+
+
+def test_spare_memory_goes_to_states_on_ssd_before_activations() -> None:
+    """The disk takes 4 s for three units, and the recomputation of all blocks 0.1."""
+    times = StepTimes(compute=0.5, stall=3.6, lane=0.3, queue=0.3, disk=4.0)
+    states = [Movable(order, GB, 0.2, disk_share=1 / 3) for order in range(3)]
+    blocks = [Keepable(order, GB, 0.05) for order in range(4, 6)]
+    choice = choose(3.5 * GB, states, blocks, times)
+    assert len(choice.states) == 3 and choice.seconds < 0.51
 
 
 def test_updates_on_a_gpu_take_as_long_as_its_memory_does() -> None:

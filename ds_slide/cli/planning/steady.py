@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ds_slide.plan.allocations import of_promoted, slot_bytes, streamed, total
+from ds_slide.plan.allocations import disk_share, movable_order, of_promoted, slot_bytes, streamed, total
 from ds_slide.plan.forecast import WORKSPACE_BYTES, Activations, Room
 from ds_slide.plan.keeping import Keepable, Kept, kept_within
 from ds_slide.plan.memory import Plan
@@ -102,26 +102,28 @@ def _slots(plan: Plan, passes: int) -> Slots:
 
 
 def _movable(plan: Plan) -> list[Movable]:
-    """Units in host memory whose states may go to the GPU: outer modules first, then blocks in their order."""
+    """Units in host memory or on SSD whose states may go to the GPU."""
     there = plan.placement.on_gpu | plan.placement.promoted
     updated = sum(unit.codec.numel for index, unit in enumerate(plan.units) if index not in there)
-    indices = [index for index, unit in enumerate(plan.units) if index not in there and _may_move(plan, index, unit)]
+    indices = [index for index, unit in enumerate(plan.units) if index not in there and _may_move(plan, unit)]
     return [
         Movable(
             index,
             total(of_promoted(unit, plan.needs), "gpu"),
             unit.codec.numel / max(updated, 1),
             streamed=unit.kind == "block",
+            disk_share=disk_share(index, plan.units, plan.needs, plan.placement),
         )
         for index, unit in sorted(
-            ((index, plan.units[index]) for index in indices), key=lambda each: (not each[1].is_outer, each[0])
+            ((index, plan.units[index]) for index in indices),
+            key=lambda each: movable_order(each[0], each[1], plan.placement),
         )
     ]
 
 
-def _may_move(plan: Plan, index: int, unit: UnitSize) -> bool:
+def _may_move(plan: Plan, unit: UnitSize) -> bool:
     """As `ds_slide.runtime.tier_moves.why_fixed` has it of a unit that is there."""
     needs: Needs = plan.needs
     is_short = any(spec.state is not None and spec.dtype != torch.float32 for spec in unit.specs)
-    fixed = index in plan.placement.on_ssd or unit.kind == "part" or bool(unit.passing_numel) or is_short
+    fixed = unit.kind == "part" or bool(unit.passing_numel) or is_short
     return needs.trains and bool(unit.codec.numel) and not fixed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_slide.plan.allocations import slot_bytes
+from ds_slide.plan.allocations import disk_share, movable_order, slot_bytes
 from ds_slide.plan.spare import NO_SLOTS, Movable, Slots, least_slots
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.tier_moves import gpu_cost, move, why_fixed
@@ -10,7 +10,7 @@ from ds_slide.runtime.unit import Unit
 
 
 class RunningStates:
-    """Of the units that may move: outer modules first, whose updates nothing hides, then blocks in their order."""
+    """Of the units that may move, in the order of `movable_order`."""
 
     def __init__(self, runtime: SlideRuntime) -> None:
         self._runtime = runtime
@@ -18,7 +18,7 @@ class RunningStates:
         self._least = least_slots(plan.placement.window, plan.needs)
 
     def movable(self) -> list[Movable]:
-        """Those in host memory."""
+        """Those in host memory and on SSD."""
         updated = sum(unit.codec.numel for unit in self._runtime.units if unit.is_uploaded)
         units = [unit for unit in self._in_order() if unit.is_uploaded and why_fixed(self._runtime, unit) is None]
         return [self._movable(unit, updated) for unit in units if unit.trainable]
@@ -52,8 +52,12 @@ class RunningStates:
         return move(self._runtime, on_gpu, slots=max(slots, self._least)) is not None
 
     def _in_order(self) -> list[Unit]:
-        return sorted(self._runtime.units, key=lambda unit: (unit.spec.kind != "outer", unit.order))
+        plan = self._runtime.parts.plan
+        return sorted(
+            self._runtime.units, key=lambda unit: movable_order(unit.order, plan.units[unit.order], plan.placement)
+        )
 
     def _movable(self, unit: Unit, updated: int) -> Movable:
-        share, streamed = unit.codec.numel / max(updated, 1), unit.spec.kind == "block"
-        return Movable(unit.order, gpu_cost(self._runtime, unit), share, streamed)
+        plan, share, streamed = self._runtime.parts.plan, unit.codec.numel / max(updated, 1), unit.spec.kind == "block"
+        of_disk = disk_share(unit.order, plan.units, plan.needs, plan.placement)
+        return Movable(unit.order, gpu_cost(self._runtime, unit), share, streamed, of_disk)
