@@ -188,7 +188,7 @@ class _Step:
             later = [each.states_pass + each.beside_down for each in units]
         if schedule == "speculative":
             update = [seconds + each.undo for seconds, each in zip(update, units, strict=True)]
-        backward, arrived = self._backward(later)
+        backward, arrived = self._backward(later, self._behind_updates(update) if any(later) else 0.0)
         begin = backward + STEP_S
         arrived = [each if early else begin for each, early in zip(arrived, ahead, strict=True)]
         down_until = backward if any(ahead) else 0.0
@@ -220,11 +220,17 @@ class _Step:
             ssd_written=self.ssd_written,
         )
 
-    def _backward(self, later: Sequence[float]) -> tuple[float, list[float]]:
+    def _behind_updates(self, update: Sequence[float]) -> float:
+        """Seconds of a forward that are left when the deferred updates have ended that it waits for."""
+        none = [0.0] * len(self._units)
+        done, _ = _by_deadline(none, update, [each.ssd for each in self._units], none, 0.0)
+        return self._forward(self._gpu_update, done) - max(done)
+
+    def _backward(self, later: Sequence[float], begun: float) -> tuple[float, list[float]]:
         """When the last backward has ended, from its begin, and when each gradient has come down. `later`: updates of
-        states that precede these, the last unit's first."""
+        states that precede these, the last unit's first, of which the first begins `begun` seconds before it."""
         arrived = [0.0] * len(self._units)
-        ready, lane = [0.0] * len(self._units), 0.0
+        ready, lane = [0.0] * len(self._units), -begun
         for index in reversed(range(len(self._units))):
             lane += later[index]
             ready[index] = lane

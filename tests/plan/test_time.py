@@ -103,6 +103,12 @@ def test_deferred_updates_run_under_the_forward_alone() -> None:
     assert found["under backward"] <= spare < ahead <= found["two passes"] < found["deferred"]
 
 
+def test_second_passes_begin_under_the_forward_when_the_first_have_ended() -> None:
+    # 0.15 s of each beside a forward of 0.24, which waits for the first two of nine units, and a backward of 0.08.
+    found = seconds(rates(update=UPDATE_GB / 0.20), trace(0.03, 0.01))["two passes"]
+    assert found == pytest.approx(0.32 + 0.15 * 2 / (BLOCKS + 1) + STEP_S, rel=0.02)
+
+
 def test_copies_take_from_the_memory_that_updates_work_in() -> None:
     # A copy up of 2 of the 26 bytes of an update, 0.6 of which the update moves less, and one down, with all of them.
     found = all_schedules(plan(), NEEDS, trace(0.2, 0.2), rates(update=UPDATE_GB), 1)
