@@ -23,7 +23,7 @@ from ds_slide.plan.rates import (
     Rates,
 )
 from ds_slide.plan.trace import StepTrace, per_unit
-from ds_slide.plan.two_passes import Schedule, exceeds, second_fits
+from ds_slide.plan.two_passes import Schedule, exceeds, second_pays
 
 SCHEDULES: tuple[Schedule, ...] = ("under backward", "deferred", "two passes", "speculative")
 STEP_S = 5e-3
@@ -87,8 +87,8 @@ def step_time(
     held = f"gradients are held until the norm is known, and updates of {whole:.3f} s"
     if not two or plan.placement.chunks_on_ssd:
         return one_pass
-    if not second_fits(whole, step.compute_backward):
-        return replace(one_pass, why=f"{held} have no room for a second pass under the backward")
+    if not second_pays(whole, step.behind_updates() + step.backward_until_updates()):
+        return replace(one_pass, why=f"{held} are too long for a second pass beside the backward")
     return step.time("two passes", f"{held} do not fit under the next forward of {forward:.3f} s")
 
 
@@ -132,7 +132,7 @@ class _Step:
         self._units = [self._lanes_of(index, unit, needs) for index, unit in enumerate(plan.units)]
         forward, backward = (per_unit(segments) for segments in (trace.forward, trace.backward))
         self.compute_forward = sum(map(rates.seconds, forward.values()))
-        self.compute_backward = sum(map(rates.seconds, backward.values()))
+        self._compute_backward = sum(map(rates.seconds, backward.values()))
         on_gpu = [plan.units[index] for index in plan.placement.on_gpu | plan.placement.promoted]
         self._gpu_update = sum(update_bytes(unit) for unit in on_gpu) / rates.copy
         self._inputs_down, self._inputs_up = trace.moved_bytes / rates.d2h, trace.moved_bytes / rates.h2d
@@ -188,7 +188,7 @@ class _Step:
             later = [each.states_pass + each.beside_down for each in units]
         if schedule == "speculative":
             update = [seconds + each.undo for seconds, each in zip(update, units, strict=True)]
-        backward, arrived = self._backward(later)
+        backward, arrived = self._backward(later, self.behind_updates(update) if any(later) else 0.0)
         begin = backward + STEP_S
         arrived = [each if early else begin for each, early in zip(arrived, ahead, strict=True)]
         down_until = backward if any(ahead) else 0.0
@@ -201,14 +201,14 @@ class _Step:
         down = sum(each.d2h for each in units)
         inputs_down, inputs_up, inputs_ssd = self._inputs_down, self._inputs_up, self._inputs_ssd
         encode, apply = sum(each.encode for each in units), sum(each.apply for each in units)
-        compute = self._micro_batches * (self.compute_forward + self.compute_backward + encode) + apply
+        compute = self._micro_batches * (self.compute_forward + self._compute_backward + encode) + apply
         return StepTime(
             schedule,
             why,
             forward_s=max(end - backward, inputs_down, inputs_ssd)
             + more * max(self.compute_forward, again, inputs_down, inputs_ssd),
             backward_s=max(backward, inputs_up, inputs_ssd)
-            + more * max(self.compute_backward, again + inputs_up, down, inputs_ssd),
+            + more * max(self._compute_backward, again + inputs_up, down, inputs_ssd),
             lanes={
                 "compute": compute + self._gpu_update + STEP_S,
                 "h2d": sum(each.h2d for each in units) + again * (2 * more + 1) + inputs_up * self._micro_batches,
@@ -220,11 +220,28 @@ class _Step:
             ssd_written=self.ssd_written,
         )
 
-    def _backward(self, later: Sequence[float]) -> tuple[float, list[float]]:
+    def backward_until_updates(self) -> float:
+        """Seconds until the backward of one micro-batch has come to the last unit that the host updates."""
+        now = reached = 0.0
+        for segment in self._trace.backward:
+            now += self._rates.seconds(segment.operations)
+            if segment.unit is not None and self._units[segment.unit].update:
+                reached = now
+        return reached
+
+    def behind_updates(self, update: Sequence[float] | None = None) -> float:
+        """Seconds of a forward that are left when the deferred updates have ended that it waits for; by default those
+        in one pass."""
+        update = [each.update + each.beside_up for each in self._units] if update is None else update
+        none = [0.0] * len(self._units)
+        done, _ = _by_deadline(none, update, [each.ssd for each in self._units], none, 0.0)
+        return self._forward(self._gpu_update, done) - max(done)
+
+    def _backward(self, later: Sequence[float], begun: float) -> tuple[float, list[float]]:
         """When the last backward has ended, from its begin, and when each gradient has come down. `later`: updates of
-        states that precede these, the last unit's first."""
+        states that precede these, the last unit's first, of which the first begins `begun` seconds before it."""
         arrived = [0.0] * len(self._units)
-        ready, lane = [0.0] * len(self._units), 0.0
+        ready, lane = [0.0] * len(self._units), -begun
         for index in reversed(range(len(self._units))):
             lane += later[index]
             ready[index] = lane

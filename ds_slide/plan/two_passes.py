@@ -6,12 +6,15 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Schedule = Literal["under backward", "deferred", "two passes", "speculative"]
-PASS_SHARE = 18 / 26
-"""Bytes of either pass over those of a whole update, of AdamW in fp32; so does its time."""
+PASS_SHARE = 18 / 26 / 0.9
+"""Of the time of a whole update, that either pass takes: of AdamW in fp32 18 of its 26 bytes a parameter, at nine
+tenths of its rate (0.79 to 0.85 where both were busy for 0.87 to 0.93 s, and one pass for 0.55, page passes)."""
 FIRST_PASS = 1 / 2
 """Of the time of both."""
 UPDATE_BOUND = 0.9
 """Forward waits for updates that take at least this part of it."""
+FORWARD_SHARE = 1 / 2
+"""Of the time of a backward, that a forward takes: one product for two, or three where blocks are recomputed."""
 
 
 class Schedules(NamedTuple):
@@ -26,6 +29,16 @@ def exceeds(whole: float, forward: float) -> bool:
     return whole > UPDATE_BOUND * forward
 
 
-def second_fits(whole: float, backward: float) -> bool:
-    """Whether the second pass of such updates fits under a backward."""
-    return whole * PASS_SHARE < backward
+def second_pays(whole: float, hides: float) -> bool:
+    """Whether two passes of updates of so many seconds, which a forward waits for, make a step shorter. `hides`:
+    seconds from the end of what it waits for until its backward has come to the last unit that is updated.
+
+    One pass takes the update, these seconds and the rest of the backward. Two take the first pass, the second one or
+    these seconds, whichever are more, and the same rest.
+    """
+    return whole * (2 * PASS_SHARE - 1) < hides
+
+
+def one_backward(seconds: float, backwards: int) -> float:
+    """Of so many that have taken so long, with a forward between each two."""
+    return seconds / (backwards + (backwards - 1) * FORWARD_SHARE)

@@ -244,6 +244,7 @@ class SlideRuntime:
 
     def enter_backward(self, unit: Unit) -> Slot | None:
         """The unit's weights are bound from here to `leave_backward`."""
+        self.passes.begin_backward()  # `begin_backward` may be called before the forward, too
         if not self.deferred and (self._unstepped or not self._final):
             raise SlideError(
                 "a backward() that is not the only one before its engine.step() needs held gradients, because with "
@@ -272,7 +273,6 @@ class SlideRuntime:
     def begin_backward(self, hypers: Sequence[Hyper], grad_scale: float = 1.0) -> None:
         """Prepare for the first gradient. `hypers`, `grad_scale`: of the coming step, if it clips nothing."""
         self.interruptions.begin_backward()
-        self.passes.begin_backward()
         self.gradients.hypers, self.gradients.grad_scale = tuple(hypers), grad_scale
 
     def set_final(self, final: bool) -> None:
@@ -349,7 +349,9 @@ class SlideRuntime:
     def step(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
         """Apply the update. Held gradients: queue all units by deadline. Otherwise the host units are under way."""
         counts = self.speculating.begin_step(self.units, hypers, grad_scale, self.gradients.grad_scale)
-        self.passes.begin_step(speculated=counts)
+        self.passes.begin_step(
+            backwards=max(1, self.accumulation.micro_batches), reach=self._reach_of_updates(), speculated=counts
+        )
         try:
             self._apply(hypers, grad_scale)
             self.learning.adopt()
@@ -362,6 +364,11 @@ class SlideRuntime:
         self.step_count += 1
         self.parts.recorder.end_step(self.step_count)
         self.parts.spare.end_step()
+
+    def _reach_of_updates(self) -> float:
+        """The part of a backward until the last unit that the host updates."""
+        updated = (unit.order for unit in self.units if unit.is_uploaded and unit.trainable)
+        return 1 - min(updated, default=0) / len(self.units)
 
     def _apply(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
         for unit in self.units:

@@ -3,6 +3,7 @@ as in one, whoever reads in between."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,19 +88,19 @@ def test_whoever_reads_between_steps_has_the_new_states(rule: str, states: tuple
 
 
 @pytest.fixture
-def step_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Passes, float, float, float], bool]:
+def step_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
     """One step of so many seconds of forward, backward and update lane. -> whether the next one has two passes."""
     now = [0.0]
     monkeypatch.setattr(passes.time, "perf_counter", lambda: now[0])
 
-    def step(of: Passes, forward: float, backward: float, update: float) -> bool:
+    def step(of: Passes, forward: float, backward: float, update: float, **found: float) -> bool:
         began = now[0]
         with of.timed():
             now[0] += update
         now[0] = began + forward
         of.begin_backward()
         now[0] += backward
-        of.begin_step()
+        of.begin_step(**found)  # type: ignore[arg-type]
         of.end_step()
         return of.two
 
@@ -113,11 +114,12 @@ def step_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Passes, float, float, 
         (0.2, 0.45, 0.63, True),  # 3 B on 16 cores
         (0.2, 0.45, 0.15, False),  # hidden by the forward
         (0.2, 0.45, 0.185, True),
-        (0.2, 0.3, 0.6, False),  # the second pass would not fit under backward
+        (0.2, 0.4, 0.7, True),  # the second pass does not fit under backward, and takes less than it saves
+        (0.2, 0.3, 0.6, False),
     ],
 )
 def test_two_where_updates_hold_up_the_forward_and_backward_has_room(
-    step_of: Callable[[Passes, float, float, float], bool], forward: float, backward: float, update: float, two: bool
+    step_of: Callable[..., bool], forward: float, backward: float, update: float, two: bool
 ) -> None:
     of = Passes("auto")
     decided = []
@@ -131,7 +133,30 @@ def test_two_where_updates_hold_up_the_forward_and_backward_has_room(
     assert decided[1:] == [two] * 5
 
 
+@pytest.mark.parametrize(("found", "two"), [({}, True), ({"reach": 0.5}, False), ({"backwards": 4}, False)])
+def test_a_second_pass_is_hidden_by_one_backward_as_far_as_updates_reach(
+    step_of: Callable[..., bool], found: dict[str, float], two: bool
+) -> None:
+    of = Passes("auto")
+    assert [step_of(of, 0.6, 0.45, 0.6, **found) for _ in range(2)] == [False, two]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_forward_that_is_measured_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed calls the optimizer before each forward as before each backward."""
+    forwards, backwards = list[float](), list[int]()
+    monkeypatch.setattr(passes, "exceeds", lambda _, forward: bool(forwards.append(forward)))
+    monkeypatch.setattr(passes, "one_backward", lambda _, count: backwards.append(count) or 0.0)
+    model = llama()
+    model.model.norm.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    with engine_for(model, config({}, {"accumulation": 2}, 1)) as engine:
+        for batch in batches(6):
+            engine.backward(causal_loss(engine, batch))
+            engine.step()
+    assert len(forwards) == 2 and 0.05 <= min(forwards) and backwards == [2, 2]
+
+
 @pytest.mark.parametrize("wanted", [1, 2])
-def test_a_number_that_was_asked_for_stays(step_of: Callable[[Passes, float, float, float], bool], wanted: Any) -> None:
+def test_a_number_that_was_asked_for_stays(step_of: Callable[..., bool], wanted: Any) -> None:
     of = Passes(wanted)
     assert {step_of(of, forward, 1.0, 0.5) for forward in (0.1, 2.0)} == {wanted == 2}

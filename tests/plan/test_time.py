@@ -21,6 +21,7 @@ from ds_slide.plan.operations import Operation
 from ds_slide.plan.rates import Rates
 from ds_slide.plan.time import STEP_S, StepTime, all_schedules, step_time, update_bytes
 from ds_slide.plan.trace import Segment, StepTrace
+from ds_slide.plan.two_passes import Schedule
 from ds_slide.store.state_buffers import optimizer_buffers
 
 torch = pytest.importorskip("torch")
@@ -67,6 +68,7 @@ def rates(update: float = 1e3, link: float = 1e3, disk: float = 1e3) -> Rates:
 
 
 NEEDS = Needs(held_bytes=2, window=BLOCKS, ring=0)
+PASSES: tuple[Schedule, ...] = ("deferred", "two passes")
 UPDATE_GB = (BLOCKS + 1) * 26 * NUMEL / 1e9
 
 
@@ -103,6 +105,12 @@ def test_deferred_updates_run_under_the_forward_alone() -> None:
     assert found["under backward"] <= spare < ahead <= found["two passes"] < found["deferred"]
 
 
+def test_second_passes_begin_under_the_forward_when_the_first_have_ended() -> None:
+    # 0.15 s of each beside a forward of 0.24, which waits for the first two of nine units, and a backward of 0.08.
+    found = seconds(rates(update=UPDATE_GB / 0.20), trace(0.03, 0.01))["two passes"]
+    assert found == pytest.approx(0.32 + 0.15 * 2 / (BLOCKS + 1) + STEP_S, rel=0.02)
+
+
 def test_copies_take_from_the_memory_that_updates_work_in() -> None:
     # A copy up of 2 of the 26 bytes of an update, 0.6 of which the update moves less, and one down, with all of them.
     found = all_schedules(plan(), NEEDS, trace(0.2, 0.2), rates(update=UPDATE_GB), 1)
@@ -110,7 +118,10 @@ def test_copies_take_from_the_memory_that_updates_work_in() -> None:
     assert found["under backward"].lanes["update"] == pytest.approx(1 + 1.6 * 2 / 26, rel=0.01)
 
 
-@pytest.mark.parametrize(("update_s", "schedule"), [(0.06, "deferred"), (0.20, "two passes"), (0.30, "deferred")])
+@pytest.mark.parametrize(
+    ("update_s", "schedule"),
+    [(0.06, "deferred"), (0.20, "two passes"), (0.30, "two passes"), (0.45, "deferred")],
+)
 def test_the_schedule_is_the_one_that_the_engine_chooses(update_s: float, schedule: str) -> None:
     """Beside a forward of 0.08 s and a backward of 0.16 s."""
 
@@ -123,6 +134,18 @@ def test_the_schedule_is_the_one_that_the_engine_chooses(update_s: float, schedu
     assert chosen(without, two=False).schedule == "deferred" and chosen(without).why
     ahead = "deferred" if update_s < 0.08 else "speculative"
     assert chosen(logs, below_limit=True).schedule == ahead and chosen(logs).schedule == schedule
+
+
+def test_a_backward_of_blocks_with_states_on_the_gpu_hides_no_second_pass() -> None:
+    # It comes last, after updates of 0.30 s in all, which are those of half of the blocks or of all units.
+    found = []
+    for promoted in (frozenset(range(BLOCKS // 2 + 1)), frozenset[int]()):
+        made = plan(placement=Placement(window=BLOCKS, promoted=promoted))
+        slow, work = rates(update=(1 - len(promoted) / len(UNITS)) * UPDATE_GB / 0.30), trace(0.01, 0.02)
+        chosen = step_time(made, NEEDS, work, slow, micro_batches=1, two=True)
+        assert chosen.step_s == min(all_schedules(made, NEEDS, work, slow, 1)[each].step_s for each in PASSES)
+        found.append(chosen.schedule)
+    assert found == ["deferred", "two passes"]
 
 
 def test_a_window_that_holds_all_blocks_saves_their_second_fetch() -> None:

@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from ds_slide.plan.two_passes import PASS_SHARE, exceeds, second_fits
+from ds_slide.plan.two_passes import PASS_SHARE, exceeds, one_backward, second_pays
 
 
 class Passes:
     """Decides before each step, on every rank for itself: neither choice changes a bit. The times are the host's: of
-    the last forward, which ended when backward began, of that backward, and of the update lane meanwhile."""
+    the first forward since the last step, which ended when a block's backward began, of the backwards, and of the
+    update lane meanwhile."""
 
     def __init__(self, wanted: Literal["auto", 1, 2]) -> None:
         self._wanted = wanted
@@ -43,20 +44,23 @@ class Passes:
             self._update_s += time.perf_counter() - began
 
     def begin_backward(self) -> None:
-        """The first one after a step ends the forward that counts."""
+        """Of a block. The first one after a step ends the forward that counts."""
         if self._backward_began is None:
             self._backward_began = time.perf_counter()
 
-    def begin_step(self, *, speculated: bool = False) -> None:
-        """Before the step queues its updates. `speculated`: some of them, whole, have been done under backward."""
+    def begin_step(self, *, backwards: int = 1, reach: float = 1.0, speculated: bool = False) -> None:
+        """Before the step queues its updates. `backwards`: since the step before. `reach`: the part of one until the
+        last unit that the host updates. `speculated`: some of them, whole, have been done under backward."""
         with self._lock:
             taken, self._update_s = self._update_s, 0.0
         two = self._wanted == 2
         if self._step_ended is not None and self._backward_began is not None:
-            whole = taken / (2 * PASS_SHARE) if self.two else taken
-            forward, backward = self._backward_began - self._step_ended, time.perf_counter() - self._backward_began
+            whole, awaited = (taken / (2 * PASS_SHARE), taken / 2) if self.two else (taken, taken)
+            forward = self._backward_began - self._step_ended
+            backward = one_backward(time.perf_counter() - self._backward_began, backwards)
             self.exceed_forward = exceeds(whole, forward)
-            two |= self._wanted == "auto" and self.exceed_forward and second_fits(whole, backward)
+            hides = max(0.0, forward - awaited) + reach * backward
+            two |= self._wanted == "auto" and self.exceed_forward and second_pays(whole, hides)
         self.did_two, self.two = self.two, two and not speculated
 
     def end_step(self) -> None:
