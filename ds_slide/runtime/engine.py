@@ -167,9 +167,11 @@ class SlideRuntime:
         slot = self._window.acquire(unit, direction)  # type: ignore[arg-type]
         assert slot.ready is not None
         self._bound[unit.order] = slot
-        with self.parts.recorder.stalled(slot.ready.what):
-            here = self.parts.gathers.into_slot(unit, slot) if unit.is_gathered else slot.ready.wait()
-            self.device.wait(here)
+        if unit.is_gathered:
+            with self.parts.recorder.stalled(slot.ready.what):
+                self.device.wait(self.parts.gathers.into_slot(unit, slot))
+        else:
+            self.wait(slot.ready)
         self._bind(unit, slot.views(unit))
         return slot
 
@@ -193,6 +195,8 @@ class SlideRuntime:
 
     def wait(self, future: Future) -> None:
         """Make the compute stream wait for a transfer, and book the time it stands still."""
+        if future.has_ended:
+            return
         with self.parts.recorder.stalled(future.what):
             self.device.wait(future.wait())
 

@@ -237,6 +237,11 @@ class Future:
     def is_kept(self) -> bool:
         return self._is_kept
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the work has run: then no stream has to wait for it."""
+        return self._is_kept and self._marker.done()
+
     def wait(self) -> Marker:
         """Block this host thread until the work has been issued; raises when a lane has failed."""
         if not self._is_kept:
