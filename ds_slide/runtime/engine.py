@@ -82,7 +82,8 @@ class SlideRuntime:
         self._final = True
         self._totals = Totals(parts.ranks, self.device, [unit.codec.compresses for unit in parts.units])
         self._module = module
-        self._saved = SavedWeights({} if self._window is None else self._window.by_storage, self.enter_backward)
+        by_storage = {} if self._window is None else self._window.by_storage
+        self._saved = SavedWeights(by_storage, self._bound, self.enter_backward)
         self.hooks: list[BlockHooks | RootHooks | OuterHooks | WideHooks | CacheHooks] = []
         self.attach()
         self.bind_residents()
