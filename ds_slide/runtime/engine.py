@@ -134,11 +134,11 @@ class SlideRuntime:
         """Give one such unit its weights; waits, on the compute stream, for those that are on their way."""
         assert unit.resident is not None
         if (future := self._fetched.pop(unit.order, None)) is not None:
-            with self.parts.recorder.stalled(future.what):
-                here = future.wait()
-                if unit.is_gathered and unit.is_uploaded:
-                    here = self.parts.gathers.into(unit, unit.resident, here)
-                self.device.wait(here)
+            if unit.is_gathered and unit.is_uploaded:
+                with self.parts.recorder.stalled(future.what):
+                    self.device.wait(self.parts.gathers.into(unit, unit.resident, future.wait()))
+            else:
+                self.wait(future)
         self._bind(unit, unit.slot_views(unit.resident))
 
     def bind_if_fetched(self, unit: Unit) -> None:
