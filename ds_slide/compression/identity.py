@@ -67,10 +67,9 @@ class Identity:
         from ds_slide.kernels.offload.gradient_pack import pack_gradients
 
         square_sum = torch.empty((), dtype=torch.float64, device=out.device)
-        flats = list(self._flat(gradients))
-        pack_gradients(
-            [flat for _, flat in flats], out, [entry.offset for entry, _ in flats], square_sum, accumulate=accumulate
-        )
+        given = [None if gradient is None else gradient.to(self.dtype) for gradient in gradients]
+        offsets = [entry.offset for entry in self.layout.entries[: len(gradients)]]  # as in `_flat`
+        pack_gradients(given, out, offsets, square_sum, accumulate=accumulate)
         return square_sum
 
     def encode_by_torch(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> None:

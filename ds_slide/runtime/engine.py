@@ -82,7 +82,8 @@ class SlideRuntime:
         self._final = True
         self._totals = Totals(parts.ranks, self.device, [unit.codec.compresses for unit in parts.units])
         self._module = module
-        self._saved = SavedWeights({} if self._window is None else self._window.by_storage, self.enter_backward)
+        by_storage = {} if self._window is None else self._window.by_storage
+        self._saved = SavedWeights(by_storage, self._bound, self.enter_backward)
         self.hooks: list[BlockHooks | RootHooks | OuterHooks | WideHooks | CacheHooks] = []
         self.attach()
         self.bind_residents()
@@ -133,11 +134,11 @@ class SlideRuntime:
         """Give one such unit its weights; waits, on the compute stream, for those that are on their way."""
         assert unit.resident is not None
         if (future := self._fetched.pop(unit.order, None)) is not None:
-            with self.parts.recorder.stalled(future.what):
-                here = future.wait()
-                if unit.is_gathered and unit.is_uploaded:
-                    here = self.parts.gathers.into(unit, unit.resident, here)
-                self.device.wait(here)
+            if unit.is_gathered and unit.is_uploaded:
+                with self.parts.recorder.stalled(future.what):
+                    self.device.wait(self.parts.gathers.into(unit, unit.resident, future.wait()))
+            else:
+                self.wait(future)
         self._bind(unit, unit.slot_views(unit.resident))
 
     def bind_if_fetched(self, unit: Unit) -> None:
@@ -167,9 +168,11 @@ class SlideRuntime:
         slot = self._window.acquire(unit, direction)  # type: ignore[arg-type]
         assert slot.ready is not None
         self._bound[unit.order] = slot
-        with self.parts.recorder.stalled(slot.ready.what):
-            here = self.parts.gathers.into_slot(unit, slot) if unit.is_gathered else slot.ready.wait()
-            self.device.wait(here)
+        if unit.is_gathered:
+            with self.parts.recorder.stalled(slot.ready.what):
+                self.device.wait(self.parts.gathers.into_slot(unit, slot))
+        else:
+            self.wait(slot.ready)
         self._bind(unit, slot.views(unit))
         return slot
 
@@ -193,6 +196,8 @@ class SlideRuntime:
 
     def wait(self, future: Future) -> None:
         """Make the compute stream wait for a transfer, and book the time it stands still."""
+        if future.has_ended:
+            return
         with self.parts.recorder.stalled(future.what):
             self.device.wait(future.wait())
 

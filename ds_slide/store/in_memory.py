@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ds_slide.store.state_buffers import StateBufferSpec
+from ds_slide.store.state_buffers import StateBufferSpec, items_of
 from ds_slide.store.tiers import Lessee, StateBuffer, T, Tier, Use, Views, Ways, WeightView
 
 
@@ -128,7 +128,7 @@ class StatesInMemory:
     def drain(self) -> None: ...
 
     def _views(self, span: slice) -> dict[str, torch.Tensor]:
-        return {spec.name: self.buffers[spec.name].tensor[spec.cut(span)] for spec in self.specs}
+        return {spec.name: items_of(self.buffers[spec.name].tensor, spec.cut(span)) for spec in self.specs}
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class HeldInMemory:
         yield self.gradient.tensor
 
     def load(self, span: slice) -> torch.Tensor:
-        return self.gradient.tensor[span]
+        return items_of(self.gradient.tensor, span)
 
 
 @dataclass(frozen=True)

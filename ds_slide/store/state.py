@@ -10,7 +10,7 @@ import torch
 
 from ds_slide.optim.low_precision import to_fp32, with_scales
 from ds_slide.optim.rule import StateSpec
-from ds_slide.store.state_buffers import StateBuffers, StateBufferSpec, scales_of
+from ds_slide.store.state_buffers import StateBuffers, StateBufferSpec, items_of, scales_of
 from ds_slide.store.tiers import GradientSink, Lessee, OptimizerStates, StateBuffer, Views, Weights, WeightView
 
 Leased = Callable[[], StateBuffers]
@@ -85,7 +85,7 @@ class UnitState:
 
         def with_weights(weight: WeightView) -> None:
             def with_states(views: Views) -> None:
-                use(lambda: StateBuffers(weight()[span], views(span)))
+                use(lambda: StateBuffers(items_of(weight(), span), views(span)))
 
             self.optimizer.lease(index, update, with_states)
 

@@ -58,6 +58,11 @@ def optimizer_bytes(state_buffers: Sequence[StateBufferSpec], numel: int) -> int
     return sum(state_buffer.nbytes(numel) for state_buffer in state_buffers)
 
 
+def items_of(flat: torch.Tensor, items: slice) -> torch.Tensor:
+    """`flat[items]`, and `flat` where that is all: a view takes 1.4 us of the host, an update made ten."""
+    return flat if items.start == 0 and items.stop == flat.numel() else flat[items]
+
+
 @dataclass(frozen=True)
 class StateBuffers:
     """Views of the same run of parameters in every state buffer; its start is a multiple of a scale's group.
@@ -81,7 +86,8 @@ class StateBuffers:
 
     def part(self, span: slice, specs: Sequence[StateBufferSpec]) -> StateBuffers:
         """The parameters `span` of this run."""
-        return StateBuffers(self.weight[span], {spec.name: self.optimizer[spec.name][spec.cut(span)] for spec in specs})
+        optimizer = {spec.name: items_of(self.optimizer[spec.name], spec.cut(span)) for spec in specs}
+        return StateBuffers(items_of(self.weight, span), optimizer)
 
     def weight_bytes(self) -> int:
         """Bytes of the weights and of what completes them to the masters."""

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ds_slide.errors import SlideConfigError, SlideError
+from ds_slide.kernels.operator import operator
 
 # Eight elements a thread of four warps: one 16-byte load of each bf16 input.
 BLOCK = 1024
@@ -175,19 +176,16 @@ def _halves(packed: torch.Tensor) -> list[torch.Tensor]:
     return [packed[..., :half], packed[..., half:]]
 
 
-@torch.library.custom_op(
-    "ds_slide::gated", mutates_args=(), schema="(Tensor gate, Tensor up, str activation) -> Tensor"
-)
+@operator("ds_slide::gated", "(Tensor gate, Tensor up, str activation) -> Tensor")
 def _gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     output = gate.new_empty(gate.shape)
     _launch(_gated_kernel, [_in_rows(gate), _in_rows(up), output], activation)
     return output
 
 
-@torch.library.custom_op(
+@operator(
     "ds_slide::gated_backward",
-    mutates_args=(),
-    schema="(Tensor grad_output, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
+    "(Tensor grad_output, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
 )
 def _gated_backward(
     grad_output: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
@@ -198,7 +196,7 @@ def _gated_backward(
     return grads[0], grads[1]
 
 
-@torch.library.custom_op("ds_slide::gated_packed", mutates_args=(), schema="(Tensor packed, str activation) -> Tensor")
+@operator("ds_slide::gated_packed", "(Tensor packed, str activation) -> Tensor")
 def _gated_packed(packed: torch.Tensor, activation: str) -> torch.Tensor:
     gate, up = _halves(_in_rows(packed))
     output = gate.new_empty(gate.shape)
@@ -206,10 +204,9 @@ def _gated_packed(packed: torch.Tensor, activation: str) -> torch.Tensor:
     return output
 
 
-@torch.library.custom_op(
+@operator(
     "ds_slide::gated_packed_backward",
-    mutates_args=(),
-    schema="(Tensor grad_output, Tensor packed, str activation) -> Tensor",
+    "(Tensor grad_output, Tensor packed, str activation) -> Tensor",
 )
 def _gated_packed_backward(grad_output: torch.Tensor, packed: torch.Tensor, activation: str) -> torch.Tensor:
     grad = packed.new_empty(packed.shape)
@@ -243,16 +240,16 @@ def _setup_context(ctx, inputs, output):  # noqa: ARG001
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx, grad_output):
-    return *_gated_backward(grad_output, *ctx.saved_tensors, ctx.activation), None
+def _backward(launch, ctx, grad_output):
+    return *launch(grad_output, *ctx.saved_tensors, ctx.activation), None
 
 
-def _packed_backward(ctx, grad_output):
-    return _gated_packed_backward(grad_output, *ctx.saved_tensors, ctx.activation), None
+def _packed_backward(launch, ctx, grad_output):
+    return launch(grad_output, *ctx.saved_tensors, ctx.activation), None
 
 
-_gated.register_autograd(_backward, setup_context=_setup_context)
-_gated_packed.register_autograd(_packed_backward, setup_context=_setup_context)
+_gated.register_autograd(_gated_backward, _backward, _setup_context)
+_gated_packed.register_autograd(_gated_packed_backward, _packed_backward, _setup_context)
 
 
 def _check(name: str, values: torch.Tensor, activation: str) -> None:

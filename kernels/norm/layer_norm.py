@@ -16,12 +16,12 @@ from ds_slide.kernels.norm.launch import (
     empty_rows,
     forward_rows,
 )
+from ds_slide.kernels.operator import operator
 
 
-@torch.library.custom_op(
+@operator(
     "ds_slide::layer_norm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
 )
 def _layer_norm(x, weight, bias, eps):
     y, _, mean, rstd = forward_rows(x, None, weight, bias, eps, dtype=x.dtype, centred=True)
@@ -33,10 +33,9 @@ def _(x, weight, bias, eps):  # noqa: ARG001
     return empty_rows(x, x.dtype), empty_row_numbers(x), empty_row_numbers(x)
 
 
-@torch.library.custom_op(
+@operator(
     "ds_slide::add_layer_norm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _add_layer_norm(x, residual, weight, bias, eps):
     return forward_rows(x, residual, weight, bias, eps, dtype=x.dtype, centred=True)
@@ -47,10 +46,9 @@ def _(x, residual, weight, bias, eps):  # noqa: ARG001
     return empty_rows(x, x.dtype), empty_rows(x, x.dtype), empty_row_numbers(x), empty_row_numbers(x)
 
 
-@torch.library.custom_op(
+@operator(
     "ds_slide::layer_norm_backward",
-    mutates_args=(),
-    schema="(Tensor dy, Tensor? dtotal, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd,"
+    "(Tensor dy, Tensor? dtotal, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd,"
     " bool weight_grad) -> (Tensor, Tensor, Tensor)",
 )
 def _layer_norm_backward(dy, dtotal, x, weight, bias, mean, rstd, weight_grad):
@@ -63,9 +61,9 @@ def _(dy, dtotal, x, weight, bias, mean, rstd, weight_grad):  # noqa: ARG001
     return empty_rows(x, x.dtype), dweight, dbias
 
 
-def _gradients(ctx, dy, dtotal, needs_weight, needs_bias):
+def _gradients(launch, ctx, dy, dtotal, needs_weight, needs_bias):
     x, weight, bias, mean, rstd = ctx.saved_tensors
-    dx, dweight, dbias = _layer_norm_backward(dy, dtotal, x, weight, bias, mean, rstd, needs_weight or needs_bias)
+    dx, dweight, dbias = launch(dy, dtotal, x, weight, bias, mean, rstd, needs_weight or needs_bias)
     return dx, dweight if needs_weight else None, dbias if needs_bias else None
 
 
@@ -77,10 +75,10 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dy, _mean, _rstd):
+def _backward(launch, ctx, dy, _mean, _rstd):
     if dy is None:
         return None, None, None, None
-    return *_gradients(ctx, dy, None, *ctx.needs_input_grad[1:3]), None
+    return *_gradients(launch, ctx, dy, None, *ctx.needs_input_grad[1:3]), None
 
 
 def _add_save(ctx, inputs, output):
@@ -91,15 +89,15 @@ def _add_save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _add_backward(ctx, dy, dtotal, _mean, _rstd):
+def _add_backward(launch, ctx, dy, dtotal, _mean, _rstd):
     if dy is None:  # only the sum was used
         return dtotal, dtotal, None, None, None
-    dx, dweight, dbias = _gradients(ctx, dy, dtotal, *ctx.needs_input_grad[2:4])
+    dx, dweight, dbias = _gradients(launch, ctx, dy, dtotal, *ctx.needs_input_grad[2:4])
     return dx, dx, dweight, dbias, None
 
 
-_layer_norm.register_autograd(_backward, setup_context=_save)
-_add_layer_norm.register_autograd(_add_backward, setup_context=_add_save)
+_layer_norm.register_autograd(_layer_norm_backward, _backward, _save)
+_add_layer_norm.register_autograd(_layer_norm_backward, _add_backward, _add_save)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:

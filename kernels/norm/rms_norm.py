@@ -16,16 +16,16 @@ from ds_slide.kernels.norm.launch import (
     empty_rows,
     forward_rows,
 )
+from ds_slide.kernels.operator import operator
 
 
 def _y_dtype(x: torch.Tensor, weight: torch.Tensor | None, round_before_weight: bool) -> torch.dtype:
     return torch.promote_types(x.dtype, weight.dtype) if weight is not None and round_before_weight else x.dtype
 
 
-@torch.library.custom_op(
+@operator(
     "ds_slide::rms_norm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? weight, float eps, float offset, bool round_before_weight) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor? weight, float eps, float offset, bool round_before_weight) -> (Tensor, Tensor)",
 )
 def _rms_norm(x, weight, eps, offset, round_before_weight):
     settings = {"offset": offset, "round_before_weight": round_before_weight}
@@ -39,10 +39,9 @@ def _(x, weight, eps, offset, round_before_weight):  # noqa: ARG001
     return empty_rows(x, _y_dtype(x, weight, round_before_weight)), empty_row_numbers(x)
 
 
-@torch.library.custom_op(
+@operator(
     "ds_slide::add_rms_norm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, bool round_before_weight)"
+    "(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, bool round_before_weight)"
     " -> (Tensor, Tensor, Tensor)",
 )
 def _add_rms_norm(x, residual, weight, eps, offset, round_before_weight):
@@ -58,10 +57,9 @@ def _(x, residual, weight, eps, offset, round_before_weight):  # noqa: ARG001
     return y, empty_rows(x, x.dtype), empty_row_numbers(x)
 
 
-@torch.library.custom_op(
+@operator(
     "ds_slide::rms_norm_backward",
-    mutates_args=(),
-    schema="(Tensor dy, Tensor? dtotal, Tensor x, Tensor? weight, Tensor rstd, float offset, bool round_before_weight,"
+    "(Tensor dy, Tensor? dtotal, Tensor x, Tensor? weight, Tensor rstd, float offset, bool round_before_weight,"
     " bool weight_grad) -> (Tensor, Tensor)",
 )
 def _rms_norm_backward(dy, dtotal, x, weight, rstd, offset, round_before_weight, weight_grad):
@@ -84,12 +82,12 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dy, _):
+def _backward(launch, ctx, dy, _):
     if dy is None:
         return None, None, None, None, None
     x, weight, rstd = ctx.saved_tensors
     weight_grad = ctx.needs_input_grad[1]
-    dx, dweight = _rms_norm_backward(dy, None, x, weight, rstd, *ctx.arguments, weight_grad)
+    dx, dweight = launch(dy, None, x, weight, rstd, *ctx.arguments, weight_grad)
     return dx, dweight if weight_grad else None, None, None, None
 
 
@@ -102,17 +100,17 @@ def _add_save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _add_backward(ctx, dy, dtotal, _):
+def _add_backward(launch, ctx, dy, dtotal, _):
     if dy is None:  # only the sum was used
         return dtotal, dtotal, None, None, None, None
     total, weight, rstd = ctx.saved_tensors
     weight_grad = ctx.needs_input_grad[2]
-    dx, dweight = _rms_norm_backward(dy, dtotal, total, weight, rstd, *ctx.arguments, weight_grad)
+    dx, dweight = launch(dy, dtotal, total, weight, rstd, *ctx.arguments, weight_grad)
     return dx, dx, dweight if weight_grad else None, None, None, None
 
 
-_rms_norm.register_autograd(_backward, setup_context=_save)
-_add_rms_norm.register_autograd(_add_backward, setup_context=_add_save)
+_rms_norm.register_autograd(_rms_norm_backward, _backward, _save)
+_add_rms_norm.register_autograd(_rms_norm_backward, _add_backward, _add_save)
 
 
 def rms_norm(

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ds_slide.errors import SlideError
+from ds_slide.kernels.operator import operator
 
 # Pairs (first half, second half) of one program: 16 a thread of four warps are four 16-byte bf16 loads in flight.
 PAIRS = 2048
@@ -287,17 +288,14 @@ def _launch(
     return new_q, new_k
 
 
-@torch.library.custom_op(
-    "ds_slide::rope", mutates_args=(), schema="(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)"
-)
+@operator("ds_slide::rope", "(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)")
 def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _launch(q, k, cos, sin, _is_position_major(q), _is_position_major(k), transposed=False)
 
 
-@torch.library.custom_op(
+@operator(
     "ds_slide::rope_backward",
-    mutates_args=(),
-    schema="(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin, bool q_position_major, bool k_position_major)"
+    "(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin, bool q_position_major, bool k_position_major)"
     " -> (Tensor, Tensor)",
 )
 def _rope_backward(
@@ -328,11 +326,11 @@ def _setup_context(ctx, inputs, output):  # noqa: ARG001
     ctx.position_major = (_is_position_major(q), _is_position_major(k))
 
 
-def _backward(ctx, grad_q, grad_k):
-    return *_rope_backward(grad_q, grad_k, *ctx.saved_tensors, *ctx.position_major), None, None
+def _backward(launch, ctx, grad_q, grad_k):
+    return *launch(grad_q, grad_k, *ctx.saved_tensors, *ctx.position_major), None, None
 
 
-_rope.register_autograd(_backward, setup_context=_setup_context)
+_rope.register_autograd(_rope_backward, _backward, _setup_context)
 
 
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -329,8 +329,9 @@ class Gradients:
     def _take_staging(self) -> Staging:
         staging = self._stagings[self._turn]
         self._turn = (self._turn + 1) % len(self._stagings)
-        with self._stalled(staging.free.what):
-            self._device.wait(staging.free.wait())
+        if not staging.free.has_ended:
+            with self._stalled(staging.free.what):
+                self._device.wait(staging.free.wait())
         staging.free = Future(self._failures, "a GPU buffer for a gradient")
         return staging
 

@@ -200,6 +200,9 @@ def _notify(changed: threading.Condition) -> None:
         changed.notify_all()
 
 
+_making_events = threading.Lock()  # so that all who wait for one future wait for the same
+
+
 class Future:
     """A promise that is kept once. The keeper calls `keep(marker)` when the work has been *issued*;
     whoever calls `wait()` gets the marker, and owns the buffer from there, after the marker."""
@@ -211,7 +214,7 @@ class Future:
     ) -> None:
         """`what`: what it stands for. `pressed`: called when somebody begins to wait, before: it brings forward what
         the future needs."""
-        self._ended = threading.Event()
+        self._ended: threading.Event | None = None  # of the first who has to wait; mostly nobody has
         self._is_kept = False
         self._marker = PASSED
         self._failures = failures
@@ -230,20 +233,30 @@ class Future:
         if self._failures.traced.is_recording:
             self._failures.traced.kept(self.what)
         self._is_kept = True
-        self._ended.set()
+        # After that, as whoever waits looks at `_is_kept` after having made it: one of the two sees the other.
+        if self._ended is not None:
+            self._ended.set()
         self._failures.progressed()
 
     @property
     def is_kept(self) -> bool:
         return self._is_kept
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the work has run: then no stream has to wait for it."""
+        return self._is_kept and self._marker.done()
+
     def wait(self) -> Marker:
         """Block this host thread until the work has been issued; raises when a lane has failed."""
         if not self._is_kept:
             if self._pressed is not None:
                 self._pressed()
-            with self._failures.waiting(self.what, self._ended.set):
-                self._ended.wait()
+            with _making_events:
+                ended = self._ended = self._ended or threading.Event()
+            with self._failures.waiting(self.what, ended.set):
+                if not self._is_kept:
+                    ended.wait()
             if not self._is_kept:
                 self._failures.raise_first()
         return self._marker

@@ -82,11 +82,11 @@ class StreamWorker:
     def _run(self) -> None:
         try:
             self.device.enter_thread()
-            while (job := self._jobs.get()) is not None:
-                self._delay()
-                with self.device.on(self.stream):
+            with self.device.on(self.stream):
+                while (job := self._jobs.get()) is not None:
+                    self._delay()
                     job()
-                job = None  # while this waits for the next one, it must not keep alive what the last one knew
-                self._failures.progressed()
+                    job = None  # while this waits for the next one, it must not keep alive what the last one knew
+                    self._failures.progressed()
         except BaseException as error:
             self._failures.record(self.name, error)

@@ -18,7 +18,7 @@ from ds_slide.optim.reference import reference_update_
 from ds_slide.optim.rule import Hyper, Part, UpdateRule
 from ds_slide.runtime.unit import Unit
 from ds_slide.store.spare_buffers import WayBack
-from ds_slide.store.state_buffers import StateBuffers
+from ds_slide.store.state_buffers import StateBuffers, items_of
 from ds_slide.store.undo_log import UndoLog
 
 HostUpdate = Callable[[Unit, slice, StateBuffers, torch.Tensor, Sequence[Hyper], float, Part, WayBack | None], int]
@@ -42,7 +42,7 @@ def _segments(
         for start in range(first, end, most):
             stop = min(start + most, end)
             part = slice(start - within.start, stop - within.start)
-            yield state_buffers.part(part, unit.state.specs), gradient[part], segment.group, start
+            yield state_buffers.part(part, unit.state.specs), items_of(gradient, part), segment.group, start
 
 
 def host_update(updater: CpuUpdater) -> HostUpdate:

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,8 +28,10 @@ Unpack = Callable[[Any], torch.Tensor]
 EnterBackward = Callable[[Unit], Slot | None]
 
 
-@dataclass(frozen=True)
-class SlotReference:
+# These are NamedTuples: one is made for every saved tensor, and a frozen dataclass takes twice as long.
+
+
+class SlotReference(NamedTuple):
     """A saved tensor that lies in a slot, remembered by unit and place: by the time backward needs it, other blocks
     have been through the slot and the unit may lie in another one."""
 
@@ -42,8 +43,7 @@ class SlotReference:
     offset: int
 
 
-@dataclass(frozen=True)
-class ParameterReference:
+class ParameterReference(NamedTuple):
     """A saved tensor that is a whole parameter of `unit`. Backward gets the parameter itself, or, since torch copies
     what requires a gradient and comes from a hook, a tensor on its memory."""
 
@@ -51,8 +51,7 @@ class ParameterReference:
     parameter: nn.Parameter
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     """A saved tensor as it is. Autograd compares versions only where no hooks are."""
 
     tensor: torch.Tensor
@@ -70,18 +69,19 @@ class _Kept:
         return self.tensor
 
 
-@dataclass(frozen=True)
-class _Packed:
+class _Packed(NamedTuple):
     """What the hooks around the block's have made of a saved tensor."""
 
     value: Any
 
 
 class SavedWeights:
-    """Makes the hooks of each block's forward. `slots`: by address of their memory."""
+    """Makes the hooks of each block's forward. `slots`: by address of their memory. `bound`: by `Unit.order`, those
+    whose weights the parameters are."""
 
-    def __init__(self, slots: Mapping[int, Slot], enter_backward: EnterBackward) -> None:
+    def __init__(self, slots: Mapping[int, Slot], bound: Mapping[int, Slot], enter_backward: EnterBackward) -> None:
         self._slots = slots
+        self._bound = bound
         self._enter_backward = enter_backward
 
     def open(self) -> OpenHooks:
@@ -100,7 +100,10 @@ class SavedWeights:
         return SlotReference(slot.unit, tensor.dtype, *place)
 
     def _restore(self, saved: SlotReference | ParameterReference) -> torch.Tensor:
-        slot = self._enter_backward(saved.unit)
+        # Entered and bound for another of its saved tensors, mostly: a block has nine or more.
+        slot = self._bound.get(saved.unit.order) if saved.unit.in_backward else None
+        if slot is None:
+            slot = self._enter_backward(saved.unit)
         if isinstance(saved, ParameterReference):
             return saved.parameter
         assert slot is not None
