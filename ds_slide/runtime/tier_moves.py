@@ -173,7 +173,7 @@ def _settle(runtime: SlideRuntime, moving: Iterable[Unit]) -> None:
 def _demote(runtime: SlideRuntime, unit: Unit, copy: Copy) -> None:
     home = unit.home
     assert home is not None
-    copy(unit.state, home)
+    _copy_on_all(runtime, unit, copy, home)
     resident = None if unit.spec.kind == "block" else unit.resident
     several, on_disk = runtime.parts.ranks.world_size > 1, home.weights.buffer.tier == "ssd"
     gathered = several and (runtime.parts.shared is None or on_disk)
@@ -183,10 +183,29 @@ def _demote(runtime: SlideRuntime, unit: Unit, copy: Copy) -> None:
 
 def _promote(runtime: SlideRuntime, unit: Unit, room: _Room, copy: Copy) -> None:
     home = unit.state
-    copy(home, room.state)
+    _copy_on_all(runtime, unit, copy, room.state)
     gathered = runtime.parts.ranks.world_size > 1
     unit.state, unit.home, unit.resident, unit.is_gathered = room.state, home, room.resident, gathered
     _show(runtime, unit)
+
+
+def _copy_on_all(runtime: SlideRuntime, unit: Unit, copy: Copy, target: UnitState) -> None:
+    """Copy the states of `unit` to `target`. The disk of one rank may fail: the others, which would gather the weights
+    with it next, raise then, too. Collective."""
+    error: Exception | None = None
+    try:
+        copy(unit.state, target)
+    except Exception as caught:
+        error = caught
+    ranks = runtime.parts.ranks
+    given = ranks.exchange(None if error is None else str(error), f"moving the states of {unit.name}")
+    if error is not None:
+        raise error
+    for rank, why in enumerate(given):
+        if why is not None:
+            raise SlideError(
+                f"the states of {unit.name} have not moved, because rank {rank} could not copy them: {why}"
+            )
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from ds_slide.errors import SlideError
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.runtime import tier_moves
 from ds_slide.runtime.allocator import Allocator
+from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.tier_moves import gpu_cost, move, why_fixed
 from ds_slide.runtime.transfers.ssd import moved_bytes
 from ds_slide.runtime.weights.hooks import RootHooks
@@ -458,6 +459,24 @@ def test_a_disk_that_fails_leaves_units_where_they_are(
         promote(runtime, 3)
         result.states = states_of(model)
     assert differences(result, trained(llama(), config(), data)) == []
+
+
+def test_a_copy_that_fails_on_another_rank_ends_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which waits with this one in the same collective then."""
+    exchange = Ranks.exchange
+
+    def failing(self: Ranks, own: Any, what: str) -> list[Any]:
+        return [*exchange(self, own, what), *(["no disk"] if what.startswith("moving the states") else [])]
+
+    with engine_for(llama(), config()) as engine:
+        runtime = engine.optimizer.runtime
+        train(engine, batches(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(Ranks, "exchange", failing)
+            with pytest.raises(SlideError, match="rank 1 could not copy them: no disk"):
+                promote(runtime, 1)
+        assert not runtime.parts.plan.placement.promoted and runtime.units[1].home is None
+        train(engine, batches(1))
 
 
 FIXED: dict[str, tuple[dict[str, Any], str, str]] = {
