@@ -134,7 +134,8 @@ def least_slots(window: int, needs: Needs) -> int:
 class StepTimes:
     """One measured step. `compute`: when the GPU computed. `stall`: when it waited for transfers and updates. `lane`:
     of the busiest of the other lanes of this machine's processors and bus. `fetch`: of the one that brings blocks.
-    `queue`: seconds of the updates that one wait is for, of all units. `disk`: of the SSD."""
+    `queue`: seconds of the updates that one wait is for, of all units. `disk`: of the SSD. `of_states`: the part of
+    these that states take; inputs of blocks, which have the rest, do not leave with them."""
 
     compute: float
     stall: float
@@ -142,17 +143,23 @@ class StepTimes:
     fetch: float = 0.0
     queue: float = 0.0
     disk: float = 0.0
+    of_states: float = 1.0
 
     @classmethod
-    def of(cls, busy: Mapping[str, float], step_s: float, schedule: Schedule) -> StepTimes:
-        """Of a step of `step_s` seconds in which the lanes were `busy` for so many."""
+    def of(
+        cls, busy: Mapping[str, float], step_s: float, schedule: Schedule, *, inputs: int = 0, on_ssd: int = 0
+    ) -> StepTimes:
+        """Of a step of `step_s` seconds in which the lanes were `busy` for so many. `inputs`: bytes of inputs of
+        blocks, of the `on_ssd` that the disk has read and written."""
         compute = busy["compute"]
         lane = max((seconds for lane, seconds in busy.items() if lane not in ("compute", "ssd")), default=0.0)
         updates = busy.get("update", 0.0)
         queue = FIRST_PASS * updates if schedule == "two passes" else updates
         if schedule == "under backward":
             queue = lane
-        return cls(compute, max(0.0, step_s - compute), lane, busy.get("h2d", 0.0), queue, busy.get("ssd", 0.0))
+        of_states = 1.0 - min(1.0, inputs / on_ssd) if on_ssd else 1.0
+        stall, fetch, disk = max(0.0, step_s - compute), busy.get("h2d", 0.0), busy.get("ssd", 0.0)
+        return cls(compute, stall, lane, fetch, queue, disk, of_states)
 
     def predicted(
         self,
@@ -163,8 +170,8 @@ class StepTimes:
         disk_share: float = 0.0,
     ) -> float:
         """Of a step with so many seconds less of recomputation, so much of the host's work gone, seconds of updates on
-        the GPU, so many times the fetches, and so much of the disk's work gone: what is hidden costs nothing, until
-        what hides it has become shorter.
+        the GPU, so many times the fetches, and so much of the disk's work on states gone: what is hidden costs nothing,
+        until what hides it has become shorter.
 
         The GPU waits for the end of a queue, and what leaves it shortens the wait second for second, until it is over:
         with updates under backward the end comes after the backward (7.6 B waited 0.32 s of 1.50, and 0.05 s of 1.24
@@ -172,6 +179,7 @@ class StepTimes:
         Where a disk is busy for longer than a queue, the updates themselves wait for it.
         """
         computes = self.compute - recomputed_less + updates
+        disk_share *= self.of_states
         if self.disk > self.queue:
             gone = max(self.stall, self.disk) * disk_share
         else:

@@ -33,7 +33,8 @@ of `step()` where nothing is copied then, page before-after). It counts as compu
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step. `lanes`: busy seconds of each. `ssd_read`, `ssd_written`: bytes."""
+    """Seconds of a step. `lanes`: busy seconds of each. `ssd_read`, `ssd_written`: bytes, and `ssd_inputs` those of
+    them that are inputs of blocks."""
 
     schedule: Schedule
     why: str
@@ -44,6 +45,7 @@ class StepTime:
     lanes: Mapping[str, float]
     ssd_read: int
     ssd_written: int
+    ssd_inputs: int = 0
 
     @property
     def step_s(self) -> float:
@@ -138,6 +140,7 @@ class _Step:
         self._inputs_down, self._inputs_up = trace.moved_bytes / rates.d2h, trace.moved_bytes / rates.h2d
         self._inputs_ssd = trace.on_ssd_bytes / rates.ssd if rates.ssd else 0.0
         """Each way."""
+        self.ssd_inputs = 2 * trace.on_ssd_bytes * micro_batches
         self.ssd_read += trace.on_ssd_bytes * micro_batches
         self.ssd_written += trace.on_ssd_bytes * micro_batches
 
@@ -218,6 +221,7 @@ class _Step:
             },
             ssd_read=self.ssd_read,
             ssd_written=self.ssd_written,
+            ssd_inputs=self.ssd_inputs,
         )
 
     def backward_until_updates(self) -> float:

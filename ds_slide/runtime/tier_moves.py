@@ -43,9 +43,9 @@ from ds_slide.runtime.deferred_interrupt import deferred_interrupt
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.transfers.staged_copies import StagedCopies
 from ds_slide.runtime.unit import Unit
-from ds_slide.store.ssd.unit import BOUNCE_BYTES
+from ds_slide.store.ssd.extents import PAGE
+from ds_slide.store.ssd.unit import OnSsd, page_buffer
 from ds_slide.store.state import UnitState
-from ds_slide.store.tiers import StateBuffer
 
 T = TypeVar("T")
 Copy = Callable[[UnitState, UnitState], None]
@@ -173,7 +173,7 @@ def _settle(runtime: SlideRuntime, moving: Iterable[Unit]) -> None:
 def _demote(runtime: SlideRuntime, unit: Unit, copy: Copy) -> None:
     home = unit.home
     assert home is not None
-    copy(unit.state, home)
+    _copy_on_all(runtime, unit, copy, home)
     resident = None if unit.spec.kind == "block" else unit.resident
     several, on_disk = runtime.parts.ranks.world_size > 1, home.weights.buffer.tier == "ssd"
     gathered = several and (runtime.parts.shared is None or on_disk)
@@ -183,10 +183,29 @@ def _demote(runtime: SlideRuntime, unit: Unit, copy: Copy) -> None:
 
 def _promote(runtime: SlideRuntime, unit: Unit, room: _Room, copy: Copy) -> None:
     home = unit.state
-    copy(home, room.state)
+    _copy_on_all(runtime, unit, copy, room.state)
     gathered = runtime.parts.ranks.world_size > 1
     unit.state, unit.home, unit.resident, unit.is_gathered = room.state, home, room.resident, gathered
     _show(runtime, unit)
+
+
+def _copy_on_all(runtime: SlideRuntime, unit: Unit, copy: Copy, target: UnitState) -> None:
+    """Copy the states of `unit` to `target`. The disk of one rank may fail: the others, which would gather the weights
+    with it next, raise then, too. Collective."""
+    error: Exception | None = None
+    try:
+        copy(unit.state, target)
+    except Exception as caught:
+        error = caught
+    ranks = runtime.parts.ranks
+    given = ranks.exchange(None if error is None else str(error), f"moving the states of {unit.name}")
+    if error is not None:
+        raise error
+    for rank, why in enumerate(given):
+        if why is not None:
+            raise SlideError(
+                f"the states of {unit.name} have not moved, because rank {rank} could not copy them: {why}"
+            )
 
 
 @contextmanager
@@ -198,7 +217,10 @@ def _copies(runtime: SlideRuntime, moving: Sequence[Unit]) -> Iterator[Copy]:
     parts = runtime.parts
     pools = [parts.pools[what] for what in (PIECES_RING, BLOCK_RING, OUTER_RING) if parts.pools[what].addresses]
     lease = pools[0].lease() if pools and moving else None
-    copies = StagedCopies(None if lease is None else lease.buffer, parts.updater, parts.device, parts.failures)
+    buffer = None if lease is None else lease.buffer
+    if parts.ssd is not None and (buffer is None or buffer.numel() < 2 * PAGE):
+        buffer = page_buffer(2 * PAGE)  # of a model that is tiny
+    copies = StagedCopies(buffer, parts.updater, parts.device, parts.failures)
     progress = tqdm(
         total=sum(unit.state.nbytes() for unit in moving),
         desc="ds_slide: moving states",
@@ -210,30 +232,25 @@ def _copies(runtime: SlideRuntime, moving: Sequence[Unit]) -> Iterator[Copy]:
     )
 
     def copy(source: UnitState, target: UnitState) -> None:
-        one = copies.to_gpu if target.weights.buffer.tier == "gpu" else copies.to_host
         for name in source.buffers.keys() & target.buffers.keys():
             read, written = source.buffers[name], target.buffers[name]
-            for items in _pieces(read) if "ssd" in (read.tier, written.tier) else [slice(0, read.numel)]:
-                if written.tier == "ssd":
-                    written.write(items, read.read(items))
-                else:
-                    one(written.read(items), read.read(items))
+            if isinstance(read, OnSsd):
+                copies.from_ssd(written.read(slice(0, read.numel)), read)
+            elif isinstance(written, OnSsd):
+                copies.to_ssd(written, read.read(slice(0, written.numel)))
+            else:
+                one = copies.to_gpu if written.tier == "gpu" else copies.to_host
+                one(written.read(slice(0, read.numel)), read.read(slice(0, read.numel)))
+            progress.update(read.numel * read.dtype.itemsize)
         copies.finish()
-        progress.update(source.nbytes())
 
     try:
         with progress:
             yield copy
     finally:
+        copies.close()
         if lease is not None:
-            parts.device.synchronize()  # after an exception the GPU may still copy
             lease.release()
-
-
-def _pieces(buffer: StateBuffer) -> list[slice]:
-    """All of it in pieces that the host has memory for, whole pages but for the last."""
-    size = BOUNCE_BYTES // buffer.dtype.itemsize
-    return [slice(start, min(start + size, buffer.numel)) for start in range(0, buffer.numel, size)]
 
 
 def _show(runtime: SlideRuntime, unit: Unit) -> None:

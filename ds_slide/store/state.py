@@ -52,8 +52,8 @@ class UnitState:
         return self.weights if self.change is None else self.change
 
     def nbytes(self) -> int:
-        """Bytes of the states that are in memory."""
-        return sum(each.tensor.nbytes for each in self.buffers.values() if each.tensor is not None)
+        """Bytes of the states, wherever they are."""
+        return sum(each.numel * each.dtype.itemsize for each in self.buffers.values())
 
     def has(self, name: str) -> bool:
         return name in self.buffers

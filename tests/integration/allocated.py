@@ -186,7 +186,7 @@ def _projectors(codec: Lsp) -> Iterator[torch.Tensor]:
 def places_of(unit: Any) -> dict[str, int]:
     """Bytes on SSD, by name. The state buffers of a chunk, each in whole pages, make up the chunk."""
     found, first, end = {}, [], []
-    for name, state_buffer in unit.state.buffers.items():
+    for name, state_buffer in (unit.home or unit.state).buffers.items():
         if state_buffer.tier != "ssd":
             continue
         found[names.state_buffer_of(unit.name, name)] = state_buffer.numel * state_buffer.dtype.itemsize

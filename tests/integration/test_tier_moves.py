@@ -37,9 +37,11 @@ from ds_slide.errors import SlideError
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.runtime import tier_moves
 from ds_slide.runtime.allocator import Allocator
+from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.tier_moves import gpu_cost, move, why_fixed
 from ds_slide.runtime.transfers.ssd import moved_bytes
 from ds_slide.runtime.weights.hooks import RootHooks
+from ds_slide.store.ssd.store import SsdStore
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -221,8 +223,10 @@ def test_a_checkpoint_does_not_know_of_moves(tmp_path: Path) -> None:
     assert differences(Result(losses=losses, states=states), whole) == []
 
 
-def test_every_byte_is_in_the_plan() -> None:
-    with counted() as count, engine_for(llama(), config()) as engine:
+@pytest.mark.parametrize("tier", ["host", "ssd"])
+def test_every_byte_is_in_the_plan(tier: str, disk: Path) -> None:
+    settings = config() if tier == "host" else on_ssd(config({"host_memory": 0}), disk)
+    with counted() as count, engine_for(llama(), settings) as engine:
         runtime = engine.optimizer.runtime
         start = runtime.parts.memory_report
         for orders in ((0, 1), tuple(range(7)), (5,), ()):
@@ -423,6 +427,56 @@ def test_a_copy_that_fails_leaves_units_where_they_are(failing: int, monkeypatch
         promote(runtime, 3)
         result.states = states_of(model)
     assert differences(result, trained(llama(), config(), data)) == []
+
+
+@pytest.mark.parametrize("failing", [0, 1, 5])
+@pytest.mark.parametrize("name", ["read_now", "write_now"])
+def test_a_disk_that_fails_leaves_units_where_they_are(
+    name: str, failing: int, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A promotion reads and a demotion writes; the disk works again later."""
+    data, transfer, calls = batches(4), getattr(SsdStore, name), list[Any]()
+
+    def fail(*given: Any) -> None:
+        calls.append(given)
+        if len(calls) > failing:
+            raise SlideError("no disk")
+        transfer(*given)
+
+    with counted() as count, engine_for(model := llama(), on_ssd(config({"host_memory": 0}), disk)) as engine:
+        runtime = engine.optimizer.runtime
+        result = train(engine, data[:2])
+        promote(runtime, 1, 2)
+        result.losses += train(engine, data[2:3]).losses
+        with monkeypatch.context() as patch:
+            patch.setattr(SsdStore, name, fail)
+            with pytest.raises(SlideError, match="no disk"):
+                promote(runtime, 3)
+        assert runtime.parts.plan.placement.promoted == (frozenset() if name == "read_now" else {1, 2})
+        gc.collect()
+        assert count.difference(engine) == []
+        result.losses += train(engine, data[3:]).losses
+        promote(runtime, 3)
+        result.states = states_of(model)
+    assert differences(result, trained(llama(), config(), data)) == []
+
+
+def test_a_copy_that_fails_on_another_rank_ends_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which waits with this one in the same collective then."""
+    exchange = Ranks.exchange
+
+    def failing(self: Ranks, own: Any, what: str) -> list[Any]:
+        return [*exchange(self, own, what), *(["no disk"] if what.startswith("moving the states") else [])]
+
+    with engine_for(llama(), config()) as engine:
+        runtime = engine.optimizer.runtime
+        train(engine, batches(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(Ranks, "exchange", failing)
+            with pytest.raises(SlideError, match="rank 1 could not copy them: no disk"):
+                promote(runtime, 1)
+        assert not runtime.parts.plan.placement.promoted and runtime.units[1].home is None
+        train(engine, batches(1))
 
 
 FIXED: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -88,6 +88,14 @@ def test_what_a_disk_holds_up_gets_shorter_by_what_leaves_the_disk() -> None:
     assert times.predicted(0.0, 0.5, 0.0, disk_share=1.0) == 0.4
 
 
+def test_inputs_on_ssd_do_not_leave_with_states() -> None:
+    """Two thirds of the disk's time are theirs, so all states take a third of it off the step, and no more."""
+    busy = {"compute": 1.0, "update": 0.2, "ssd": 9.0}
+    times = StepTimes.of(busy, 9.0, "deferred", inputs=2 * GB, on_ssd=3 * GB)
+    assert times.predicted(0.0, 1.0, 0.0, disk_share=1.0) == pytest.approx(6.0)
+    assert StepTimes.of(busy, 9.0, "deferred", on_ssd=3 * GB).predicted(0.0, 1.0, 0.0, disk_share=1.0) == 1.0
+
+
 def test_spare_memory_goes_to_states_on_ssd_before_activations() -> None:
     """The disk takes 4 s for three units, and the recomputation of all blocks 0.1."""
     times = StepTimes(compute=0.5, stall=3.6, lane=0.3, queue=0.3, disk=4.0)

@@ -81,7 +81,8 @@ def decide(
     for _ in LOOKS:
         step = time_of(plan, kept)
         room = spare.bytes_beside(plan)
-        times = StepTimes.of(step.lanes, step.step_s, step.schedule)
+        on_ssd = step.ssd_read + step.ssd_written
+        times = StepTimes.of(step.lanes, step.step_s, step.schedule, inputs=step.ssd_inputs, on_ssd=on_ssd)
         times = replace(times, compute=times.compute + kept.seconds(keepable))
         room -= HEADROOM * spare.needed if spare.tied else 0
         slots = _slots(plan, passes)

@@ -35,7 +35,7 @@ from ds_slide.plan.spare import (
 )
 from ds_slide.plan.two_passes import Schedule, Schedules
 from ds_slide.report.log import log, size
-from ds_slide.report.statistics import StepRecorder
+from ds_slide.report.statistics import StepRecorder, StepStatistics
 from ds_slide.runtime.activations.activations import Activations, shape_of
 from ds_slide.runtime.ranks.collectives import Ranks
 
@@ -277,7 +277,7 @@ class SpareMemory:
             also = f", and {slots.count - fewer} slots of the window are given up" if fewer < slots.count else ""
             log.info(
                 f"a batch needs {size(missing)} of the GPU more than those before it, so the states of {len(gone)} "
-                f"units have gone back to host memory{also}"
+                f"units have gone back{also}"
             )
             self._looks = frozenset(step for step in LOOKS if step > self._steps) | {self._steps + self._pause}
             self._pause *= 2
@@ -361,7 +361,8 @@ class SpareMemory:
             room = min(0.0, self._room(None, with_gradient=True, elsewhere=elsewhere))
         if self._is_tied:
             room -= (HEADROOM if len(self._shapes) < 2 else HEADROOM_OF_VARYING) * self._need.nbytes
-        times = _times(latest.lanes, latest.step_s, self._schedules().measured)
+        inputs = 2 * forwards * self.activations.statistics.get("moved_to_ssd_bytes", 0)
+        times = _times(latest, self._schedules().measured, inputs)
         kept_s = self.activations.kept_seconds
         times = replace(times, compute=times.compute + kept_s)
         slots = NO_SLOTS if self.states is None else self.states.slots(forwards)
@@ -414,6 +415,8 @@ class Watched:
         return Watched(min(self.base, allocated), largest, beside, max(self.expected, needed + beside))
 
 
-def _times(lanes: Mapping[str, Mapping[str, float | int]], step_s: float, schedule: Schedule) -> StepTimes:
-    busy = {lane: float(totals["busy_s"]) for lane, totals in lanes.items()}
-    return StepTimes.of(busy, step_s, schedule)
+def _times(step: StepStatistics, schedule: Schedule, inputs: int) -> StepTimes:
+    """`inputs`: bytes of inputs of blocks that the disk has written and read."""
+    busy = {lane: float(totals["busy_s"]) for lane, totals in step.lanes.items()}
+    on_ssd = step.ssd.get("read_bytes", 0) + step.ssd.get("written_bytes", 0)
+    return StepTimes.of(busy, step.step_s, schedule, inputs=inputs, on_ssd=on_ssd)

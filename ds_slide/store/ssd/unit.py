@@ -99,7 +99,7 @@ class OnSsd:
         """A new tensor."""
         out = torch.empty(items.stop - items.start, dtype=self.dtype)
         flat = out.view(torch.uint8)
-        for at, offset, nbytes in self._runs(items):
+        for at, offset, nbytes in self._runs(items, BOUNCE_BYTES):
             part, _, values = _bounce(offset, nbytes)
             self.store.read_now([part])
             flat[at : at + nbytes].copy_(values)
@@ -108,21 +108,32 @@ class OnSsd:
     def write(self, items: slice, values: torch.Tensor) -> None:
         """What lies around the items in their pages is read first and kept."""
         flat = values.detach().to(device="cpu", dtype=self.dtype).contiguous().view(-1).view(torch.uint8)
-        for at, offset, nbytes in self._runs(items):
+        for at, offset, nbytes in self._runs(items, BOUNCE_BYTES):
             part, buffer, inner = _bounce(offset, nbytes)
             if inner.numel() != buffer.numel():
                 self.store.read_now([part])
             inner.copy_(flat[at : at + nbytes])
             self.store.write_now([part])
 
-    def _runs(self, items: slice) -> Iterator[tuple[int, int, int]]:
-        """(byte in `items`, logical byte offset, bytes) of runs that lie in one piece, of BOUNCE_BYTES at most."""
+    def transfers(self, buffer_bytes: int) -> Iterator[tuple[slice, Callable[[torch.Tensor], Part]]]:
+        """(bytes of the state buffer, what makes their transfer with a buffer) of all of it, for buffers of so many
+        bytes, whole pages. The bytes are at the beginning of the buffer, and what is behind them in the last page
+        belongs to nobody."""
+        for at, offset, nbytes in self._runs(slice(0, self.numel), buffer_bytes):
+            yield slice(at, at + nbytes), functools.partial(_whole_pages_at, offset, nbytes)
+
+    def _runs(self, items: slice, most_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """(byte in `items`, logical byte offset, bytes) of runs that lie in one piece, of `most_bytes` at most."""
         size, item = self.dtype.itemsize, items.start
         while item < items.stop:
             piece, within = divmod(item, self.per_piece)
-            last = min(items.stop, item + BOUNCE_BYTES // size, (piece + 1) * self.per_piece)
+            last = min(items.stop, item + most_bytes // size, (piece + 1) * self.per_piece)
             yield (item - items.start) * size, self.offsets[piece] + within * size, (last - item) * size
             item = last
+
+
+def _whole_pages_at(offset: int, nbytes: int, buffer: torch.Tensor) -> Part:
+    return Part(offset, buffer.data_ptr(), whole_pages(nbytes))
 
 
 def in_one_piece(store: SsdStore, dtype: torch.dtype, numel: int, offset: int) -> OnSsd:

@@ -317,9 +317,9 @@ def test_a_step_is_judged_by_the_updates_that_ran_in_it(monkeypatch: pytest.Monk
     run, judged = Run(), list[str]()
     times = StepTimes.of
 
-    def of(busy: Any, step_s: float, schedule: Any) -> StepTimes:
+    def of(busy: Any, step_s: float, schedule: Any, **given: Any) -> StepTimes:
         judged.append(schedule)
-        return times(busy, step_s, schedule)
+        return times(busy, step_s, schedule, **given)
 
     monkeypatch.setattr(StepTimes, "of", of)
     run.schedules = Schedules("deferred", "two passes")
