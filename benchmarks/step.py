@@ -173,7 +173,7 @@ def measure(setting: Setting, folder: str, keep: Callable[[dict[str, Any]], None
     def with_disk() -> dict[str, Any]:
         if not on_disk:
             return record
-        own = [step["ssd"] for step in log.engine[timed] if step]
+        own = [step["ssd"] for step in log.engine[timed] if step and step["ssd"]]
         return record | disk.summarise(ceilings, moved, own, parameters, setting.steps, record["step_s"])
 
     keep(with_disk())
