@@ -172,21 +172,6 @@ def of_unit(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> l
     return made + of_promoted(unit, needs) if index in placement.promoted else made
 
 
-def movable_order(index: int, unit: UnitSize, placement: Placement) -> tuple[bool, bool, int]:
-    """Sorts units by when their states go to the GPU: first those on SSD, a tenth of whose traffic can take as long as
-    all updates in host memory; then outer modules, whose updates nothing hides; then blocks in their order."""
-    return index not in placement.on_ssd, not unit.is_outer, index
-
-
-def disk_share(index: int, units: Sequence[UnitSize], needs: Needs, placement: Placement) -> float:
-    """The part of the states on SSD that unit number `index` has, of those of units that have not been promoted."""
-    if index not in placement.on_ssd:
-        return 0.0
-    there = placement.on_ssd - placement.promoted | {index}
-    nbytes = {each: total(_states(units[each], each, needs, placement), "ssd") for each in there}
-    return nbytes[index] / sum(nbytes.values())
-
-
 def of_promoted(unit: UnitSize, needs: Needs) -> list[Allocation]:
     """What a unit takes on the GPU for as long as its states are there, beside all that it has elsewhere: the place
     that it goes back to, where nothing has to be had then. One rank's weights are the ones that modules read."""

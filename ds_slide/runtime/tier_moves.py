@@ -33,7 +33,6 @@ from ds_slide.plan.allocations import (
     SLOTS,
     of_promoted,
     promoted_buffer_of,
-    total,
     whole_weights_of,
 )
 from ds_slide.plan.memory import Plan
@@ -88,13 +87,6 @@ def why_fixed(runtime: SlideRuntime, unit: Unit) -> str | None:
     if any(spec.state is not None and spec.dtype != torch.float32 for spec in unit.state.specs):
         return "its states are in a short format, which is updated by the CPU"
     return None
-
-
-def gpu_cost(runtime: SlideRuntime, unit: Unit) -> int:
-    """Bytes that `unit` takes on the GPU while it is promoted. Slots of the window that nobody needs then come back:
-    `Plan.with_promoted` has the whole sum."""
-    plan = runtime.parts.plan
-    return total(of_promoted(plan.units[unit.order], plan.needs), "gpu")
 
 
 def move(runtime: SlideRuntime, on_gpu: frozenset[int], *, slots: int | None = None) -> Moved | None:

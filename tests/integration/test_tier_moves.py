@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -35,10 +36,11 @@ from torch import nn
 
 from ds_slide.errors import SlideError
 from ds_slide.optim.cpu import CpuUpdater
+from ds_slide.plan.movable import movable_states
 from ds_slide.runtime import tier_moves
 from ds_slide.runtime.allocator import Allocator
 from ds_slide.runtime.ranks.collectives import Ranks
-from ds_slide.runtime.tier_moves import gpu_cost, move, why_fixed
+from ds_slide.runtime.tier_moves import move, why_fixed
 from ds_slide.runtime.transfers.ssd import moved_bytes
 from ds_slide.runtime.weights.hooks import RootHooks
 from ds_slide.store.ssd.store import SsdStore
@@ -239,7 +241,7 @@ def test_every_byte_is_in_the_plan(tier: str, disk: Path) -> None:
             assert memory["slots"] == min(3, 7 - len(orders) - (0 not in orders))
             assert (memory["host_bytes"], memory["pinned_bytes"]) == (start["host_bytes"], start["pinned_bytes"])
             assert memory["gpu_bytes"] == planned
-            costs = sum(gpu_cost(runtime, runtime.units[order]) for order in orders)
+            costs = sum(each.nbytes for each in movable_states(runtime.parts.plan, orders))
             assert planned == start["gpu_bytes"] + costs - start["window_bytes"] + memory["window_bytes"]
             assert engine.optimizer.slide_stats()["memory"] == memory
         assert memory == start
@@ -402,18 +404,23 @@ def test_an_interrupt_waits_until_the_move_is_whole(place: str, monkeypatch: pyt
     assert differences(result, trained(llama(), config(), data)) == []
 
 
-@pytest.mark.parametrize("failing", [0, 1, 9], ids=["demotion", "in the middle of it", "promotion"])
-def test_a_copy_that_fails_leaves_units_where_they_are(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, copy = batches(4), CpuUpdater.copy_
+def failing_after(count: int, call: Callable[..., None], why: str) -> Callable[..., None]:
+    """`call`, which works so many times."""
+    calls = itertools.count()
 
     def fail(*given: Any) -> None:
-        calls.append(given)
-        if len(calls) > failing:
-            raise SlideError("no copy")
-        copy(*given)
+        if next(calls) >= count:
+            raise SlideError(why)
+        call(*given)
 
+    return fail
+
+
+@pytest.mark.parametrize("failing", [0, 1, 9], ids=["demotion", "in the middle of it", "promotion"])
+def test_a_copy_that_fails_leaves_units_where_they_are(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, fail = batches(4), failing_after(failing, CpuUpdater.copy_, "no copy")
     with counted() as count, engine_for(model := llama(), config()) as engine:
-        runtime, calls = engine.optimizer.runtime, list[Any]()
+        runtime = engine.optimizer.runtime
         result = train(engine, data[:2])
         promote(runtime, 1)
         with monkeypatch.context() as patch:
@@ -435,14 +442,7 @@ def test_a_disk_that_fails_leaves_units_where_they_are(
     name: str, failing: int, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A promotion reads and a demotion writes; the disk works again later."""
-    data, transfer, calls = batches(4), getattr(SsdStore, name), list[Any]()
-
-    def fail(*given: Any) -> None:
-        calls.append(given)
-        if len(calls) > failing:
-            raise SlideError("no disk")
-        transfer(*given)
-
+    data, fail = batches(4), failing_after(failing, getattr(SsdStore, name), "no disk")
     with counted() as count, engine_for(model := llama(), on_ssd(config({"host_memory": 0}), disk)) as engine:
         runtime = engine.optimizer.runtime
         result = train(engine, data[:2])

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ds_slide.plan.allocations import disk_share, movable_order, of_promoted, slot_bytes, streamed, total
+from ds_slide.plan.allocations import slot_bytes, streamed
 from ds_slide.plan.forecast import WORKSPACE_BYTES, Activations, Room
 from ds_slide.plan.keeping import Keepable, Kept, kept_within
 from ds_slide.plan.memory import Plan
+from ds_slide.plan.movable import movable_states
 from ds_slide.plan.needs import Needs, UnitSize
 from ds_slide.plan.spare import (
     MARGIN_SHARE,
@@ -105,21 +106,8 @@ def _slots(plan: Plan, passes: int) -> Slots:
 def _movable(plan: Plan) -> list[Movable]:
     """Units in host memory or on SSD whose states may go to the GPU."""
     there = plan.placement.on_gpu | plan.placement.promoted
-    updated = sum(unit.codec.numel for index, unit in enumerate(plan.units) if index not in there)
-    indices = [index for index, unit in enumerate(plan.units) if index not in there and _may_move(plan, unit)]
-    return [
-        Movable(
-            index,
-            total(of_promoted(unit, plan.needs), "gpu"),
-            unit.codec.numel / max(updated, 1),
-            streamed=unit.kind == "block",
-            disk_share=disk_share(index, plan.units, plan.needs, plan.placement),
-        )
-        for index, unit in sorted(
-            ((index, plan.units[index]) for index in indices),
-            key=lambda each: movable_order(each[0], each[1], plan.placement),
-        )
-    ]
+    units = [index for index, unit in enumerate(plan.units) if index not in there and _may_move(plan, unit)]
+    return movable_states(plan, units)
 
 
 def _may_move(plan: Plan, unit: UnitSize) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from ds_slide.plan.allocations import disk_share, movable_order, slot_bytes
+from collections.abc import Iterable
+
+from ds_slide.plan.allocations import slot_bytes
+from ds_slide.plan.movable import movable_states
 from ds_slide.plan.spare import NO_SLOTS, Movable, Slots, least_slots
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.tier_moves import gpu_cost, move, why_fixed
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.tier_moves import move, why_fixed
 
 
 class RunningStates:
-    """Of the units that may move, in the order of `movable_order`."""
+    """Of the units that may move, in the order of `movable_states`."""
 
     def __init__(self, runtime: SlideRuntime) -> None:
         self._runtime = runtime
@@ -19,15 +21,12 @@ class RunningStates:
 
     def movable(self) -> list[Movable]:
         """Those in host memory and on SSD."""
-        updated = sum(unit.codec.numel for unit in self._runtime.units if unit.is_uploaded)
-        units = [unit for unit in self._in_order() if unit.is_uploaded and why_fixed(self._runtime, unit) is None]
-        return [self._movable(unit, updated) for unit in units if unit.trainable]
+        units = [unit for unit in self._runtime.units if unit.is_uploaded and unit.trainable]
+        return self._in_order(unit.order for unit in units if why_fixed(self._runtime, unit) is None)
 
     def promoted(self) -> list[Movable]:
         """Those on the GPU."""
-        promoted = self._runtime.parts.plan.placement.promoted
-        updated = sum(unit.codec.numel for unit in self._runtime.units)
-        return [self._movable(unit, updated) for unit in self._in_order() if unit.order in promoted]
+        return self._in_order(self._runtime.parts.plan.placement.promoted)
 
     def slots(self, forwards: int) -> Slots:
         """Of the window, which serves so many forwards a step. One whose size the user has set stays as it is."""
@@ -51,13 +50,5 @@ class RunningStates:
         on_gpu = orders | self._runtime.parts.plan.placement.on_gpu
         return move(self._runtime, on_gpu, slots=max(slots, self._least)) is not None
 
-    def _in_order(self) -> list[Unit]:
-        plan = self._runtime.parts.plan
-        return sorted(
-            self._runtime.units, key=lambda unit: movable_order(unit.order, plan.units[unit.order], plan.placement)
-        )
-
-    def _movable(self, unit: Unit, updated: int) -> Movable:
-        plan, share, streamed = self._runtime.parts.plan, unit.codec.numel / max(updated, 1), unit.spec.kind == "block"
-        of_disk = disk_share(unit.order, plan.units, plan.needs, plan.placement)
-        return Movable(unit.order, gpu_cost(self._runtime, unit), share, streamed, of_disk)
+    def _in_order(self, units: Iterable[int]) -> list[Movable]:
+        return movable_states(self._runtime.parts.plan, list(units))
