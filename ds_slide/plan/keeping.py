@@ -66,9 +66,9 @@ def kept_within(room: float, blocks: Collection[Keepable], *, first: bool = Fals
     It is for updates in two passes, of which the second one precedes backward from block to block: blocks at the end
     that are not recomputed wait for it, those at the beginning no more (14 B on 140 GB: 27 mixed blocks save 0.29 s of
     a predicted backward there, and 0.15 s at the end)."""
+    if sum(each.nbytes for each in blocks) <= room:
+        return Kept(frozenset(each.order for each in blocks))
     alone = _taken(room, _steps(blocks, mixed=False, first=first))
-    if len(alone.whole) == len(blocks):
-        return alone
     mixed = _taken(room, _steps(blocks, mixed=True, first=first))
     return mixed if mixed.seconds(blocks) > alone.seconds(blocks) else alone
 

@@ -1,19 +1,16 @@
-"""What spare GPU memory is used for: states of blocks, which are then updated there, or activations that are kept.
+"""How much GPU memory is spare, what may take it, and what leaves it again when a batch needs it.
 
-Pure functions over what the first steps have shown. Seconds are those of one step, bytes those of the GPU.
+Pure functions over what the first steps have shown. Bytes are those of the GPU. `ds_slide.plan.sharing` decides.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
 
-from ds_slide.plan.keeping import Keepable, fillings
 from ds_slide.plan.needs import Needs
-from ds_slide.plan.two_passes import FIRST_PASS, Schedule
 
 MARGIN_SHARE = 1 / 16
 """Of the GPU, and left free. Torch takes memory from the driver in steps of 2 MiB, so that a saved tensor of 32 MiB (8k
@@ -37,9 +34,6 @@ LEAST_AHEAD, MOST_AHEAD = 2, 8
 of a block's backward. A disk that is slower than the blocks holds them up with any number."""
 SPARE_SSD_SHARE = 1 / 2
 """Of the free space of a disk, that inputs of blocks may take: a checkpoint may have to go there, too."""
-MEMORY_RATE = 1e12
-"""Bytes a second that an update on the GPU reads and writes where nobody knows it; of a card of the middle class, so
-that no state is moved for a gain that its own update takes back."""
 
 
 class Handling(Enum):
@@ -130,76 +124,6 @@ def least_slots(window: int, needs: Needs) -> int:
     return min(window, needs.window + SPARE_SLOTS) if needs.window_grows else window
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """One measured step. `compute`: when the GPU computed. `stall`: when it waited for transfers and updates. `lane`:
-    of the busiest of the other lanes of this machine's processors and bus. `fetch`: of the one that brings blocks.
-    `queue`: seconds of the updates that one wait is for, of all units. `disk`: of the SSD. `of_states`: the part of
-    these that states take; inputs of blocks, which have the rest, do not leave with them."""
-
-    compute: float
-    stall: float
-    lane: float
-    fetch: float = 0.0
-    queue: float = 0.0
-    disk: float = 0.0
-    of_states: float = 1.0
-
-    @classmethod
-    def of(
-        cls, busy: Mapping[str, float], step_s: float, schedule: Schedule, *, inputs: int = 0, on_ssd: int = 0
-    ) -> StepTimes:
-        """Of a step of `step_s` seconds in which the lanes were `busy` for so many. `inputs`: bytes of inputs of
-        blocks, of the `on_ssd` that the disk has read and written."""
-        compute = busy["compute"]
-        lane = max((seconds for lane, seconds in busy.items() if lane not in ("compute", "ssd")), default=0.0)
-        updates = busy.get("update", 0.0)
-        queue = FIRST_PASS * updates if schedule == "two passes" else updates
-        if schedule == "under backward":
-            queue = lane
-        of_states = 1.0 - min(1.0, inputs / on_ssd) if on_ssd else 1.0
-        stall, fetch, disk = max(0.0, step_s - compute), busy.get("h2d", 0.0), busy.get("ssd", 0.0)
-        return cls(compute, stall, lane, fetch, queue, disk, of_states)
-
-    def predicted(
-        self,
-        recomputed_less: float,
-        moved_share: float,
-        updates: float,
-        fetched: float = 1.0,
-        disk_share: float = 0.0,
-    ) -> float:
-        """Of a step with so many seconds less of recomputation, so much of the host's work gone, seconds of updates on
-        the GPU, so many times the fetches, and so much of the disk's work on states gone: what is hidden costs nothing,
-        until what hides it has become shorter.
-
-        The GPU waits for the end of a queue, and what leaves it shortens the wait second for second, until it is over:
-        with updates under backward the end comes after the backward (7.6 B waited 0.32 s of 1.50, and 0.05 s of 1.24
-        when 12 of its 28 blocks had moved), with deferred ones under the next forward, whose last block waits longest.
-        Where a disk is busy for longer than a queue, the updates themselves wait for it.
-        """
-        computes = self.compute - recomputed_less + updates
-        disk_share *= self.of_states
-        if self.disk > self.queue:
-            gone = max(self.stall, self.disk) * disk_share
-        else:
-            gone = max(self.stall, self.queue) * moved_share
-        lanes = self.lane * (1.0 - moved_share), self.fetch * fetched, self.disk * (1.0 - disk_share)
-        return max(computes + max(0.0, self.stall - gone), *lanes)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """`states`: units whose states go to the GPU. `kept`: number of blocks whose activations then fit, `mixed`: of
-    those that keep some results. `seconds`: of the step that is expected. `slots`: that the window has then."""
-
-    states: frozenset[int]
-    kept: int
-    seconds: float
-    slots: int = 0
-    mixed: int = 0
-
-
 def spare_bytes(free: float, needed: float, margin: float) -> float:
     """Of `free` bytes those that a batch leaves which needs so many with nothing kept, or, less than 0, that it lacks:
     beside a margin, or what the allocator cannot use, where that is more."""
@@ -259,47 +183,6 @@ def moves_unmeasured(nbytes: int, free: float) -> bool:
     """Whether inputs of blocks, of `nbytes` in all, wait in host memory before it is known what a batch needs beside
     them, with `free` bytes of the GPU."""
     return nbytes > UNMEASURED_SHARE * free
-
-
-def choose(
-    room: float,
-    states: Sequence[Movable],
-    activations: Collection[Keepable],
-    times: StepTimes,
-    slots: Slots = NO_SLOTS,
-    memory_rate: float = MEMORY_RATE,
-) -> Choice:
-    """The shortest step that `room` bytes allow, of those the one that takes the fewest bytes. `memory_rate`: bytes a
-    second of the GPU's memory.
-
-    `states` go in the order in which they are given, and activations by their value, so that a choice is two numbers,
-    and all pairs of them are looked at. `kept` and `mixed` are what is expected; what is left in the end decides in
-    each forward.
-    Slots beyond the least give way to states, and go anyway where fewer blocks pass than there are slots.
-    """
-    filled = fillings(activations)
-    state_bytes = list(accumulate((each.nbytes for each in states), initial=0))
-    shares = list(accumulate((each.share for each in states), initial=0.0))
-    disk_shares = list(accumulate((each.disk_share for each in states), initial=0.0))
-    passing = list(accumulate((int(each.streamed) for each in states), initial=0))
-    fetches = slots.fetches(0, slots.count)
-    best = Choice(frozenset(), 0, times.predicted(0.0, 0.0, 0.0), slots.count)
-    least = best.seconds, 0
-    moves = zip(state_bytes, shares, disk_shares, passing, strict=True)
-    for moved, (taken, share, disk_share, gone) in enumerate(moves):
-        updates = 2 * taken / memory_rate
-        for filling in filled:
-            left = room - taken - filling.nbytes
-            count = slots.fitting(left, gone) if moved else slots.count if left >= 0 else None
-            if count is None:
-                break
-            fetched = slots.fetches(gone, count) / fetches if fetches else 1.0
-            expected = times.predicted(filling.seconds, share, updates, fetched, disk_share)
-            if (expected, taken + filling.nbytes) < least:
-                least = expected, taken + filling.nbytes
-                orders = frozenset(each.order for each in states[:moved])
-                best = Choice(orders, filling.whole, expected, count, filling.mixed)
-    return best
 
 
 def given_back(missing: float, claimed: Sequence[Movable], slots: Slots = NO_SLOTS) -> frozenset[int]:

@@ -22,7 +22,7 @@ from tight_memory import room_for_gradients_of
 from ds_slide.integration import assemble
 from ds_slide.plan import ssd_settings
 from ds_slide.plan.memory import Budgets
-from ds_slide.plan.spare import StepTimes
+from ds_slide.plan.sharing import StepTimes
 from ds_slide.runtime.activations import spare_memory
 
 STEPS = 4

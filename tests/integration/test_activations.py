@@ -33,7 +33,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
-from ds_slide.plan.spare import StepTimes
+from ds_slide.plan.sharing import StepTimes
 from ds_slide.runtime.activations import spare_memory
 from ds_slide.runtime.activations.spare_memory import LOOKS, Budget
 from ds_slide.runtime.activations.states import RunningStates

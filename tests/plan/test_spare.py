@@ -1,15 +1,12 @@
-"""Who gets spare GPU memory."""
+"""How much GPU memory is spare, and what leaves it."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from keepable_blocks import keepables
+from keepable_blocks import movables, windows
 
-from ds_slide.plan.keeping import Keepable
 from ds_slide.plan.spare import (
     LEAST_AHEAD,
     MOST_AHEAD,
@@ -17,8 +14,6 @@ from ds_slide.plan.spare import (
     Movable,
     Shape,
     Slots,
-    StepTimes,
-    choose,
     given_back,
     goes_on,
     inputs_missing,
@@ -30,86 +25,6 @@ from ds_slide.plan.spare import (
 
 GB = 10**9
 BLOCKS = 36
-
-# A 3 B model, 8 x 2048 tokens, on an H200 (docs/results): 77 M parameters a block.
-ACTIVATIONS = [Keepable(order, int(1.32 * GB), 0.0033) for order in range(1, BLOCKS + 1)]
-STATES = [Movable(order, int(1.2 * GB), 1 / BLOCKS) for order in range(1, BLOCKS + 1)]
-CLIPPED = StepTimes(compute=0.69, stall=0.31, lane=0.5)
-HIDDEN = StepTimes(compute=0.70, stall=0.0, lane=0.45)
-
-
-def test_what_waits_for_updates_gets_states_first() -> None:
-    choice = choose(10 * GB, STATES, ACTIVATIONS, CLIPPED)
-    assert choice.states == frozenset(range(1, 9)) and choice.kept == 0
-    everything = choose(200 * GB, STATES, ACTIVATIONS, CLIPPED)
-    assert len(everything.states) == BLOCKS and everything.kept == BLOCKS
-    assert everything.seconds == pytest.approx(0.69 - BLOCKS * 0.0033 + BLOCKS * 2.4e-3)
-
-
-def test_where_updates_are_hidden_activations_go_first() -> None:
-    choice = choose(20 * GB, STATES, ACTIVATIONS, HIDDEN)
-    assert choice.states == frozenset() and choice.kept == 15
-
-
-def test_when_the_hidden_lane_comes_out_states_follow() -> None:
-    """Keeping shortens the step until the update is the bound; then only both together shorten it further."""
-    times = StepTimes(compute=0.70, stall=0.0, lane=0.69)
-    choice = choose(60 * GB, STATES, ACTIVATIONS, times)
-    assert choice.states and choice.kept
-    assert choice.seconds < choose(60 * GB, (), ACTIVATIONS, times).seconds
-
-
-def test_what_leaves_a_queue_shortens_the_wait_for_its_end() -> None:
-    """7.6 B without clipping: updates of 1.3 s, of which 0.32 come after the backward."""
-    times = StepTimes(compute=1.18, stall=0.32, lane=1.3, queue=1.3)
-    states = [Movable(order, int(3.3 * GB), 1 / 28) for order in range(28)]
-    choice = choose(100 * GB, states, (), times)
-    assert choice.states == frozenset(range(7))
-    assert choice.seconds == pytest.approx(1.18 + 7 * 6.6e-3)
-
-
-def test_a_forward_waits_for_the_updates_before_it() -> None:
-    """14 B, of which 10.7 G parameters are updated by the host in two passes of 1.27 s: each unit that goes to the GPU
-    shortens the wait by its part of a pass, and no more is to be had than the wait."""
-    busy = {"compute": 2.9, "update": 2.54, "h2d": 0.4}
-    times = StepTimes.of(busy, 3.46, "two passes")
-    assert (times.stall, times.queue, times.lane) == (pytest.approx(0.56), 1.27, 2.54)
-    assert times.predicted(0.0, 0.1, 0.0) == pytest.approx(3.46 - 0.127)
-    assert times.predicted(0.0, 0.6, 0.0) == 2.9
-    assert StepTimes.of(busy, 3.46, "deferred").queue == StepTimes.of(busy, 3.46, "under backward").queue == 2.54
-
-
-def test_what_a_disk_holds_up_gets_shorter_by_what_leaves_the_disk() -> None:
-    """Updates that leave host memory help nothing, and those of all states on SSD end the wait for it."""
-    times = StepTimes.of({"compute": 0.4, "update": 0.8, "ssd": 14.0}, 14.4, "deferred")
-    assert (times.lane, times.disk) == (0.8, 14.0)
-    assert times.predicted(0.0, 0.1, 0.0) == 14.4
-    assert times.predicted(0.0, 0.1, 0.0, disk_share=0.25) == pytest.approx(14.4 - 3.5)
-    assert times.predicted(0.0, 0.5, 0.0, disk_share=1.0) == 0.4
-
-
-def test_inputs_on_ssd_do_not_leave_with_states() -> None:
-    """Two thirds of the disk's time are theirs, so all states take a third of it off the step, and no more."""
-    busy = {"compute": 1.0, "update": 0.2, "ssd": 9.0}
-    times = StepTimes.of(busy, 9.0, "deferred", inputs=2 * GB, on_ssd=3 * GB)
-    assert times.predicted(0.0, 1.0, 0.0, disk_share=1.0) == pytest.approx(6.0)
-    assert StepTimes.of(busy, 9.0, "deferred", on_ssd=3 * GB).predicted(0.0, 1.0, 0.0, disk_share=1.0) == 1.0
-
-
-def test_spare_memory_goes_to_states_on_ssd_before_activations() -> None:
-    """The disk takes 4 s for three units, and the recomputation of all blocks 0.1."""
-    times = StepTimes(compute=0.5, stall=3.6, lane=0.3, queue=0.3, disk=4.0)
-    states = [Movable(order, GB, 0.2, disk_share=1 / 3) for order in range(3)]
-    blocks = [Keepable(order, GB, 0.05) for order in range(4, 6)]
-    choice = choose(3.5 * GB, states, blocks, times)
-    assert len(choice.states) == 3 and choice.seconds < 0.51
-
-
-def test_updates_on_a_gpu_take_as_long_as_its_memory_does() -> None:
-    """3.85 GB of a block of 14 B for a wait of 2 ms: 8 ms by a card of the middle class, 1.8 ms by an H200."""
-    states, times = [Movable(1, 3_850_000_000, 0.1)], StepTimes(compute=1.0, stall=0.02, lane=0.02)
-    assert not choose(10 * GB, states, (), times).states
-    assert choose(10 * GB, states, (), times, memory_rate=4.2e12).states
 
 
 def test_what_a_batch_leaves_is_less_what_the_allocator_cannot_use() -> None:
@@ -126,57 +41,6 @@ def test_what_is_missing_suffices_and_no_more(free: float, needed: float, margin
     for found in (spare_bytes(free + states, needed, margin), spare_bytes(free, needed - inputs, margin)):
         assert found >= -1.0 and (found <= 1.0 or not states)
     assert inputs <= states + 1.0
-
-
-SLOTS = Slots(count=19, least=4, nbytes=154 * 10**6, blocks=BLOCKS)
-
-
-def test_slots_that_hide_no_fetch_give_way() -> None:
-    assert len(choose(10 * GB, STATES, ACTIVATIONS, CLIPPED).states) == 8
-    choice = choose(10 * GB, STATES, ACTIVATIONS, CLIPPED, SLOTS)
-    assert len(choice.states) == 10 and choice.slots == 6
-    everything = choose(200 * GB, STATES, ACTIVATIONS, CLIPPED, SLOTS)
-    assert len(everything.states) == BLOCKS and everything.slots == 0
-
-
-def test_slots_stay_where_fetches_are_what_takes_time() -> None:
-    """A slow bus, and fetches of 4 micro-batches."""
-    times = StepTimes(compute=0.69, stall=0.31, lane=1.0, fetch=1.0)
-    slots = Slots(count=19, least=4, nbytes=154 * 10**6, blocks=BLOCKS, passes=8)
-    choice = choose(1.3 * GB, STATES, (), times, slots)
-    assert choice.slots == 19 and len(choice.states) == 1
-    assert choose(1.3 * GB, STATES, (), CLIPPED, slots).slots < 19
-
-
-amounts = st.floats(0, 2, allow_nan=False)
-movables = st.lists(st.integers(1, 50), max_size=6).map(
-    lambda given: [Movable(100 + order, nbytes, 1 / (len(given) + 1)) for order, nbytes in enumerate(given)]
-)
-times = st.builds(StepTimes, amounts, amounts, amounts, amounts, amounts)
-windows = st.integers(6, 12).flatmap(
-    lambda blocks: st.builds(
-        Slots, st.integers(0, blocks), st.integers(0, 4), st.integers(0, 20), st.just(blocks), st.integers(1, 8)
-    )
-)
-
-
-@given(st.integers(-10, 200), movables, keepables, times, windows)
-def test_a_choice_fits_and_harms_nothing(
-    room: int, states: list[Movable], activations: list[Keepable], measured: StepTimes, slots: Slots
-) -> None:
-    choice = choose(room, states, activations, measured, slots)
-    moved = [each for each in states if each.order in choice.states]
-    assert moved == states[: len(moved)]
-    least = sorted(each.nbytes for each in activations)[: choice.kept]
-    mixed = sorted(each.mixtures[0].nbytes for each in activations if each.mixtures)[: choice.mixed]
-    smallest = max(sum(least), sum(mixed))
-    taken = sum(each.nbytes for each in moved) + smallest - (slots.count - choice.slots) * slots.nbytes
-    assert not (moved or choice.kept or choice.mixed) or taken <= room
-    assert min(slots.least, slots.count, slots.blocks - len(moved)) <= choice.slots <= slots.count
-    assert choice.seconds <= measured.predicted(0.0, 0.0, 0.0)
-    assert choose(room + 10, states, activations, measured, slots).seconds <= choice.seconds
-    whole = [replace(each, mixtures=()) for each in activations]
-    assert choice.seconds <= choose(room, states, whole, measured, slots).seconds
 
 
 @given(movables, st.floats(-5, 400), windows)

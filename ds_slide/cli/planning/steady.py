@@ -16,19 +16,10 @@ from ds_slide.plan.keeping import Keepable, Kept, kept_within
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.movable import movable_states
 from ds_slide.plan.needs import Needs, UnitSize
-from ds_slide.plan.spare import (
-    MARGIN_SHARE,
-    MEMORY_RATE,
-    Movable,
-    Slots,
-    StepTimes,
-    choose,
-    inputs_missing,
-    least_slots,
-    spare_bytes,
-)
+from ds_slide.plan.sharing import MEMORY_RATE, Offer, StepTimes, share_out
+from ds_slide.plan.spare import MARGIN_SHARE, Movable, Slots, inputs_missing, least_slots, spare_bytes
 from ds_slide.plan.time import StepTime
-from ds_slide.runtime.activations.spare_memory import HEADROOM, LEAST_GAIN, LOOKS
+from ds_slide.runtime.activations.spare_memory import HEADROOM, LOOKS, RESERVE
 
 
 @dataclass(frozen=True)
@@ -85,11 +76,12 @@ def decide(
         on_ssd = step.ssd_read + step.ssd_written
         times = StepTimes.of(step.lanes, step.step_s, step.schedule, inputs=step.ssd_inputs, on_ssd=on_ssd)
         times = replace(times, compute=times.compute + kept.seconds(keepable))
-        room -= HEADROOM * spare.needed if spare.tied else 0
+        headroom = HEADROOM * spare.needed if spare.tied else 0.0
+        room, reserve = room - headroom, RESERVE * spare.needed - headroom
         slots = _slots(plan, passes)
-        least = choose(room, (), keepable, times).seconds
-        choice = choose(room, _movable(plan), keepable, times, slots, spare.memory_rate)
-        if moves_states and choice.seconds <= least * (1 - LEAST_GAIN):
+        movable = _movable(plan) if moves_states else ()
+        choice = share_out(Offer(room, movable, keepable, times, slots, spare.memory_rate, reserve))
+        if choice.states:
             promoted = plan.placement.promoted | choice.states
             plan = plan.with_promoted(promoted, max(choice.slots, slots.least))
         kept = kept_within(spare.bytes_beside(plan), keepable, first=step.schedule == "two passes")

@@ -17,18 +17,15 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_slide.plan.keeping import Keepable
+from ds_slide.plan.sharing import MEMORY_RATE, Offer, StepTimes, share_out
 from ds_slide.plan.spare import (
     MARGIN_SHARE,
-    MEMORY_RATE,
     MOST_MARGIN_SHARE,
     NO_SLOTS,
     Handling,
     Movable,
     Shape,
     Slots,
-    StepTimes,
-    choose,
     given_back,
     inputs_missing,
     spare_bytes,
@@ -46,12 +43,13 @@ WARM_UPS = tuple(step - 2 for step in LOOKS)
 FIRST_PAUSE = 20
 """Steps after which it is decided once more when states have gone back, for an evaluation perhaps. Twice as many each
 time: where they have to go back again and again, moving them costs more than it brings."""
-LEAST_GAIN = 0.01
-"""Of a step. What is less is no more than its noise, and moving states takes a second or two."""
 HEADROOM, HEADROOM_OF_VARYING = 0.25, 1.0
 """Of a batch's need: left free of states where these cannot go when a longer batch begins, because all ranks would have
 to move them together, or gradients have been accumulated by then. So little where all batches had one shape; where they
 differ, room for one that is twice as long as any so far. Activations, which go at once, may be kept there."""
+RESERVE = 1.0
+"""Of a batch's need: left free of states that would make the step no shorter there. As many tokens with more images
+take more, and somebody may load another model."""
 
 
 class GpuMemory(Protocol):
@@ -110,15 +108,11 @@ class Need:
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank has measured: bytes that are spare while nothing is kept, its step with `kept_s` seconds of
-    recomputation left out, what its blocks could keep, its window, and bytes a second of its GPU's memory."""
+    """What a rank has measured: what is spare while nothing is kept, but for the states that may move, and the seconds
+    of recomputation that its step has left out."""
 
-    room: float
-    times: StepTimes
+    offer: Offer
     kept_s: float
-    keepable: Sequence[Keepable]
-    slots: Slots
-    memory_rate: float
 
 
 class SpareMemory:
@@ -348,7 +342,7 @@ class SpareMemory:
         given = [own] if self.states is None else self._ranks.exchange(own, "sharing out spare GPU memory")
         records = [each for each in given if each is not None]
         if len(records) == len(given):
-            self._share_out(min(records, key=lambda each: each.room))
+            self._share_out(min(records, key=lambda each: each.offer.room))
 
     def _record(self, forwards: int) -> Record | None:
         """None where batches have no shape."""
@@ -359,29 +353,31 @@ class SpareMemory:
         if room < 0:
             elsewhere = self.activations.movable_bytes(self._need.shape)
             room = min(0.0, self._room(None, with_gradient=True, elsewhere=elsewhere))
+        headroom = 0.0
         if self._is_tied:
-            room -= (HEADROOM if len(self._shapes) < 2 else HEADROOM_OF_VARYING) * self._need.nbytes
+            headroom = (HEADROOM if len(self._shapes) < 2 else HEADROOM_OF_VARYING) * self._need.nbytes
+        room, reserve = room - headroom, RESERVE * self._need.nbytes - headroom
         inputs = 2 * forwards * self.activations.statistics.get("moved_to_ssd_bytes", 0)
         times = _times(latest, self._schedules().measured, inputs)
         kept_s = self.activations.kept_seconds
         times = replace(times, compute=times.compute + kept_s)
         slots = NO_SLOTS if self.states is None else self.states.slots(forwards)
         rate = (None if self._budget.gpu is None else self._budget.gpu.memory_rate()) or MEMORY_RATE
-        return Record(room, times, kept_s, self.activations.keepable(self._need.shape), slots, rate)
+        keepable = self.activations.keepable(self._need.shape)
+        return Record(Offer(room, (), keepable, times, slots, rate, reserve), kept_s)
 
     def _share_out(self, record: Record) -> None:
-        room, keepable, times = record.room, record.keepable, record.times
-        choice = choose(room, (), keepable, times, record.slots)
+        offer = record.offer
+        room, keepable, times, choice = offer.room, offer.activations, offer.times, share_out(offer)
         if self.states is not None:
             promoted = self.states.promoted()
             orders = frozenset(each.order for each in promoted)
-            with_states = choose(room, self.states.movable(), keepable, times, record.slots, record.memory_rate)
+            with_states = share_out(replace(offer, states=self.states.movable()))
             if room < 0 and promoted:
-                self.states.move(orders - given_back(-room, promoted, record.slots))
-            elif with_states.seconds <= choice.seconds * (1 - LEAST_GAIN):
-                moved = self.states.move(orders | with_states.states, with_states.slots)
-                choice = with_states if moved else choice
-        given_up = record.slots.count - choice.slots
+                self.states.move(orders - given_back(-room, promoted, offer.slots))
+            elif with_states.states and self.states.move(orders | with_states.states, with_states.slots):
+                choice = with_states
+        given_up = offer.slots.count - choice.slots
         beside = f", and {given_up} slots of the window" if given_up else ""
         found, parts = self.activations.statistics, f", of {choice.mixed} more in part" if choice.mixed else ""
         changed = (choice.kept, choice.mixed) != (found[Handling.KEEP.value], found[Handling.MIX.value])

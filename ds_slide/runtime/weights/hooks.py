@@ -84,6 +84,22 @@ def _mapped(function: Callable[[Any], Any], node: Any) -> Any:
     return function(node) if _is_opaque(node) else pytree.tree_map(function, node, is_leaf=_is_opaque)
 
 
+def _find_differentiable(node: Any, found: list[torch.Tensor]) -> None:
+    """Append the differentiable tensors in `node` to `found`, in the order of `_mapped`."""
+    kind = type(node)
+    if kind is tuple or kind is list:
+        for each in node:
+            _find_differentiable(each, found)
+    elif kind is dict:
+        for each in node.values():
+            _find_differentiable(each, found)
+    elif isinstance(node, torch.Tensor):
+        if _is_differentiable(node):
+            found.append(node)
+    elif node is not None and not _is_opaque(node):
+        found += filter(_is_differentiable, pytree.tree_leaves(node, is_leaf=_is_opaque))
+
+
 def _is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex())
 
@@ -131,12 +147,8 @@ class BlockHooks:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.close_left_open()
         inputs: list[torch.Tensor] = []
-
-        def find(leaf: Any) -> None:
-            if _is_differentiable(leaf):
-                inputs.append(leaf)
-
-        _mapped(find, (args, kwargs))
+        _find_differentiable(args, inputs)
+        _find_differentiable(kwargs, inputs)
         counted = False
         if in_backward():
             self._events.enter_backward(self._unit)
@@ -150,8 +162,12 @@ class BlockHooks:
                 done = functools.partial(token.fire, leave)
             else:
                 done = functools.partial(leave, self._unit)
-            through = iter(_Boundary.apply(done, *inputs))
-            args, kwargs = _mapped(lambda leaf: next(through) if _is_differentiable(leaf) else leaf, (args, kwargs))
+            through = _Boundary.apply(done, *inputs)
+            if len(inputs) == 1 and args and args[0] is inputs[0]:  # mostly the hidden states are the only one
+                args = (through[0], *args[1:])
+            else:
+                rest = iter(through)
+                args, kwargs = _mapped(lambda leaf: next(rest) if _is_differentiable(leaf) else leaf, (args, kwargs))
         # Weights that are on the GPU all the time are saved as they are. What a re-entrant recomputation saves needs no
         # reference either: the weights stay bound until its backward has ended.
         if self._unit.is_streamed and torch.is_grad_enabled() and (not in_backward() or hooks_around() is not None):

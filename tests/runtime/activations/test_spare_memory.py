@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_slide.plan.spare import FRAGMENTATION, MARGIN_SHARE, Movable, Slots, StepTimes
+from ds_slide.plan.sharing import StepTimes
+from ds_slide.plan.spare import FRAGMENTATION, MARGIN_SHARE, Movable, Slots
 from ds_slide.plan.two_passes import Schedules
 from ds_slide.report.statistics import StepRecorder, StepStatistics
 from ds_slide.report.waits import Waits
@@ -103,7 +104,7 @@ class Two(Ranks):
         self._less = less
 
     def exchange(self, own: Any, what: str) -> list[Any]:  # noqa: ARG002
-        return [own, replace(own, room=own.room - self._less)]
+        return [own, replace(own, offer=replace(own.offer, room=own.offer.room - self._less))]
 
 
 class Telling(Ranks):
@@ -194,8 +195,15 @@ def test_slots_go_where_states_do_not_suffice() -> None:
     run.forward((1, 2 * TOKENS))
 
 
+def test_states_fill_what_not_even_another_batch_would_need() -> None:
+    run = Run(stall=0.0)
+    run.steps(10)
+    assert run.units.orders == list(range((TOTAL - MARGIN - RESIDENT - 2 * TOKENS * BYTES_PER_TOKEN) // UNIT))
+
+
 def test_nothing_is_moved_for_nothing() -> None:
     run = Run(stall=0.0)
+    run.gpu.memory_rate = lambda: 5e4  # an update of one unit takes 0.04 of 1 s
     run.steps(10)
     assert run.units.orders == []
 
