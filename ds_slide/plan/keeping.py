@@ -14,12 +14,18 @@ from ds_slide.plan.mixtures import Mixture
 
 @dataclass(frozen=True)
 class Keepable:
-    """A block whose activations may be kept. `seconds`: of its recomputation. `mixtures`: between nothing and all."""
+    """A block whose activations may be kept. `seconds`: of its recomputation. `mixtures`: between nothing and all.
+    `mixing_s`: that it takes to keep any of them, as far as that is known."""
 
     order: int
     nbytes: int
     seconds: float
     mixtures: tuple[Mixture, ...] = ()
+    mixing_s: float = 0.0
+
+    def saved_by(self, mixture: Mixture) -> float:
+        """Seconds."""
+        return mixture.share * self.seconds - self.mixing_s
 
 
 @dataclass(frozen=True)
@@ -39,10 +45,10 @@ class Kept:
         mixed = sum(mixture.nbytes for mixture in self.mixed.values())
         return mixed + sum(each.nbytes for each in blocks if each.order in self.whole)
 
-    def seconds(self, blocks: Iterable[Keepable]) -> float:
+    def seconds(self, blocks: Collection[Keepable]) -> float:
         """What it saves of the recomputations."""
-        shares = dict.fromkeys(self.whole, 1.0) | {order: each.share for order, each in self.mixed.items()}
-        return sum(shares.get(each.order, 0.0) * each.seconds for each in blocks)
+        whole = sum(each.seconds for each in blocks if each.order in self.whole)
+        return whole + sum(each.saved_by(self.mixed[each.order]) for each in blocks if each.order in self.mixed)
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ def _steps(blocks: Iterable[Keepable], *, mixed: bool, first: bool = False) -> l
 
 def _steps_of(block: Keepable, mixtures: Iterable[Mixture]) -> Iterator[_Step]:
     taken, saved, value = 0, 0.0, float("inf")
-    targets = [(each.nbytes, each.share * block.seconds, each) for each in mixtures]
+    targets = [(each.nbytes, saves, each) for each in mixtures if (saves := block.saved_by(each)) > 0]
     for level, (nbytes, seconds, to) in enumerate([*targets, (block.nbytes, block.seconds, None)]):
         # No step is worth more than the one before it, also where bytes have been rounded: it comes behind it.
         value = min(value, (seconds - saved) / max(nbytes - taken, 1))

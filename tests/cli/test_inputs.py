@@ -115,6 +115,6 @@ def test_a_kept_block_saves_what_is_recomputed(
 
     monkeypatch.setattr(planner_module, "decide", spy)
     planner.steady(request_of(24 << 30))
-    plan, _, keepable, time_of = asked
+    plan, _, keepable, _, time_of = asked
     none, every = (time_of(plan, Kept(frozenset(kept))).lanes["compute"] for kept in ((), range(100)))
     assert none - every == pytest.approx(sum(each.seconds for each in keepable), rel=0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -29,6 +30,9 @@ from harness import Result, batches, differences, engine_for, llama, states_of, 
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ds_slide.plan.keeping import kept_within
+from ds_slide.plan.spare import Shape
+from ds_slide.runtime.activations.mixing import _Forward
 from ds_slide.runtime.activations.spare_memory import LOOKS
 
 transformers = pytest.importorskip("transformers")
@@ -231,6 +235,29 @@ def test_what_stays_comes_free_with_its_graph(mix: Callable[[], None]) -> None:
         del loss
         gc.collect()
         assert activations.alive() == 0 and sum(storages().values()) == before
+
+
+def test_no_block_is_mixed_where_that_takes_longer_than_recomputing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that waits for the host: it is measured in the second look."""
+    run_operator = _Forward.__torch_dispatch__
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.002)
+        return run_operator(*given)
+
+    monkeypatch.setattr(_Forward, "__torch_dispatch__", slow)
+    monkeypatch.setattr("ds_slide.runtime.activations.activations.mixtures", all_of)
+    with engine_for(checkpointed(llama(), True), config_of(LIMITED)) as engine:
+        activations = engine.optimizer.runtime.parts.spare.activations
+        train(engine, batches(LOOKS[0]))
+        with all_mixed():
+            train(engine, batches(LOOKS[1] - LOOKS[0] - 1))
+            before = activations.keepable(Shape(1, 1))
+            train(engine, batches(1))
+        after = activations.keepable(Shape(1, 1))
+    room = sum(each.nbytes for each in before) - 1
+    assert [each.mixing_s for each in before] == [0.0] * len(layers_of(llama())) and kept_within(room, before).mixed
+    assert min(each.mixing_s for each in after) > 0.02 and not kept_within(room, after).mixed
 
 
 def test_a_longer_batch_keeps_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from ds_slide.plan.memory import Plan
 from ds_slide.plan.mixtures import mixtures
 from ds_slide.plan.rates import Rates
 from ds_slide.plan.time import StepTime, all_schedules, step_time
-from ds_slide.plan.trace import FUNCTION, StepTrace, TracedUnit, kept_by_block, trace_step, with_kept
+from ds_slide.plan.trace import FUNCTION, StepTrace, TracedUnit, kept_by_block, trace_step, under_mode, with_kept
 from ds_slide.runtime.activations.checkpointing import FLAG
 
 IN_TWO_PASSES = ("AdamW", "Lion")
@@ -84,7 +84,7 @@ class Planner:
         """Of the steps after the engine has decided about spare GPU memory. Raises as `forecast`."""
         case = self._case(request)
         slide = case.planned.settings.slide
-        plain, keepable = case.trace, []
+        plain, keepable, slowed = case.trace, [], []
         if _takes_over(request, case.planned):
             plain = self._trace(request, case.planned, case.batch, checkpointing=False).step
             saved = kept_by_block(plain, case.trace)
@@ -93,6 +93,7 @@ class Planner:
                 mixed = mixtures([each.run for each in again], saved[index]) if slide.debug.mix else ()
                 seconds = case.rates.seconds(Counter(chain.from_iterable(each.operations for each in again)))
                 keepable.append(Keepable(index, saved[index], seconds, mixed))
+                slowed.append(replace(keepable[-1], mixing_s=case.mixing_s(index)))
 
         tied = request.room.ranks > 1 or case.planned.micro_batches > 1
         spare = Spare(request.room, case.trace.peak_bytes, slide.gpu_memory, tied, case.rates.copy)
@@ -109,7 +110,7 @@ class Planner:
 
         passes = 2 * case.planned.micro_batches
         plan, activations = decide(
-            placed, spare, keepable, time_of, moves_states=slide.gpu_states == "auto", passes=passes
+            placed, spare, keepable, slowed, time_of, moves_states=slide.gpu_states == "auto", passes=passes
         )
         activations = replace(
             moved,
@@ -181,6 +182,11 @@ class _Case:
         two = debug.update_passes != 1 and rule.name in IN_TWO_PASSES
         micro = planned.micro_batches
         return step_time(plan, planned.needs, trace, self.rates, micro_batches=micro, two=two, below_limit=below_limit)
+
+    def mixing_s(self, block: int) -> float:
+        """Seconds that the forward of a block takes more where some results stay."""
+        forward = next(each for each in self.trace.forward if each.unit == block)
+        return self.rates.seconds(under_mode(forward).operations) - self.rates.seconds(forward.operations)
 
     def forecast_of(self, plan: Plan) -> Forecast:
         """With nothing kept and nothing moved."""

@@ -112,10 +112,13 @@ class Activations:
         self._times = False
         self._entered: dict[int, Marker] = {}
         """When blocks that are timed have begun to compute."""
-        self._marks: list[tuple[int, Marker, Marker]] = []
+        self._marks: list[_Timed] = []
         self._seconds: dict[Hashable, float] = {}
         """Of a block's forwards in a step, by kind: of blocks that are alike none is chosen for the noise of its
         time."""
+        self._mixing_s: dict[Hashable, float] = {}
+        """How many more they are where some results stay, by kind: a mode of the dispatcher takes time of the host,
+        which a GPU with small blocks waits for."""
         self._handled = _statistics(0, Kept(), 0)
         """Of the newest forward with gradients."""
 
@@ -185,6 +188,7 @@ class Activations:
     def _run(self, unit: Unit, written: Checkpoint, function: Callable[..., Any], *inputs: Any) -> Any:
         """Run a block for its caller. `written`: as the script has it."""
         self._calls[unit.order] += 1
+        is_mixed = False
         kept = self._bytes.setdefault(unit.order, [])
         if self._inputs is not None:
             self._inputs.enter(unit.order)
@@ -195,6 +199,7 @@ class Activations:
             result = function(*inputs)
         elif (mixture := self._mixture_of(unit.order)) and (mixing := mixing_form(unit, written, function, inputs)):
             kept.append(mixture.nbytes)
+            is_mixed = True
             result = mixing(function, *inputs, context_fn=functools.partial(contexts, mixture))
         else:
             kept.append(0)
@@ -205,7 +210,7 @@ class Activations:
             else:
                 result = written(measured, *inputs)
         if (before := self._entered.pop(unit.order, None)) is not None:
-            self._marks.append((unit.order, before, self._device.mark(timed=True)))
+            self._marks.append(_Timed(unit.order, before, self._device.mark(timed=True), is_mixed))
         return result
 
     def _measuring(self, unit: Unit, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -308,7 +313,8 @@ class Activations:
                 calls = self._expected_calls(order)
                 mixed = tuple(each.times(calls * measured.shape.growth(shape)) for each in measured.mixtures)
                 seconds = measured.again * self._seconds_of(order)
-                found.append(Keepable(order, calls * measured.at(shape), seconds, mixed))
+                mixing_s = self._mixing_s.get(self._kind[order], 0.0)
+                found.append(Keepable(order, calls * measured.at(shape), seconds, mixed, mixing_s))
         return found
 
     def _expected_calls(self, order: int) -> int:
@@ -342,6 +348,16 @@ class Activations:
         """Bytes of what is kept for backwards that are to come, at most."""
         return sum(_largest(self._bytes.get(unit.order, ()), unit.uses - unit.uses_done) for unit in self._blocks)
 
+    def _times_of(self, marks: Iterable[_Timed]) -> dict[Hashable, float]:
+        """Seconds of a block's calls, by kind."""
+        blocks: dict[Hashable, set[int]] = {}
+        total: dict[Hashable, float] = {}
+        for each in marks:
+            kind = self._kind[each.order]
+            blocks.setdefault(kind, set()).add(each.order)
+            total[kind] = total.get(kind, 0.0) + each.begun.seconds_until(each.ended)
+        return {kind: seconds / len(blocks[kind]) for kind, seconds in total.items()}
+
     def begin_times(self) -> None:
         """Time the forwards of blocks from now on."""
         self._marks.clear()
@@ -351,15 +367,23 @@ class Activations:
     def take_times(self) -> None:
         """Take the times of the forwards of the step since. Waits for the GPU."""
         self._device.synchronize()
-        blocks: dict[Hashable, set[int]] = {}
-        total: dict[Hashable, float] = {}
-        for order, before, after in self._marks:
-            kind = self._kind[order]
-            blocks.setdefault(kind, set()).add(order)
-            total[kind] = total.get(kind, 0.0) + before.seconds_until(after)
-        self._seconds = {kind: seconds / len(blocks[kind]) for kind, seconds in total.items()}
+        plain, mixed = (
+            self._times_of(each for each in self._marks if each.is_mixed == which) for which in (False, True)
+        )
+        self._seconds = {kind: plain.get(kind, self._seconds.get(kind, mixed.get(kind, 0.0))) for kind in plain | mixed}
+        self._mixing_s |= {kind: max(0.0, seconds - self._seconds[kind]) for kind, seconds in mixed.items()}
         self._marks.clear()
         self._times = False
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A call of a block in forward. `is_mixed`: whether it has kept some results only."""
+
+    order: int
+    begun: Marker
+    ended: Marker
+    is_mixed: bool
 
 
 def _largest(given: Iterable[int], count: int) -> int:
