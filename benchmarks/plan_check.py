@@ -34,6 +34,7 @@ AT_C155 = "c15576420a86:benchmarks/results/"
 RECORDS = (
     "benchmarks/results/2026-11-23_nvidia-h200-x2_passes.jsonl",
     "benchmarks/results/2026-11-23_nvidia-h200_choosing.jsonl",
+    "benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.jsonl",
     *(
         f"{AT_C155}{name}.jsonl"
         for name in (
@@ -65,18 +66,18 @@ def checks(nvme_path: str, *, on_gpu: bool = True) -> Iterator[Setting]:
     # Decisions are made after steps 3 and 6, and step 7 makes the room.
     decided: dict[str, Any] = {"steps": 4, "warmup": 7, "checkpointing": "reentrant"}
     yield Setting("slide", "qwen2.5-0.5b", **decided)
-    yield Setting("slide", "qwen2.5-1.5b", clip=0, **decided)
+    yield Setting("slide", "qwen2.5-1.5b", clip=0.0, **decided)
     yield Setting("slide", "qwen2.5-3b", grad_accum=4, batch=4, **decided)
     yield Setting("slide", "qwen2.5-3b", batch=32, seq=512, **decided)
     yield Setting("slide", "qwen2.5-3b", batch=1, seq=32_768, **decided)
-    yield Setting("slide", "qwen2.5-3b", clip=0, **decided)
-    yield Setting("slide", "qwen2.5-7b", clip=0, **decided)
+    yield Setting("slide", "qwen2.5-3b", clip=0.0, **decided)
+    yield Setting("slide", "qwen2.5-7b", clip=0.0, **decided)
     yield Setting("slide", "qwen2.5-3b", batch=4, gpu_fraction=share_of_gpu(12), **decided)
     yield Setting("slide", "qwen2.5-1.5b", gpu_fraction=share_of_gpu(24), **decided)
     yield Setting("slide", "qwen2.5-0.5b", seq=512, grad_accum=4, **decided)
     yield Setting("slide", "qwen2.5-3b", gpu_fraction=share_of_gpu(80), **decided)
-    yield Setting("slide", "qwen2.5-7b", batch=4, clip=0, gpu_fraction=share_of_gpu(24), **decided)
-    yield Setting("slide", "qwen2.5-14b", batch=4, clip=0, **decided)
+    yield Setting("slide", "qwen2.5-7b", batch=4, clip=0.0, gpu_fraction=share_of_gpu(24), **decided)
+    yield Setting("slide", "qwen2.5-14b", batch=4, clip=0.0, **decided)
     if nvme_path:
         on_ssd: dict[str, Any] = {"offload": "nvme", "nvme_path": nvme_path, "steps": 2, "warmup": 2}
         yield Setting("slide", "qwen2.5-1.5b", slide={"gpu_states": 0, "host_memory": 0}, **on_ssd)

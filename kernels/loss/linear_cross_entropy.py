@@ -38,7 +38,15 @@ def chunk_bytes(device: torch.device, summed: int) -> int:
     because the order of sums depends on it."""
     if device.type != "cuda":
         return CHUNK_BYTES
-    return chunk_bytes_of(torch.cuda.get_device_properties(device).total_memory, summed)
+    return chunk_bytes_of(_memory_of(device), summed)
+
+
+def _memory_of(device: torch.device) -> int:
+    """Bytes of a GPU that torch may take."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    if not hasattr(torch.cuda, "get_per_process_memory_fraction"):
+        return total
+    return int(total * torch.cuda.get_per_process_memory_fraction(device))
 
 
 def chunk_bytes_of(memory: int, summed: int) -> int:

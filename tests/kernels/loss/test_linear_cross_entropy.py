@@ -166,11 +166,14 @@ def test_chunks_are_powers_of_two_within_the_limit() -> None:
     ("gigabytes", "summed", "expected"),
     [(24, 622, 320), (24, 2000, 320), (80, 622, 777.5), (80, 2000, 800), (150, 0, 750), (150, 622, 777.5)],
 )
+@pytest.mark.parametrize("share", [1.0, 0.5])
 def test_chunks_grow_with_the_gpu_and_with_the_sum(
-    gigabytes: int, summed: int, expected: float, monkeypatch: pytest.MonkeyPatch
+    gigabytes: int, summed: int, expected: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    properties = SimpleNamespace(total_memory=gigabytes * 10**9)
+    """As far as torch may take it."""
+    properties = SimpleNamespace(total_memory=gigabytes / share * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: share, raising=False)
     assert module.chunk_bytes(torch.device("cuda"), summed * 10**6) == expected * 10**6
 
 
