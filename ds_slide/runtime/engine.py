@@ -31,7 +31,7 @@ from ds_slide.runtime.interruptions import Interruptions
 from ds_slide.runtime.learning import Learning
 from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.totals import Totals
-from ds_slide.runtime.transfers.handoff import Future
+from ds_slide.runtime.transfers.handoff import Future, wait_on_stream
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.unit import Availability, Unit
 from ds_slide.runtime.updates.apply import device_update
@@ -196,10 +196,7 @@ class SlideRuntime:
 
     def wait(self, future: Future) -> None:
         """Make the compute stream wait for a transfer, and book the time it stands still."""
-        if future.has_ended:
-            return
-        with self.parts.recorder.stalled(future.what):
-            self.device.wait(future.wait())
+        wait_on_stream(future, self.device, self.parts.recorder.stalled)
 
     # ---- forward ---------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from ds_slide.runtime.activations.input_buffers import InputBuffers
 from ds_slide.runtime.activations.input_disk import InputDisk, Place
 from ds_slide.runtime.deferred_interrupt import deferred_interrupt
 from ds_slide.runtime.device import Device, Marker
-from ds_slide.runtime.transfers.handoff import Failures, Future
+from ds_slide.runtime.transfers.handoff import Failures, Future, wait_on_stream
 from ds_slide.runtime.transfers.pool import Lease
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.weights.saved_weights import hooks_around, only_hooks_of_block
@@ -302,8 +302,7 @@ class MovedInputs:
         done.keep(end)
 
     def _wait(self, future: Future) -> None:
-        with self._recorder.stalled(future.what):
-            self._device.wait(future.wait())
+        wait_on_stream(future, self._device, self._recorder.stalled)
 
     def close(self) -> None:
         """End the lane, and what passes inputs on. Harmless when called twice."""

@@ -26,7 +26,7 @@ from ds_slide.runtime.device import PASSED, Device, Marker
 from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Staging
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.totals import SquareSums
-from ds_slide.runtime.transfers.handoff import Failures, Future
+from ds_slide.runtime.transfers.handoff import Failures, Future, wait_on_stream
 from ds_slide.runtime.transfers.pool import BufferPool, Lease
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.unit import Unit, Update
@@ -329,9 +329,7 @@ class Gradients:
     def _take_staging(self) -> Staging:
         staging = self._stagings[self._turn]
         self._turn = (self._turn + 1) % len(self._stagings)
-        if not staging.free.has_ended:
-            with self._stalled(staging.free.what):
-                self._device.wait(staging.free.wait())
+        wait_on_stream(staging.free, self._device, self._stalled)
         staging.free = Future(self._failures, "a GPU buffer for a gradient")
         return staging
 

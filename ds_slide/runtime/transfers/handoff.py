@@ -13,12 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from ds_slide.errors import SlideError
 from ds_slide.report.waits import THREAD_PREFIX, HostWait, NoRanges, Waits
-from ds_slide.runtime.device import PASSED, Marker
+from ds_slide.runtime.device import PASSED, Device, Marker
 
 Wake = Callable[[], None]
 
@@ -264,6 +264,14 @@ class Future:
     def synchronize(self) -> None:
         """Block until the work has been issued and has run."""
         synchronize(self._failures, self.wait(), self.what)
+
+
+def wait_on_stream(future: Future, device: Device, stalled: Callable[[str], AbstractContextManager[None]]) -> None:
+    """Make the calling thread's stream wait for the work of `future`. `stalled`: books the time that it stands still
+    for what it is told (`ds_slide.report.statistics.StepRecorder.stalled`)."""
+    if not future.has_ended:
+        with stalled(future.what):
+            device.wait(future.wait())
 
 
 def synchronize(failures: Failures, marker: Marker, what: str) -> None:
