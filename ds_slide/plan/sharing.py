@@ -107,8 +107,8 @@ class Choice:
 class Offer:
     """What is to be shared out. `room`: bytes. `states`: in the order in which they move. `slots`: of the window; those
     beyond the least give way to states, and go anyway where fewer blocks pass than there are slots. `memory_rate`:
-    bytes a second of the GPU's memory. `reserve`: bytes of the room that are left to longer batches unless something
-    is sure to make the step shorter there."""
+    bytes a second of the GPU's memory. `reserve`: bytes of the room that states leave which make the step no shorter;
+    None: there are to be no such states."""
 
     room: float
     states: Sequence[Movable]
@@ -116,7 +116,7 @@ class Offer:
     times: StepTimes
     slots: Slots = NO_SLOTS
     memory_rate: float = MEMORY_RATE
-    reserve: float = 0.0
+    reserve: float | None = 0.0
 
 
 def share_out(offer: Offer) -> Choice:
@@ -126,6 +126,8 @@ def share_out(offer: Offer) -> Choice:
     without, best = choose(replace(offer, states=())), choose(offer)
     if best.seconds > (1 - LEAST_GAIN) * without.seconds:
         best = without
+    if offer.reserve is None:
+        return best
     room = offer.room - offer.reserve - best.filling.nbytes
     filled = [
         found

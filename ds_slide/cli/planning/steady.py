@@ -79,8 +79,8 @@ def decide(
         on_ssd = step.ssd_read + step.ssd_written
         times = StepTimes.of(step.lanes, step.step_s, step.schedule, inputs=step.ssd_inputs, on_ssd=on_ssd)
         times = replace(times, compute=times.compute + kept.seconds(keepable))
-        headroom = HEADROOM * spare.needed if spare.tied else 0.0
-        room, reserve = room - headroom, RESERVE * spare.needed - headroom
+        reserve = None if spare.tied else RESERVE * spare.needed
+        room -= HEADROOM * spare.needed if spare.tied else 0
         slots = _slots(plan, passes)
         movable = _movable(plan) if moves_states else ()
         choice = share_out(Offer(room, movable, keepable, times, slots, spare.memory_rate, reserve))

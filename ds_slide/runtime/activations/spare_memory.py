@@ -49,7 +49,8 @@ to move them together, or gradients have been accumulated by then. So little whe
 differ, room for one that is twice as long as any so far. Activations, which go at once, may be kept there."""
 RESERVE = 1.0
 """Of a batch's need: left free of states that would make the step no shorter there. As many tokens with more images
-take more, and somebody may load another model."""
+take more, and somebody may load another model. Where states cannot go when a longer batch begins, they come for a
+shorter step only."""
 
 
 class GpuMemory(Protocol):
@@ -353,10 +354,10 @@ class SpareMemory:
         if room < 0:
             elsewhere = self.activations.movable_bytes(self._need.shape)
             room = min(0.0, self._room(None, with_gradient=True, elsewhere=elsewhere))
-        headroom = 0.0
+        reserve: float | None = RESERVE * self._need.nbytes
         if self._is_tied:
-            headroom = (HEADROOM if len(self._shapes) < 2 else HEADROOM_OF_VARYING) * self._need.nbytes
-        room, reserve = room - headroom, RESERVE * self._need.nbytes - headroom
+            room -= (HEADROOM if len(self._shapes) < 2 else HEADROOM_OF_VARYING) * self._need.nbytes
+            reserve = None
         inputs = 2 * forwards * self.activations.statistics.get("moved_to_ssd_bytes", 0)
         times = _times(latest, self._schedules().measured, inputs)
         kept_s = self.activations.kept_seconds

@@ -201,6 +201,15 @@ def test_states_fill_what_not_even_another_batch_would_need() -> None:
     assert run.units.orders == list(range((TOTAL - MARGIN - RESIDENT - 2 * TOKENS * BYTES_PER_TOKEN) // UNIT))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_that_cannot_go_back_fill_nothing(ranks: int) -> None:
+    """A batch may come that is many times as long as those before."""
+    run = Run(stall=0.0, ranks=Two(0.0) if ranks == 2 else None)
+    for _ in range(10):
+        run.step(*[(1, TOKENS)] * (3 - ranks))
+    assert run.units.orders == []
+
+
 def test_nothing_is_moved_for_nothing() -> None:
     run = Run(stall=0.0)
     run.gpu.memory_rate = lambda: 5e4  # an update of one unit takes 0.04 of 1 s
