@@ -13,11 +13,12 @@ _runs = st.lists(st.tuples(st.floats(0, 50), st.integers(0, 30)), max_size=5).ma
 )
 
 
-def _block(order: int, nbytes: int, seconds: float, runs: list[Run]) -> Keepable:
-    return Keepable(order, nbytes, seconds, mixtures(runs, nbytes))
+def _block(order: int, nbytes: int, seconds: float, runs: list[Run], mixing: float) -> Keepable:
+    """`mixing`: of the seconds."""
+    return Keepable(order, nbytes, seconds, mixtures(runs, nbytes), mixing * seconds)
 
 
-keepables = st.lists(st.tuples(st.integers(0, 50), st.floats(0, 2), _runs), max_size=6).map(
+keepables = st.lists(st.tuples(st.integers(0, 50), st.floats(0, 2), _runs, st.floats(0, 1)), max_size=6).map(
     lambda given: [_block(order, *each) for order, each in enumerate(given)]
 )
 

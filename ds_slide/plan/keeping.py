@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from ds_slide.plan.mixtures import Mixture
 
@@ -65,6 +66,19 @@ class _Step:
     to: Mixture | None
 
 
+@dataclass(frozen=True)
+class _Target:
+    """What a block may keep: `nbytes`, which save `seconds`."""
+
+    nbytes: int
+    seconds: float
+    to: Mixture | None
+
+    def value_of(self, other: _Target) -> float:
+        """Seconds for each byte more."""
+        return (other.seconds - self.seconds) / max(other.nbytes - self.nbytes, 1)
+
+
 def kept_within(room: float, blocks: Collection[Keepable], *, first: bool = False) -> Kept:
     """What is kept in `room` bytes: never less time saved than where each block is kept as a whole or not at all, nor
     than in less room. `first`: of equal blocks the first, and not the last ones, whose tensors backward frees first.
@@ -110,13 +124,17 @@ def _steps(blocks: Iterable[Keepable], *, mixed: bool, first: bool = False) -> l
 
 
 def _steps_of(block: Keepable, mixtures: Iterable[Mixture]) -> Iterator[_Step]:
-    taken, saved, value = 0, 0.0, float("inf")
-    targets = [(each.nbytes, saves, each) for each in mixtures if (saves := block.saved_by(each)) > 0]
-    for level, (nbytes, seconds, to) in enumerate([*targets, (block.nbytes, block.seconds, None)]):
-        # No step is worth more than the one before it, also where bytes have been rounded: it comes behind it.
-        value = min(value, (seconds - saved) / max(nbytes - taken, 1))
-        yield _Step(block.order, level, nbytes - taken, seconds - saved, value, to)
-        taken, saved = nbytes, seconds
+    mixed = [_Target(each.nbytes, saves, each) for each in mixtures if (saves := block.saved_by(each)) > 0]
+    # A target that is worth less than what comes behind it is passed over: one step there is worth more. What mixing
+    # takes is due at the first mixture, and comes back where the block is kept as a whole.
+    targets = [_Target(0, 0.0, None)]
+    for target in (*mixed, _Target(block.nbytes, block.seconds, None)):
+        while len(targets) > 1 and targets[-2].value_of(targets[-1]) < targets[-1].value_of(target):
+            targets.pop()
+        targets.append(target)
+    for level, (before, after) in enumerate(pairwise(targets)):
+        nbytes, seconds = after.nbytes - before.nbytes, after.seconds - before.seconds
+        yield _Step(block.order, level, nbytes, seconds, before.value_of(after), after.to)
 
 
 def _taken(room: float, steps: Iterable[_Step]) -> Kept:
