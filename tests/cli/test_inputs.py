@@ -16,6 +16,7 @@ from ds_slide.cli.planning.steady import decide
 from ds_slide.plan.ceilings.figures import read_ceilings
 from ds_slide.plan.forecast import Forecast, Room
 from ds_slide.plan.keeping import Kept
+from ds_slide.plan.mixtures import Mixture
 from ds_slide.plan.spare import BLOCKS_UNDER_WAY, LEAST_AHEAD, buffers_for
 
 BLOCKS, SEQ, HIDDEN = 24, 512, 256
@@ -103,10 +104,12 @@ def test_what_host_memory_does_not_hold_goes_on_to_ssd(planner: Planner, request
     assert len(small.activations.on_ssd) == 2 and len(small.activations.moved) == 5
 
 
+@pytest.mark.parametrize("micro_batches", [1, 4])
 def test_a_kept_block_saves_what_is_recomputed(
-    planner: Planner, request_of: Any, monkeypatch: pytest.MonkeyPatch
+    micro_batches: int, planner: Planner, request_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recomputation ends behind the last tensor that backward needs, before the last product of the block."""
+    """A recomputation ends behind the last tensor that backward needs, before the last product of the block. What
+    mixing takes is that of a step, too."""
     asked: list[Any] = []
 
     def spy(*given: Any, **named: Any) -> Any:
@@ -114,7 +117,11 @@ def test_a_kept_block_saves_what_is_recomputed(
         return decide(*given, **named)
 
     monkeypatch.setattr(planner_module, "decide", spy)
-    planner.steady(request_of(24 << 30))
-    plan, _, keepable, _, time_of = asked
-    none, every = (time_of(plan, Kept(frozenset(kept))).lanes["compute"] for kept in ((), range(100)))
+    request = request_of(24 << 30)
+    planner.steady(replace(request, raw={**request.raw, "gradient_accumulation_steps": micro_batches}))
+    plan, _, keepable, slowed, time_of = asked
+    nothing = Mixture(frozenset(), 0, 0.0)  # stays, and so backward is under a mode as forward is
+    cases = Kept(), Kept(frozenset(range(100))), Kept(mixed={each.order: nothing for each in keepable})
+    none, every, mixed = (time_of(plan, kept).lanes["compute"] for kept in cases)
     assert none - every == pytest.approx(sum(each.seconds for each in keepable), rel=0.01)
+    assert (mixed - none) / 2 <= sum(each.mixing_s for each in slowed) <= mixed - none

@@ -23,7 +23,16 @@ from ds_slide.plan.memory import Plan
 from ds_slide.plan.mixtures import mixtures
 from ds_slide.plan.rates import Rates
 from ds_slide.plan.time import StepTime, all_schedules, step_time
-from ds_slide.plan.trace import FUNCTION, StepTrace, TracedUnit, kept_by_block, trace_step, under_mode, with_kept
+from ds_slide.plan.trace import (
+    FUNCTION,
+    Again,
+    StepTrace,
+    TracedUnit,
+    kept_by_block,
+    trace_step,
+    under_mode,
+    with_kept,
+)
 from ds_slide.runtime.activations.checkpointing import FLAG
 
 IN_TWO_PASSES = ("AdamW", "Lion")
@@ -91,8 +100,7 @@ class Planner:
             for index in sorted(case.checkpointed):
                 again = case.trace.again.get(index, ())
                 mixed = mixtures([each.run for each in again], saved[index]) if slide.debug.mix else ()
-                seconds = case.rates.seconds(Counter(chain.from_iterable(each.operations for each in again)))
-                keepable.append(Keepable(index, saved[index], seconds, mixed))
+                keepable.append(Keepable(index, saved[index], case.recomputation_s(again), mixed))
                 slowed.append(replace(keepable[-1], mixing_s=case.mixing_s(index)))
 
         tied = request.room.ranks > 1 or case.planned.micro_batches > 1
@@ -183,10 +191,16 @@ class _Case:
         micro = planned.micro_batches
         return step_time(plan, planned.needs, trace, self.rates, micro_batches=micro, two=two, below_limit=below_limit)
 
+    def recomputation_s(self, again: Sequence[Again]) -> float:
+        """Seconds of a step in which `again` runs."""
+        runs = Counter(chain.from_iterable(each.operations for each in again))
+        return self.planned.micro_batches * self.rates.seconds(runs)
+
     def mixing_s(self, block: int) -> float:
-        """Seconds that the forward of a block takes more where some results stay."""
+        """Seconds of a step that the forwards of a block take more where some results stay."""
         forward = next(each for each in self.trace.forward if each.unit == block)
-        return self.rates.seconds(under_mode(forward).operations) - self.rates.seconds(forward.operations)
+        more = self.rates.seconds(under_mode(forward).operations) - self.rates.seconds(forward.operations)
+        return self.planned.micro_batches * more
 
     def forecast_of(self, plan: Plan) -> Forecast:
         """With nothing kept and nothing moved."""
