@@ -17,7 +17,7 @@ class Operation:
     """What the GPU does at once. `nbytes`: read and written in its memory."""
 
     kind: str
-    """ "product", "attention", "attention backward" or "other"."""
+    """ "product", "attention", "attention backward", "other", or "mode" of `UNDER_MODE`."""
     flops: int
     nbytes: int
     shape: tuple[int, int, int] | None = None

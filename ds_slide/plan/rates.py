@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ds_slide.errors import SlideError
 from ds_slide.plan.ceilings.figures import Ceilings
-from ds_slide.plan.operations import Operation
+from ds_slide.plan.operations import UNDER_MODE, Operation
 
 ATTENTION_SHARE = {"attention": (0.80, 1_850), "attention backward": (0.75, 1_990)}
 """Of the rate of matrix products, what attention comes near to with many keys, and the keys with which it has half of
@@ -75,6 +75,8 @@ class Rates:
         return max(launches, sum(self._seconds(operation) * count for operation, count in operations.items()))
 
     def _seconds(self, operation: Operation) -> float:
+        if operation == UNDER_MODE:
+            return 0.0
         gpu = self.ceilings.gpu
         if gpu is None:
             flops = (self.ceilings.cpu.product_tflop_s or 1.0) * 1e12

@@ -17,7 +17,7 @@ from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.ceilings.figures import Ceilings
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize
-from ds_slide.plan.operations import Operation
+from ds_slide.plan.operations import UNDER_MODE, Operation
 from ds_slide.plan.rates import Rates
 from ds_slide.plan.time import STEP_S, StepTime, all_schedules, step_time, update_bytes
 from ds_slide.plan.trace import Segment, StepTrace
@@ -182,6 +182,14 @@ def test_states_on_the_gpu_leave_the_lanes() -> None:
     found = step_time(made, NEEDS, trace(0.01, 0.02), rates(update=0.1), micro_batches=1, two=True)
     assert found.lanes["update"] == found.lanes["h2d"] == found.lanes["d2h"] == 0
     assert found.step_s == pytest.approx(0.24 + STEP_S, rel=0.01)
+
+
+def test_a_mode_takes_time_of_the_host_alone() -> None:
+    """It adds no kernel: a GPU does not notice it that the host does not hold up."""
+    found, modes = rates(), Counter({UNDER_MODE: 10})
+    long, short = (Counter({Operation("product", flops, 0): 10}) for flops in (10**10, 1))
+    assert found.seconds(long + modes) == found.seconds(long)
+    assert found.seconds(short + modes) == pytest.approx(2 * found.seconds(short))
 
 
 times = st.floats(1e-4, 0.1)
