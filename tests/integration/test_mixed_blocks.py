@@ -260,6 +260,47 @@ def test_no_block_is_mixed_where_that_takes_longer_than_recomputing(monkeypatch:
     assert min(each.mixing_s for each in after) > 0.02 and not kept_within(room, after).mixed
 
 
+CALL_S = 0.05
+
+
+def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks take so long for 16 tokens of a sequence, mixed or not. All can be mixed."""
+    kind = transformers.models.llama.modeling_llama.LlamaMLP
+    run_module = kind.forward
+
+    def slow(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        time.sleep(CALL_S * hidden.shape[1] / 16)
+        made: torch.Tensor = run_module(module, hidden)
+        return made
+
+    monkeypatch.setattr(kind, "forward", slow)
+    monkeypatch.setattr("ds_slide.runtime.activations.activations.mixtures", all_of)
+
+
+def test_a_longer_batch_is_not_what_mixing_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeping(monkeypatch)
+    with engine_for(checkpointed(llama(num_hidden_layers=2), True), config_of(LIMITED)) as engine:
+        activations = engine.optimizer.runtime.parts.spare.activations
+        train(engine, batches(LOOKS[0], length=8))
+        with all_mixed():
+            train(engine, batches(LOOKS[1] - LOOKS[0], length=32))
+    assert [each.mixing_s for each in activations.keepable(Shape(1, 1))] == [0.0, 0.0]
+    assert min(map(activations._seconds_of, activations._orders)) > 2 * CALL_S
+
+
+def test_all_micro_batches_count_in_a_step_of_which_some_are_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeping(monkeypatch)
+    config = config_of(LIMITED, "accumulation")
+    with engine_for(checkpointed(llama(num_hidden_layers=2), True), config) as engine:
+        activations = engine.optimizer.runtime.parts.spare.activations
+        train(engine, batches(3 * LOOKS[1] - 2, length=16))
+        with all_mixed():
+            train(engine, batches(2, length=16))
+    seconds = [activations._seconds_of(order) for order in sorted(activations._orders)]
+    assert min(seconds) > 3 * CALL_S
+    assert max(each.mixing_s for each in activations.keepable(Shape(1, 1))) < CALL_S
+
+
 def test_a_longer_batch_keeps_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of its length may take sixteen times as much; the next one is known to take four."""
     data = [batch for length in (16, 16, 16, 16, 64, 64) for batch in batches(1, length=length)]

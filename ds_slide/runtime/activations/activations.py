@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -116,6 +117,8 @@ class Activations:
         self._seconds: dict[Hashable, float] = {}
         """Of a block's forwards in a step, by kind: of blocks that are alike none is chosen for the noise of its
         time."""
+        self._plain_s: dict[tuple[Hashable, Shape | None], float] = {}
+        """Of one call that keeps nothing or all, by kind and size of the batch: what mixing takes shows beside it."""
         self._mixing_s: dict[Hashable, float] = {}
         """How many more they are where some results stay, by kind: a mode of the dispatcher takes time of the host,
         which a GPU with small blocks waits for."""
@@ -210,7 +213,7 @@ class Activations:
             else:
                 result = written(measured, *inputs)
         if (before := self._entered.pop(unit.order, None)) is not None:
-            self._marks.append(_Timed(unit.order, before, self._device.mark(timed=True), is_mixed))
+            self._marks.append(_Timed(unit.order, self._shape, before, self._device.mark(timed=True), is_mixed))
         return result
 
     def _measuring(self, unit: Unit, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -348,16 +351,6 @@ class Activations:
         """Bytes of what is kept for backwards that are to come, at most."""
         return sum(_largest(self._bytes.get(unit.order, ()), unit.uses - unit.uses_done) for unit in self._blocks)
 
-    def _times_of(self, marks: Iterable[_Timed]) -> dict[Hashable, float]:
-        """Seconds of a block's calls, by kind."""
-        blocks: dict[Hashable, set[int]] = {}
-        total: dict[Hashable, float] = {}
-        for each in marks:
-            kind = self._kind[each.order]
-            blocks.setdefault(kind, set()).add(each.order)
-            total[kind] = total.get(kind, 0.0) + each.begun.seconds_until(each.ended)
-        return {kind: seconds / len(blocks[kind]) for kind, seconds in total.items()}
-
     def begin_times(self) -> None:
         """Time the forwards of blocks from now on."""
         self._marks.clear()
@@ -367,20 +360,35 @@ class Activations:
     def take_times(self) -> None:
         """Take the times of the forwards of the step since. Waits for the GPU."""
         self._device.synchronize()
-        plain, mixed = (
-            self._times_of(each for each in self._marks if each.is_mixed == which) for which in (False, True)
-        )
-        self._seconds = {kind: plain.get(kind, self._seconds.get(kind, mixed.get(kind, 0.0))) for kind in plain | mixed}
-        self._mixing_s |= {kind: max(0.0, seconds - self._seconds[kind]) for kind, seconds in mixed.items()}
+        blocks: dict[Hashable, set[int]] = {}
+        calls: dict[tuple[Hashable, Shape | None], tuple[list[float], list[float]]] = {}
+        for each in self._marks:
+            kind = self._kind[each.order]
+            blocks.setdefault(kind, set()).add(each.order)
+            alike = calls.setdefault((kind, each.shape), ([], []))
+            alike[each.is_mixed].append(each.begun.seconds_until(each.ended))
+        self._seconds = dict.fromkeys(blocks, 0.0)
+        more: dict[Hashable, float] = {}
+        for (kind, shape), (plain, mixed) in calls.items():
+            if plain:
+                self._plain_s[kind, shape] = fmean(plain)
+            known = self._plain_s.get((kind, shape))
+            seconds = fmean(mixed) if known is None else known
+            calls_of_block = (len(plain) + len(mixed)) / len(blocks[kind])
+            self._seconds[kind] += calls_of_block * seconds
+            if mixed and known is not None:
+                more[kind] = more.get(kind, 0.0) + calls_of_block * (fmean(mixed) - seconds)
+        self._mixing_s |= {kind: max(0.0, seconds) for kind, seconds in more.items()}
         self._marks.clear()
         self._times = False
 
 
 @dataclass(frozen=True)
 class _Timed:
-    """A call of a block in forward. `is_mixed`: whether it has kept some results only."""
+    """A call of a block in forward. `shape`: of the batch. `is_mixed`: whether it has kept some results only."""
 
     order: int
+    shape: Shape | None
     begun: Marker
     ended: Marker
     is_mixed: bool
