@@ -3,8 +3,8 @@ needs it.
 
 After a warm-up the peak of a step as the script has it shows what a batch needs beside what lies on the GPU all the
 time (`Need`). Of the rest, states of blocks are moved there where that shortens the step more than activations would,
-and each forward keeps the activations of as many blocks as its own size leaves room for. Nobody waits for the GPU but
-when something is decided, after steps 3 and 6.
+and to what neither activations nor one more such batch would need. Each forward keeps the activations of as many blocks
+as its own size leaves room for. Nobody waits for the GPU but when something is decided, after steps 3 and 6.
 
 All ranks decide alike about states, because that sets which collectives they call; about activations each for itself.
 """
@@ -109,8 +109,8 @@ class Need:
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank has measured: what is spare while nothing is kept, but for the states that may move, and the seconds
-    of recomputation that its step has left out."""
+    """What a rank has measured. `offer`: what is spare while nothing is kept; without the states that may move, which
+    all ranks know. `kept_s`: seconds of recomputation that its step has left out."""
 
     offer: Offer
     kept_s: float
