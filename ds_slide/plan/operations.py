@@ -25,8 +25,8 @@ class Operation:
 
 
 UNDER_MODE = Operation("mode", 0, 0)
-"""What a mode of torch's dispatcher adds to an operator: as much of the host's time again. 24 blocks of 0.5 B, of which
-23 kept some results, had forwards of 4.7 ms where others had 3.2
+"""What a mode of torch's dispatcher takes of the host for two operators that it sees, or for one result that stays: as
+much as a launch. 23 blocks of 0.5 B that kept 7 results each had forwards of 4.7 ms where others had 3.2
 (benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.md)."""
 _LOSS_PASSES = 4
 """Over the logits of a chunk beside its products: written, read for the losses, read and written for the gradients."""

@@ -112,7 +112,10 @@ def with_kept(checkpointed: StepTrace, plain: StepTrace, kept: Kept) -> StepTrac
     for segment in checkpointed.backward:
         if segment.unit is not None and segment.unit in kept.mixed:
             of_kept[segment.unit] = _without(segment, checkpointed.again[segment.unit], kept.mixed[segment.unit])
-    forward = tuple(under_mode(each) if each.unit in kept.mixed else each for each in checkpointed.forward)
+    forward = tuple(
+        each if each.unit is None or each.unit not in kept.mixed else under_mode(each, kept.mixed[each.unit])
+        for each in checkpointed.forward
+    )
     saved_bytes, last = plain.saved_bytes - recomputed, max(saved, default=0)
     of_last = saved[last] if last in kept.whole else kept.mixed[last].nbytes if last in kept.mixed else 0
     of_others = saved_bytes - checkpointed.saved_bytes - of_last
@@ -128,12 +131,12 @@ def with_kept(checkpointed: StepTrace, plain: StepTrace, kept: Kept) -> StepTrac
 def _without(segment: Segment, again: Sequence[Again], mixture: Mixture) -> Segment:
     stays = [each.operations for each in again if each.run.result in mixture.results]
     runs = segment.operations - Counter(chain.from_iterable(stays))
-    return Segment(segment.unit, runs + Counter({UNDER_MODE: len(again)}), segment.kept_bytes)
+    return Segment(segment.unit, runs + Counter({UNDER_MODE: len(again) // 2}), segment.kept_bytes)
 
 
-def under_mode(segment: Segment) -> Segment:
-    """A block's forward where some results stay."""
-    runs = segment.operations + Counter({UNDER_MODE: segment.operations.total()})
+def under_mode(segment: Segment, mixture: Mixture) -> Segment:
+    """A block's forward where these results stay."""
+    runs = segment.operations + Counter({UNDER_MODE: segment.operations.total() // 2 + len(mixture.results)})
     return Segment(segment.unit, runs, segment.kept_bytes)
 
 

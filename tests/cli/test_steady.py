@@ -123,7 +123,7 @@ def run(engine: Engine, forwards: int, limit: int | None) -> Plan:
 def test_the_engine_decides_the_same(forwards: int, window_grows: bool, limit: int | None, total: int) -> None:
     plan = made(window_grows=window_grows)
     spare = steady.Spare(Room(total, 1 << 40), NEEDED, limit, tied=forwards > 1)
-    predicted, _ = steady.decide(plan, spare, [], [], step_of, moves_states=True, passes=2 * forwards)
+    predicted, _ = steady.decide(plan, spare, [], lambda _: [], step_of, moves_states=True, passes=2 * forwards)
     decided = run(Engine(plan, total), forwards, limit)
     assert predicted.placement == decided.placement
     # In the least memory the headroom of an accumulation takes all that there is, and in the most all units fit.

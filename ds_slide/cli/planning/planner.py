@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from ds_slide.plan.ceilings.figures import Ceilings
 from ds_slide.plan.forecast import Activations, Forecast, Room
 from ds_slide.plan.keeping import Keepable, Kept
 from ds_slide.plan.memory import Plan
-from ds_slide.plan.mixtures import mixtures
+from ds_slide.plan.mixtures import Mixture, mixtures
 from ds_slide.plan.rates import Rates
 from ds_slide.plan.time import StepTime, all_schedules, step_time
 from ds_slide.plan.trace import (
@@ -93,7 +94,7 @@ class Planner:
         """Of the steps after the engine has decided about spare GPU memory. Raises as `forecast`."""
         case = self._case(request)
         slide = case.planned.settings.slide
-        plain, keepable, slowed = case.trace, [], []
+        plain, keepable = case.trace, []
         if _takes_over(request, case.planned):
             plain = self._trace(request, case.planned, case.batch, checkpointing=False).step
             saved = kept_by_block(plain, case.trace)
@@ -101,7 +102,6 @@ class Planner:
                 again = case.trace.again.get(index, ())
                 mixed = mixtures([each.run for each in again], saved[index]) if slide.debug.mix else ()
                 keepable.append(Keepable(index, saved[index], case.recomputation_s(again), mixed))
-                slowed.append(replace(keepable[-1], mixing_s=case.mixing_s(index)))
 
         tied = request.room.ranks > 1 or case.planned.micro_batches > 1
         spare = Spare(request.room, case.trace.peak_bytes, slide.gpu_memory, tied, case.rates.copy)
@@ -115,6 +115,10 @@ class Planner:
 
         def time_of(plan: Plan, kept: Kept) -> StepTime:
             return case.time(plan, step_of(kept))
+
+        def slowed(kept: Kept) -> list[Keepable]:
+            mixing_s = statistics.fmean(case.mixing_s(block, mixture) for block, mixture in kept.mixed.items())
+            return [replace(each, mixing_s=mixing_s) for each in keepable]
 
         passes = 2 * case.planned.micro_batches
         plan, activations = decide(
@@ -196,10 +200,10 @@ class _Case:
         runs = Counter(chain.from_iterable(each.operations for each in again))
         return self.planned.micro_batches * self.rates.seconds(runs)
 
-    def mixing_s(self, block: int) -> float:
-        """Seconds of a step that the forwards of a block take more where some results stay."""
+    def mixing_s(self, block: int, mixture: Mixture) -> float:
+        """Seconds of a step that the forwards of a block take more where these results stay."""
         forward = next(each for each in self.trace.forward if each.unit == block)
-        more = self.rates.seconds(under_mode(forward).operations) - self.rates.seconds(forward.operations)
+        more = self.rates.seconds(under_mode(forward, mixture).operations) - self.rates.seconds(forward.operations)
         return self.planned.micro_batches * more
 
     def forecast_of(self, plan: Plan) -> Forecast:

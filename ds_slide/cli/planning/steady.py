@@ -59,22 +59,22 @@ def decide(
     plan: Plan,
     spare: Spare,
     keepable: Sequence[Keepable],
-    slowed: Sequence[Keepable],
+    slowed: Callable[[Kept], Sequence[Keepable]],
     time_of: Callable[[Plan, Kept], StepTime],
     *,
     moves_states: bool,
     passes: int,
 ) -> tuple[Plan, Activations]:
     """The plan with promoted units, and the activations that are kept then. `keepable`: by the number of the unit;
-    `slowed`: with what mixtures take of the host, which is known once there are some. `time_of`: a step with a plan,
-    and with so much kept. `passes`: of a step through the window."""
+    `slowed`: with what the mixtures that are kept take of the host, which is measured then. `time_of`: a step with a
+    plan, and with so much kept. `passes`: of a step through the window."""
     checkpointed = frozenset(each.order for each in keepable)
     if not spare.exists:
         return plan, Activations(checkpointed)
     kept = Kept()  # before the first look nothing is
     for _ in LOOKS:
         step = time_of(plan, kept)
-        keepable = slowed if kept.mixed else keepable
+        keepable = slowed(kept) if kept.mixed else keepable
         room = spare.bytes_beside(plan)
         on_ssd = step.ssd_read + step.ssd_written
         times = StepTimes.of(step.lanes, step.step_s, step.schedule, inputs=step.ssd_inputs, on_ssd=on_ssd)
