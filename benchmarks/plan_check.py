@@ -124,6 +124,18 @@ def ceilings_of(records: Sequence[Mapping[str, Any]], otherwise: Ceilings) -> Ce
     return otherwise if own is None else _with_link(own, otherwise)
 
 
+def with_ceilings(
+    records: Sequence[Mapping[str, Any]], otherwise: Ceilings
+) -> Iterator[tuple[Mapping[str, Any], Ceilings]]:
+    """The records of steps, each with the ceilings that were measured last before it, or else in any of them."""
+    found = ceilings_of(records, otherwise)
+    for record in records:
+        if record.get("ceilings"):
+            found = ceilings_of([record], otherwise)
+        if usable(record):
+            yield record, found
+
+
 def _with_link(own: Mapping[str, Any], otherwise: Ceilings) -> Ceilings:
     if otherwise.gpu is None or not own.get("gemm_tflop_s"):
         return otherwise
@@ -236,11 +248,15 @@ def shape_config(name: str) -> Any:
 
 
 def run(settings: Sequence[Setting], records: Path, only: str, ceilings: Ceilings) -> None:
-    """Run steps that are not in `records` yet, each in a process of its own. The process of the next ones imports what
+    """Run steps that are not in `records` yet, each in a process of its own, behind the ceilings of the machine, which
+    may be another one than that of the records before. The process of the next ones imports what
     it needs while a run builds its model, which takes longer, and then waits."""
-    done = [] if not records.exists() else [json.dumps(record.get("setting")) for record in lines_of(str(records))]
-    if not done:
-        records.write_text(json.dumps({"ceilings": ceilings.model_dump()}) + "\n", encoding="utf-8")
+    lines = lines_of(str(records)) if records.exists() else []
+    done = [json.dumps(record.get("setting")) for record in lines]
+    own = json.loads(json.dumps({"ceilings": ceilings.model_dump()}))
+    if own != next((record for record in reversed(lines) if "setting" not in record), None):
+        with records.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(own) + "\n")
     todo = [
         setting
         for setting in settings
@@ -334,9 +350,7 @@ def main() -> None:
     planner, compared = Planner(), []
     otherwise = read_ceilings(arguments.ceilings)
     for source in sources:
-        records = lines_of(source)
-        ceilings = ceilings_of(records, otherwise)
-        for record in filter(usable, records):
+        for record, ceilings in with_ceilings(lines_of(source), otherwise):
             compared.append(compare(planner, record, ceilings, room_of(record, ceilings)))
             print(compared[-1].what, file=sys.stderr, flush=True)
     text = "\n".join(page(compared, otherwise.source, arguments.sources)) + "\n"

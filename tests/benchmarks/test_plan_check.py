@@ -67,6 +67,15 @@ def test_the_settings_that_are_run_cover_what_was_asked_for() -> None:
     assert len({setting.gpu_fraction for setting in settings if setting.gpu_fraction < 1}) == 3
 
 
+def test_records_go_with_the_ceilings_of_their_machine() -> None:
+    preset = read_ceilings("h200-16-cores")
+    others = preset.model_copy(update={"source": "another machine"})
+    step = plan_check.lines_of(str(ROOT / SWEEP))[0]
+    lines = [step, {"ceilings": others.model_dump()}, step, {"ceilings": preset.model_dump()}, step]
+    found = [ceilings.source for _, ceilings in plan_check.with_ceilings(lines, preset)]
+    assert found == ["another machine", "another machine", preset.source]
+
+
 @pytest.mark.slow
 def test_runs_of_their_own_are_recorded_in_turn_and_not_again(tmp_path: Path) -> None:
     records, ceilings = tmp_path / "records.jsonl", read_ceilings("h200-16-cores")
