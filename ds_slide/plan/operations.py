@@ -26,7 +26,8 @@ class Operation:
 
 UNDER_MODE = Operation("mode", 0, 0)
 """What a mode of torch's dispatcher takes of the host for two operators that it sees, or for one result that stays: as
-much as a launch. 23 blocks of 0.5 B that kept 7 results each had forwards of 4.7 ms where others had 3.2
+much as a launch. A forward of 0.5 B in which 23 of 24 blocks kept 7 results each took 0.126 s, and 0.092 without such
+blocks on another machine: 1.4 ms for the 14 operators of a block that move bytes, and these results
 (benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.md)."""
 _LOSS_PASSES = 4
 """Over the logits of a chunk beside its products: written, read for the losses, read and written for the gradients."""
