@@ -249,11 +249,11 @@ def shape_config(name: str) -> Any:
 
 def run(settings: Sequence[Setting], records: Path, only: str, ceilings: Ceilings) -> None:
     """Run steps that are not in `records` yet, each in a process of its own, behind the ceilings of the machine, which
-    may be another one than that of the records before. The process of the next ones imports what
-    it needs while a run builds its model, which takes longer, and then waits."""
+    may be another one than that of the records before. The process of the next ones imports what it needs while a run
+    builds its model, which takes longer, and then waits."""
     lines = lines_of(str(records)) if records.exists() else []
     done = [json.dumps(record.get("setting")) for record in lines]
-    own = json.loads(json.dumps({"ceilings": ceilings.model_dump()}))
+    own = {"ceilings": ceilings.model_dump(mode="json")}
     if own != next((record for record in reversed(lines) if "setting" not in record), None):
         with records.open("a", encoding="utf-8") as file:
             file.write(json.dumps(own) + "\n")

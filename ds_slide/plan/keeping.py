@@ -25,7 +25,7 @@ class Keepable:
     mixing_s: float = 0.0
 
     def saved_by(self, mixture: Mixture) -> float:
-        """Seconds."""
+        """Seconds of a step that `mixture` saves."""
         return mixture.share * self.seconds - self.mixing_s
 
 

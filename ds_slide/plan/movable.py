@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 
 from ds_slide.plan.allocations import of_promoted, of_unit, total
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.spare import Movable
 
 
-def movable_states(plan: Plan, candidates: Collection[int]) -> list[Movable]:
+def movable_states(plan: Plan, candidates: Iterable[int]) -> list[Movable]:
     """The units `candidates`, by number, in the order in which their states go to the GPU: first those on SSD, a tenth
     of whose traffic can take as long as all updates in host memory; then outer modules, whose updates nothing hides;
     then blocks in their order. Shares are those of what is not on the GPU yet."""

@@ -168,7 +168,7 @@ class _Moved:
 
 
 def _moves(offer: Offer) -> list[_Moved]:
-    """From none to all."""
+    """The first states, from none to all of them."""
     found = [_Moved(frozenset(), 0, 0.0, 0.0, 0)]
     for each in offer.states:
         last = found[-1]

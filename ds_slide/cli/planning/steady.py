@@ -101,8 +101,9 @@ def _slots(plan: Plan, passes: int) -> Slots:
 def _movable(plan: Plan) -> list[Movable]:
     """Units in host memory or on SSD whose states may go to the GPU."""
     there = plan.placement.on_gpu | plan.placement.promoted
-    units = [index for index, unit in enumerate(plan.units) if index not in there and _may_move(plan, unit)]
-    return movable_states(plan, units)
+    return movable_states(
+        plan, (index for index, unit in enumerate(plan.units) if index not in there and _may_move(plan, unit))
+    )
 
 
 def _may_move(plan: Plan, unit: UnitSize) -> bool:

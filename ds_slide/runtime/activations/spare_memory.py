@@ -369,7 +369,7 @@ class SpareMemory:
 
     def _share_out(self, record: Record) -> None:
         offer = record.offer
-        room, keepable, times, choice = offer.room, offer.activations, offer.times, share_out(offer)
+        room, choice = offer.room, share_out(offer)
         if self.states is not None:
             promoted = self.states.promoted()
             orders = frozenset(each.order for each in promoted)
@@ -386,8 +386,8 @@ class SpareMemory:
         if self._ranks.rank == 0 and news:
             log.info(
                 f"{size(room)} of the GPU are spare{beside}: room for the states of {len(choice.states)} more units "
-                f"and the activations of {choice.kept} of {len(keepable)} checkpointed blocks{parts}; expected: "
-                f"{choice.seconds:.3f} s a step, after {times.predicted(record.kept_s, 0.0, 0.0):.3f} s"
+                f"and the activations of {choice.kept} of {len(offer.activations)} checkpointed blocks{parts}; "
+                f"expected: {choice.seconds:.3f} s a step, after {offer.times.predicted(record.kept_s, 0.0, 0.0):.3f} s"
             )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from ds_slide.plan.allocations import slot_bytes
 from ds_slide.plan.movable import movable_states
 from ds_slide.plan.spare import NO_SLOTS, Movable, Slots, least_slots
@@ -22,11 +20,13 @@ class RunningStates:
     def movable(self) -> list[Movable]:
         """Those in host memory and on SSD."""
         units = [unit for unit in self._runtime.units if unit.is_uploaded and unit.trainable]
-        return self._in_order(unit.order for unit in units if why_fixed(self._runtime, unit) is None)
+        orders = (unit.order for unit in units if why_fixed(self._runtime, unit) is None)
+        return movable_states(self._runtime.parts.plan, orders)
 
     def promoted(self) -> list[Movable]:
         """Those on the GPU."""
-        return self._in_order(self._runtime.parts.plan.placement.promoted)
+        plan = self._runtime.parts.plan
+        return movable_states(plan, plan.placement.promoted)
 
     def slots(self, forwards: int) -> Slots:
         """Of the window, which serves so many forwards a step. One whose size the user has set stays as it is."""
@@ -49,6 +49,3 @@ class RunningStates:
             slots = 0 if window is None else len(window.slots)
         on_gpu = orders | self._runtime.parts.plan.placement.on_gpu
         return move(self._runtime, on_gpu, slots=max(slots, self._least)) is not None
-
-    def _in_order(self, units: Iterable[int]) -> list[Movable]:
-        return movable_states(self._runtime.parts.plan, list(units))
