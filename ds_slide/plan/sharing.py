@@ -22,6 +22,22 @@ LEVEL = 0.03
 takes its time for certain, and what the host does beside it is not as well hidden as it is expected to be: 1.5 B took
 0.332 s with the states of 17 blocks in host memory, where 0.282 were expected, and 0.307 with all of them on the GPU
 (benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.md)."""
+HEADROOM, HEADROOM_OF_VARYING = 0.25, 1.0
+"""Of a batch's need: left free of states where these cannot go when a longer batch begins, because all ranks would have
+to move them together, or gradients have been accumulated by then. So little where all batches had one shape; where they
+differ, room for one that is twice as long as any so far. Activations, which go at once, may be kept there."""
+RESERVE = 1.0
+"""Of a batch's need: left free of states that would make the step no shorter there. As many tokens with more images
+take more, and somebody may load another model. Where states cannot go when a longer batch begins, they come for a
+shorter step only."""
+
+
+def for_states(room: float, needed: float, *, tied: bool, varying: bool = False) -> tuple[float, float | None]:
+    """What an `Offer` has as `room` and `reserve`, of `room` bytes beside the `needed` ones of a batch. `tied`: states
+    cannot always go when a longer batch begins. `varying`: batches have differed."""
+    if not tied:
+        return room, RESERVE * needed
+    return room - (HEADROOM_OF_VARYING if varying else HEADROOM) * needed, None
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from ds_slide.plan.keeping import Keepable, Kept, kept_within
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.movable import movable_states
 from ds_slide.plan.needs import Needs, UnitSize
-from ds_slide.plan.sharing import MEMORY_RATE, Offer, StepTimes, share_out
+from ds_slide.plan.sharing import MEMORY_RATE, Offer, StepTimes, for_states, share_out
 from ds_slide.plan.spare import MARGIN_SHARE, Movable, Slots, inputs_missing, least_slots, spare_bytes
 from ds_slide.plan.time import StepTime
-from ds_slide.runtime.activations.spare_memory import HEADROOM, LOOKS, RESERVE
+from ds_slide.runtime.activations.spare_memory import LOOKS
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,10 @@ def decide(
     for _ in LOOKS:
         step = time_of(plan, kept)
         keepable = slowed(kept) if kept.mixed else keepable
-        room = spare.bytes_beside(plan)
+        room, reserve = for_states(spare.bytes_beside(plan), spare.needed, tied=spare.tied)
         on_ssd = step.ssd_read + step.ssd_written
         times = StepTimes.of(step.lanes, step.step_s, step.schedule, inputs=step.ssd_inputs, on_ssd=on_ssd)
         times = replace(times, compute=times.compute + kept.seconds(keepable))
-        reserve = None if spare.tied else RESERVE * spare.needed
-        room -= HEADROOM * spare.needed if spare.tied else 0
         slots = _slots(plan, passes)
         movable = _movable(plan) if moves_states else ()
         choice = share_out(Offer(room, movable, keepable, times, slots, spare.memory_rate, reserve))

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_slide.plan.sharing import MEMORY_RATE, Offer, StepTimes, share_out
+from ds_slide.plan.sharing import MEMORY_RATE, Offer, StepTimes, for_states, share_out
 from ds_slide.plan.spare import (
     MARGIN_SHARE,
     MOST_MARGIN_SHARE,
@@ -43,14 +43,6 @@ WARM_UPS = tuple(step - 2 for step in LOOKS)
 FIRST_PAUSE = 20
 """Steps after which it is decided once more when states have gone back, for an evaluation perhaps. Twice as many each
 time: where they have to go back again and again, moving them costs more than it brings."""
-HEADROOM, HEADROOM_OF_VARYING = 0.25, 1.0
-"""Of a batch's need: left free of states where these cannot go when a longer batch begins, because all ranks would have
-to move them together, or gradients have been accumulated by then. So little where all batches had one shape; where they
-differ, room for one that is twice as long as any so far. Activations, which go at once, may be kept there."""
-RESERVE = 1.0
-"""Of a batch's need: left free of states that would make the step no shorter there. As many tokens with more images
-take more, and somebody may load another model. Where states cannot go when a longer batch begins, they come for a
-shorter step only."""
 
 
 class GpuMemory(Protocol):
@@ -354,10 +346,7 @@ class SpareMemory:
         if room < 0:
             elsewhere = self.activations.movable_bytes(self._need.shape)
             room = min(0.0, self._room(None, with_gradient=True, elsewhere=elsewhere))
-        reserve: float | None = RESERVE * self._need.nbytes
-        if self._is_tied:
-            room -= (HEADROOM if len(self._shapes) < 2 else HEADROOM_OF_VARYING) * self._need.nbytes
-            reserve = None
+        room, reserve = for_states(room, self._need.nbytes, tied=self._is_tied, varying=len(self._shapes) > 1)
         inputs = 2 * forwards * self.activations.statistics.get("moved_to_ssd_bytes", 0)
         times = _times(latest, self._schedules().measured, inputs)
         kept_s = self.activations.kept_seconds

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_slide.plan.sharing import StepTimes
+from ds_slide.plan.sharing import HEADROOM, HEADROOM_OF_VARYING, StepTimes
 from ds_slide.plan.spare import FRAGMENTATION, MARGIN_SHARE, Movable, Slots
 from ds_slide.plan.two_passes import Schedules
 from ds_slide.report.statistics import StepRecorder, StepStatistics
@@ -17,8 +17,6 @@ from ds_slide.report.waits import Waits
 from ds_slide.runtime.activations.activations import Activations
 from ds_slide.runtime.activations.spare_memory import (
     FIRST_PAUSE,
-    HEADROOM,
-    HEADROOM_OF_VARYING,
     LOOKS,
     Budget,
     SpareMemory,
