@@ -23,6 +23,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import _pytree as pytree
 
+from ds_slide.runtime.trees import add_tensors
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.weights.saved_weights import OpenHooks, SavedWeights, hooks_around
 from ds_slide.runtime.weights.window import Slot
@@ -84,22 +85,6 @@ def _mapped(function: Callable[[Any], Any], node: Any) -> Any:
     return function(node) if _is_opaque(node) else pytree.tree_map(function, node, is_leaf=_is_opaque)
 
 
-def _find_differentiable(node: Any, found: list[torch.Tensor]) -> None:
-    """Append the differentiable tensors in `node` to `found`, in the order of `_mapped`."""
-    kind = type(node)
-    if kind is tuple or kind is list:
-        for each in node:
-            _find_differentiable(each, found)
-    elif kind is dict:
-        for each in node.values():
-            _find_differentiable(each, found)
-    elif isinstance(node, torch.Tensor):
-        if _is_differentiable(node):
-            found.append(node)
-    elif node is not None and not _is_opaque(node):
-        found += filter(_is_differentiable, pytree.tree_leaves(node, is_leaf=_is_opaque))
-
-
 def _is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex())
 
@@ -146,9 +131,10 @@ class BlockHooks:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.close_left_open()
-        inputs: list[torch.Tensor] = []
-        _find_differentiable(args, inputs)
-        _find_differentiable(kwargs, inputs)
+        given: list[torch.Tensor] = []
+        add_tensors(given, args, _is_opaque)
+        add_tensors(given, kwargs, _is_opaque)
+        inputs = [tensor for tensor in given if _is_differentiable(tensor)]
         counted = False
         if in_backward():
             self._events.enter_backward(self._unit)
