@@ -18,6 +18,8 @@ Matrices = tuple[tuple[int, int], ...]
 
 NON_ZEROS = 4
 DECAY, SCALE = 0.96875, -0.0625  # fp32 holds both
+STEP_KEY = 7
+"""Of the rounding."""
 
 
 def block(hidden: int, intermediate: int, keys: int) -> Matrices:
@@ -178,6 +180,16 @@ def encode_unit(matrices: Matrices, device: torch.device) -> Problem:
 
 def apply_unit(matrices: Matrices, device: torch.device) -> Problem:
     """The update of a unit's split masters. The bound: read and write both halves, read D [d, d] in fp32."""
+    return _apply_unit("lsp_apply_unit", matrices, device)
+
+
+def apply_unit_rounded(matrices: Matrices, device: torch.device) -> Problem:
+    """The update of a unit's bf16 weights without anything that completes them, rounded stochastically. The bound: read
+    and write the weights, read D [d, d] in fp32."""
+    return _apply_unit("lsp_apply_rounded", matrices, device, rounded=True)
+
+
+def _apply_unit(kernel: str, matrices: Matrices, device: torch.device, *, rounded: bool = False) -> Problem:
     from ds_slide.compression.codec import Masters
     from ds_slide.optim.reference import encode_split
 
@@ -185,11 +197,14 @@ def apply_unit(matrices: Matrices, device: torch.device) -> Problem:
     master = random_tensor(codec.layout.slot_numel, device=device, scale=0.02, dtype=torch.float32)
     high, low = encode_split(master)
     change = random_tensor(codec.numel, device=device, scale=1e-3, dtype=torch.float32)
-    inputs = {"weight": high.view(DTYPE), "low": low, "change": change}
+    weight, key = high.view(DTYPE), STEP_KEY if rounded else None
+    inputs = {"weight": weight, "change": change} if rounded else {"weight": weight, "low": low, "change": change}
+    before = weight.double() if rounded else master.double()
 
     def by(update: Callable[..., None]) -> System:
-        def call(weight: Tensor, low: Tensor, change: Tensor) -> tuple[Tensor, ...]:
-            update(change, Masters(weight, low), [DECAY] * len(matrices))
+        def call(weight: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+            *low, change = others
+            update(change, Masters(weight, *low), [DECAY] * len(matrices), key)
             return tuple(matrix.of_weights(weight) for matrix in codec.matrices)
 
         return call
@@ -199,7 +214,7 @@ def apply_unit(matrices: Matrices, device: torch.device) -> Problem:
         for name, matrix, pair in zip(outputs, codec.matrices, codec.pairs, strict=True):
             left, right = pair.left.dense(torch.float64), pair.right.dense(torch.float64)
             moved = left @ matrix.within(change).double() @ right.T
-            results[name] = DECAY * matrix.of_weights(master).double() + moved
+            results[name] = DECAY * matrix.of_weights(before) + moved
         return results
 
     outputs = tuple(f"weight {number}" for number in range(len(matrices)))
@@ -207,8 +222,8 @@ def apply_unit(matrices: Matrices, device: torch.device) -> Problem:
         "ours": lambda: by(codec.apply_in_groups),
         "one by one": lambda: by(codec.apply_one_by_one),
     }
-    moved = 8 * master.numel() + change.nbytes
-    return Problem("lsp_apply_unit", _name(matrices), inputs, outputs, systems, reference, moved, absent=NO_LIGER)
+    moved = (4 if rounded else 8) * master.numel() + change.nbytes
+    return Problem(kernel, _name(matrices), inputs, outputs, systems, reference, moved, absent=NO_LIGER)
 
 
 def makers(device: torch.device, tiny: bool) -> Iterator[tuple[str, Makers]]:
@@ -218,5 +233,6 @@ def makers(device: torch.device, tiny: bool) -> Iterator[tuple[str, Makers]]:
         ("lsp_apply", apply, TINY if tiny else CASES),
         ("lsp_encode_unit", encode_unit, TINY_UNITS if tiny else BLOCKS),
         ("lsp_apply_unit", apply_unit, TINY_UNITS if tiny else BLOCKS),
+        ("lsp_apply_rounded", apply_unit_rounded, TINY_UNITS if tiny else BLOCKS),
     ):
         yield kernel, [lambda case=case, make=make: make(case, device) for case in cases]  # type: ignore[misc]
