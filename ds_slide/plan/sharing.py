@@ -57,13 +57,21 @@ class StepTimes:
 
     @classmethod
     def of(
-        cls, busy: Mapping[str, float], step_s: float, schedule: Schedule, *, inputs: int = 0, on_ssd: int = 0
+        cls,
+        busy: Mapping[str, float],
+        step_s: float,
+        schedule: Schedule,
+        *,
+        holding: float = 0.0,
+        inputs: int = 0,
+        on_ssd: int = 0,
     ) -> StepTimes:
-        """Of a step of `step_s` seconds in which the lanes were `busy` for so many. `inputs`: bytes of inputs of
-        blocks, of the `on_ssd` that the disk has read and written."""
+        """Of a step of `step_s` seconds in which the lanes were `busy` for so many. `holding`: of the update's lane,
+        for gradients that wait for the step, which are held under the backwards and make no queue longer that a
+        forward waits for. `inputs`: bytes of inputs of blocks, of the `on_ssd` that the disk has read and written."""
         compute = busy["compute"]
         lane = max((seconds for lane, seconds in busy.items() if lane not in ("compute", "ssd")), default=0.0)
-        updates = busy.get("update", 0.0)
+        updates = max(0.0, busy.get("update", 0.0) - holding)
         queue = FIRST_PASS * updates if schedule == "two passes" else updates
         if schedule == "under backward":
             queue = lane

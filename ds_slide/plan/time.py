@@ -33,7 +33,8 @@ of `step()` where nothing is copied then, page before-after). It counts as compu
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step. `lanes`: busy seconds of each. `ssd_read`, `ssd_written`: bytes, and `ssd_inputs` those of
+    """Seconds of a step. `lanes`: busy seconds of each; of those of the update `holding_s` go to gradients of later
+    micro-batches, which are added to those before them. `ssd_read`, `ssd_written`: bytes, and `ssd_inputs` those of
     them that are inputs of blocks."""
 
     schedule: Schedule
@@ -46,6 +47,7 @@ class StepTime:
     ssd_read: int
     ssd_written: int
     ssd_inputs: int = 0
+    holding_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -77,7 +79,7 @@ def step_time(
     if not needs.held_bytes:
         return step.time("under backward", "no gradient is held, and an update waits for its own alone")
     one_pass = step.time("deferred", "gradients are held until the norm is known")
-    whole, forward = one_pass.lanes["update"], step.compute_forward
+    whole, forward = one_pass.lanes["update"] - one_pass.holding_s, step.compute_forward
     if not whole:
         return replace(one_pass, why="all states are on the GPU, and are updated there when the norm is known")
     if not exceeds(whole, forward):
@@ -104,9 +106,9 @@ def all_schedules(
 
 @dataclass(frozen=True)
 class _Unit:
-    """Seconds that a unit takes on every lane in a step. `encode`, `apply`: of its codec, on the GPU. `beside_up`,
-    `beside_down`: that an update of the CPU loses to its copies. `undo`: an undo log. `ahead`: its update may begin
-    before the norm is known."""
+    """Seconds that a unit takes on every lane in a step. `encode`, `apply`: of its codec, on the GPU. `holding`: to add
+    the gradient of one micro-batch to those before it. `beside_up`, `beside_down`: that an update of the CPU loses to
+    its copies. `undo`: an undo log. `ahead`: its update may begin before the norm is known."""
 
     h2d: float = 0.0
     encode: float = 0.0
@@ -115,6 +117,7 @@ class _Unit:
     update: float = 0.0
     weights_pass: float = 0.0
     states_pass: float = 0.0
+    holding: float = 0.0
     undo: float = 0.0
     ahead: bool = False
     ssd: float = 0.0
@@ -155,9 +158,9 @@ class _Step:
             again = index in self._fetched_again
             read += unit.share * (1 + again + 2 * again * (self._micro_batches - 1))
             written += unit.share
+        held = held_bytes(unit, needs)
         if index in placement.gradients_on_ssd:
-            held = held_bytes(unit, needs) * self._micro_batches
-            read, written = read + held, written + held
+            read, written = read + held * self._micro_batches, written + held * self._micro_batches
         self.ssd_read, self.ssd_written = self.ssd_read + read, self.ssd_written + written
         gradient = unit.codec.nbytes
         whole = update_bytes(unit)
@@ -174,6 +177,7 @@ class _Step:
             update=whole / rates.update,
             weights_pass=(whole - moments) / (WEIGHTS_PASS_RATE * rates.update),
             states_pass=(gradient + 2 * moments) / (STATES_PASS_RATE * rates.update) if trains else 0.0,
+            holding=(2 * held + gradient) / rates.update if held else 0.0,
             undo=undo_bytes(unit, needs) / rates.update if index in placement.undo_logs else 0.0,
             ahead=index in placement.ways_back,
             ssd=(read + written) / rates.ssd if rates.ssd else 0.0,
@@ -201,7 +205,7 @@ class _Step:
         end = self._forward(begin + self._gpu_update, done)
         more = self._micro_batches - 1
         again = sum(units[index].h2d for index in self._fetched_again)
-        down = sum(each.d2h for each in units)
+        down, holding = sum(each.d2h for each in units), sum(each.holding for each in units)
         inputs_down, inputs_up, inputs_ssd = self._inputs_down, self._inputs_up, self._inputs_ssd
         encode, apply = sum(each.encode for each in units), sum(each.apply for each in units)
         compute = self._micro_batches * (self.compute_forward + self._compute_backward + encode) + apply
@@ -211,17 +215,18 @@ class _Step:
             forward_s=max(end - backward, inputs_down, inputs_ssd)
             + more * max(self.compute_forward, again, inputs_down, inputs_ssd),
             backward_s=max(backward, inputs_up, inputs_ssd)
-            + more * max(self._compute_backward, again + inputs_up, down, inputs_ssd),
+            + more * max(self._compute_backward, again + inputs_up, down, holding, inputs_ssd),
             lanes={
                 "compute": compute + self._gpu_update + STEP_S,
                 "h2d": sum(each.h2d for each in units) + again * (2 * more + 1) + inputs_up * self._micro_batches,
                 "d2h": (down + inputs_down) * self._micro_batches,
-                "update": busy + sum(later),
+                "update": busy + sum(later) + more * holding,
                 "ssd": sum(each.ssd for each in units) + 2 * inputs_ssd * self._micro_batches,
             },
             ssd_read=self.ssd_read,
             ssd_written=self.ssd_written,
             ssd_inputs=self.ssd_inputs,
+            holding_s=more * holding,
         )
 
     def backward_until_updates(self) -> float:

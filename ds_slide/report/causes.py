@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ds_slide.report.recorded import RecordedStep, Waited, Work
+from ds_slide.report.statistics import UPDATE
 from ds_slide.report.trace import BETWEEN, COMPUTE, REQUESTS
 
-UPDATE = "update"
 _REQUESTS = {
     "states read": "the states of {} from SSD",
     "weights read": "the weights of {} from SSD",

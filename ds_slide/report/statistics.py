@@ -19,8 +19,10 @@ OUTER_H2D = "h2d of outer modules"
 INPUTS = "inputs of blocks"
 """Copies of inputs of recomputed blocks to host memory and back, on one stream; as many bytes go down as come up again,
 and statistics count a half of them under "d2h" and one under "h2d"."""
-STREAM_LANES = ("h2d", OUTER_H2D, "d2h", INPUTS, "update")
-"""The lanes that have a meter of their own."""
+UPDATE = "update"
+STREAM_LANES = ("h2d", OUTER_H2D, "d2h", INPUTS, UPDATE)
+"""The lanes that have a meter of their own. Of the update's busy seconds "holding_s" went to gradients that wait for
+the step: those of later micro-batches are added to them as they arrive, and no forward waits for that."""
 SSD = "ssd"
 """The lane of runs with an SSD tier; reads and writes share the disk, so they are one lane."""
 SSD_TOTALS = ("read_bytes", "written_bytes", "busy_s", "checked_bytes", "checked_s")
@@ -43,13 +45,18 @@ class LaneMeter:
         self._lock = threading.Lock()
         self._pending: deque[tuple[Marker, Marker, int, Label]] = deque()
         self._seconds = 0.0
+        self._holding = 0.0
         self._bytes = 0
         self._trace: LaneTrace | None = None
 
-    def add_span(self, begin: float, end: float, moved: int = 0, label: Label = UNLABELLED) -> None:
-        """Work of the host, in seconds of `time.perf_counter`."""
+    def add_span(
+        self, begin: float, end: float, moved: int = 0, label: Label = UNLABELLED, *, holds: bool = False
+    ) -> None:
+        """Work of the host, in seconds of `time.perf_counter`. `holds`: of a gradient that waits for the step, which
+        `take_holding` tells apart."""
         with self._lock:
             self._seconds += end - begin
+            self._holding += end - begin if holds else 0.0
             self._bytes += moved
             if self._trace is not None:
                 self._trace.add_span(begin, end, moved, label)
@@ -99,6 +106,12 @@ class LaneMeter:
             self._seconds, self._bytes = 0.0, 0
             if self._trace is not None:
                 self._trace.cut()
+            return taken
+
+    def take_holding(self) -> float:
+        """Of the busy seconds since the last call, those that went to gradients that wait for the step."""
+        with self._lock:
+            taken, self._holding = self._holding, 0.0
             return taken
 
     def set_trace(self, trace: LaneTrace) -> None:
@@ -208,6 +221,7 @@ class StepRecorder:
         inputs_seconds, inputs_bytes = taken.pop(INPUTS)
         for lane, (seconds, moved) in taken.items():
             lanes[lane] = {"busy_s": seconds, "bytes": moved}
+        lanes[UPDATE]["holding_s"] = self.meters[UPDATE].take_holding()
         for lane, seconds, moved in (("h2d", outer_seconds, outer_bytes), ("d2h", 0.0, 0)):
             lanes[lane]["busy_s"] += seconds + inputs_seconds / 2
             lanes[lane]["bytes"] += moved + inputs_bytes // 2

@@ -108,6 +108,7 @@ def run(engine: Engine, forwards: int, limit: int | None) -> Plan:
     for number in range(LOOKS[-1]):
         step = step_of(engine.plan)
         lanes: Any = {lane: {"busy_s": seconds} for lane, seconds in step.lanes.items()}
+        lanes["update"]["holding_s"] = step.holding_s
         recorder.latest = StepStatistics(number, step.step_s, 1.0, "compute", lanes, {})
         for _ in range(forwards):
             spare.begin_forward((), {"input_ids": torch.zeros(1, 16, dtype=torch.long)})

@@ -56,6 +56,8 @@ def test_events_are_what_the_statistics_count(tmp_path: Path, others: dict[str, 
         moved[key] += event["bytes"]
     assert {step for step, _ in busy} == set(range(FIRST, LAST + 1))
     for statistics in seen[FIRST - 1 : LAST]:
+        update = statistics["lanes"]["update"]
+        assert (0 < update["holding_s"] < update["busy_s"]) if "accumulation" in others else not update["holding_s"]
         for lane, of in statistics["lanes"].items():
             assert of["busy_s"] > 0
             assert busy[statistics["step"], lane] == pytest.approx(of["busy_s"], abs=ROUNDING_S), lane

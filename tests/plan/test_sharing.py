@@ -64,6 +64,17 @@ def test_a_forward_waits_for_the_updates_before_it() -> None:
     assert StepTimes.of(busy, 3.46, "deferred").queue == StepTimes.of(busy, 3.46, "under backward").queue == 2.54
 
 
+def test_gradients_that_are_added_up_make_no_queue_longer() -> None:
+    """3 B, 4 x 4 x 2048: the lane was busy for 0.50 s with 16 units, 0.20 of them for gradients of later micro-batches,
+    and the forward waited for 0.125. Four units were expected to end that wait, and ended a half of it."""
+    busy = {"compute": 1.208, "update": 0.50}
+    times = StepTimes.of(busy, 1.333, "deferred", holding=0.20)
+    assert (times.queue, times.lane) == (pytest.approx(0.30), 0.50)
+    assert times.predicted(0.0, 4 / 16, 0.0) == pytest.approx(1.333 - 0.075)
+    assert StepTimes.of(busy, 1.333, "deferred").predicted(0.0, 4 / 16, 0.0) == pytest.approx(1.208)
+    assert StepTimes.of(busy, 1.333, "two passes", holding=0.20).queue == pytest.approx(0.15)
+
+
 def test_what_a_disk_holds_up_gets_shorter_by_what_leaves_the_disk() -> None:
     """Updates that leave host memory help nothing, and those of all states on SSD end the wait for it."""
     times = StepTimes.of({"compute": 0.4, "update": 0.8, "ssd": 14.0}, 14.4, "deferred")

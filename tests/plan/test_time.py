@@ -111,6 +111,22 @@ def test_second_passes_begin_under_the_forward_when_the_first_have_ended() -> No
     assert found == pytest.approx(0.32 + 0.15 * 2 / (BLOCKS + 1) + STEP_S, rel=0.02)
 
 
+def test_gradients_of_later_micro_batches_are_added_up_under_their_backwards() -> None:
+    """6 bytes a parameter and micro-batch of the update's lane: no forward waits for them, and a backward that is
+    shorter ends with them."""
+    slow, added = rates(update=UPDATE_GB / 0.26), 0.06
+
+    def deferred(work: StepTrace, micro_batches: int) -> StepTime:
+        return all_schedules(plan(), NEEDS, work, slow, micro_batches)["deferred"]
+
+    one, four = deferred(trace(0.01, 0.02), 1), deferred(trace(0.01, 0.02), 4)
+    assert (one.holding_s, four.holding_s) == (0.0, pytest.approx(3 * added))
+    assert four.lanes["update"] - one.lanes["update"] == pytest.approx(3 * added)
+    assert four.step_s - one.step_s == pytest.approx(3 * (0.08 + 0.16))
+    one, four = (deferred(trace(0.01, 0.005), count) for count in (1, 4))
+    assert four.step_s - one.step_s == pytest.approx(3 * (0.08 + added))
+
+
 def test_copies_take_from_the_memory_that_updates_work_in() -> None:
     # A copy up of 2 of the 26 bytes of an update, 0.6 of which the update moves less, and one down, with all of them.
     found = all_schedules(plan(), NEEDS, trace(0.2, 0.2), rates(update=UPDATE_GB), 1)

@@ -77,7 +77,14 @@ def decide(
         keepable = slowed(kept) if kept.mixed else keepable
         room, reserve = for_states(spare.bytes_beside(plan), spare.needed, tied=spare.tied)
         on_ssd = step.ssd_read + step.ssd_written
-        times = StepTimes.of(step.lanes, step.step_s, step.schedule, inputs=step.ssd_inputs, on_ssd=on_ssd)
+        times = StepTimes.of(
+            step.lanes,
+            step.step_s,
+            step.schedule,
+            holding=step.holding_s,
+            inputs=step.ssd_inputs,
+            on_ssd=on_ssd,
+        )
         times = replace(times, compute=times.compute + kept.seconds(keepable))
         slots = _slots(plan, passes)
         movable = _movable(plan) if moves_states else ()

@@ -32,7 +32,7 @@ from ds_slide.plan.spare import (
 )
 from ds_slide.plan.two_passes import Schedule, Schedules
 from ds_slide.report.log import log, size
-from ds_slide.report.statistics import StepRecorder, StepStatistics
+from ds_slide.report.statistics import UPDATE, StepRecorder, StepStatistics
 from ds_slide.runtime.activations.activations import Activations, shape_of
 from ds_slide.runtime.ranks.collectives import Ranks
 
@@ -405,4 +405,5 @@ def _times(step: StepStatistics, schedule: Schedule, inputs: int) -> StepTimes:
     """`inputs`: bytes of inputs of blocks that the disk has written and read."""
     busy = {lane: float(totals["busy_s"]) for lane, totals in step.lanes.items()}
     on_ssd = step.ssd.get("read_bytes", 0) + step.ssd.get("written_bytes", 0)
-    return StepTimes.of(busy, step.step_s, schedule, inputs=inputs, on_ssd=on_ssd)
+    holding = float(step.lanes.get(UPDATE, {}).get("holding_s", 0.0))
+    return StepTimes.of(busy, step.step_s, schedule, holding=holding, inputs=inputs, on_ssd=on_ssd)

@@ -31,7 +31,7 @@ from ds_slide.runtime.transfers.pool import BufferPool, Lease
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.unit import Unit, Update
 from ds_slide.runtime.updates.speculation import Speculation
-from ds_slide.runtime.updates.update_worker import UpdateWorker
+from ds_slide.runtime.updates.update_worker import HOLDING, UpdateWorker
 from ds_slide.runtime.updates.updating import Updating
 from ds_slide.store.tiers import Held, Ways
 
@@ -252,7 +252,7 @@ class Gradients:
             lease, piece = ring.lease(), slice(start, min(start + most, numel))
             gradient = _of_dtype(lease.buffer, unit.codec.dtype)
             marker = self._copy(arrival, piece, gradient, start)
-            self._updates.submit(unit.order, marker, functools.partial(run, lease, piece, gradient), "gradient kept")
+            self._updates.submit(unit.order, marker, functools.partial(run, lease, piece, gradient), HOLDING)
         arrival.source.release(marker)
 
     def _is_held(self, arrival: _Arrival, end: Marker) -> None:

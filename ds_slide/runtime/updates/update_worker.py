@@ -20,6 +20,8 @@ from ds_slide.runtime.device import PASSED, Device, Marker
 from ds_slide.runtime.transfers.handoff import THREAD_PREFIX, Failures, synchronize
 from ds_slide.runtime.transfers.stream_worker import Delay
 
+HOLDING = "gradient kept"
+"""What a task is called that copies or adds a gradient which waits for the step."""
 Turn = Literal["next", "later", "spare"]
 """When a task is done: of the first the one that the next forward needs soonest; after these, of those that no forward
 waits for, the one that backward comes to first; after all others those that need not be done, in the order of the
@@ -43,7 +45,7 @@ class UpdateTask:
     ready: Marker
     run: Callable[[], int]
     what: str
-    """For the trace."""
+    """For the trace and the statistics."""
 
     @property
     def urgency(self) -> Urgency:
@@ -119,7 +121,7 @@ class UpdateWorker:
                 with self._meter.named(label):
                     moved = task.run()
                 task = None  # as in `StreamWorker`
-                self._meter.add_span(started, time.perf_counter(), moved, label)
+                self._meter.add_span(started, time.perf_counter(), moved, label, holds=label[0] == HOLDING)
                 with self._changed:
                     self._unfinished -= counts
                     self._changed.notify_all()

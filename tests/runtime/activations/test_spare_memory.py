@@ -329,17 +329,19 @@ def test_ranks_decide_by_the_one_with_the_least_room() -> None:
 
 def test_a_step_is_judged_by_the_updates_that_ran_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step has queued others by the time, perhaps in another number of passes."""
-    run, judged = Run(), list[str]()
+    run, judged = Run(), list[tuple[str, float]]()
     times = StepTimes.of
 
     def of(busy: Any, step_s: float, schedule: Any, **given: Any) -> StepTimes:
-        judged.append(schedule)
+        judged.append((schedule, given["holding"]))
         return times(busy, step_s, schedule, **given)
 
     monkeypatch.setattr(StepTimes, "of", of)
     run.schedules = Schedules("deferred", "two passes")
+    assert run.recorder.latest is not None
+    run.recorder.latest.lanes["update"] = {"busy_s": 0.3, "bytes": 0, "holding_s": 0.125}
     run.steps(LOOKS[0])
-    assert judged == ["deferred"] and run.spare.activations.keeps_first
+    assert judged == [("deferred", 0.125)] and run.spare.activations.keeps_first
 
 
 def test_ranks_with_other_gpus_decide_alike() -> None:

@@ -11,7 +11,7 @@ from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.device import PASSED, Device
 from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.runtime.transfers.stream_worker import Delay
-from ds_slide.runtime.updates.update_worker import UpdateWorker
+from ds_slide.runtime.updates.update_worker import HOLDING, UpdateWorker
 
 
 def test_what_has_begun_ahead_goes_on_while_gradients_are_on_their_way(device: Device, failures: Failures) -> None:
@@ -35,6 +35,21 @@ def test_what_has_begun_ahead_goes_on_while_gradients_are_on_their_way(device: D
     lane.submit(1, PASSED, ahead, "speculative update", "spare")
     lane.close()
     assert order == ["ahead", "ahead", "ahead", "arrived"]
+
+
+def test_what_goes_to_gradients_that_wait_is_told_apart(device: Device, failures: Failures) -> None:
+    """What shares out the GPU's memory takes the rest for the queue that the next forward waits for."""
+    meter = LaneMeter()
+    lane = UpdateWorker(device, failures, meter, Delay(0.0, 0))
+    lane.submit(0, PASSED, lambda: 3, HOLDING)
+    lane.drain()
+    holding, (busy, moved) = meter.take_holding(), meter.take()
+    assert holding == busy > 0 and moved == 3
+    lane.submit(0, PASSED, lambda: 5)
+    lane.close()
+    assert meter.take_holding() == 0.0
+    busy, moved = meter.take()
+    assert busy > 0 and moved == 5
 
 
 def test_what_has_arrived_is_not_asked_for_again(device: Device, failures: Failures) -> None:
