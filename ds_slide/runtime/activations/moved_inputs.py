@@ -37,7 +37,7 @@ from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.transfers.handoff import Failures, Future, wait_on_stream
 from ds_slide.runtime.transfers.pool import Lease
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
-from ds_slide.runtime.weights.saved_weights import hooks_around, only_hooks_of_block
+from ds_slide.runtime.weights.saved_weights import Kept, hooks_around, only_hooks_of_block
 
 INPUT_MODIFIED = "the input of a block, needed for gradient computation, has been modified by an inplace operation"
 
@@ -167,10 +167,12 @@ class MovedInputs:
     def moving(self, order: int, inputs: Sequence[Any]) -> Iterator[None]:
         """Around the checkpoint of a call: its input moves, if there is a place for it."""
         given, around = input_of(inputs), hooks_around()
-        if given is None or around is None or not only_hooks_of_block(around):
+        # There are none around a block whose weights are on the GPU, nor around the checkpoints of older versions of
+        # transformers (5.17), which call a layer's hooks inside of them.
+        if given is None or (around is not None and not only_hooks_of_block(around)):
             yield
             return
-        pack_beside, unpack_beside = around
+        pack_beside, unpack_beside = (Kept.of, Kept.unchanged) if around is None else around
         place = given.data_ptr(), given.shape
         del given, around
 
@@ -250,6 +252,8 @@ class MovedInputs:
             raise RuntimeError(
                 f"{INPUT_MODIFIED}: [{list(moved.shape)}] was at version {moved.version} when it was saved"
             )
+        if self._waiting and self._waiting[-1]() is moved:  # or it would be read ahead once more
+            self._waiting.pop()
         tensor, up = self._coming.pop(moved) if moved in self._coming else self._bring(moved)
         self._wait(up)
         return tensor
