@@ -35,6 +35,7 @@ RECORDS = (
     "benchmarks/results/2026-11-23_nvidia-h200-x2_passes.jsonl",
     "benchmarks/results/2026-11-23_nvidia-h200_choosing.jsonl",
     "benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.jsonl",
+    "benchmarks/results/2026-11-24_nvidia-h200_hand-sweep.jsonl",
     *(
         f"{AT_C155}{name}.jsonl"
         for name in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from activation_runs import (
 from allocated import storages
 from harness import Batch, Result, batches, differences, engine_for, llama, train
 from interrupting import Failure, Interrupt
-from test_activations import Twice
+from test_activations import Twice, with_hooks_inside
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
@@ -71,36 +70,13 @@ def test_copies_that_are_late_change_no_bit(reentrant: bool, handle: Handle) -> 
     assert differences(result, expected("llama", reentrant, "clipping")) == [] and report["move"] == 4
 
 
-def hooks_inside(model: nn.Module) -> nn.Module:
-    """As transformers 5.17 has it, and 5.23 no longer: what is checkpointed is the call of a layer with the
-    hooks of its module, not its forward alone."""
-
-    def plain(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        layer.gradient_checkpointing = False
-        try:
-            return nn.Module.__call__(layer, *args, **kwargs)
-        finally:
-            layer.gradient_checkpointing = True
-
-    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if layer.gradient_checkpointing and layer.training:
-            return layer._gradient_checkpointing_func(functools.partial(plain, layer, **kwargs), *args)
-        return nn.Module.__call__(layer, *args, **kwargs)
-
-    (kind,) = {type(layer) for layer in layers_of(model)}
-    of_then = type(kind.__name__, (kind,), {"__call__": call})
-    for layer in layers_of(model):
-        layer.__class__ = of_then
-    return model
-
-
 @FORMS
 @pytest.mark.parametrize("name", ["llama", "adapters"])
 def test_hooks_of_layers_inside_of_their_checkpoints(name: str, reentrant: bool, handle: Handle) -> None:
-    """No hooks for saved tensors lie around the checkpoint then, and inputs moved nowhere: 8 B with 36,864 tokens did
+    """With transformers 5.17 no hooks for saved tensors lie around it, and no input moved: 8 B with 36,864 tokens did
     not fit into 24 GiB."""
     handle(0, 4)
-    model = hooks_inside(asked(name, reentrant))
+    model = with_hooks_inside(asked(name, reentrant))
     result, report = run(model, {"gpu_memory": "1GiB"}, batches(STEPS))
     assert differences(result, expected(name, reentrant, "clipping")) == []
     assert report["move"] == min(4, len(layers_of(model)))
