@@ -44,6 +44,11 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+def versions() -> dict[str, str]:
+    """Of what decides how a model is computed."""
+    return {package: _version(package) for package in PACKAGES}
+
+
 def describe() -> dict[str, str]:
     """Lines for a results page, in reading order."""
     cards = gpus()
@@ -54,7 +59,7 @@ def describe() -> dict[str, str]:
         "host memory": f"{total_memory_bytes() / 2**30:.0f} GiB",
         "kernel": platform.release(),
         "python": platform.python_version(),
-        **{package: _version(package) for package in PACKAGES},
+        **versions(),
     }
 
 

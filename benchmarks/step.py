@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import disk
+import machine
 import memory
 import settings
 import shapes
@@ -159,6 +160,7 @@ def measure(setting: Setting, folder: str, keep: Callable[[dict[str, Any]], None
     record = {
         "parameters": parameters,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "versions": machine.versions(),
         "init_s": init_s,
         **summarise_times(log.step_s[timed], clock.phases()[timed], total_s, setting.tokens_per_step),
         **summarise_memory(baseline, initialised, trained, parameters, pinned_in_rss),

@@ -73,8 +73,8 @@ def test_copies_that_are_late_change_no_bit(reentrant: bool, handle: Handle) -> 
 @FORMS
 @pytest.mark.parametrize("name", ["llama", "adapters"])
 def test_hooks_of_layers_inside_of_their_checkpoints(name: str, reentrant: bool, handle: Handle) -> None:
-    """With transformers 5.17 no hooks for saved tensors lie around it, and no input moved: 8 B with 36,864 tokens did
-    not fit into 24 GiB."""
+    """With transformers up to 5.22 no hooks for saved tensors lie around it, and no input moved: 8 B with 36,864 tokens
+    did not fit into 24 GiB."""
     handle(0, 4)
     model = with_hooks_inside(asked(name, reentrant))
     result, report = run(model, {"gpu_memory": "1GiB"}, batches(STEPS))

@@ -167,8 +167,8 @@ class MovedInputs:
     def moving(self, order: int, inputs: Sequence[Any]) -> Iterator[None]:
         """Around the checkpoint of a call: its input moves, if there is a place for it."""
         given, around = input_of(inputs), hooks_around()
-        # There are none around a block whose weights are on the GPU, nor around the checkpoints of older versions of
-        # transformers (5.17), which call a layer's hooks inside of them.
+        # There are none around a block whose weights are on the GPU, nor around the checkpoints of transformers
+        # up to 5.22, which call a layer's hooks inside of them.
         if given is None or (around is not None and not only_hooks_of_block(around)):
             yield
             return
