@@ -45,7 +45,7 @@ def _version(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides how a model is computed."""
+    """Versions of the packages that decide how a model is computed."""
     return {package: _version(package) for package in PACKAGES}
 
 

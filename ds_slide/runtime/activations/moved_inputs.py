@@ -37,7 +37,7 @@ from ds_slide.runtime.device import Device, Marker
 from ds_slide.runtime.transfers.handoff import Failures, Future, wait_on_stream
 from ds_slide.runtime.transfers.pool import Lease
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
-from ds_slide.runtime.weights.saved_weights import Kept, hooks_around, only_hooks_of_block
+from ds_slide.runtime.weights.saved_weights import SavedTensor, hooks_around, only_hooks_of_block
 
 INPUT_MODIFIED = "the input of a block, needed for gradient computation, has been modified by an inplace operation"
 
@@ -172,7 +172,7 @@ class MovedInputs:
         if given is None or (around is not None and not only_hooks_of_block(around)):
             yield
             return
-        pack_beside, unpack_beside = (Kept.of, Kept.unchanged) if around is None else around
+        pack_beside, unpack_beside = (SavedTensor.of, SavedTensor.unchanged) if around is None else around
         place = given.data_ptr(), given.shape
         del given, around
 

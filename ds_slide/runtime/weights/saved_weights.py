@@ -51,14 +51,14 @@ class ParameterReference(NamedTuple):
     parameter: nn.Parameter
 
 
-class Kept(NamedTuple):
+class SavedTensor(NamedTuple):
     """A saved tensor as it is. Autograd compares versions only where no hooks are."""
 
     tensor: torch.Tensor
     version: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Kept:
+    def of(cls, tensor: torch.Tensor) -> SavedTensor:
         # A result that its own node saves would hold that node, and a graph without a backward would live for ever.
         return cls(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
@@ -179,7 +179,7 @@ class OpenHooks:
         for pair in stack[stale + 1 :]:
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
-    def _pack(self, tensor: torch.Tensor) -> Kept | SlotReference | ParameterReference | _Packed:
+    def _pack(self, tensor: torch.Tensor) -> SavedTensor | SlotReference | ParameterReference | _Packed:
         if tensor.is_conj() or tensor.is_neg():  # a view that only says so: its place does not
             tensor = tensor.resolve_conj().resolve_neg()
         reference = self._reference(tensor)
@@ -187,10 +187,10 @@ class OpenHooks:
             return reference
         if self._around is not None:
             return _Packed(self._around[0](tensor))
-        return Kept.of(tensor)
+        return SavedTensor.of(tensor)
 
-    def _unpack(self, saved: Kept | SlotReference | ParameterReference | _Packed) -> torch.Tensor:
-        if isinstance(saved, Kept):
+    def _unpack(self, saved: SavedTensor | SlotReference | ParameterReference | _Packed) -> torch.Tensor:
+        if isinstance(saved, SavedTensor):
             return saved.unchanged()
         if isinstance(saved, _Packed):
             assert self._around is not None
