@@ -4,9 +4,10 @@
 
 The text is Python's standard library as it is installed here: every twentieth file is held out, and tells how well a
 model has learned. With `--model DIR` the model of that Hugging Face folder is fine-tuned, and its tokenizer reads the
-text; without, a new one learns from its bytes. `lora` trains peft's adapters of rank `--lora-r` in its place. Weights,
-batches and schedule depend on the seed only. The seconds are those of the steps, without the evaluations; each system
-runs in this process, one after the other. Runs without a GPU, too (`DS_ACCELERATOR=cpu`, with few layers and steps).
+text; without, a new one learns from its bytes. `lora` trains peft's adapters of rank `--lora-r` in its place, and a new
+model's vocabulary matrices; `galore` is GaLore of rank `--galore-r` on the GPU alone (galore.py). Weights, batches and
+schedule depend on the seed only. The seconds are those of the steps, without the evaluations; each system runs in this
+process, one after the other. Runs without a GPU, too (`DS_ACCELERATOR=cpu`, with few layers and steps).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import deepspeed
+import galore
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
@@ -86,7 +88,10 @@ def with_adapters(model: nn.Module, options: argparse.Namespace) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(options.seed)
-    config = LoraConfig(r=options.lora_r, lora_alpha=2 * options.lora_r, target_modules="all-linear")
+    learned = None if options.model else ["embed_tokens", "lm_head"]  # a new model's are random
+    config = LoraConfig(
+        r=options.lora_r, lora_alpha=2 * options.lora_r, target_modules="all-linear", modules_to_save=learned
+    )
     adapted: nn.Module = get_peft_model(model, config)
     return adapted
 
@@ -118,6 +123,22 @@ def held_out_loss(engine: Any, data: Tensor, options: argparse.Namespace, device
     return float(torch.stack(losses).mean())
 
 
+def engine_of(name: str, model: nn.Module, config: dict[str, Any], options: argparse.Namespace, device: Any) -> Any:
+    if name == "galore":
+        return galore.Trainer(model, device, config, options.galore_r, options.check_every)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=learned, config=config)
+    return engine
+
+
+def counted(engine: Any) -> tuple[Any, Any]:
+    """Refits of projectors so far, and bytes of gradients from the GPU; both empty where nothing is offloaded."""
+    if isinstance(engine, galore.Trainer):
+        return "", ""
+    statistics = engine.optimizer.slide_stats()
+    return statistics["compression"].get("refits", ""), statistics["lanes"]["d2h"]["bytes"]
+
+
 def run(name: str, compression: dict[str, Any] | None, options: argparse.Namespace, out: TextIO) -> None:
     """One training, a row of the CSV for every evaluation."""
     device = torch.device(get_accelerator().current_device_name())
@@ -125,8 +146,7 @@ def run(name: str, compression: dict[str, Any] | None, options: argparse.Namespa
     model = model_of(options)
     if name == "lora":
         model = with_adapters(model, options)
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=learned, config=json_of(options, compression))
+    engine = engine_of(name, model, json_of(options, compression), options, device)
     writer, source = csv.writer(out), batches(trained, options, device)
     seconds, losses = 0.0, []
     for step in range(1, options.steps + 1):
@@ -142,10 +162,9 @@ def run(name: str, compression: dict[str, Any] | None, options: argparse.Namespa
         mean = float(torch.stack(losses).mean())  # waits for the steps so far
         seconds += time.perf_counter() - began
         losses.clear()
-        statistics = engine.optimizer.slide_stats()
+        refits, down = counted(engine)
         found = held_out_loss(engine, held_out, options, device)
         d, r = (compression["d"], compression["r"]) if compression else ("", "")
-        refits, down = statistics["compression"].get("refits", ""), statistics["lanes"]["d2h"]["bytes"]
         tokens = step * options.batch * options.seq
         figures = (tokens, round(seconds, 3), round(mean, 5), round(found, 5), refits, down)
         writer.writerow([name, options.lr, d, r, step, *figures])
@@ -159,7 +178,7 @@ def main() -> None:
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29517")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--systems", nargs="+", choices=("exact", "lsp", "lora"), default=["exact", "lsp"])
+    parser.add_argument("--systems", nargs="+", choices=("exact", "lsp", "lora", "galore"), default=["exact", "lsp"])
     parser.add_argument("--out", type=Path, default=Path("compression.csv"))
     parser.add_argument("--model", type=Path, help="folder of a pretrained model, which is fine-tuned")
     for name, default in (
@@ -174,6 +193,7 @@ def main() -> None:
         ("evaluate-every", 100),
         ("evaluated", 128),
         ("lora-r", 64),
+        ("galore-r", 64),
         ("seed", 0),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
