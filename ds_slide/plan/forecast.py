@@ -19,24 +19,34 @@ CONTEXT_BYTES = 900 << 20
 benchmarks/results/2026-11-23_nvidia-h200-x2_passes.jsonl)."""
 WORKSPACE_BYTES = 64 << 20
 """Of the GPU, by torch's allocator: the workspaces of cuBLAS and cuBLASLt, 32 MiB each on an H100 or H200."""
-PROCESS_BYTES = 1060 << 20
-"""Of host memory: Python, torch, transformers and the CUDA driver (1.06 GB there before an engine is built)."""
-ENGINE_BYTES = 400 << 20
-"""Of host memory: DeepSpeed, compiled kernels, and what else does not grow with the model (0.41 GB there)."""
-PYTHON_BYTES = 520 << 20
-"""As PROCESS_BYTES and ENGINE_BYTES, where the accelerator is the host and no CUDA is loaded (0.54 GB of a run of
-`benchmarks/step.py --model tiny`)."""
+PROCESS_BYTES = 1365 << 20
+"""Of host memory, where `ds-slide doctor` has not measured it: Python, torch, transformers, DeepSpeed and the CUDA
+driver after a step of training without an engine. On an H200 plain training had 1.41 GB without DeepSpeed (with
+transformers 5.23, benchmarks/results/2026-11-23_nvidia-h200_default.jsonl, gpu-only, less 64 MiB that the benchmark had
+page-locked), and importing DeepSpeed takes 0.02 GB."""
+ENGINE_BYTES = 95 << 20
+"""Of host memory: what an engine adds that neither grows with the model nor is in the plan's list: threads, compiled
+kernels, streams. With PROCESS_BYTES it is 1.531 GB; runs with all states on such a GPU took 1.537
+(benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.jsonl)."""
+PYTHON_BYTES = 445 << 20
+"""As PROCESS_BYTES, where the accelerator is the host and no CUDA is loaded: what `ds-slide doctor` measured with torch
+2.13 and transformers 5.23 (0.467 GB; 0.50 with scipy beside them, and 0.54 with transformers 5.17 and scikit-learn)."""
+PYTHON_ENGINE_BYTES = 75 << 20
+"""As ENGINE_BYTES, there: with it the host peaks of `benchmarks/step.py --model tiny` are forecast within 0.5 % for 2 x
+128 tokens beside each of those three, and one of 0.5 G parameters, of 8.9 GB, within 1.5 %."""
 
 
 @dataclass(frozen=True)
 class Room:
     """Memory for the ranks of one machine, in bytes. `gpu`: of each rank's, None where the host is the accelerator.
-    `host`, `ssd`: of all ranks together; `ssd` None: not limited."""
+    `host`, `ssd`: of all ranks together; `ssd` None: not limited. `process_bytes`: what was measured of
+    a process before it has an engine, None for what it took elsewhere."""
 
     gpu: int | None
     host: int
     ssd: int | None = None
     ranks: int = 1
+    process_bytes: int | None = None
 
     @property
     def gpu_for_plan(self) -> int | None:
@@ -50,7 +60,9 @@ class Room:
 
     @property
     def process(self) -> int:
-        return PYTHON_BYTES if self.gpu is None else PROCESS_BYTES + ENGINE_BYTES
+        """Bytes of the process of a rank beside what the plan places."""
+        before, engine = (PYTHON_BYTES, PYTHON_ENGINE_BYTES) if self.gpu is None else (PROCESS_BYTES, ENGINE_BYTES)
+        return (before if self.process_bytes is None else self.process_bytes) + engine
 
 
 @dataclass(frozen=True)

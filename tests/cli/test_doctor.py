@@ -12,9 +12,11 @@ import pytest
 from packaging.requirements import Requirement
 from setuptools.config.pyprojecttoml import load_file
 
+from ds_slide.cli.doctor import cache
 from ds_slide.cli.doctor.state import package
+from ds_slide.errors import SlideError
 from ds_slide.plan.ceilings import measure
-from ds_slide.plan.ceilings.figures import Ceilings, preset_names, read_ceilings
+from ds_slide.plan.ceilings.figures import Ceilings, DiskCeilings, preset_names, read_ceilings
 from ds_slide.report import tested
 from ds_slide.report.tested import TESTED
 
@@ -32,20 +34,72 @@ def test_it_measures_this_machine_once(
     assert set(answer) == {"schema", "can_run", "findings", "versions", "ceilings"}
     assert {"name", "state", "advice", "fatal"} == set(answer["findings"][0])
     named = {each["name"] for each in answer["findings"]}
-    assert {"accelerator", "page-locked memory", "NUMA", "disk requests", f"disk {tmp_path}", *TESTED} <= named
+    assert {
+        "accelerator",
+        "page-locked memory",
+        "NUMA",
+        "disk requests",
+        f"disk {tmp_path}",
+        "process",
+        *TESTED,
+    } <= named
     found = Ceilings.model_validate(answer["ceilings"])
     assert found.gpu is None and found.cpu.product_tflop_s and [disk.path for disk in found.disks] == [str(tmp_path)]
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and found.process_bytes and 200e6 < found.process_bytes < 4e9
 
     def measured(*_: Any, **__: Any) -> Any:
         raise AssertionError("measured again")
 
     monkeypatch.setattr(measure, "cpu_ceilings", measured)
     monkeypatch.setattr(measure, "disk_ceilings", measured)
+    monkeypatch.setattr(cache, "process_bytes", measured)
     again = ds_slide("doctor", "--json", "--path", tmp_path)
     assert again.answer["ceilings"] == answer["ceilings"]
     with pytest.raises(AssertionError, match="measured again"):
         ds_slide("doctor", "--refresh", "--path", tmp_path)
+
+
+def test_a_process_that_fails_is_told_in_one_sentence_and_tried_again(
+    ds_slide: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def process(**_: Any) -> int:
+        if fails:
+            raise SlideError("ImportError: no such luck")
+        return 345_000_000
+
+    def told() -> tuple[int | None, dict[str, Any]]:
+        ran = ds_slide("doctor", "--json", "--path", tmp_path)
+        (finding,) = [each for each in ran.answer["findings"] if each["name"] == "process"]
+        assert (ran.code, ran.answer["can_run"]) == (0, True)
+        return ran.answer["ceilings"]["process_bytes"], finding
+
+    before = cache.of_this_machine()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "process_bytes", process)
+    monkeypatch.setattr(measure, "cpu_ceilings", lambda *_, **__: before.cpu)
+    disk = {"read_gb_s": 1, "write_gb_s": 1, "mixed_gb_s": 1, "direct": True, "backend": "threads"}
+    found = DiskCeilings(path=str(tmp_path), **disk)
+    monkeypatch.setattr(measure, "disk_ceilings", lambda _: found)
+
+    fails = True
+    nbytes, finding = told()
+    assert nbytes is None and finding["state"] == "not measured (ImportError: no such luck)" and finding["advice"]
+    # A plan does not pay for it again, and doctor does, for who has mended it.
+    fails = False
+    assert cache.of_this_machine().process_bytes is None
+    nbytes, finding = told()
+    assert nbytes == 345_000_000 and finding["state"].startswith("0.34 GB") and not finding["advice"]
+    assert cache.of_this_machine().process_bytes == 345_000_000
+
+    monkeypatch.setattr("ds_slide.cli.doctor.command.installed_version", lambda _: None)
+    assert "without transformers, which is not installed" in told()[1]["state"]
+
+
+@pytest.mark.parametrize("package", ["transformers", "deepspeed"])
+def test_other_versions_of_the_libraries_are_measured_again(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = cache.machine_key()
+    monkeypatch.setattr(cache, "installed_version", lambda name: "0.1" if name == package else before[name])
+    assert cache.machine_key() == {**before, package: "0.1"} != before
 
 
 def test_a_file_of_doctor_are_ceilings(ds_slide: Callable[..., Any], tmp_path: Path) -> None:

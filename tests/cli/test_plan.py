@@ -12,6 +12,8 @@ import pytest
 import ds_slide as package
 from ds_slide.cli.planning.output import as_text
 from ds_slide.config import parse_bytes
+from ds_slide.plan.ceilings.figures import read_ceilings
+from ds_slide.plan.forecast import ENGINE_BYTES, PROCESS_BYTES, PYTHON_BYTES, PYTHON_ENGINE_BYTES
 
 CEILINGS = Path(package.__file__).parent / "configs" / "ceilings"
 SMALL = ("--model", "tiny", "--seq", "512")
@@ -201,6 +203,35 @@ def test_what_is_refused_in_a_sentence(
 ) -> None:
     ran = ds_slide("plan", "--deepspeed_config", config(**changes), *options)
     assert ran.code == 1 and message in ran.error and "Traceback" not in ran.error
+
+
+def test_the_process_is_as_large_as_the_ceilings_say(
+    ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_path: Path
+) -> None:
+    preset = json.loads((CEILINGS / "h200-16-cores.json").read_text())
+    here = {**preset, "gpu": None, "cpu": preset["cpu"] | {"product_tflop_s": 0.2}}
+    file = tmp_path / "ceilings.json"
+
+    def processes(ceilings: dict[str, Any], *room: str) -> int:
+        file.write_text(json.dumps(ceilings))
+        path = config()
+        ran = ds_slide("plan", "--deepspeed_config", path, *SMALL, *room, "--ceilings", file, "--json")
+        return ran.answer["tiers"]["host"]["entries"]["processes"]
+
+    measured = {"process_bytes": 700_000_000}
+    assert processes(preset, *ROOM) == PROCESS_BYTES + ENGINE_BYTES
+    assert processes(preset | measured, *ROOM) == 700_000_000 + ENGINE_BYTES
+    assert processes(preset | measured, *ROOM, "--ranks", "2") == 2 * (700_000_000 + ENGINE_BYTES)
+    host = ("--host-memory", "4GiB")
+    assert processes(here, *host) == PYTHON_BYTES + PYTHON_ENGINE_BYTES
+    assert processes(here | measured, *host) == 700_000_000 + PYTHON_ENGINE_BYTES
+
+
+def test_a_process_without_a_gpu_is_none_with_one() -> None:
+    preset = read_ceilings("h200-16-cores")
+    for gpu in (preset.gpu, None):
+        ceilings = preset.model_copy(update={"gpu": gpu, "process_bytes": 5})
+        assert [ceilings.process_of(on_gpu=on_gpu) for on_gpu in (gpu is not None, gpu is None)] == [5, None]
 
 
 def test_a_plot(ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_path: Path) -> None:

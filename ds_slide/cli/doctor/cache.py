@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ import cpuinfo
 import psutil
 import torch
 
+from ds_slide.cli.doctor.state import installed_version
 from ds_slide.errors import SlideError
 from ds_slide.plan.ceilings import measure
 from ds_slide.plan.ceilings.figures import Ceilings, DiskCeilings, checked
+from ds_slide.plan.ceilings.process import process_bytes
 from ds_slide.runtime.updates.threads import update_cores
 
 
@@ -47,13 +49,19 @@ def machine_key() -> dict[str, Any]:
         if gpu_computes()
         else [],
         "torch": torch.__version__,
+        # What a process takes before an engine is built is mostly theirs.
+        "transformers": installed_version("transformers"),
+        "deepspeed": installed_version("deepspeed"),
         "kernel": platform.release(),
     }
 
 
-def of_this_machine(paths: Sequence[Path] = (), *, refresh: bool = False) -> Ceilings:
+def of_this_machine(
+    paths: Sequence[Path] = (), *, refresh: bool = False, failed: Callable[[str], None] | None = None
+) -> Ceilings:
     """The ceilings, those that were kept where the machine is the same; of the disks below `paths`, or, where there are
-    none, of those that were measured before. Raises SlideError where a path cannot be measured."""
+    none, of those that were measured before. `failed` is told why a process cannot be measured, which is tried again
+    for who asks why. Raises SlideError where a path cannot be measured."""
     key = machine_key()
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = folder() / f"{digest}.json"
@@ -61,7 +69,8 @@ def of_this_machine(paths: Sequence[Path] = (), *, refresh: bool = False) -> Cei
     disks = {disk.path: disk for disk in (kept.disks if kept else ())}
     wanted = [str(path.resolve()) for path in paths]
     missing = [path for path in wanted if path not in disks]
-    if kept is not None and not missing:
+    again = kept is not None and kept.process_bytes is None and failed is not None
+    if kept is not None and not missing and not again:
         return kept.model_copy(update={"disks": tuple(disks[path] for path in wanted)}) if wanted else kept
     disks.update({path: _disk(Path(path)) for path in missing})
     if kept is None:
@@ -71,10 +80,22 @@ def of_this_machine(paths: Sequence[Path] = (), *, refresh: bool = False) -> Cei
             source=f"measured on {platform.node()}, {date.today().isoformat()}",
             cpu=measure.cpu_ceilings(str(key["cpu"]), threads, cores, with_products=not on_gpu),
             gpu=measure.gpu_ceilings(torch.device("cuda", 0)) if on_gpu else None,
+            process_bytes=_process(failed),
         )
+    elif again:
+        kept = kept.model_copy(update={"process_bytes": _process(failed)})
     kept = kept.model_copy(update={"disks": tuple(disks.values())})
     _keep(file, key, kept)
     return kept.model_copy(update={"disks": tuple(disks[path] for path in wanted)}) if wanted else kept
+
+
+def _process(failed: Callable[[str], None] | None) -> int | None:
+    try:
+        return process_bytes(on_gpu=gpu_computes())
+    except SlideError as error:
+        if failed is not None:
+            failed(str(error))
+        return None
 
 
 def _disk(path: Path) -> DiskCeilings:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from ds_slide.cli.doctor.state import Finding, findings, versions
+from ds_slide.cli.doctor.state import Finding, findings, installed_version, versions
 from ds_slide.config import expanded_directory
 from ds_slide.plan.ceilings.figures import Ceilings
 
 SCHEMA = 1
+TRANSFORMERS = "transformers"
 NO_DISKS = ("tmpfs", "ramfs", "overlay")
 
 
@@ -25,9 +26,10 @@ def run(arguments: argparse.Namespace, say: Any) -> int:
     found = findings()
     can_run = not any(each.fatal for each in found)
     paths = [expanded_directory(path, "--path") for path in arguments.path] or _usual_paths()
-    ceilings = _ceilings(paths, refresh=arguments.refresh) if can_run else None
+    why: list[str] = []
+    ceilings = _ceilings(paths, refresh=arguments.refresh, failed=why.append) if can_run else None
     if ceilings is not None:
-        found += _disks(ceilings, paths)
+        found += [*_disks(ceilings, paths), _process(ceilings, why)]
     if arguments.json:
         answer = {
             "schema": SCHEMA,
@@ -43,10 +45,10 @@ def run(arguments: argparse.Namespace, say: Any) -> int:
     return 0 if can_run else 1
 
 
-def _ceilings(paths: Sequence[Path], *, refresh: bool) -> Ceilings:
+def _ceilings(paths: Sequence[Path], *, refresh: bool, failed: Callable[[str], None]) -> Ceilings:
     from ds_slide.cli.doctor.cache import of_this_machine
 
-    return of_this_machine(paths, refresh=refresh)
+    return of_this_machine(paths, refresh=refresh, failed=failed)
 
 
 def _usual_paths() -> list[Path]:
@@ -64,6 +66,17 @@ def _disks(ceilings: Ceilings, paths: Sequence[Path]) -> Iterator[Finding]:
         advice = "" if disk.direct else "its file system refuses O_DIRECT; name a directory on local ext4 or xfs"
         state = f"read {disk.read_gb_s:.2f}, write {disk.write_gb_s:.2f}, mixed {disk.mixed_gb_s:.2f} GB/s"
         yield Finding(f"disk {disk.path}", f"{state} by {disk.backend}", advice)
+
+
+def _process(ceilings: Ceilings, why: Sequence[str]) -> Finding:
+    """`why`: the reasons for which it is not measured."""
+    if ceilings.process_bytes is None:
+        advice = "mend what stops it; until then `ds-slide plan` takes what such a process took elsewhere"
+        return Finding("process", f"not measured ({'; '.join(why)})", advice)
+    state = f"{ceilings.process_bytes / 1e9:.2f} GB of host memory before an engine is built"
+    if installed_version(TRANSFORMERS) is None:
+        return Finding("process", f"{state}, without transformers, which is not installed")
+    return Finding("process", state)
 
 
 def _text(found: Sequence[Finding], ceilings: Ceilings | None, *, can_run: bool) -> Iterator[str]:

@@ -167,7 +167,7 @@ def _io() -> Finding:
 
 def _packages() -> Iterator[Finding]:
     for name, tested in TESTED.items():
-        yield package(name, tested, _installed(name))
+        yield package(name, tested, installed_version(name))
 
 
 def package(name: str, tested: Tested, installed: str | None) -> Finding:
@@ -183,7 +183,8 @@ def package(name: str, tested: Tested, installed: str | None) -> Finding:
     return Finding(name, state)
 
 
-def _installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """The version of a package, None where it is not there."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -200,6 +201,6 @@ def _text(path: str) -> str:
 def versions(found: Mapping[str, Tested] = TESTED) -> dict[str, dict[str, str | None]]:
     """Installed, tested and accepted versions by package."""
     return {
-        name: {"installed": _installed(name), "tested": tested.version, "accepted": tested.accepted}
+        name: {"installed": installed_version(name), "tested": tested.version, "accepted": tested.accepted}
         for name, tested in found.items()
     }

@@ -116,7 +116,8 @@ def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
     gpu = sizes["gpu_memory"]
     if gpu is None and ceilings.gpu is not None:
         gpu = ceilings.gpu.memory_bytes
-    room = Room(gpu, sizes["host_memory"] or ceilings.cpu.memory_bytes, sizes["nvme_memory"], arguments.ranks)
+    process, host = ceilings.process_of(on_gpu=gpu is not None), sizes["host_memory"] or ceilings.cpu.memory_bytes
+    room = Room(gpu, host, sizes["nvme_memory"], arguments.ranks, process)
     if arguments.ranks > 1:
         notes.append("collectives between ranks are not timed, and NCCL's own memory is not counted")
     if room.gpu is not None and ceilings.gpu is not None and room.ranks > 1:

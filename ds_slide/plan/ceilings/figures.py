@@ -73,6 +73,13 @@ class Ceilings(_Figures):
     cpu: CpuCeilings
     gpu: GpuCeilings | None = None
     disks: tuple[DiskCeilings, ...] = ()
+    process_bytes: int | None = Field(default=None, gt=0)
+    """Of host memory: a process that trains, with the GPU where there is one, before an engine is built. None: not
+    measured, as in files of before."""
+
+    def process_of(self, *, on_gpu: bool) -> int | None:
+        """`process_bytes` where they are those of a process that computes there, None where it was the other one."""
+        return self.process_bytes if on_gpu == (self.gpu is not None) else None
 
     def text(self) -> str:
         """As a file holds them."""
