@@ -58,6 +58,10 @@ def plans(nvme_path: str) -> dict[str, list[Setting]]:
         "stock-0.5b": crossed("qwen2.5-0.5b", "stock", 8, [{}]),
         "speed": [Setting("slide", clip=clip, **speed) for clip in (1.0, 0.0)],
         "speed-gathered": [Setting("slide", clip=clip, slide={"share_weights": False}, **speed) for clip in (1.0, 0.0)],
+        "lsp": [
+            Setting("slide", batch=2, clip=1.0, **speed, slide={"gpu_states": 0, "compression": compression})
+            for compression in (None, {"type": "lsp", "d": 704, "r": 4})
+        ],
         "speed-stock": [Setting("stock", clip=1.0, **speed)],
         "transports": [
             Setting("slide", "qwen2.5-0.5b", batch=2, clip=clip, steps=4, warmup=1, slide={**block, **transport})
