@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,8 @@ class Compared:
 FIGURES = {"step": ("s", 1.0), "GPU peak": ("GB", 1e9), "host peak": ("GB", 1e9)}
 LANES = {"compute": ("s", 1.0), "update": ("s", 1.0)}
 """Busy times, of the last step."""
+OWN_DISK = {"last step": ("s", 1.0), "read and written": ("GB", 1e9)}
+"""With the rate that the disk had in the last step: what is left is the forecast's own error."""
 
 
 def lines_of(source: str) -> list[dict[str, Any]]:
@@ -161,9 +163,7 @@ def usable(record: Mapping[str, Any]) -> bool:
 def compare(planner: Planner, record: Mapping[str, Any], ceilings: Ceilings, room: Room) -> Compared:
     setting = Setting(**{key: value for key, value in record["setting"].items() if key in Setting.__dataclass_fields__})
     if record.get("ssd_gb_s"):
-        rate = record["ssd_gb_s"]
-        disk = DiskCeilings(path="", read_gb_s=rate, write_gb_s=rate, mixed_gb_s=rate, direct=True, backend="io_uring")
-        ceilings = ceilings.model_copy(update={"disks": (disk,)})
+        ceilings = with_disk(ceilings, record["ssd_gb_s"])
     request = Request(
         shape=ModelShape(setting.model, shape_config(setting.model)),
         raw=record["deepspeed_config"],
@@ -180,9 +180,10 @@ def compare(planner: Planner, record: Mapping[str, Any], ceilings: Ceilings, roo
     plan = planner.steady if decides else planner.forecast
     forecast = plan(request)
     slots = memory.get("slots") or recorded_slots(forecast, memory)
-    if slots and slots != forecast.plan.placement.window:
-        # Of an engine whose window did not grow yet, or of a parent: with its own.
-        forecast = plan(request.with_block(window=max(2, slots)))
+    if slots and slots != forecast.plan.placement.window and "promoted_units" not in memory:
+        # Of an engine whose window did not grow yet: with its own. Today's has decided how many slots it needs.
+        request = request.with_block(window=max(2, slots))
+        forecast = plan(request)
     what = f"{setting.model} {setting.batch} x {setting.seq}" + (f" x {setting.grad_accum}" * (setting.grad_accum > 1))
     settings = [f"clipping {setting.clip:g}", *(f"{key} {value}" for key, value in setting.slide.items())]
     if setting.checkpointing == "none":
@@ -206,6 +207,13 @@ def compare(planner: Planner, record: Mapping[str, Any], ceilings: Ceilings, roo
         "host peak": None if other_logs else record["host_peak_bytes"],
         **{lane: lanes[lane]["busy_s"] for lane in LANES if lane in lanes},
     }
+    disk_lane = lanes.get("ssd") or {}
+    if disk_lane.get("bytes"):
+        with_rate = plan(replace(request, ceilings=with_disk(ceilings, disk_lane["bytes"] / disk_lane["busy_s"] / 1e9)))
+        predicted["last step"] = with_rate.time.step_s
+        predicted["read and written"] = with_rate.time.ssd_read + with_rate.time.ssd_written
+        measured["last step"] = statistics_of_engine["step_s"]
+        measured["read and written"] = disk_lane["bytes"]
     decided = None
     if decides:
         kept = statistics_of_engine["activations"]["keep"]
@@ -213,6 +221,12 @@ def compare(planner: Planner, record: Mapping[str, Any], ceilings: Ceilings, roo
         decided = f"{memory['promoted_units']}, {kept}", f"{promoted}, {blocks}"
     whole = f"{what}, {', '.join(settings)}{', SSD' * (setting.offload == 'nvme')}"
     return Compared(whole, predicted, measured, decided)
+
+
+def with_disk(ceilings: Ceilings, rate: float) -> Ceilings:
+    """With one disk of so many GB/s."""
+    disk = DiskCeilings(path="", read_gb_s=rate, write_gb_s=rate, mixed_gb_s=rate, direct=True, backend="io_uring")
+    return ceilings.model_copy(update={"disks": (disk,)})
 
 
 def as_engine_of_then(request: Request, setting: Setting, stats: Mapping[str, Any]) -> Request:
@@ -291,6 +305,12 @@ def page(compared: Sequence[Compared], ceilings: str, sources: Sequence[str]) ->
     yield ""
     yield from table(compared, LANES)
     yield ""
+    beside_ssd = [each for each in compared if "last step" in each.measured]
+    if beside_ssd:
+        yield "Beside SSD, the last step with the rate that the disk had in it, which changes from step to step:"
+        yield ""
+        yield from table(beside_ssd, OWN_DISK)
+        yield ""
     if any(each.decided for each in compared):
         yield "What the engine decided after its first steps: units moved to the GPU, checkpointed blocks kept."
         yield ""
@@ -298,7 +318,7 @@ def page(compared: Sequence[Compared], ceilings: str, sources: Sequence[str]) ->
         yield "|---|---|---|"
         yield from (f"| {each.what} | {' | '.join(each.decided)} |" for each in compared if each.decided)
         yield ""
-    for figure in (*FIGURES, *LANES):
+    for figure in (*FIGURES, *LANES, *OWN_DISK):
         errors = [error for each in compared if (error := each.error(figure)) is not None]
         if errors:
             middle, worst = statistics.median(map(abs, errors)), max(errors, key=abs)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ds_slide.plan.allocations import is_gathered, streamed, undo_bytes
+from ds_slide.plan.disk import StatesOnSsd
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, UnitSize, held_bytes
 from ds_slide.plan.rates import (
@@ -133,6 +134,7 @@ class _Step:
         self._streamed = sorted(streamed(plan.units, plan.placement))
         self._fetched_again = self._streamed[: max(0, len(self._streamed) - plan.placement.window)]
         self._parts = _parts(plan.units)
+        self._states_on_ssd = StatesOnSsd.of(plan)
         self.ssd_read = self.ssd_written = 0
         self._units = [self._lanes_of(index, unit, needs) for index, unit in enumerate(plan.units)]
         forward, backward = (per_unit(segments) for segments in (trace.forward, trace.backward))
@@ -140,6 +142,7 @@ class _Step:
         self._compute_backward = sum(map(rates.seconds, backward.values()))
         on_gpu = [plan.units[index] for index in plan.placement.on_gpu | plan.placement.promoted]
         self._gpu_update = sum(update_bytes(unit) for unit in on_gpu) / rates.copy
+        self._disk_ahead = self._states_on_ssd.ahead / rates.ssd if rates.ssd else 0.0
         self._inputs_down, self._inputs_up = trace.moved_bytes / rates.d2h, trace.moved_bytes / rates.h2d
         self._inputs_ssd = trace.on_ssd_bytes / rates.ssd if rates.ssd else 0.0
         """Each way."""
@@ -153,7 +156,7 @@ class _Step:
             return _Unit()
         read = written = 0
         if index in placement.chunks_on_ssd:
-            read, written = read + unit.state_bytes, written + unit.state_bytes
+            read, written = read + self._states_on_ssd.read[index], written + unit.state_bytes
         if index in placement.weights_on_ssd:
             again = index in self._fetched_again
             read += unit.share * (1 + again + 2 * again * (self._micro_batches - 1))
@@ -200,7 +203,12 @@ class _Step:
         arrived = [each if early else begin for each, early in zip(arrived, ahead, strict=True)]
         down_until = backward if any(ahead) else 0.0
         done, busy = _by_deadline(
-            arrived, update, [each.ssd for each in units], [each.beside_down for each in units], down_until
+            arrived,
+            update,
+            [each.ssd for each in units],
+            [each.beside_down for each in units],
+            down_until=down_until,
+            disk_ahead=self._disk_ahead,
         )
         end = self._forward(begin + self._gpu_update, done)
         more = self._micro_batches - 1
@@ -243,7 +251,8 @@ class _Step:
         in one pass."""
         update = [each.update + each.beside_up for each in self._units] if update is None else update
         none = [0.0] * len(self._units)
-        done, _ = _by_deadline(none, update, [each.ssd for each in self._units], none, 0.0)
+        ssd = [each.ssd for each in self._units]
+        done, _ = _by_deadline(none, update, ssd, none, down_until=0.0, disk_ahead=self._disk_ahead)
         return self._forward(self._gpu_update, done) - max(done)
 
     def _backward(self, later: Sequence[float], begun: float) -> tuple[float, list[float]]:
@@ -305,13 +314,16 @@ def _by_deadline(
     update: Sequence[float],
     ssd: Sequence[float],
     beside_down: Sequence[float],
+    *,
     down_until: float,
+    disk_ahead: float,
 ) -> tuple[list[float], float]:
     """When each unit is updated: of those whose gradients have arrived always the first, and not before the disk has
     read and written what it needs, in the same order. -> also busy seconds. `beside_down`: that an update takes longer
-    while gradients come down, until `down_until`."""
+    while gradients come down, until `down_until`. `disk_ahead`: seconds of the disk's work that need not wait for the
+    gradients."""
     waiting = sorted(range(len(arrived)), key=lambda index: arrived[index])
-    done, now, disk, busy = [0.0] * len(arrived), 0.0, 0.0, 0.0
+    done, now, disk, busy = [0.0] * len(arrived), 0.0, -disk_ahead, 0.0
     ready: list[int] = []
     while waiting or ready:
         if not ready:
@@ -319,9 +331,10 @@ def _by_deadline(
         while waiting and arrived[waiting[0]] <= now:
             heapq.heappush(ready, waiting.pop(0))
         index = heapq.heappop(ready)
-        disk = max(disk, arrived[index] if ssd[index] else 0.0) + ssd[index]
+        if ssd[index]:
+            disk = max(disk, arrived[index] - disk_ahead) + ssd[index]
         seconds = update[index] + (beside_down[index] if now < down_until else 0.0)
         now, busy = now + seconds, busy + seconds
-        done[index] = max(now, disk)
+        done[index] = max(now, disk) if ssd[index] else now
         now = done[index] if ssd[index] else now
     return done, busy

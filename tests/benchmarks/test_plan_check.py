@@ -36,8 +36,10 @@ def test_forecasts_are_near_the_records_of_older_engines() -> None:
     assert len(found) == 15
     for each in found:
         for figure, most in MOST.items():
-            error = each.error(figure)
-            assert error is None or abs(error) < most, (each.what, figure)
+            # Beside SSD with the rate of the last step: from one step to the next it differed by a fifth.
+            beside_ssd = figure == "step" and "last step" in each.measured
+            error = each.error("last step" if beside_ssd else figure)
+            assert error is None or abs(error) < (0.03 if beside_ssd else most), (each.what, figure)
     # The engine's own decisions: units that moved, and blocks whose activations were kept as a whole.
     decided = [each.decided for each in found if each.decided]
     assert [measured for measured, _ in decided] == ["12, 0", "12, 0", "0, 0", "0, 0"]

@@ -182,7 +182,7 @@ def test_ranks_that_share_weights_read_the_parts_of_all(shares: bool) -> None:
 
 
 def test_a_slow_disk_is_the_bound() -> None:
-    needs = replace(NEEDS, ssd=SsdNeeds(True, True, NUMEL))
+    needs = replace(NEEDS, ssd=SsdNeeds(True, True, NUMEL, chunk_buffers=2))  # so few that no chunk stays in one
     blocks = frozenset(range(1, BLOCKS + 1))
     made = plan(needs, Placement(frozenset(), blocks, blocks, window=BLOCKS))
     disk = rates(disk=1.0)
@@ -191,6 +191,18 @@ def test_a_slow_disk_is_the_bound() -> None:
     assert (found.bound_lane, found.ssd_read, found.ssd_written) == ("ssd", moved, moved)
     assert found.bound_s == pytest.approx(2 * moved / 1e9)
     assert found.bound_s <= found.step_s <= 1.1 * found.bound_s
+
+
+def test_the_disk_gets_as_far_ahead_of_the_updates_as_its_buffers_reach() -> None:
+    # 8 chunks of 10 MB are written in a step, of which 4 are read: 0.12 s. 6 buffers are as much, there and back.
+    needs = replace(NEEDS, ssd=SsdNeeds(False, True, NUMEL, chunk_buffers=6))
+    made = plan(needs, Placement(chunks_on_ssd=frozenset(range(1, BLOCKS + 1)), window=BLOCKS))
+    disk, work = rates(disk=1.0), trace(1e-4, 0.12 / BLOCKS)
+    found = step_time(made, needs, work, disk, micro_batches=1, two=True)
+    chunk = NUMEL * 10
+    assert (found.ssd_read, found.ssd_written) == (4 * chunk, 8 * chunk)
+    backward = found.backward_s + STEP_S
+    assert found.step_s < backward + 0.1 * found.lanes["ssd"] < 2 * found.lanes["ssd"]
 
 
 def test_states_on_the_gpu_leave_the_lanes() -> None:
