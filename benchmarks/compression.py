@@ -198,7 +198,7 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=6e-4)
-    parser.add_argument("--threshold", type=float, default=0.5)
+    parser.add_argument("--threshold", type=float, help="of the bias, above which projectors are fitted; else never")
     options = parser.parse_args()
     how = {"d": options.d, "r": options.r, "check_every": options.check_every, "threshold": options.threshold}
     with options.out.open("w", newline="", encoding="utf-8") as out:

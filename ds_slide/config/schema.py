@@ -192,11 +192,12 @@ class CompressionConfig(_Block):
     )
     """Steps from one check of the projectors to the next; the first step is checked."""
 
-    threshold: float = Field(
-        default=0.5, ge=0, le=MOST_BIAS, allow_inf_nan=False, strict=True, description=f"a number from 0 to {MOST_BIAS}"
+    threshold: Annotated[float, Field(ge=0, le=MOST_BIAS, allow_inf_nan=False, strict=True)] | None = Field(
+        default=None, description=f"a number from 0 to {MOST_BIAS}, or null"
     )
     """The part of a gradient, by its norm, that its way through the subspace may lose or add in a check; where it is
-    more, P and Q are fitted to that gradient anew."""
+    more, P and Q are fitted to that gradient anew. null: they never are. Fits made the loss worse in each training that
+    was compared ([page](../benchmarks/results/2026-11-24_nvidia-h100_compression-curves.md))."""
 
     seed: StrictInt = Field(default=0, ge=0, le=_LARGEST_SEED, description="an integer from 0 to 2^63 - 1")
     """Seed of the first P and Q, and of the bits by which bf16 masters are rounded."""

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import inf
 from typing import Any
 
 import torch
@@ -113,7 +114,8 @@ class Learning:
             return Fit(gradient, pairs[number].left, pairs[number].right, generator)
 
         fits = [fit(*each) for each in gradients.items()]
-        fitted = refit(fits, threshold=settings.threshold, steps=FIT_STEPS, beta=NORM_WEIGHT)
+        threshold = inf if settings.threshold is None else settings.threshold
+        fitted = refit(fits, threshold=threshold, steps=FIT_STEPS, beta=NORM_WEIGHT)
         found: dict[int, tuple[float, Pair | None]] = {}
         for number, (left, right, bias) in zip(gradients, fitted, strict=True):
             pair = None

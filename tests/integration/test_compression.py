@@ -115,7 +115,7 @@ def test_projectors_are_fitted_when_they_lose_too_much() -> None:
         result, statistics = trained({"compression": LSP | how}, data, outside_the_blocks, blocks=2)
         return result, statistics["compression"]
 
-    random, never = run(check_every=2, threshold=100)
+    random, never = run(check_every=2)
     fitted, always = run(check_every=2, threshold=0.0)
     assert (never["checks"], never["refits"]) == (2 * 2, 0)
     assert (always["checks"], always["refits"]) == (2 * 2, 2 * 2 * 7)
@@ -132,12 +132,11 @@ def outside_the_blocks(name: str) -> bool:
 
 
 def test_four_micro_batches_are_near_one_of_their_size() -> None:
-    compression = LSP | {"threshold": 100}  # the same projectors for both
     data = batches(4 * STEPS)
     starts = range(0, len(data), 4)
     together = [{name: torch.cat([each[name] for each in data[i : i + 4]]) for name in data[0]} for i in starts]
-    accumulated, _ = trained({"compression": compression}, data, accumulation=4)
-    whole, _ = trained({"compression": compression}, together, train_micro_batch_size_per_gpu=8)
+    accumulated, _ = trained({"compression": LSP}, data, accumulation=4)
+    whole, _ = trained({"compression": LSP}, together, train_micro_batch_size_per_gpu=8)
     assert accumulated.norms == pytest.approx(whole.norms, rel=0.02)
     began = {name: parameter.detach() for name, parameter in to_bf16(llama()).named_parameters()}
     for name, state in whole.states.items():
@@ -170,7 +169,7 @@ def test_it_is_refused_by_name(slide: dict[str, Any], others: dict[str, Any], sa
 
 def test_a_state_in_a_subspace_is_no_parameters_own() -> None:
     model = llama(num_hidden_layers=2)
-    with engine_for(model, ds_config({"compression": LSP | {"threshold": 100}})) as engine:
+    with engine_for(model, ds_config({"compression": LSP})) as engine:
         engine.backward(engine(**batches(1)[0]).loss)
         compressed, exact = model.model.layers[0].mlp.up_proj.weight, model.model.layers[0].input_layernorm.weight
         assert safe_get_full_grad(exact) is not None
@@ -204,7 +203,7 @@ def test_a_resumed_run_has_the_same_bits(slide: dict[str, Any], tmp_path: Path) 
 
 
 def test_others_load_the_weights_alone(tmp_path: Path) -> None:
-    config = ds_config({"window": 2, "compression": LSP | {"threshold": 100}})
+    config = ds_config({"window": 2, "compression": LSP})
     model, exact, stock = (llama(seed, num_hidden_layers=2) for seed in range(3))
     with engine_for(model, config) as engine:
         train(engine, batches(2))
@@ -240,7 +239,7 @@ def test_a_step_that_is_not_taken_checks_nothing() -> None:
 
 def test_weights_that_a_script_writes_are_the_masters() -> None:
     model = llama(num_hidden_layers=2)
-    with engine_for(model, ds_config({"compression": LSP | {"threshold": 100}})) as engine:
+    with engine_for(model, ds_config({"compression": LSP})) as engine:
         train(engine, batches(1))
         weight, other = model.model.layers[0].mlp.up_proj.weight, model.model.layers[1].mlp.up_proj.weight
         exact = torch.randn(other.ds_shape)
@@ -298,7 +297,7 @@ def test_a_change_is_applied_before_the_next_one_is_written(monkeypatch: pytest.
     def run() -> Any:
         torch.manual_seed(0)
         model, x = Skipping(), torch.randn(2, 64).bfloat16()
-        with engine_for(model, ds_config({"compression": LSP | {"threshold": 100}})) as engine:
+        with engine_for(model, ds_config({"compression": LSP})) as engine:
             result = train(engine, [x] * 2, lambda engine, x: engine(x))
             result.states = states_of(model, ())
             return result

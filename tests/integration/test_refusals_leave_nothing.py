@@ -109,8 +109,8 @@ VALUES: dict[str, Any] = {
     "compression": [
         None,
         {"type": "lsp"},
-        {"type": "lsp", "d": 16, "r": 16, "threshold": 100},
-        {"type": "lsp", "d": 65_536, "master_dtype": "bf16", "threshold": 100},
+        {"type": "lsp", "d": 16, "r": 16},
+        {"type": "lsp", "d": 65_536, "master_dtype": "bf16"},
         {"type": "lsp", "d": 15},
         {"type": "lsp", "check_every": 0},
         {},
