@@ -18,7 +18,8 @@ from ds_slide.optim.reference import encode_split
 pytestmark = pytest.mark.usefixtures("one_rank", "quick_fits")
 
 LSP: dict[str, Any] = {"type": "lsp", "d": 32, "r": 4}
-FAST = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+# At 1e-2 what little the rounding changes has grown to 0.04 of the loss after ten steps, up or down.
+FAST = {"optimizer": {"type": "AdamW", "params": {"lr": 2e-3}}}
 
 
 def config(master_dtype: str, slide: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def test_it_learns_as_with_exact_masters_and_repeats() -> None:
     exact, of_exact = run("fp32")
     rounded, of_rounded = run("bf16")
     late, _ = run("bf16", debug={"lane_delay_ms": 2.0, "update_passes": 2})
-    assert rounded.losses[-1] < rounded.losses[0] - 0.3
+    assert rounded.losses[-1] < rounded.losses[0] - 0.5
     assert rounded.losses == pytest.approx(exact.losses, abs=0.03) and rounded.losses != exact.losses
     assert not differences(rounded, late)
     numel = 6 * (45_440 - 128)  # all of the blocks but their norms
@@ -58,7 +59,7 @@ def test_it_learns_as_with_exact_masters_and_repeats() -> None:
 
 def test_checkpoints_have_the_weights_as_masters(tmp_path: Path) -> None:
     model, resumed, data = small(), small(seed=1), batches(8)
-    often = config("bf16", {"compression": LSP | {"master_dtype": "bf16", "check_every": 3}})
+    often = config("bf16", {"compression": LSP | {"master_dtype": "bf16", "check_every": 3, "threshold": 0.5}})
     often["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     with engine_for(model, often) as engine:
         train(engine, data[:4])
