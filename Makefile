@@ -35,18 +35,25 @@ test: install lint
 	$(ACTIVATE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu and not clients" $(WORKERS) $(PYTEST_FLAGS)
 
 # Programs that people fine-tune with, each in an environment of its own packages on top of the one above.
-test-clients: $(foreach client,trl sentence-transformers llamafactory,$(CLIENTS)/$(client)/.installed)
+test-clients: $(foreach client,trl sentence-transformers llamafactory older-transformers,$(CLIENTS)/$(client)/.installed)
 	$(CLIENT_TEST) $(BIN)/python $(CLIENT_FLAGS) tests/clients/test_accelerate.py
 	$(CLIENT_TEST) $(CLIENTS)/trl/bin/python $(CLIENT_FLAGS) tests/clients/test_trl.py tests/clients/test_peft.py
 	$(CLIENT_TEST) $(CLIENTS)/sentence-transformers/bin/python $(CLIENT_FLAGS) tests/clients/test_sentence_transformers.py
 	$(CLIENT_TEST) $(CLIENTS)/llamafactory/bin/python $(CLIENT_FLAGS) tests/clients/test_llamafactory.py
+	$(OLDER_TEST) $(OLDER:%=tests/integration/test_%.py)
 
-# What of it continuous integration has time for: a loss in chunks, generation, and parameters of two data types.
-test-clients-quick: $(CLIENTS)/trl/.installed
+# What of it continuous integration has time for: a loss in chunks, generation, parameters of two data types, and inputs of
+# blocks that are moved under an older transformers.
+test-clients-quick: $(foreach client,trl older-transformers,$(CLIENTS)/$(client)/.installed)
 	$(CLIENT_TEST) $(CLIENTS)/trl/bin/python $(CLIENT_FLAGS) $(QUICK:%='tests/clients/%')
+	$(OLDER_TEST) tests/integration/test_moved_inputs.py -k "changes_no_bit and clipping or one_block_ahead"
 
 QUICK := $(foreach case,sft grpo,test_trl.py::test_losses_and_weights_are_stocks[$(case)]) \
 	test_peft.py::test_losses_and_norms_are_stocks[lora]
+# Those of DS-Slide's own tests in which transformers says how a layer is called and recomputed.
+OLDER := activations moved_inputs mixed_blocks inputs_on_ssd unasked_recomputation saved_tensors own_boundaries two_passes \
+	families features generation hf_trainer
+OLDER_TEST = $(CLIENT_TEST) $(CLIENTS)/older-transformers/bin/python -m pytest -m "not slow and not gpu" $(PYTEST_FLAGS)
 CLIENT_TEST = $(ACTIVATE) OMP_NUM_THREADS=1
 CLIENT_FLAGS = -m pytest -m clients $(PYTEST_FLAGS)
 
