@@ -171,7 +171,8 @@ def may_be_unasked(root: nn.Module, blocks: Sequence[Unit]) -> frozenset[int]:
 class CacheHooks:
     """A hook of a model of transformers: it tells `found` of a forward that fills or reads a key-value cache."""
 
-    NAMES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+    NAMES = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")
+    """Of the argument that has it; "cache" since transformers 5.24."""
 
     def __init__(self, model: nn.Module, found: Callable[[], None]) -> None:
         self._found = found
