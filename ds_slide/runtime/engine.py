@@ -229,7 +229,7 @@ class SlideRuntime:
             self._bind_slot(unit, "forward" if trains else "inference")
         for resident in (unit, *unit.parts):
             self.bind_if_fetched(resident)
-        self.parts.spare.activations.enter_forward(unit.order)
+        self.parts.spare.activations.times.enter(unit.order)
 
     def leave_forward(self, unit: Unit) -> None:
         if (compute := self.parts.recorder.compute) is not None:

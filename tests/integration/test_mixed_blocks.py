@@ -285,7 +285,7 @@ def test_a_longer_batch_is_not_what_mixing_takes(monkeypatch: pytest.MonkeyPatch
         with all_mixed():
             train(engine, batches(LOOKS[1] - LOOKS[0], length=32))
     assert [each.mixing_s for each in activations.keepable(Shape(1, 1))] == [0.0, 0.0]
-    assert min(map(activations._seconds_of, activations._orders)) > 2 * CALL_S
+    assert min(map(activations.times.seconds_of, activations._orders)) > 2 * CALL_S
 
 
 def test_all_micro_batches_count_in_a_step_of_which_some_are_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +296,7 @@ def test_all_micro_batches_count_in_a_step_of_which_some_are_mixed(monkeypatch: 
         train(engine, batches(3 * LOOKS[1] - 2, length=16))
         with all_mixed():
             train(engine, batches(2, length=16))
-    seconds = [activations._seconds_of(order) for order in sorted(activations._orders)]
+    seconds = [activations.times.seconds_of(order) for order in sorted(activations._orders)]
     assert min(seconds) > 3 * CALL_S
     assert max(each.mixing_s for each in activations.keepable(Shape(1, 1))) < CALL_S
 

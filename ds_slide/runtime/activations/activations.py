@@ -6,7 +6,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -22,11 +21,12 @@ from ds_slide.plan.spare import (
     moved_within,
     moves_unmeasured,
 )
+from ds_slide.runtime.activations.call_times import CallTimes
 from ds_slide.runtime.activations.checkpointing import Checkpoint, TakenOver, goes_through, mixing_form
 from ds_slide.runtime.activations.mixing import contexts
 from ds_slide.runtime.activations.moved_inputs import MovedInputs, input_of
 from ds_slide.runtime.activations.saved_bytes import counted
-from ds_slide.runtime.device import Device, Marker
+from ds_slide.runtime.device import Device
 from ds_slide.runtime.unit import Unit
 
 BACKWARD_PASSES = 3
@@ -84,7 +84,6 @@ class Activations:
         None where inputs stay on the GPU. `mixes`: whether a block may keep some results and recompute the rest."""
         self._mixes = mixes
         self._blocks = list(blocks)
-        self._device = device
         self._kind = {unit.order: _kind_of(unit) for unit in blocks}
         self._taken = TakenOver(blocks, unasked, self._run)
         self._orders: frozenset[int] = frozenset()
@@ -110,18 +109,8 @@ class Activations:
         """By kind of block, at the largest shape so far."""
         self._asked: set[Hashable] = set()
         """Kinds that are to be measured by the next recomputation of one of their blocks."""
-        self._times = False
-        self._entered: dict[int, Marker] = {}
-        """When blocks that are timed have begun to compute."""
-        self._marks: list[_Timed] = []
-        self._seconds: dict[Hashable, float] = {}
-        """Of a block's forwards in a step, by kind: of blocks that are alike none is chosen for the noise of its
-        time."""
-        self._plain_s: dict[tuple[Hashable, Shape | None], float] = {}
-        """Of one call that keeps nothing or all, by kind and size of the batch: what mixing takes shows beside it."""
-        self._mixing_s: dict[Hashable, float] = {}
-        """How many more they are where some results stay, by kind: a mode of the dispatcher takes time of the host,
-        which a GPU with small blocks waits for."""
+        self.times = CallTimes(device, self._kind)
+        """Of the blocks' forwards."""
         self._handled = _statistics(0, Kept(), 0)
         """Of the newest forward with gradients."""
 
@@ -212,8 +201,7 @@ class Activations:
                     result = written(measured, *inputs)
             else:
                 result = written(measured, *inputs)
-        if (before := self._entered.pop(unit.order, None)) is not None:
-            self._marks.append(_Timed(unit.order, self._shape, before, self._device.mark(timed=True), is_mixed))
+        self.times.leave(unit.order, self._shape, is_mixed=is_mixed)
         return result
 
     def _measuring(self, unit: Unit, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,7 +242,7 @@ class Activations:
         moved = moved_within(missing, self._inputs.available(movable_inputs(inputs)), inputs)
         if moved:
             gone = [each for each in inputs if each.order in moved]
-            self._inputs.provide(gone, BACKWARD_PASSES * min(self._seconds_of(each.order) for each in gone))
+            self._inputs.provide(gone, BACKWARD_PASSES * min(self.times.seconds_of(each.order) for each in gone))
         return moved
 
     def movable_bytes(self, shape: Shape | None) -> int:
@@ -278,11 +266,6 @@ class Activations:
                 calls = self._expected_calls(order)
                 found.append(Input(order, -(-calls * nbytes * shape.tokens // tokens)))
         return found
-
-    def enter_forward(self, order: int) -> None:
-        """A block has its weights, and begins to compute: its wait for them is no part of its recomputation."""
-        if self._times:
-            self._entered[order] = self._device.mark(timed=True)
 
     def enter_backward(self, order: int) -> None:
         """The backward of a block begins."""
@@ -315,8 +298,8 @@ class Activations:
             if (measured := self._measured.get(self._kind[order])) is not None:
                 calls = self._expected_calls(order)
                 mixed = tuple(each.times(calls * measured.shape.growth(shape)) for each in measured.mixtures)
-                seconds = measured.again * self._seconds_of(order)
-                mixing_s = self._mixing_s.get(self._kind[order], 0.0)
+                seconds = measured.again * self.times.seconds_of(order)
+                mixing_s = self.times.mixing_seconds_of(order)
                 found.append(Keepable(order, calls * measured.at(shape), seconds, mixed, mixing_s))
         return found
 
@@ -344,54 +327,9 @@ class Activations:
         """Of the recomputations that are left out since."""
         return self._kept.seconds(self.keepable(self._shape))
 
-    def _seconds_of(self, order: int) -> float:
-        return self._seconds.get(self._kind[order], 0.0)
-
     def alive(self) -> int:
         """Bytes of what is kept for backwards that are to come, at most."""
         return sum(_largest(self._bytes.get(unit.order, ()), unit.uses - unit.uses_done) for unit in self._blocks)
-
-    def begin_times(self) -> None:
-        """Time the forwards of blocks from now on."""
-        self._marks.clear()
-        self._entered.clear()
-        self._times = True
-
-    def take_times(self) -> None:
-        """Take the times of the forwards of the step since. Waits for the GPU."""
-        self._device.synchronize()
-        blocks: dict[Hashable, set[int]] = {}
-        calls: dict[tuple[Hashable, Shape | None], tuple[list[float], list[float]]] = {}
-        for each in self._marks:
-            kind = self._kind[each.order]
-            blocks.setdefault(kind, set()).add(each.order)
-            alike = calls.setdefault((kind, each.shape), ([], []))
-            alike[each.is_mixed].append(each.begun.seconds_until(each.ended))
-        self._seconds = dict.fromkeys(blocks, 0.0)
-        more: dict[Hashable, float] = {}
-        for (kind, shape), (plain, mixed) in calls.items():
-            if plain:
-                self._plain_s[kind, shape] = fmean(plain)
-            known = self._plain_s.get((kind, shape))
-            seconds = fmean(mixed) if known is None else known
-            calls_of_block = (len(plain) + len(mixed)) / len(blocks[kind])
-            self._seconds[kind] += calls_of_block * seconds
-            if mixed and known is not None:
-                more[kind] = more.get(kind, 0.0) + calls_of_block * (fmean(mixed) - seconds)
-        self._mixing_s |= {kind: max(0.0, seconds) for kind, seconds in more.items()}
-        self._marks.clear()
-        self._times = False
-
-
-@dataclass(frozen=True)
-class _Timed:
-    """A call of a block in forward. `shape`: of the batch. `is_mixed`: whether it has kept some results only."""
-
-    order: int
-    shape: Shape | None
-    begun: Marker
-    ended: Marker
-    is_mixed: bool
 
 
 def _largest(given: Iterable[int], count: int) -> int:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ds_slide.plan.mixtures import Run
+from ds_slide.plan.operations import tensors_of
 from ds_slide.runtime.activations.mixing import Learning, Working
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.weights.hooks import in_backward
@@ -35,7 +35,7 @@ def counted(
         if not in_backward():
             with forward:
                 return function(*inputs)
-        there = {_address(tensor) for tensor in _tensors((inputs, getattr(function, "keywords", {})))}
+        there = {_address(tensor) for tensor in tensors_of((inputs, getattr(function, "keywords", {})))}
         there |= {_address(parameter) for each in (unit, *unit.parts) for parameter in each.parameters}
         saved: dict[int, int] = {}
         learning = Learning()
@@ -56,7 +56,7 @@ def counted(
             raise
         finally:
             hooks.close()
-        for tensor in _tensors(outputs):
+        for tensor in tensors_of(outputs):
             saved.pop(_address(tensor), None)
         report(sum(saved.values()), learning.end(), 1.0)
         return outputs
@@ -66,11 +66,6 @@ def counted(
 
 def _address(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves(tree)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
 
 
 def _never(_reference: Any) -> torch.Tensor:

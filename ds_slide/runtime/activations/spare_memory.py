@@ -281,7 +281,7 @@ class SpareMemory:
         if self._steps in WARM_UPS:
             self._watch_anew()
         elif self._steps + 1 in self._looks:
-            self.activations.begin_times()
+            self.activations.times.begin()
         elif self._steps in self._looks:
             self._measure()
             self._look(forwards)
@@ -324,7 +324,7 @@ class SpareMemory:
 
     def _look(self, forwards: int) -> None:
         """Decide about states, after a step of so many forwards."""
-        self.activations.take_times()
+        self.activations.times.take()
         self.activations.keeps_first = self._schedules().coming == "two passes"
         self._latest_look = self._steps
         if self._budget.gpu is not None:
