@@ -22,7 +22,7 @@ TESTED: Mapping[str, Tested] = {
     "torch": Tested("2.13.0", ">=2.8", needed=True),
     "deepspeed": Tested("0.19.8", ">=0.19.5,<0.20", needed=True),
     "triton": Tested("3.6.0", ">=3.3"),
-    "transformers": Tested("5.23.0", ">=4.51"),
+    "transformers": Tested("5.24.0", ">=4.51"),
     "accelerate": Tested("1.15.0"),
     "trl": Tested("1.16.0"),
     "peft": Tested("0.21.2"),
