@@ -85,8 +85,9 @@ def _typed(original: Callable[..., None]) -> Callable[..., None]:
     def _initialize_params(self: Any, param_dict: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(param_dict, Mapping) and "ds_slide" in param_dict:
             from ds_slide.integration.early import check_types
+            from ds_slide.integration.zero_init import reads_its_json
 
-            check_types(param_dict)
+            check_types(param_dict, filled=not reads_its_json())
         original(self, param_dict, *args, **kwargs)
 
     return _initialize_params

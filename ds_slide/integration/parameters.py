@@ -33,6 +33,7 @@ def convert(module: nn.Module, group: Any, dtype: torch.dtype) -> None:
     where it would be copied again; only its attribute pass is needed. SlideError for a parameter without weights.
     """
     _require_weights(module)
+    _as_partitioned(module)
     ordinary: list[Any] = [parameter for parameter in module.parameters() if not is_zero_param(parameter)]
     if not ordinary:
         return
@@ -53,6 +54,22 @@ def _require_weights(module: nn.Module) -> None:
                     f"parameter {name} has no weights: they were on the SSD of an engine that was destroyed; build the "
                     "model again, or load it, before deepspeed.initialize"
                 )
+
+
+def _as_partitioned(module: nn.Module) -> None:
+    """Give partitioned parameters the data type of their elements back.
+
+    `module.to(torch.float32)` changes nothing but the empty tensor that stands for them, and stock gathers what the
+    partition has: axolotl does this to norms, whose outputs would no longer fit the weights behind them.
+    """
+    for parameter in module.parameters():
+        partitioned: Any = parameter
+        if not is_zero_param(parameter) or partitioned.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+            continue
+        partition = partitioned.ds_tensor
+        # An earlier engine's narrowed weights are shorter than what the parameter is declared as.
+        if not hasattr(partition, _LOW_HALVES) and partition.dtype != parameter.dtype:
+            parameter.data = torch.empty(0, dtype=partition.dtype, device=parameter.device)
 
 
 def _placeholder(parameter: Any, group: Any) -> torch.Tensor:

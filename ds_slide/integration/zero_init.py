@@ -2,6 +2,9 @@
 
 Stock would compile and start its own swapper at the first `zero.Init`, write every parameter to a file of its own and
 leave that behind; DS-Slide would only read them back. Without the key "ds_slide" nothing changes.
+
+The JSON may still have "auto" there: axolotl loads the model before it makes Trainer's TrainingArguments, which fill in
+the numbers.
 """
 
 from __future__ import annotations
@@ -9,10 +12,14 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from ds_slide.integration.as_written import as_written
+
+_reads_its_json: ContextVar[bool] = ContextVar("zero.Init reads its JSON", default=False)
 
 
 def install_zero_init(init_class: Any, slide_config: Callable[[Any], Any]) -> None:
@@ -36,9 +43,24 @@ def install_zero_init(init_class: Any, slide_config: Callable[[Any], Any]) -> No
                 given.arguments[name] = in_host_memory(raw)
                 if given.arguments.get("remote_device") == "nvme":
                     given.arguments["remote_device"] = "cpu"
-        original(*given.args, **given.kwargs)
+        with _reading():
+            original(*given.args, **given.kwargs)
 
     init_class.__init__ = __init__
+
+
+def reads_its_json() -> bool:
+    """Whether this thread is in the constructor of `zero.Init`, so that values of the JSON may be filled in later."""
+    return _reads_its_json.get()
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    token = _reads_its_json.set(True)
+    try:
+        yield
+    finally:
+        _reads_its_json.reset(token)
 
 
 def in_host_memory(config: Mapping[str, Any]) -> Mapping[str, Any]:
