@@ -23,6 +23,7 @@ NEEDS = {
     "test_accelerate.py": ("accelerate",),
     "test_sentence_transformers.py": ("sentence_transformers",),
     "test_llamafactory.py": ("llamafactory",),
+    "test_axolotl.py": ("axolotl",),
 }
 
 collect_ignore = [file for file, packages in NEEDS.items() if not all(find_spec(package) for package in packages)]
@@ -53,6 +54,11 @@ def sentence_transformers_worker(tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.fixture(scope="session")
 def llamafactory_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     yield from _worker("llamafactory_worker.py", tmp_path_factory.mktemp("llamafactory"))
+
+
+@pytest.fixture(scope="session")
+def axolotl_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    yield from _worker("axolotl_worker.py", tmp_path_factory.mktemp("axolotl"))
 
 
 @pytest.fixture(scope="session")

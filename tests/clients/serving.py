@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from forking import ask_cpu_once, require_one_thread
 from ports import free_port
+from workers import ANSWER
 
 
 def serve(run: Callable[[Path, str, str], dict[str, Any]]) -> None:
@@ -40,7 +41,7 @@ def serve(run: Callable[[Path, str, str], dict[str, Any]]) -> None:
             os.dup2(log, 2)
             torch.save(run(folder, case, which), folder / f"{name}.pt")
             return
-        print(_first_failure(children), flush=True)
+        print(f"{ANSWER}{_first_failure(children)}", flush=True)
 
 
 def _first_failure(children: dict[int, int]) -> int:
