@@ -71,7 +71,7 @@ def test_what_nobody_has_filled_in_is_refused_by_the_engine() -> None:
     config = ds_config({}, gradient_clipping="auto")
     model = loaded(config)
     with (
-        pytest.raises(SlideConfigError, match='^gradient_clipping is "auto"; expected a number'),
+        pytest.raises(SlideConfigError, match=r'^gradient_clipping is "auto"; expected a number'),
         engine_for(model, config),
     ):
         pass
