@@ -14,6 +14,7 @@ import functools
 import inspect
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _wrapped_classes: set[type] = set()
 _read_configs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_stocks: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
+"""What an engine of stock calls its optimizer, by its model, in which the hooks of stage 3 are."""
 
 
 def install(engine_module: ModuleType) -> None:
@@ -120,7 +123,10 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
         slide = slide_config(given.get("config") if parsed is None else parsed)
         if slide is None:
             warn_if_meant(parsed)
+            _leave_to_stock(given.get("model"))
             original(self, *args, **kwargs)
+            if getattr(self, "optimizer", None) is not None and self.zero_optimization_partition_weights():
+                _stocks[self.module] = weakref.ref(self.optimizer)
             return
         from ds_slide.integration.contract import check_deepspeed_config
         from ds_slide.integration.selfcheck import check_deepspeed, check_extension
@@ -135,6 +141,7 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
         # Not before the check: they need names of DeepSpeed that it asks for.
         from ds_slide.integration import checkpoint, inference, monitor, zero_grad
 
+        _take_from_stock(given["model"])
         try:
             original(self, *args, **kwargs)
             if isinstance(self.optimizer, inference.SlideZeroOffload):
@@ -148,6 +155,28 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
             raise
 
     return __init__
+
+
+def _leave_to_stock(model: Any) -> None:
+    """End an engine with DS-Slide that has `model`, if any, and leave the parameters as stock partitions them.
+
+    Lightning builds one without the key for `validate()` and `test()` after `fit()`, and never destroys the first.
+    """
+    if model is not None and "ds_slide.integration.ownership" in sys.modules:  # else there is none
+        from ds_slide.integration import ownership, parameters
+
+        ownership.end_earlier_engine(model)
+        parameters.leave_to_stock(model)
+
+
+def _take_from_stock(model: Any) -> None:
+    """Remove the hooks of an engine of stock that has `model`, or a module in it, and was not destroyed: they would
+    gather what DS-Slide has bound, as in Lightning's `fit()` after `validate()`."""
+    for module in model.modules():
+        earlier = _stocks.pop(module, None)
+        optimizer = None if earlier is None else earlier()
+        if optimizer is not None:
+            optimizer.destroy()
 
 
 def _discard(engine: Any) -> None:

@@ -24,6 +24,8 @@ from ds_slide.runtime.unit import Unit
 _LOW_HALVES = "ds_slide_low_halves"
 """Attribute of the partition of narrowed weights: what completes them to their masters, None where that is on SSD. It
 outlives the engine, for the next one that takes the model over."""
+_STOCKS = "ds_slide_stocks_methods"
+"""Attribute of a parameter: the methods of stock by their names, in whose place DS-Slide's are."""
 
 
 def convert(module: nn.Module, group: Any, dtype: torch.dtype) -> None:
@@ -50,10 +52,14 @@ def _require_weights(module: nn.Module) -> None:
         partitioned: Any = parameter
         if is_zero_param(parameter) and partitioned.ds_status == ZeroParamStatus.NOT_AVAILABLE:
             if partitioned.ds_numel and not partitioned.ds_tensor.numel():
-                raise SlideError(
-                    f"parameter {name} has no weights: they were on the SSD of an engine that was destroyed; build the "
-                    "model again, or load it, before deepspeed.initialize"
-                )
+                raise _without_weights(name)
+
+
+def _without_weights(name: str) -> SlideError:
+    return SlideError(
+        f"parameter {name} has no weights: they were on the SSD of an engine that was destroyed; build the model again, "
+        "or load it, before deepspeed.initialize"
+    )
 
 
 def _as_partitioned(module: nn.Module) -> None:
@@ -96,18 +102,19 @@ def take_weights(rank: int, group: Any) -> Any:
         start, stop = piece(entry, rank)
         if parameter.ds_status == ZeroParamStatus.AVAILABLE:
             return _of_first_rank(parameter.data, group).reshape(-1)[start:stop]
-        return _of_partition(parameter.ds_tensor, entry)[: stop - start]
+        return _joined(parameter.ds_tensor, entry.name)[: stop - start]
 
     return take
 
 
-def _of_partition(partition: Any, entry: Entry) -> torch.Tensor:
-    """The elements of the partition, flat; of an earlier engine's narrowed weights their masters."""
+def _joined(partition: Any, name: str) -> torch.Tensor:
+    """The elements of the partition of parameter `name`, flat; of an earlier engine's narrowed weights their
+    masters."""
     low: torch.Tensor | None = getattr(partition, _LOW_HALVES, partition)
     if low is None:
         raise SlideError(
-            f"parameter {entry.name} has no exact weights: half of each was on the SSD of an engine that was "
-            "destroyed; build the model again, or load it, before deepspeed.initialize"
+            f"parameter {name} has no exact weights: half of each was on the SSD of an engine that was destroyed; build "
+            "the model again, or load it, before deepspeed.initialize"
         )
     return partition.reshape(-1) if low is partition else state_buffers.joined(partition.reshape(-1), low)
 
@@ -146,6 +153,26 @@ def adopt(unit: Unit) -> None:
         # nothing here: small parameters of a block that is not on the GPU move with it.
         parameter.ds_persist = unit.resident is not None
         parameter.grad = None
+
+
+def leave_to_stock(module: nn.Module) -> None:
+    """Make parameters that an ended engine has had what an engine of stock takes them for: stock's methods, and whole
+    elements where weights were kept shorter.
+
+    Raises SlideError where an engine has taken weights, or what completes them, with its SSD.
+    """
+    for name, each in module.named_parameters():
+        parameter: Any = each
+        if not hasattr(parameter, _STOCKS):
+            continue
+        partition = parameter.ds_tensor
+        if partition.ds_numel and not partition.numel():
+            raise _without_weights(name)
+        if hasattr(partition, _LOW_HALVES):
+            parameter.ds_tensor = _as_partition(_joined(partition, name), partition.ds_numel)
+        for method, stocks in vars(parameter).pop(_STOCKS).items():
+            setattr(parameter, method, stocks)
+        parameter.ds_persist = False
 
 
 def set_availability(parameters: Sequence[Any], available: bool) -> None:
@@ -196,9 +223,11 @@ class ParameterProtocol:
         ) -> None:
             self.partition([parameter] if param_list is None else param_list, updated=has_been_updated)
 
-        parameter.all_gather = all_gather
-        parameter.all_gather_coalesced = all_gather_coalesced
-        parameter.partition = partition
+        ours = {"all_gather": all_gather, "all_gather_coalesced": all_gather_coalesced, "partition": partition}
+        if not hasattr(parameter, _STOCKS):  # else those that are there are an earlier engine's
+            setattr(parameter, _STOCKS, {method: getattr(parameter, method) for method in ours})
+        for method, function in ours.items():
+            setattr(parameter, method, function)
 
     def gather(self, parameters: Iterable[Any]) -> None:
         """Put the whole parameters on the accelerator, each in memory of its own: what the caller does to them there

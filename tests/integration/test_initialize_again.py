@@ -11,11 +11,13 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
-from harness import batches, causal_loss, ds_config, engine_for, llama, on_ssd
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from harness import batches, causal_loss, differences, ds_config, engine_for, llama, on_ssd, train
 from torch import nn
 
 from ds_slide.errors import SlideError
+from ds_slide.integration.inference import SlideZeroOffload
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -82,6 +84,74 @@ def test_an_engine_that_was_superseded_says_so() -> None:
     with engine_for(model, config), pytest.raises(SlideError, match="this engine has ended"):
         first.backward(loss)
     first.destroy()
+
+
+ENDED = {"bf16": {}, "autocast": {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}}
+
+
+def forwards_only(**others: Any) -> dict[str, Any]:
+    """What Lightning makes of a JSON for `validate()`: stage 3 and the data type, without the key."""
+    config = ds_config(None, **others)
+    return {name: config[name] for name in ("train_micro_batch_size_per_gpu", "zero_optimization", *others)} | {
+        "bf16": config["bf16"]
+    }
+
+
+def validated(model: nn.Module, config: dict[str, Any]) -> float:
+    """By an engine of stock, which nobody destroys."""
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=[])
+    assert isinstance(engine.optimizer, DeepSpeedZeRoOffload) and not isinstance(engine.optimizer, SlideZeroOffload)
+    with torch.no_grad():
+        return float(causal_loss(engine, batches(1)[0]))
+
+
+@pytest.mark.parametrize("dtypes", ENDED)
+@pytest.mark.parametrize("gpu_states", [0, "auto"])
+def test_stock_validates_a_model_that_is_trained(gpu_states: Any, dtypes: str) -> None:
+    """And training goes on with another engine, beside one that has not validated."""
+    config, seen = ds_config({"gpu_states": gpu_states}, **ENDED[dtypes]), []
+    for is_validated in (False, True):
+        model = llama()
+        first, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
+        losses = train(first, batches(2)).losses
+        with torch.no_grad():
+            expected = float(causal_loss(first, batches(1)[0]))
+        if is_validated:
+            assert validated(model, forwards_only(**ENDED[dtypes])) == pytest.approx(expected, abs=2.0**-9)
+            with pytest.raises(SlideError, match="this engine has ended"):
+                first.backward(causal_loss(first, batches(1)[0]))
+        else:
+            first.destroy()
+        with engine_for(model, config) as second:
+            seen.append((losses, train(second, batches(2))))
+    assert seen[0][0] == seen[1][0] and differences(seen[0][1], seen[1][1]) == []
+
+
+def test_stock_trains_a_model_that_was_trained() -> None:
+    """Its weights, and not what an engine had beside them."""
+    seen = []
+    for slide in ({}, None):
+        model = llama()
+        first, *_ = deepspeed.initialize(
+            model=model, config=ds_config({}), model_parameters=list(model.parameters())
+        )
+        train(first, batches(2))
+        with engine_for(model, ds_config(slide)) as second:
+            assert isinstance(second.optimizer, DeepSpeedZeroOptimizer_Stage3)
+            seen.append(train(second, batches(2)).losses)
+    assert seen[1] == pytest.approx(seen[0], abs=2.0**-8)
+
+
+def test_stock_does_not_validate_weights_that_are_on_ssd(tmp_path: Path) -> None:
+    model = llama()
+    config = ssd_config(tmp_path)
+    first, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
+    with pytest.raises(SlideError, match="the model belongs to an engine that has weights on SSD"):
+        validated(model, forwards_only())
+    train(first, batches(1))  # it goes on
+    first.destroy()
+    with pytest.raises(SlideError, match="has no weights: they were on the SSD of an engine that was destroyed"):
+        validated(model, forwards_only())
 
 
 def test_experts_that_deepspeed_flags_as_leaves_move_with_their_blocks() -> None:
