@@ -57,8 +57,8 @@ def _require_weights(module: nn.Module) -> None:
 
 def _without_weights(name: str) -> SlideError:
     return SlideError(
-        f"parameter {name} has no weights: they were on the SSD of an engine that was destroyed; build the model again, "
-        "or load it, before deepspeed.initialize"
+        f"parameter {name} has no weights: they were on the SSD of an engine that was destroyed; build the model "
+        "again, or load it, before deepspeed.initialize"
     )
 
 
@@ -113,8 +113,8 @@ def _joined(partition: Any, name: str) -> torch.Tensor:
     low: torch.Tensor | None = getattr(partition, _LOW_HALVES, partition)
     if low is None:
         raise SlideError(
-            f"parameter {name} has no exact weights: half of each was on the SSD of an engine that was destroyed; build "
-            "the model again, or load it, before deepspeed.initialize"
+            f"parameter {name} has no exact weights: half of each was on the SSD of an engine that was destroyed; "
+            "build the model again, or load it, before deepspeed.initialize"
         )
     return partition.reshape(-1) if low is partition else state_buffers.joined(partition.reshape(-1), low)
 

@@ -24,6 +24,7 @@ NEEDS = {
     "test_sentence_transformers.py": ("sentence_transformers",),
     "test_llamafactory.py": ("llamafactory",),
     "test_axolotl.py": ("axolotl",),
+    "test_lightning.py": ("lightning",),
 }
 
 collect_ignore = [file for file, packages in NEEDS.items() if not all(find_spec(package) for package in packages)]
@@ -59,6 +60,11 @@ def llamafactory_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
 @pytest.fixture(scope="session")
 def axolotl_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     yield from _worker("axolotl_worker.py", tmp_path_factory.mktemp("axolotl"))
+
+
+@pytest.fixture(scope="session")
+def lightning_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    yield from _worker("lightning_worker.py", tmp_path_factory.mktemp("lightning"))
 
 
 @pytest.fixture(scope="session")
