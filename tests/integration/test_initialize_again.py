@@ -132,9 +132,7 @@ def test_stock_trains_a_model_that_was_trained() -> None:
     seen = []
     for slide in ({}, None):
         model = llama()
-        first, *_ = deepspeed.initialize(
-            model=model, config=ds_config({}), model_parameters=list(model.parameters())
-        )
+        first, *_ = deepspeed.initialize(model=model, config=ds_config({}), model_parameters=list(model.parameters()))
         train(first, batches(2))
         with engine_for(model, ds_config(slide)) as second:
             assert isinstance(second.optimizer, DeepSpeedZeroOptimizer_Stage3)
