@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from workers import ENVIRONMENT, HERE, REPOSITORY, distance
+from workers import ENVIRONMENT, HERE, distance
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -38,10 +38,9 @@ def launched(folder: Path, engine: str, ranks: int) -> dict[str, Any]:
     json_file.write_text(json.dumps(config))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_machines", "1"]
     command += ["--num_processes", str(ranks), "--main_process_port", "0", "--deepspeed_config_file", str(json_file)]
-    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
         [*command, str(HERE / "accelerate_script.py"), str(out)],
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
+        env={**os.environ, **ENVIRONMENT},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
