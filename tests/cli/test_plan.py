@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,7 @@ def test_the_answer_as_json(ds_slide: Callable[..., Any], config: Callable[..., 
 
 
 def test_what_is_decided_after_the_first_steps(ds_slide: Callable[..., Any], config: Callable[..., Path]) -> None:
+    @functools.cache
     def plan(*options: object, **settings: Any) -> Any:
         path = config(ds_slide={"enabled": True, **settings})
         return ds_slide("plan", "--deepspeed_config", path, *SMALL, *H200, "--batch", 64, "--json", *options)
