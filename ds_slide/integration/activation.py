@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _wrapped_classes: set[type] = set()
 _read_configs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _stocks: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
-"""What an engine of stock calls its optimizer, by its model, in which the hooks of stage 3 are."""
+"""Optimizers of stock's stage-3 engines, by the models that have their hooks."""
 
 
 def install(engine_module: ModuleType) -> None:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,11 +48,9 @@ def convert(module: nn.Module, group: Any, dtype: torch.dtype) -> None:
 
 def _require_weights(module: nn.Module) -> None:
     """SlideError for a parameter whose elements went with an engine that had them on SSD."""
-    for name, parameter in module.named_parameters():
-        partitioned: Any = parameter
-        if is_zero_param(parameter) and partitioned.ds_status == ZeroParamStatus.NOT_AVAILABLE:
-            if partitioned.ds_numel and not partitioned.ds_tensor.numel():
-                raise _without_weights(name)
+    for name, parameter in _partitioned(module):
+        if parameter.ds_numel and not parameter.ds_tensor.numel():
+            raise _without_weights(name)
 
 
 def _without_weights(name: str) -> SlideError:
@@ -62,17 +60,22 @@ def _without_weights(name: str) -> SlideError:
     )
 
 
+def _partitioned(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Names and parameters whose elements are in their partitions alone."""
+    for name, each in module.named_parameters():
+        parameter: Any = each
+        if is_zero_param(each) and parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE:
+            yield name, parameter
+
+
 def _as_partitioned(module: nn.Module) -> None:
     """Give partitioned parameters the data type of their elements back.
 
     `module.to(torch.float32)` changes nothing but the empty tensor that stands for them, and stock gathers what the
     partition has: axolotl does this to norms, whose outputs would no longer fit the weights behind them.
     """
-    for parameter in module.parameters():
-        partitioned: Any = parameter
-        if not is_zero_param(parameter) or partitioned.ds_status != ZeroParamStatus.NOT_AVAILABLE:
-            continue
-        partition = partitioned.ds_tensor
+    for _, parameter in _partitioned(module):
+        partition = parameter.ds_tensor
         # An earlier engine's narrowed weights are shorter than what the parameter is declared as.
         if not hasattr(partition, _LOW_HALVES) and partition.dtype != parameter.dtype:
             parameter.data = torch.empty(0, dtype=partition.dtype, device=parameter.device)
@@ -156,8 +159,7 @@ def adopt(unit: Unit) -> None:
 
 
 def leave_to_stock(module: nn.Module) -> None:
-    """Make parameters that an ended engine has had what an engine of stock takes them for: stock's methods, and whole
-    elements where weights were kept shorter.
+    """Give the parameters of an ended engine stock's methods back, and whole elements where weights were kept shorter.
 
     Raises SlideError where an engine has taken weights, or what completes them, with its SSD.
     """

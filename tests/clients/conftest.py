@@ -36,37 +36,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.clients)
 
 
-def _worker(script: str, folder: Path) -> Iterator[Any]:
-    from workers import start_worker
+def _worker_of(client: str) -> Any:
+    """The fixture CLIENT_worker: one process for all tests of a session."""
 
-    yield from start_worker(script, folder)
+    @pytest.fixture(scope="session", name=f"{client}_worker")
+    def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+        from workers import start_worker
 
+        yield from start_worker(f"{client}_worker.py", tmp_path_factory.mktemp(client))
 
-@pytest.fixture(scope="session")
-def trl_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    yield from _worker("trl_worker.py", tmp_path_factory.mktemp("trl"))
-
-
-@pytest.fixture(scope="session")
-def sentence_transformers_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    yield from _worker("sentence_transformers_worker.py", tmp_path_factory.mktemp("sentences"))
+    return worker
 
 
-@pytest.fixture(scope="session")
-def llamafactory_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    yield from _worker("llamafactory_worker.py", tmp_path_factory.mktemp("llamafactory"))
-
-
-@pytest.fixture(scope="session")
-def axolotl_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    yield from _worker("axolotl_worker.py", tmp_path_factory.mktemp("axolotl"))
-
-
-@pytest.fixture(scope="session")
-def lightning_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    yield from _worker("lightning_worker.py", tmp_path_factory.mktemp("lightning"))
-
-
-@pytest.fixture(scope="session")
-def peft_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    yield from _worker("peft_worker.py", tmp_path_factory.mktemp("peft"))
+trl_worker = _worker_of("trl")
+peft_worker = _worker_of("peft")
+sentence_transformers_worker = _worker_of("sentence_transformers")
+llamafactory_worker = _worker_of("llamafactory")
+axolotl_worker = _worker_of("axolotl")
+lightning_worker = _worker_of("lightning")

@@ -20,7 +20,5 @@ STOCKS = {case: case for case in ("full", "full-packed", "lora", "lora-offload")
 @pytest.mark.parametrize("case", STOCKS)
 def test_losses_and_weights_are_stocks(case: str, axolotl_worker: Any) -> None:
     stock, slide = axolotl_worker.run(STOCKS[case], "stock"), axolotl_worker.run(case, "slide")
-    assert_stocks(slide, stock, steps=4, loss=LOSS_TOLERANCE, weights=0.03)
-    for ours, theirs in zip(slide["log"], stock["log"], strict=True):
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.02)
+    assert_stocks(slide, stock, steps=4, loss=LOSS_TOLERANCE, weights=0.03, norms=0.02)
     assert ("lora" in case) == all("lora" in name for name in stock["weights"])

@@ -18,7 +18,5 @@ CASES = ["sft-full", "sft-full-offload", "sft-lora", "sft-lora-offload", "dpo-fu
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_weights_are_stocks(case: str, llamafactory_worker: Any) -> None:
     stock, slide = (llamafactory_worker.run(case, engine) for engine in ("stock", "slide"))
-    assert_stocks(slide, stock, steps=4, loss=LOSS_TOLERANCE, weights=0.03)
-    for ours, theirs in zip(slide["log"], stock["log"], strict=True):
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.02)
+    assert_stocks(slide, stock, steps=4, loss=LOSS_TOLERANCE, weights=0.03, norms=0.02)
     assert ("lora" in case) == all("lora" in name for name in stock["weights"])

@@ -53,8 +53,11 @@ def distance(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
     return sum(float((a.double() - b.double()).square().sum()) for a, b in zip(left, right, strict=True)) ** 0.5
 
 
-def assert_stocks(slide: dict[str, Any], stock: dict[str, Any], *, steps: int, loss: float, weights: float) -> None:
-    """Both have trained alike: losses within `loss`, weights within `weights` of the way they have come."""
+def assert_stocks(
+    slide: dict[str, Any], stock: dict[str, Any], *, steps: int, loss: float, weights: float, norms: float | None = None
+) -> None:
+    """Both have trained alike: losses within `loss`, weights within `weights` of the way they have come, and norms of
+    gradients, where they are compared, within the part `norms` of them."""
     assert stock["optimizer"] == "DeepSpeedZeroOptimizer_Stage3"
     assert slide["optimizer"] == "SlideZeroOptimizer"
     assert len(slide["log"]) == len(stock["log"]) == steps
@@ -62,6 +65,8 @@ def assert_stocks(slide: dict[str, Any], stock: dict[str, Any], *, steps: int, l
         assert ours.keys() == theirs.keys()
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=loss)
         assert ours["learning_rate"] == theirs["learning_rate"]
+        if norms is not None:
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=norms)
     names = sorted(stock["before"])
     assert names == sorted(stock["weights"]) == sorted(slide["weights"])
     ours, theirs, start = (
@@ -77,8 +82,8 @@ def _end_of(log: Path) -> str:
 def start_worker(script: str, folder: Path) -> Iterator[Worker]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     # Without the repository, whose `kernels` would hide Hugging Face's; the installation finds ds_slide.
-    tests = HERE.parent
-    search = [str(tests), str(tests / "integration")]
+    tests, own = HERE.parent, variables.get("PYTHONPATH")
+    search = [str(tests), str(tests / "integration"), *([own] if own else [])]
     variables |= {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(search)}
     command = [sys.executable, str(HERE / script), str(folder)]
     with subprocess.Popen(

@@ -93,6 +93,18 @@ def llama(seed: int = 0, **options: Any) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**(sizes | options)))
 
 
+def loaded(shape: Any, config: dict[str, Any]) -> nn.Module:
+    """A model of `shape`, a configuration of transformers, made under `zero.Init` as `from_pretrained` makes it."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    alive = HfDeepSpeedConfig(config)  # transformers looks for it, and keeps a weak reference
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(shape)
+    del alive
+    return model
+
+
 def batches(count: int, seed: int = 1, length: int = LENGTH) -> list[Batch]:
     """Random tokens with themselves as labels."""
     generator = torch.Generator().manual_seed(seed)

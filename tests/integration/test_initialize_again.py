@@ -86,15 +86,16 @@ def test_an_engine_that_was_superseded_says_so() -> None:
     first.destroy()
 
 
-ENDED = {"bf16": {}, "autocast": {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}}
+DTYPES = {
+    "bf16": {},
+    "autocast": {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+}
 
 
 def forwards_only(**others: Any) -> dict[str, Any]:
     """What Lightning makes of a JSON for `validate()`: stage 3 and the data type, without the key."""
     config = ds_config(None, **others)
-    return {name: config[name] for name in ("train_micro_batch_size_per_gpu", "zero_optimization", *others)} | {
-        "bf16": config["bf16"]
-    }
+    return {name: config[name] for name in ("train_micro_batch_size_per_gpu", "zero_optimization", "bf16", *others)}
 
 
 def validated(model: nn.Module, config: dict[str, Any]) -> float:
@@ -105,11 +106,11 @@ def validated(model: nn.Module, config: dict[str, Any]) -> float:
         return float(causal_loss(engine, batches(1)[0]))
 
 
-@pytest.mark.parametrize("dtypes", ENDED)
+@pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("gpu_states", [0, "auto"])
 def test_stock_validates_a_model_that_is_trained(gpu_states: Any, dtypes: str) -> None:
     """And training goes on with another engine, beside one that has not validated."""
-    config, seen = ds_config({"gpu_states": gpu_states}, **ENDED[dtypes]), []
+    config, seen = ds_config({"gpu_states": gpu_states}, **DTYPES[dtypes]), []
     for is_validated in (False, True):
         model = llama()
         first, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
@@ -117,7 +118,7 @@ def test_stock_validates_a_model_that_is_trained(gpu_states: Any, dtypes: str) -
         with torch.no_grad():
             expected = float(causal_loss(first, batches(1)[0]))
         if is_validated:
-            assert validated(model, forwards_only(**ENDED[dtypes])) == pytest.approx(expected, abs=2.0**-9)
+            assert validated(model, forwards_only(**DTYPES[dtypes])) == pytest.approx(expected, abs=2.0**-9)
             with pytest.raises(SlideError, match="this engine has ended"):
                 first.backward(causal_loss(first, batches(1)[0]))
         else:

@@ -9,7 +9,6 @@ from typing import Any
 
 import deepspeed
 import pytest
-import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import (
     Result,
@@ -18,6 +17,7 @@ from harness import (
     ds_config,
     engine_for,
     llama,
+    loaded,
     same_bits,
     states_of,
     train,
@@ -25,8 +25,7 @@ from harness import (
     unequal,
 )
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.integrations import HfDeepSpeedConfig
+from transformers import LlamaConfig
 
 CHUNK_NUMEL = 4096
 STEPS, HALF = 4, 2
@@ -179,12 +178,8 @@ def from_zero_init(config: dict[str, Any]) -> nn.Module:
 
 
 def from_hugging_face(config: dict[str, Any]) -> nn.Module:
-    alive = HfDeepSpeedConfig(config)  # transformers looks for it, and keeps a weak reference
-    torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 172, "num_attention_heads": 4, "vocab_size": 256}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_hidden_layers=3, use_cache=False))
-    del alive
-    return model
+    return loaded(LlamaConfig(**sizes, num_hidden_layers=3, use_cache=False), config)
 
 
 @pytest.mark.parametrize("make", [from_zero_init, from_hugging_face])

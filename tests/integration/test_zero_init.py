@@ -10,29 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from harness import batches, differences, ds_config, engine_for, llama, train
-from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.integrations import HfDeepSpeedConfig
+from harness import batches, differences, ds_config, engine_for, llama, loaded, train
 
 from ds_slide.errors import SlideConfigError
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def loaded(config: dict[str, Any]) -> nn.Module:
-    alive = HfDeepSpeedConfig(config)  # transformers looks for it, and keeps a weak reference
-    torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(LlamaConfig(**llama().config.to_diff_dict()))
-    del alive
-    return model
-
-
 def test_a_model_is_loaded_before_the_clipping_is_filled_in() -> None:
     seen = []
     for at_first in (1.0, "auto"):
         config = ds_config({}, gradient_clipping=at_first)
-        model = loaded(config)
+        model = loaded(llama().config, config)
         assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())
         with engine_for(model, config | {"gradient_clipping": 1.0}) as engine:
             seen.append(train(engine, batches(2)))
@@ -44,7 +33,7 @@ def test_what_a_partitioned_model_is_converted_to_does_not_count(slide: dict[str
     seen = []
     for converted in (False, True):
         config = ds_config(slide)
-        model = loaded(config)
+        model = loaded(llama().config, config)
         if converted:
             for name, module in model.named_modules():
                 if "norm" in name:
@@ -59,7 +48,7 @@ def test_an_engine_takes_over_what_an_earlier_one_kept_shorter() -> None:
     """Parameters in fp32 whose weights are kept in bf16 beside their low halves: these are not what they seem."""
     autocast = {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     config = ds_config({}, **autocast)
-    model, seen = loaded(config), []
+    model, seen = loaded(llama().config, config), []
     for _ in range(2):
         with engine_for(model, config) as engine:
             seen.append(train(engine, batches(2)).losses)
@@ -69,7 +58,7 @@ def test_an_engine_takes_over_what_an_earlier_one_kept_shorter() -> None:
 
 def test_what_nobody_has_filled_in_is_refused_by_the_engine() -> None:
     config = ds_config({}, gradient_clipping="auto")
-    model = loaded(config)
+    model = loaded(llama().config, config)
     with (
         pytest.raises(SlideConfigError, match=r'^gradient_clipping is "auto"; expected a number'),
         engine_for(model, config),
