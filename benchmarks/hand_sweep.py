@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plan_check import lines_of, run, share_of_gpu
+from plan_check import H200_BYTES, ceilings_of_this_machine, lines_of, run, share_of_gpu
 from settings import HIDDEN_FOLDER, Setting
-
-from ds_slide.cli.doctor.cache import of_this_machine
 
 DECIDED: dict[str, Any] = {"steps": 5, "warmup": 9, "checkpointing": "reentrant"}
 """Of the key alone: decisions are made after steps 3 and 6, and the next makes the room."""
@@ -71,10 +69,10 @@ class Sweep:
         return f"{setting.model} {setting.batch} x {setting.seq}{turns}, clipping {setting.clip:g}{cap}"
 
 
-def sweeps(nvme_path: str = HIDDEN_FOLDER) -> Iterator[Sweep]:
+def sweeps(nvme_path: str = HIDDEN_FOLDER, gpu_bytes: int = H200_BYTES) -> Iterator[Sweep]:
     """0.5 to 14 G parameters, caps of 12, 24 and 80 GiB, SSD, accumulation, sequences of 512 to 32,768 tokens."""
-    three, seven, eighty = "qwen2.5-3b", "qwen2.5-7b", share_of_gpu(80)
-    small, smaller = share_of_gpu(24), share_of_gpu(12)
+    three, seven = "qwen2.5-3b", "qwen2.5-7b"
+    eighty, small, smaller = (share_of_gpu(gib, gpu_bytes) for gib in (80, 24, 12))
     whole = (Hand("46GB", 40, True), Hand("46GB", 40), Hand("20GB", 40, True), Hand("20GB", 40))
     many: dict[str, Any] = {"steps": 20}  # short ones, which the host makes longer by a tenth now and then
     tiny = (Hand("8GB", 26, True), Hand("8GB", 26), Hand("0B", 26, True))
@@ -128,9 +126,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if not options.show:
-        able = [each for each in sweeps(options.nvme_path) if options.nvme_path or "nvme_path" not in each.about]
-        settings = [setting for sweep in able for setting in sweep.settings()]
-        run(settings, options.records, options.only, of_this_machine([]))
+        here = ceilings_of_this_machine()
+        every = sweeps(options.nvme_path, here.gpu.memory_bytes if here.gpu else H200_BYTES)
+        able = [each for each in every if options.nvme_path or "nvme_path" not in each.about]
+        run([setting for sweep in able for setting in sweep.settings()], options.records, options.only, here)
     text = "\n".join(page(lines_of(str(options.records)))) + "\n"
     print(text)
     if options.out:
