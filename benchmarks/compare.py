@@ -34,10 +34,6 @@ from plans import PLANS
 from settings import HIDDEN_FOLDER, Setting
 
 HERE = Path(__file__).resolve().parent
-MEASURE = (
-    "import json; from ds_slide.cli.doctor.cache import of_this_machine; "
-    "print(json.dumps(of_this_machine(refresh=True).model_dump()))"
-)
 # Below this a setting cannot even build its model; what is left of the limit is then reported, not spent.
 LEAST_SECONDS = 20.0
 ERROR_LENGTH = 300
@@ -108,7 +104,7 @@ def run_setting(setting: Setting, log: Path, seconds: float) -> Record:
 
 def measure_ceilings(log: Path) -> Record | None:
     """What `ds-slide doctor` measures; None when it failed. In a process of its own, which leaves the GPU empty."""
-    status, output = run_process([sys.executable, "-c", MEASURE], log, 120)
+    status, output = run_process([sys.executable, str(HERE / "ceilings.py"), "--refresh"], log, 120)
     return json.loads(output.splitlines()[-1]) if status == 0 else None
 
 

@@ -51,16 +51,11 @@ RECORDS = (
 )
 """Those that the committed page is made from."""
 H200_BYTES = int(139.8 * 2**30)
-MEASURE = (
-    "import sys; from pathlib import Path; from ds_slide.cli.doctor.cache import of_this_machine; "
-    "print(of_this_machine([Path(path) for path in sys.argv[1:]]).model_dump_json())"
-)
 
 
 def ceilings_of_this_machine(*paths: str) -> Ceilings:
-    """As `ds-slide doctor` measures them, of disks at `paths` as well, in a process that ends: 2.9 GB of a GPU stay
-    with the one that has measured them, which the runs would lack."""
-    command = (sys.executable, "-c", MEASURE, *paths)
+    """As `ds-slide doctor` has them, of disks at `paths` as well."""
+    command = (sys.executable, str(HERE / "ceilings.py"), *paths)
     measured = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     return Ceilings.model_validate_json(measured.splitlines()[-1])
 

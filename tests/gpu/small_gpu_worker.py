@@ -18,15 +18,15 @@ from small_gpu import BLOCKS
 SEQUENCE = 4096
 
 
-def build() -> Any:
+def build(blocks: int, width: int) -> Any:
     """Wide blocks of few parameters, of which the inputs are what takes memory, and no logits to speak of."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=1024,
-        num_hidden_layers=BLOCKS,
-        num_attention_heads=8,
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=blocks,
+        num_attention_heads=width // 128,
         num_key_value_heads=2,
         vocab_size=512,
         max_position_embeddings=SEQUENCE,
@@ -39,14 +39,22 @@ def build() -> Any:
     return model.train()
 
 
-def main(limit: int, steps: int, batches: list[int], slide: dict[str, Any], disk: str = "") -> dict[str, Any]:
+def main(
+    limit: int,
+    steps: int,
+    batches: list[int],
+    slide: dict[str, Any],
+    disk: str = "",
+    blocks: int = BLOCKS,
+    width: int = 1024,
+) -> dict[str, Any]:
     """Train `steps` steps of each number of sequences in `batches`. `slide`: of the JSON's block. `disk`: a directory
     to which inputs of blocks go while the states fill what host memory may be used."""
     import deepspeed
 
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(limit / total)
-    model = build()
+    model = build(blocks, width)
     config = {
         "train_micro_batch_size_per_gpu": batches[0],
         "gradient_clipping": 1.0,
