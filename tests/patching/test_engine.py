@@ -15,6 +15,7 @@ from models import ALL
 
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.integration.parameters import ParameterProtocol
+from ds_slide.model.structure import LARGE_OUTER_NUMEL
 from ds_slide.patching.pending import PendingLogits
 from ds_slide.patching.rows import rows_of
 from ds_slide.runtime.weights import rows
@@ -75,6 +76,19 @@ def test_the_loss_of_a_streamed_head_is_that_of_a_head_on_the_gpu(
     resident, streamed = results
     torch.testing.assert_close(streamed.losses, resident.losses, rtol=1e-3, atol=0)
     torch.testing.assert_close(streamed.norms, resident.norms, rtol=1e-2, atol=0)
+
+
+def test_the_loss_gathers_no_copy_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that does not come with the embedding: large outer modules are units of their own."""
+    gathered: list[Any] = []
+    gather = ParameterProtocol.gather
+    monkeypatch.setattr(ParameterProtocol, "gather", lambda self, given: gathered.extend(given) or gather(self, given))
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": LARGE_OUTER_NUMEL // 128 + 1}
+    model = to_bf16(llama(**sizes))
+    with engine_for(model, ds_config({"kernels": ["loss"], "gpu_states": 0})) as engine:
+        train(engine, batches(STEPS, length=12))
+        assert engine.optimizer.slide_stats()["kernels"]["replaced"] == {"loss": 1}
+        assert [unit.name for unit in engine.optimizer.runtime.units][-1] == "outer:lm_head" and gathered == []
 
 
 def test_logits_of_a_streamed_head_are_computed_when_they_are_read() -> None:

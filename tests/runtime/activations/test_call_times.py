@@ -84,6 +84,22 @@ def test_a_mixture_costs_what_its_calls_take_more_than_plain_ones(times: CallTim
     assert times.seconds_of(0) == pytest.approx(1.0)  # what a recomputation takes, which no mode is open for
 
 
+def test_what_a_wait_behind_it_hides_of_a_mixture_costs_nothing(times: CallTimes, clock: Clock) -> None:
+    """The next block's weights come when they come; the host needs a little time between two blocks in any case."""
+    measured(times, clock, (0, 1.0, False), (1, 1.0, False))
+    for wait, cost in ((0.0, 0.5), (0.25, 0.375), (4.0, 0.25)):
+        times.begin()
+        for order, behind in ((0, wait), (1, 0.0), (2, 0.0)):
+            call(times, clock, order, 1.5, is_mixed=order < 2)
+            clock.now += 0.125 + behind
+        clock.now += 100.0  # the backward, and the next micro-batch: the last block has nothing behind it to hide in
+        call(times, clock, 0, 1.5, is_mixed=True)
+        clock.now += 0.125 + wait
+        call(times, clock, 1, 1.5, is_mixed=True)
+        times.take()
+        assert times.mixing_seconds_of(0) == pytest.approx(2 * cost)  # of two forwards
+
+
 def test_calls_of_other_sizes_say_nothing_of_a_mixture(times: CallTimes, clock: Clock) -> None:
     measured(times, clock, (0, 1.0, False))
     times.begin()
