@@ -210,6 +210,8 @@ class ParameterProtocol:
     def _install(self, parameter: Any) -> None:
         def all_gather(param_list: Iterable[Any] | None = None, async_op: bool = False, hierarchy: int = 0) -> None:
             if param_list is None and parameter.ds_status != ZeroParamStatus.AVAILABLE:
+                if self._is_bound_in_forward(parameter):
+                    return
                 self._until_backward_ends.append(parameter)
             self.gather([parameter] if param_list is None else param_list)
 
@@ -230,6 +232,16 @@ class ParameterProtocol:
             setattr(parameter, _STOCKS, {method: getattr(parameter, method) for method in ours})
         for method, function in ours.items():
             setattr(parameter, method, function)
+
+    def _is_bound_in_forward(self, parameter: Any) -> bool:
+        """Whether a parameter that a forward reads has been given the weights that are on the GPU anyway, as its own
+        module gets them: a copy of a vocabulary matrix would lie there until the backward has ended."""
+        unit, _ = self.places[parameter]
+        if unit.resident is None or parameter.dtype != unit.parameter_dtype or not self._runtime.is_in_forward:
+            return False
+        state_buffers.require_stepped(self._runtime, unit, "gathering a parameter")
+        self._runtime.bind_resident(unit)
+        return True
 
     def gather(self, parameters: Iterable[Any]) -> None:
         """Put the whole parameters on the accelerator, each in memory of its own: what the caller does to them there

@@ -124,6 +124,11 @@ class SlideRuntime:
 
     # ---- binding ---------------------------------------------------------------------------------------------
 
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether one of the whole model is under way."""
+        return self._root.active
+
     def bind_residents(self) -> None:
         """Give the units that never leave the GPU their weights."""
         for unit in self.units:

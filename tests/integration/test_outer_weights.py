@@ -10,6 +10,8 @@ import torch
 from harness import VOCABULARY, PlainAdamW, batches, ds_config, engine_for, states_of, to_bf16, unequal
 from torch import nn
 
+from ds_slide.model import structure
+
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 WIDTH = 32
@@ -70,6 +72,20 @@ def test_they_are_those_of_the_last_step(slide: dict[str, Any], evaluates: bool)
         with deepspeed.zero.GatheredParameters([model.head.weight]):
             assert torch.equal(model.head.weight, plain.head.weight)
         assert unequal(states_of(model), reference.states()) == []
+
+
+def test_no_copy_is_made_of_what_is_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the head is a unit of its own, and does not come with the embedding."""
+    monkeypatch.setattr(structure, "LARGE_OUTER_NUMEL", VOCABULARY * WIDTH)
+    model = toy()
+    with engine_for(model, ds_config({"window": 2, "gpu_states": 0})) as engine:
+        (head,) = (unit for unit in engine.optimizer.runtime.units if unit.name == "outer:head")
+        assert head.resident is not None
+        for batch in batches(2):
+            loss = engine(**batch)
+            assert model.head.weight.untyped_storage().data_ptr() == head.resident.untyped_storage().data_ptr()
+            engine.backward(loss)
+            engine.step()
 
 
 def test_two_graphs_at_once() -> None:
