@@ -90,6 +90,9 @@ def main(
         result["out_of_memory"] = True
         return result
     result["activations"] = engine.optimizer.slide_stats()["activations"]
+    times = engine.optimizer.runtime.parts.spare.activations.times
+    # What has decided between blocks that are mixed and ones that are not.
+    result["seconds_of_a_block"] = {"forward": times.seconds_of(1), "mixing": times.mixing_seconds_of(1)}
     engine.destroy()
     return result
 

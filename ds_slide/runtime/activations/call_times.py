@@ -10,6 +10,9 @@ from statistics import fmean
 from ds_slide.plan.spare import Shape
 from ds_slide.runtime.device import Device, Marker
 
+BETWEEN_S = 1e-3
+"""At most, of a host that has the GPU wait between two blocks: for Python's part of a layer of transformers."""
+
 
 class CallTimes:
     """Times calls between `begin` and `take`, by marks on the compute stream. All methods are called by the thread that
@@ -116,12 +119,13 @@ class _Timed:
 
 
 def _timed(calls: Sequence[_Call]) -> list[_Timed]:
-    """Between two blocks of one forward the least time is the host's or none; what is more is a wait."""
+    """Between two blocks of one forward the least time is the host's, unless it is long; what is more is a wait."""
     gaps = [
         before.ended.seconds_until(after.begun) if after.order > before.order else None
         for before, after in pairwise(calls)
     ]
     least = min((gap for gap in gaps if gap is not None), default=0.0)
+    least = min(least, BETWEEN_S)
     waits = [0.0 if gap is None else gap - least for gap in gaps] + [0.0] * bool(calls)
     return [
         _Timed(each.order, each.shape, each.is_mixed, each.begun.seconds_until(each.ended), wait)

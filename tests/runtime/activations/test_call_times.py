@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ds_slide.plan.spare import Shape
-from ds_slide.runtime.activations.call_times import CallTimes
+from ds_slide.runtime.activations.call_times import BETWEEN_S, CallTimes
 from ds_slide.runtime.device import Device, Marker
 
 SHORT, LONG = Shape(64, 16), Shape(128, 32)
@@ -91,13 +91,23 @@ def test_what_a_wait_behind_it_hides_of_a_mixture_costs_nothing(times: CallTimes
         times.begin()
         for order, behind in ((0, wait), (1, 0.0), (2, 0.0)):
             call(times, clock, order, 1.5, is_mixed=order < 2)
-            clock.now += 0.125 + behind
+            clock.now += BETWEEN_S / 2 + behind
         clock.now += 100.0  # the backward, and the next micro-batch: the last block has nothing behind it to hide in
         call(times, clock, 0, 1.5, is_mixed=True)
-        clock.now += 0.125 + wait
+        clock.now += BETWEEN_S / 2 + wait
         call(times, clock, 1, 1.5, is_mixed=True)
         times.take()
         assert times.mixing_seconds_of(0) == pytest.approx(2 * cost)  # of two forwards
+
+
+def test_where_all_blocks_wait_all_of_it_is_hidden(times: CallTimes, clock: Clock) -> None:
+    measured(times, clock, (0, 1.0, False), (1, 1.0, False))
+    times.begin()
+    for order in range(3):
+        call(times, clock, order, 1.5, is_mixed=order < 2)
+        clock.now += 5.0
+    times.take()
+    assert times.mixing_seconds_of(0) == 0.0
 
 
 def test_calls_of_other_sizes_say_nothing_of_a_mixture(times: CallTimes, clock: Clock) -> None:
