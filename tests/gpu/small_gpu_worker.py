@@ -92,7 +92,7 @@ def main(
     result["activations"] = engine.optimizer.slide_stats()["activations"]
     times = engine.optimizer.runtime.parts.spare.activations.times
     # What has decided between blocks that are mixed and ones that are not.
-    result["seconds_of_a_block"] = {"forward": times.seconds_of(1), "mixing": times.mixing_seconds_of(1)}
+    result["of_a_block"] = {"forwards": list(times._seconds.values()), "mixing": list(times._mixing_s.values())}
     engine.destroy()
     return result
 
