@@ -34,7 +34,8 @@ def weight_version(head: nn.Module) -> int:
     lay on the GPU until the backward had ended (1.6 GB of 14 B, an untied head in host memory)."""
     if (rows := rows_of(head)) is not None:
         return rows.version
-    weight = dict.get(head._parameters, "weight")
+    own = dict.get(head._parameters, "weight")
+    weight = head.weight if own is None else own  # made from others by a parametrization
     assert isinstance(weight, torch.Tensor)
     return weight._version
 

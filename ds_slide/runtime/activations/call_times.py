@@ -121,7 +121,7 @@ class _Timed:
 def _timed(calls: Sequence[_Call]) -> list[_Timed]:
     """Between two blocks of one forward the least time is the host's, unless it is long; what is more is a wait."""
     gaps = [
-        before.ended.seconds_until(after.begun) if after.order > before.order else None
+        max(0.0, before.ended.seconds_until(after.begun)) if after.order > before.order else None
         for before, after in pairwise(calls)
     ]
     least = min((gap for gap in gaps if gap is not None), default=0.0)
