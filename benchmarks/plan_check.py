@@ -65,9 +65,10 @@ def share_of_gpu(gib: float, gpu_bytes: int) -> float:
     return round(min(1.0, gib * 2**30 / gpu_bytes), 4)
 
 
-def checks(nvme_path: str, gpu_bytes: int | None) -> Iterator[Setting]:
+def checks(nvme_path: str, host_bytes: int, gpu_bytes: int | None) -> Iterator[Setting]:
     """What `--run` runs: 0.5 to 14 G parameters, three caps of the GPU, SSD, accumulation, short and long sequences.
-    Without a GPU a small model, to see that all of it works."""
+    What does not fit this machine is refused, which is no row. Without a GPU a small model, to see that all of it
+    works."""
     if gpu_bytes is None:
         yield Setting("slide", "tiny", batch=2, seq=128, steps=3, warmup=2)
         return
@@ -75,8 +76,9 @@ def checks(nvme_path: str, gpu_bytes: int | None) -> Iterator[Setting]:
     decided: dict[str, Any] = {"steps": 5, "warmup": 9, "checkpointing": "reentrant"}
     short: dict[str, Any] = {**decided, "steps": 20}  # steps that the host makes longer by a tenth now and then
     large, small, smaller = (share_of_gpu(gib, gpu_bytes) for gib in (80, 24, 12))
-    # The states of all 14 G, and gradients that wait, are more than a machine of 256 GiB has beside other runs.
-    yield Setting("slide", "qwen2.5-14b", batch=4, slide={"host_memory": "170GiB"}, **decided)
+    # The system ends a run that takes all of the memory beside the process that waits for the next one.
+    states = f"{int(0.8 * host_bytes / 2**30)}GiB"
+    yield Setting("slide", "qwen2.5-14b", batch=4, slide={"host_memory": states}, **decided)
     yield Setting("slide", "qwen2.5-7b", **decided)
     yield Setting("slide", "qwen2.5-0.5b", **short)
     yield Setting("slide", "qwen2.5-0.5b", seq=512, grad_accum=4, **short)
@@ -377,7 +379,8 @@ def main() -> None:
         if arguments.records is None:
             parser.error("--run needs --records")
         here = ceilings_of_this_machine(*filter(None, [arguments.nvme_path]))
-        settings = list(checks(arguments.nvme_path, here.gpu and here.gpu.memory_bytes))
+        gpu_bytes = here.gpu.memory_bytes if here.gpu else None
+        settings = list(checks(arguments.nvme_path, here.cpu.memory_bytes, gpu_bytes))
         run(settings, arguments.records, arguments.only, here)
         sources.append(str(arguments.records))
     planner, compared = Planner(), []
