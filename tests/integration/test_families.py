@@ -33,6 +33,10 @@ CAUSAL = SIZES | HEADS | {"num_key_value_heads": 2, "use_cache": False, "tie_wor
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64, "use_cache": False}
 GPT2_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
+IMAGE = VOCABULARY - 1
+"""The token in whose place parts of images come."""
+MROPE = {"mrope_section": [2, 3, 3], "rope_theta": 10_000.0}
+
 # name: model class, config class, config.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", CAUSAL),
@@ -63,8 +67,45 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
         | {"image_size": 16, "patch_size": 4, "num_labels": 8},
     ),
+    # Experts in one tensor of three dimensions, and two kinds of layers in one list.
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        CAUSAL | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    ),
+    "qwen3-next": (
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        CAUSAL
+        | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"shared_expert_intermediate_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+        | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    ),
+    # A list of layers for images and one for text; in the first some of the text's layers add images once more.
+    "qwen3-vl": (
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        {
+            "text_config": CAUSAL | {"head_dim": 16, "rope_scaling": {"rope_type": "default", **MROPE}},
+            "vision_config": {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 4}
+            | {"out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+            "image_token_id": IMAGE,
+        },
+    ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": CAUSAL | {"model_type": "llama"},
+            "vision_config": {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 128}
+            | {"num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 16, "patch_size": 8},
+            "image_token_index": IMAGE,
+        },
+    ),
 }
 WITHOUT_BLOCKS = ("albert",)
+IMAGES = {"qwen3-vl": {"pixel_values": (32, 96)}, "llava": {"pixel_values": (2, 3, 16, 16)}}
+"""Shapes of what a batch of two has beside its tokens, of which four of each sample stand for its image."""
 
 
 class Classifier(nn.Module):
@@ -106,8 +147,17 @@ def data_for(name: str) -> list[Batch]:
         images = torch.randn(STEPS, 2, 3, 16, 16, generator=generator).bfloat16()
         classes = torch.randint(0, 8, (STEPS, 2), generator=generator)
         return [{"pixel_values": i, "labels": c} for i, c in zip(images, classes, strict=True)]
-    tokens = torch.randint(3, VOCABULARY, (STEPS, 2, 24), generator=generator)
-    return [{"input_ids": ids, "labels": ids} for ids in tokens]
+    tokens = torch.randint(3, IMAGE, (STEPS, 2, 24), generator=generator)
+    batches = [{"input_ids": ids, "labels": ids} for ids in tokens]
+    for batch in batches if name in IMAGES else ():
+        is_image = torch.zeros_like(batch["input_ids"])
+        is_image[:, 3:7] = 1
+        batch["labels"] = batch["input_ids"].masked_fill(is_image == 1, -100)
+        batch["input_ids"] = batch["input_ids"].masked_fill(is_image == 1, IMAGE)
+        batch |= {what: torch.randn(*shape, generator=generator).bfloat16() for what, shape in IMAGES[name].items()}
+        if name == "qwen3-vl":
+            batch |= {"image_grid_thw": torch.tensor([[1, 4, 4]] * 2), "mm_token_type_ids": is_image}
+    return batches
 
 
 def check(name: str, blocks: Callable[[int], bool], checkpointing: dict[str, Any] | None = None) -> None:
@@ -144,7 +194,7 @@ def test_model_without_layer_list(name: str) -> None:
     check(name, lambda count: count == 0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bert", "opt", "vit"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bert", "opt", "vit", "qwen3-vl"])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 def test_family_with_checkpointing(name: str, reentrant: bool) -> None:
     check(name, lambda count: count > 0, {"use_reentrant": reentrant})
