@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import time
@@ -67,6 +68,23 @@ def test_what_is_kept_changes_no_bit(name: str, schedule: str, reentrant: bool) 
         assert report["keep"] + report["mix"] + report["recompute"] == report["checkpointed"] == blocks
         assert 0 < report["keep"] <= blocks
     assert report["keep"] == blocks
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable"), reason="options of transformers 5.24"
+)
+@FORMS
+@pytest.mark.parametrize("options", [{"offload": True}, {"every_n_layers": 2}, {"offload": True, "every_n_layers": 3}])
+def test_options_of_newer_transformers_are_taken_over(options: dict[str, Any], reentrant: bool) -> None:
+    """`offload` copies inputs of blocks to host memory on the stream that computes (and needs a GPU for that, of which
+    there is none here); with `every_n_layers` the script recomputes only some."""
+    model = MODELS["llama"]()
+    model.activation_checkpointing_enable({"use_reentrant": reentrant}, **options)
+    for limit in (OWN_BYTES + 3 * BLOCK_BYTES, "1GiB"):
+        result, report = run(copy.deepcopy(model), {"gpu_memory": limit}, batches(STEPS))
+        assert differences(result, reference("llama", reentrant, "clipping")) == []
+        assert report["keep"] + report["mix"] + report["recompute"] == report["checkpointed"] == 6
+    assert report["keep"] == 6
 
 
 def test_beside_kernels() -> None:

@@ -38,6 +38,12 @@ UNASKED: Checkpoint = functools.partial(checkpoint, use_reentrant=False, preserv
 """The checkpoint of blocks whose script has none. Not the re-entrant one, which gives no gradients to a block none of
 whose inputs has one, as behind frozen embeddings."""
 _LAYER = ("transformers.modeling_layers", "GradientCheckpointingLayer")
+_OFFLOADING = (
+    "transformers.modeling_utils",
+    "PreTrainedModel._activation_checkpointing_enable.<locals>.checkpoint_func",
+)
+"""What a layer calls where a script asks transformers 5.24 for `offload`: torch's checkpoint, with copies of its inputs
+to host memory and back on the stream that computes. The engine moves inputs where memory is short, and beside it."""
 _SUPPORTS = "supports_gradient_checkpointing"
 _ABSENT = object()
 
@@ -122,11 +128,13 @@ def _as_written(module: nn.Module) -> Checkpoint | None:
         return None
     options = _options(written)
     plain = written.func if isinstance(written, functools.partial) else written
-    if plain is not checkpoint or (isinstance(written, functools.partial) and written.args):
+    if isinstance(written, functools.partial) and written.args:
         return None
     if not options.keys() <= UNDERSTOOD or not options.get("preserve_rng_state", True):
         return None
-    return written
+    if (getattr(plain, "__module__", ""), getattr(plain, "__qualname__", "")) == _OFFLOADING:
+        return functools.partial(checkpoint, **options)
+    return written if plain is checkpoint else None
 
 
 def _is_plain(module: nn.Module, inside: Sequence[nn.Module]) -> bool:
