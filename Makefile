@@ -35,13 +35,14 @@ test: install lint
 	$(ACTIVATE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu and not clients" $(WORKERS) $(PYTEST_FLAGS)
 
 # Programs that people fine-tune with, each in an environment of its own packages on top of the one above.
-test-clients: $(foreach client,trl sentence-transformers llamafactory axolotl lightning older-transformers,$(CLIENTS)/$(client)/.installed)
+test-clients: $(foreach client,trl sentence-transformers llamafactory axolotl lightning swift older-transformers,$(CLIENTS)/$(client)/.installed)
 	$(CLIENT_TEST) $(BIN)/python $(CLIENT_FLAGS) tests/clients/test_accelerate.py
 	$(CLIENT_TEST) $(CLIENTS)/trl/bin/python $(CLIENT_FLAGS) tests/clients/test_trl.py tests/clients/test_peft.py
 	$(CLIENT_TEST) $(CLIENTS)/sentence-transformers/bin/python $(CLIENT_FLAGS) tests/clients/test_sentence_transformers.py
 	$(CLIENT_TEST) $(CLIENTS)/llamafactory/bin/python $(CLIENT_FLAGS) tests/clients/test_llamafactory.py
 	$(CLIENT_TEST) $(CLIENTS)/axolotl/bin/python $(CLIENT_FLAGS) tests/clients/test_axolotl.py
 	$(CLIENT_TEST) $(CLIENTS)/lightning/bin/python $(CLIENT_FLAGS) tests/clients/test_lightning.py
+	$(CLIENT_TEST) $(CLIENTS)/swift/bin/python $(CLIENT_FLAGS) tests/clients/test_swift.py
 	$(OLDER_TEST) $(OLDER:%=tests/integration/test_%.py)
 
 # What of it continuous integration has time for: a loss in chunks, generation, parameters of two data types, and inputs of

@@ -25,6 +25,7 @@ NEEDS = {
     "test_llamafactory.py": ("llamafactory",),
     "test_axolotl.py": ("axolotl",),
     "test_lightning.py": ("lightning",),
+    "test_swift.py": ("swift",),
 }
 
 collect_ignore = [file for file, packages in NEEDS.items() if not all(find_spec(package) for package in packages)]
@@ -54,3 +55,4 @@ sentence_transformers_worker = _worker_of("sentence_transformers")
 llamafactory_worker = _worker_of("llamafactory")
 axolotl_worker = _worker_of("axolotl")
 lightning_worker = _worker_of("lightning")
+swift_worker = _worker_of("swift")

@@ -78,13 +78,13 @@ def reward_model() -> PreTrainedModel:
     return LlamaForSequenceClassification(config).bfloat16()
 
 
-def _turns(question: str, answer: str) -> list[dict[str, str]]:
+def turns(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def conversations(count: int) -> Dataset:
     rows = [QUESTIONS[i % len(QUESTIONS)] for i in range(count)]
-    return Dataset.from_list([{"messages": _turns(row, row[::-1] * (1 + i % 3))} for i, row in enumerate(rows)])
+    return Dataset.from_list([{"messages": turns(row, row[::-1] * (1 + i % 3))} for i, row in enumerate(rows)])
 
 
 def texts(count: int) -> Dataset:
@@ -96,7 +96,7 @@ def preferences(count: int) -> Dataset:
     rows: list[dict[str, Any]] = []
     for i in range(count):
         question = QUESTIONS[i % len(QUESTIONS)]
-        turn = _turns(question, "")[0]
+        turn = turns(question, "")[0]
         answers = ({"role": "assistant", "content": text} for text in (question[::-1], f"no {question} {i}"))
         rows.append({"prompt": [turn], "chosen": [next(answers)], "rejected": [next(answers)]})
     return Dataset.from_list(rows)
