@@ -245,8 +245,9 @@ class ParameterProtocol:
 
     def gather(self, parameters: Iterable[Any]) -> None:
         """Put the whole parameters on the accelerator, each in memory of its own: what the caller does to them there
-        (merging an adapter and taking it out again) is not done to the weights. Waits for the updates of their units
-        only. Collective over the ranks for those that are not there.
+        (merging an adapter and taking it out again) is not done to the weights. In a forward, those of outer modules on
+        the GPU are the weights themselves (`_is_bound_in_forward`). Waits for the updates of their units only.
+        Collective over the ranks for those that are not there.
         """
         mine: list[Any] = []
         for parameter in parameters:
@@ -255,19 +256,21 @@ class ParameterProtocol:
             else:  # of another engine, named in the same call
                 parameter.all_gather()
         self._require_room(mine)
-        for parameter in mine:
-            unit, entry = self.places[parameter]
-            if unit.resident is None and parameter.ds_status == ZeroParamStatus.AVAILABLE:
-                continue
-            state_buffers.require_stepped(self._runtime, unit, "gathering a parameter")
-            if unit.resident is None:
-                parameter.data = self._whole(unit, entry)
-                parameter.ds_status = ZeroParamStatus.AVAILABLE
-                continue
-            if parameter.ds_status != ZeroParamStatus.AVAILABLE:
-                self._runtime.bind_resident(unit)
-            here = parameter.dtype == unit.parameter_dtype
-            parameter.data = parameter.data.clone() if here else self._whole(unit, entry)
+        # What an evaluation in inference mode makes could not be saved by the graph of a forward behind it.
+        with torch.inference_mode(False):
+            for parameter in mine:
+                unit, entry = self.places[parameter]
+                if unit.resident is None and parameter.ds_status == ZeroParamStatus.AVAILABLE:
+                    continue
+                state_buffers.require_stepped(self._runtime, unit, "gathering a parameter")
+                if unit.resident is None:
+                    parameter.data = self._whole(unit, entry)
+                    parameter.ds_status = ZeroParamStatus.AVAILABLE
+                    continue
+                if parameter.ds_status != ZeroParamStatus.AVAILABLE:
+                    self._runtime.bind_resident(unit)
+                here = parameter.dtype == unit.parameter_dtype
+                parameter.data = parameter.data.clone() if here else self._whole(unit, entry)
 
     def _require_room(self, parameters: Sequence[Any]) -> None:
         """SlideError where the GPU cannot hold all of them, before any of them is there."""

@@ -225,12 +225,14 @@ class Unit:
         return [parameter.grad for parameter, _ in self.trainable]
 
     def slot_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """One view per parameter, in its own shape, of a buffer in slot layout (of `slot_numel` elements, or more)."""
-        buffer = buffer.view(self.dtype)
-        return [
-            buffer[entry.slot_offset : entry.slot_offset + entry.numel].view(entry.shape)
-            for entry in self.layout.entries
-        ]
+        """One view per parameter, in its own shape, of a buffer in slot layout (of `slot_numel` elements, or more).
+        Parameters keep them when an evaluation in inference mode is over, whose own tensors no graph may save."""
+        with torch.inference_mode(False):
+            buffer = buffer.view(self.dtype)
+            return [
+                buffer[entry.slot_offset : entry.slot_offset + entry.numel].view(entry.shape)
+                for entry in self.layout.entries
+            ]
 
 
 # 32 MiB of bf16: 0.6 ms of transfer, 3 ms of update. A vocabulary matrix of 311 M parameters makes 19 such spans, so
