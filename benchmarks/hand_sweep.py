@@ -101,11 +101,23 @@ def key_of(setting: Setting | dict[str, Any]) -> str:
     return json.dumps(vars(setting) if isinstance(setting, Setting) else setting)
 
 
+def cards_of(records: list[dict[str, Any]]) -> list[int]:
+    """Bytes of the GPUs on which they were made; of an H200 where they do not say."""
+    measured = [record["ceilings"].get("gpu") for record in records if "setting" not in record]
+    return list({gpu["memory_bytes"]: None for gpu in measured if gpu}) or [H200_BYTES]
+
+
 def page(records: list[dict[str, Any]]) -> Iterator[str]:
-    found = {key_of(record["setting"]): record for record in records if "setting" in record}
     yield "| setting | the key alone, s | best by hand, s | alone / best | by hand |"
     yield "|---|---|---|---|---|"
-    for sweep in sweeps():
+    # Settings without a cap are the same on each card.
+    yield from dict.fromkeys(row for card in cards_of(records) for row in rows(records, card))
+
+
+def rows(records: list[dict[str, Any]], card: int) -> Iterator[str]:
+    """Of the settings whose caps are parts of a GPU of `card` bytes."""
+    found = {key_of(record["setting"]): record for record in records if "setting" in record}
+    for sweep in sweeps(gpu_bytes=card):
         alone = found.get(key_of(sweep.alone.shown()), {}).get("step_s")
         tried = [(hand, found.get(key_of(hand.of(sweep.about).shown()))) for hand in sweep.hands]
         times = {hand: record["step_s"] for hand, record in tried if record and record.get("step_s")}

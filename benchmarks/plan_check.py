@@ -282,16 +282,17 @@ def run(settings: Sequence[Setting], records: Path, only: str, ceilings: Ceiling
     may be another one than that of the records before. The process of the next ones imports what it needs while a run
     builds its model, which takes longer, and then waits."""
     lines = lines_of(str(records)) if records.exists() else []
-    done = [json.dumps(record.get("setting")) for record in lines]
+    done = {json.dumps(record.get("setting")) for record in lines}
     own = {"ceilings": ceilings.model_dump(mode="json")}
     if own != next((record for record in reversed(lines) if "setting" not in record), None):
         with records.open("a", encoding="utf-8") as file:
             file.write(json.dumps(own) + "\n")
-    todo = [
-        setting
-        for setting in settings
-        if re.search(only, setting.command()) and json.dumps(vars(setting.shown())) not in done
-    ]
+    todo: list[Setting] = []
+    for setting in settings:
+        key = json.dumps(vars(setting.shown()))  # two caps are one on a GPU that has less
+        if re.search(only, setting.command()) and key not in done:
+            done.add(key)
+            todo.append(setting)
     standby = None
     for number, setting in enumerate(todo):
         process = standby or on_standby(setting, records)

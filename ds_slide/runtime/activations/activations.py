@@ -155,6 +155,7 @@ class Activations:
     def end(self) -> None:
         """The forward has ended, with an exception perhaps."""
         self._taken.end()
+        self.times.end_forward()
         if self._inputs is not None:
             self._inputs.end()
 

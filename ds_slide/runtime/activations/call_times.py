@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean
 
 from ds_slide.plan.spare import Shape
 from ds_slide.runtime.device import Device, Marker
 
-BETWEEN_S = 1e-3
-"""At most, of a host that has the GPU wait between two blocks: for Python's part of a layer of transformers."""
+WAIT_S = 2e-3
+"""A GPU that does nothing for longer between two blocks waits for weights; Python's part between two layers of
+transformers is shorter."""
 
 
 class CallTimes:
@@ -29,6 +29,8 @@ class CallTimes:
         self._entered: dict[int, Marker] = {}
         """When blocks have begun to compute."""
         self._calls: list[_Call] = []
+        self._latest: _Call | None = None
+        """Behind which no block has begun yet."""
         self._seconds: dict[Hashable, float] = {}
         """Of a block's forwards in a step, by kind."""
         self._plain_s: dict[tuple[Hashable, Shape | None], float] = {}
@@ -40,24 +42,33 @@ class CallTimes:
         """Time calls from now on."""
         self._calls.clear()
         self._entered.clear()
+        self._latest = None
         self._is_timing = True
 
     def enter(self, order: int) -> None:
         """A block has its weights, and begins to compute: its wait for them is no part of its recomputation."""
-        if self._is_timing:
-            self._entered[order] = self._device.mark(timed=True)
+        if not self._is_timing:
+            return
+        self._entered[order] = self._device.mark(timed=True)
+        if self._latest is not None:
+            self._latest.following, self._latest = self._entered[order], None
 
     def leave(self, order: int, shape: Shape | None, *, is_mixed: bool) -> None:
         """A call of the block has ended, in a batch of `shape`. `is_mixed`: it has kept some results only."""
         if (begun := self._entered.pop(order, None)) is not None:
-            self._calls.append(_Call(order, shape, begun, self._device.mark(timed=True), is_mixed))
+            self._latest = _Call(order, shape, begun, self._device.mark(timed=True), is_mixed)
+            self._calls.append(self._latest)
+
+    def end_forward(self) -> None:
+        """What begins to compute next is no block of this forward."""
+        self._latest = None
 
     def take(self) -> None:
         """The step has ended in which calls were timed. Waits for the GPU."""
         self._device.synchronize()
         blocks: dict[Hashable, set[int]] = {}
-        alike: dict[tuple[Hashable, Shape | None], list[_Timed]] = {}
-        for each in _timed(self._calls):
+        alike: dict[tuple[Hashable, Shape | None], list[_Call]] = {}
+        for each in self._calls:
             kind = self._kind[each.order]
             blocks.setdefault(kind, set()).add(each.order)
             alike.setdefault((kind, each.shape), []).append(each)
@@ -88,46 +99,27 @@ class CallTimes:
         return self._mixing_s.get(self._kind[order], 0.0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Call:
-    """Of a block's forward. `shape`: of the batch. `is_mixed`: whether it has kept some results only."""
+    """Of a block's forward. `shape`: of the batch. `is_mixed`: whether it has kept some results only. `following`: when
+    the next block has begun to compute in the same forward, if one has."""
 
     order: int
     shape: Shape | None
     begun: Marker
     ended: Marker
     is_mixed: bool
+    following: Marker | None = None
 
-
-@dataclass(frozen=True)
-class _Timed:
-    """A call that has taken `seconds`. `waited`: seconds of the GPU behind it, for the weights of the next block."""
-
-    order: int
-    shape: Shape | None
-    is_mixed: bool
-    seconds: float
-    waited: float
+    @property
+    def seconds(self) -> float:
+        return self.begun.seconds_until(self.ended)
 
     def longer_than(self, seconds: float) -> float:
-        """What the step is longer by than with a call of `seconds`: a longer call makes the wait behind it shorter, and
-        only what exceeds that is lost. The first blocks of a forward wait for their updates, and are mixed where these
-        are in two passes: of 3 B in 24 GiB of an H100 each took 7 ms longer, as long as its recomputation, and none was
-        mixed any more (benchmarks/results/2026-11-25_nvidia-h100_plan.md)."""
-        longer = self.seconds - seconds
-        return longer - min(max(0.0, longer), self.waited)
-
-
-def _timed(calls: Sequence[_Call]) -> list[_Timed]:
-    """Between two blocks of one forward the least time is the host's, unless it is long; what is more is a wait."""
-    gaps = [
-        max(0.0, before.ended.seconds_until(after.begun)) if after.order > before.order else None
-        for before, after in pairwise(calls)
-    ]
-    least = min((gap for gap in gaps if gap is not None), default=0.0)
-    least = min(least, BETWEEN_S)
-    waits = [0.0 if gap is None else gap - least for gap in gaps] + [0.0] * bool(calls)
-    return [
-        _Timed(each.order, each.shape, each.is_mixed, each.begun.seconds_until(each.ended), wait)
-        for each, wait in zip(calls, waits, strict=True)
-    ]
+        """What the step is longer by than with a call of `seconds`; 0 where the GPU waits behind it for the weights of
+        the next block, which a shorter call would not bring sooner. The first blocks of a forward wait for their
+        updates, and are mixed where these are in two passes: of 3 B in 24 GiB of an H100 each took 7 ms longer, as long
+        as its recomputation, and none was mixed any more (benchmarks/results/2026-11-25_nvidia-h100_plan.md)."""
+        if self.following is not None and self.ended.seconds_until(self.following) > WAIT_S:
+            return 0.0
+        return self.seconds - seconds

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ds_slide.plan.spare import Shape
-from ds_slide.runtime.activations.call_times import BETWEEN_S, CallTimes
+from ds_slide.runtime.activations.call_times import WAIT_S, CallTimes
 from ds_slide.runtime.device import Device, Marker
 
 SHORT, LONG = Shape(64, 16), Shape(128, 32)
@@ -84,30 +84,39 @@ def test_a_mixture_costs_what_its_calls_take_more_than_plain_ones(times: CallTim
     assert times.seconds_of(0) == pytest.approx(1.0)  # what a recomputation takes, which no mode is open for
 
 
-def test_what_a_wait_behind_it_hides_of_a_mixture_costs_nothing(times: CallTimes, clock: Clock) -> None:
+def test_a_call_in_front_of_a_wait_costs_nothing(times: CallTimes, clock: Clock) -> None:
     """The next block's weights come when they come; the host needs a little time between two blocks in any case."""
     measured(times, clock, (0, 1.0, False), (1, 1.0, False))
-    for wait, cost in ((0.0, 0.5), (0.25, 0.375), (4.0, 0.25)):
+    for behind, cost in ((WAIT_S / 2, 0.5), (2 * WAIT_S, 0.25), (4.0, 0.25)):
         times.begin()
-        for order, behind in ((0, wait), (1, 0.0), (2, 0.0)):
+        for order, gap in ((0, behind), (1, WAIT_S / 2), (2, 0.0)):
             call(times, clock, order, 1.5, is_mixed=order < 2)
-            clock.now += BETWEEN_S / 2 + behind
-        clock.now += 100.0  # the backward, and the next micro-batch: the last block has nothing behind it to hide in
-        call(times, clock, 0, 1.5, is_mixed=True)
-        clock.now += BETWEEN_S / 2 + wait
-        call(times, clock, 1, 1.5, is_mixed=True)
+            clock.now += gap
         times.take()
-        assert times.mixing_seconds_of(0) == pytest.approx(2 * cost)  # of two forwards
+        assert times.mixing_seconds_of(0) == pytest.approx(cost)
 
 
-def test_where_all_blocks_wait_all_of_it_is_hidden(times: CallTimes, clock: Clock) -> None:
+def test_the_wait_of_a_block_that_is_not_timed_counts_and_its_work_does_not(times: CallTimes, clock: Clock) -> None:
+    measured(times, clock, (0, 1.0, False))
+    for gap, cost in ((4.0, 0.0), (0.0, 0.5)):
+        times.begin()
+        call(times, clock, 0, 1.5, is_mixed=True)
+        clock.now += gap
+        times.enter(1)  # as one that is compiled, which no one takes over
+        clock.now += 7.0
+        times.take()
+        assert times.mixing_seconds_of(0) == pytest.approx(cost)
+
+
+def test_the_last_block_of_a_forward_has_nothing_to_hide_in(times: CallTimes, clock: Clock) -> None:
     measured(times, clock, (0, 1.0, False), (1, 1.0, False))
     times.begin()
-    for order in range(3):
-        call(times, clock, order, 1.5, is_mixed=order < 2)
-        clock.now += 5.0
+    for _ in range(2):  # micro-batches
+        call(times, clock, 1, 1.5, is_mixed=True)
+        times.end_forward()
+        clock.now += 100.0  # loss and backward
     times.take()
-    assert times.mixing_seconds_of(0) == 0.0
+    assert times.mixing_seconds_of(1) == pytest.approx(2 * 0.5)
 
 
 def test_calls_of_other_sizes_say_nothing_of_a_mixture(times: CallTimes, clock: Clock) -> None:
