@@ -17,7 +17,10 @@ LEAST_OPERATION_S = 3e-6
 """Of a kernel on a GPU, however little it does."""
 LAUNCH_S = 1e-4
 """Of the host, to have a GPU do one, with all that Python does around it: a micro-batch of 8 x 512 tokens of 0.5 B, of
-1,017 operations, takes 0.101 s (benchmarks/results/2026-11-23_nvidia-h200_decided.md), however few tokens it has."""
+1,017 operations, takes 0.101 s (benchmarks/results/2026-11-23_nvidia-h200_decided.md), however few tokens it has.
+Where `ds-slide doctor` has not measured it."""
+ENGINE_LAUNCHES = 1.0
+"""To be calibrated."""
 UPDATE_LOSES_UP, UPDATE_LOSES_DOWN = 0.6, 1.0
 """Of the bytes that a copy moves up or down beside an update of the CPU, what the update moves less: they share the
 memory. 154 GB/s alone became 131 beside 40 GB/s up, and 104 beside 50 down
@@ -71,8 +74,14 @@ class Rates:
     def seconds(self, operations: Counter[Operation]) -> float:
         """Of operations one after the other, each as long as its arithmetic or its bytes take, or of the host that
         launches all of them."""
-        launches = 0.0 if self.ceilings.gpu is None else LAUNCH_S * operations.total()
+        launches = 0.0 if self.ceilings.gpu is None else self._launch_s * operations.total()
         return max(launches, sum(self._seconds(operation) * count for operation, count in operations.items()))
+
+    @property
+    def _launch_s(self) -> float:
+        """Of a step under the engine."""
+        own = self.ceilings.operation_s
+        return LAUNCH_S if own is None else ENGINE_LAUNCHES * own
 
     def _seconds(self, operation: Operation) -> float:
         if operation == UNDER_MODE:

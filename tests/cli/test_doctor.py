@@ -17,6 +17,7 @@ from ds_slide.cli.doctor.state import package
 from ds_slide.errors import SlideError
 from ds_slide.plan.ceilings import measure
 from ds_slide.plan.ceilings.figures import Ceilings, DiskCeilings, preset_names, read_ceilings
+from ds_slide.plan.ceilings.process import ProcessFigures
 from ds_slide.report import tested
 from ds_slide.report.tested import TESTED
 
@@ -52,7 +53,7 @@ def test_it_measures_this_machine_once(
 
     monkeypatch.setattr(measure, "cpu_ceilings", measured)
     monkeypatch.setattr(measure, "disk_ceilings", measured)
-    monkeypatch.setattr(cache, "process_bytes", measured)
+    monkeypatch.setattr(cache, "measure_process", measured)
     again = ds_slide("doctor", "--json", "--path", tmp_path)
     assert again.answer["ceilings"] == answer["ceilings"]
     with pytest.raises(AssertionError, match="measured again"):
@@ -62,10 +63,10 @@ def test_it_measures_this_machine_once(
 def test_a_process_that_fails_is_told_in_one_sentence_and_tried_again(
     ds_slide: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def process(**_: Any) -> int:
+    def process(**_: Any) -> ProcessFigures:
         if fails:
             raise SlideError("ImportError: no such luck")
-        return 345_000_000
+        return ProcessFigures(345_000_000, 7e-5)
 
     def told() -> tuple[int | None, dict[str, Any]]:
         ran = ds_slide("doctor", "--json", "--path", tmp_path)
@@ -75,7 +76,7 @@ def test_a_process_that_fails_is_told_in_one_sentence_and_tried_again(
 
     before = cache.of_this_machine()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "process_bytes", process)
+    monkeypatch.setattr(cache, "measure_process", process)
     monkeypatch.setattr(measure, "cpu_ceilings", lambda *_, **__: before.cpu)
     disk = {"read_gb_s": 1, "write_gb_s": 1, "mixed_gb_s": 1, "direct": True, "backend": "threads"}
     found = DiskCeilings(path=str(tmp_path), **disk)
@@ -88,8 +89,13 @@ def test_a_process_that_fails_is_told_in_one_sentence_and_tried_again(
     fails = False
     assert cache.of_this_machine().process_bytes is None
     nbytes, finding = told()
-    assert nbytes == 345_000_000 and finding["state"].startswith("0.34 GB") and not finding["advice"]
-    assert cache.of_this_machine().process_bytes == 345_000_000
+    assert (
+        nbytes == 345_000_000
+        and finding["state"].startswith("0.34 GB")
+        and "70 us" in finding["state"]
+        and not finding["advice"]
+    )
+    assert cache.of_this_machine().process_bytes == 345_000_000 and cache.of_this_machine().operation_s == 7e-5
 
     monkeypatch.setattr("ds_slide.cli.doctor.command.installed_version", lambda _: None)
     assert "without transformers, which is not installed" in told()[1]["state"]

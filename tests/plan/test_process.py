@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_slide.errors import SlideError
-from ds_slide.plan.ceilings.process import process_bytes
+from ds_slide.plan.ceilings.process import measure_process
 
 TORCH_BYTES = 150 << 20
 """More than Python and a torch without CUDA leave out, and less than these have (229 MB of 467)."""
@@ -24,28 +24,28 @@ def ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def whole() -> int:
-    return process_bytes(on_gpu=False)
+    return measure_process(on_gpu=False).resident_bytes
 
 
 def test_transformers_are_a_part_of_it_and_no_requirement(ahead: Path, whole: int) -> None:
     # As if it were not installed.
     (ahead / "sitecustomize.py").write_text("import sys\nsys.modules['transformers'] = None\n")
     # The modelling code of Llama alone is 0.15 GB beyond torch and DeepSpeed.
-    assert TORCH_BYTES < process_bytes(on_gpu=False) < whole - (50 << 20)
+    assert TORCH_BYTES < measure_process(on_gpu=False).resident_bytes < whole - (50 << 20)
 
 
 def test_it_grows_with_what_a_library_takes(ahead: Path, whole: int) -> None:
     (ahead / "sitecustomize.py").write_text("taken = bytearray(b'1' * (128 << 20))\n")
-    assert process_bytes(on_gpu=False) - whole == pytest.approx(128 << 20, rel=0.1)
+    assert measure_process(on_gpu=False).resident_bytes - whole == pytest.approx(128 << 20, rel=0.1)
 
 
 def test_a_library_that_cannot_be_imported_is_named(ahead: Path) -> None:
     (ahead / "transformers.py").write_text("raise ImportError('broken since Monday')\n")
     with pytest.raises(SlideError, match=r"^ImportError: broken since Monday$"):
-        process_bytes(on_gpu=False)
+        measure_process(on_gpu=False)
 
 
 def test_a_process_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.executable", str(tmp_path / "none"))
     with pytest.raises(SlideError, match="none cannot be started, No such file"):
-        process_bytes(on_gpu=False)
+        measure_process(on_gpu=False)

@@ -20,7 +20,7 @@ from ds_slide.cli.doctor.state import installed_version
 from ds_slide.errors import SlideError
 from ds_slide.plan.ceilings import measure
 from ds_slide.plan.ceilings.figures import Ceilings, DiskCeilings, checked
-from ds_slide.plan.ceilings.process import process_bytes
+from ds_slide.plan.ceilings.process import ProcessFigures, measure_process
 from ds_slide.runtime.updates.threads import update_cores
 
 
@@ -76,22 +76,24 @@ def of_this_machine(
     if kept is None:
         threads, cores = update_cores("auto", "auto", 0, 1)
         on_gpu = gpu_computes()
+        process = _process(failed)
         kept = Ceilings(
             source=f"measured on {platform.node()}, {date.today().isoformat()}",
             cpu=measure.cpu_ceilings(str(key["cpu"]), threads, cores, with_products=not on_gpu),
             gpu=measure.gpu_ceilings(torch.device("cuda", 0)) if on_gpu else None,
-            process_bytes=_process(failed),
+            process_bytes=process.resident_bytes if process else None,
+            operation_s=process.operation_s if process else None,
         )
-    elif again:
-        kept = kept.model_copy(update={"process_bytes": _process(failed)})
+    elif again and (process := _process(failed)):
+        kept = kept.model_copy(update={"process_bytes": process.resident_bytes, "operation_s": process.operation_s})
     kept = kept.model_copy(update={"disks": tuple(disks.values())})
     _keep(file, key, kept)
     return kept.model_copy(update={"disks": tuple(disks[path] for path in wanted)}) if wanted else kept
 
 
-def _process(failed: Callable[[str], None] | None) -> int | None:
+def _process(failed: Callable[[str], None] | None) -> ProcessFigures | None:
     try:
-        return process_bytes(on_gpu=gpu_computes())
+        return measure_process(on_gpu=gpu_computes())
     except SlideError as error:
         if failed is not None:
             failed(str(error))

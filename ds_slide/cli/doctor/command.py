@@ -74,6 +74,8 @@ def _process(ceilings: Ceilings, why: Sequence[str]) -> Finding:
         advice = "mend what stops it; until then `ds-slide plan` takes what such a process took elsewhere"
         return Finding("process", f"not measured ({'; '.join(why)})", advice)
     state = f"{ceilings.process_bytes / 1e9:.2f} GB of host memory before an engine is built"
+    if ceilings.operation_s is not None:
+        state += f", {ceilings.operation_s * 1e6:.0f} us for the GPU's next operation"
     if installed_version(TRANSFORMERS) is None:
         return Finding("process", f"{state}, without transformers, which is not installed")
     return Finding("process", state)
