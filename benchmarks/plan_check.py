@@ -357,12 +357,13 @@ def table(compared: Sequence[Compared], figures: Mapping[str, tuple[str, float]]
 
 
 def room_of(record: Mapping[str, Any], ceilings: Ceilings) -> Room:
-    """For a record. A limit of torch's allocator leaves the CUDA context out."""
+    """For a record."""
     if ceilings.gpu is None or record.get("device") == "cpu":
         return Room(None, ceilings.cpu.memory_bytes, process_bytes=ceilings.process_of(on_gpu=False))
     whole, share = ceilings.gpu.memory_bytes, record["setting"].get("gpu_fraction", 1.0)
-    gpu, process = min(whole, int(whole * share) + CONTEXT_BYTES), ceilings.process_of(on_gpu=True)
-    return Room(gpu, ceilings.cpu.memory_bytes, process_bytes=process)
+    limit, process = int(whole * share), ceilings.process_of(on_gpu=True)
+    room = Room(whole, ceilings.cpu.memory_bytes, process_bytes=process)
+    return replace(room, gpu=limit, context_bytes=0) if limit < whole - CONTEXT_BYTES else room
 
 
 def main() -> None:

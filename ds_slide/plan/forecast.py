@@ -24,10 +24,10 @@ PROCESS_BYTES = 1365 << 20
 driver after a step of training without an engine. On an H200 plain training had 1.41 GB without DeepSpeed (with
 transformers 5.23, benchmarks/results/2026-11-23_nvidia-h200_default.jsonl, gpu-only, less 64 MiB that the benchmark had
 page-locked), and importing DeepSpeed takes 0.02 GB."""
-ENGINE_BYTES = 95 << 20
+ENGINE_BYTES = 175 << 20
 """Of host memory: what an engine adds that neither grows with the model nor is in the plan's list: threads, compiled
-kernels, streams. With PROCESS_BYTES it is 1.531 GB; runs with all states on such a GPU took 1.537
-(benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.jsonl)."""
+kernels, streams. Beside what `ds-slide doctor` had measured of a process, 1.53 GB, ten runs on an H100 took 0.14 to
+0.24 GB (benchmarks/results/2026-11-25_nvidia-h100_plan.md)."""
 PYTHON_BYTES = 445 << 20
 """As PROCESS_BYTES, where the accelerator is the host and no CUDA is loaded: what `ds-slide doctor` measured with torch
 2.13 and transformers 5.23 (0.467 GB; 0.50 with scipy beside them, and 0.54 with transformers 5.17 and scikit-learn)."""
@@ -40,18 +40,20 @@ PYTHON_ENGINE_BYTES = 75 << 20
 class Room:
     """Memory for the ranks of one machine, in bytes. `gpu`: of each rank's, None where the host is the accelerator.
     `host`, `ssd`: of all ranks together; `ssd` None: not limited. `process_bytes`: what was measured of
-    a process before it has an engine, None for what it took elsewhere."""
+    a process before it has an engine, None for what it took elsewhere. `context_bytes`: of the GPU, which no allocator
+    gives out; 0 where `gpu` is a limit of torch's allocator, which leaves them out."""
 
     gpu: int | None
     host: int
     ssd: int | None = None
     ranks: int = 1
     process_bytes: int | None = None
+    context_bytes: int = CONTEXT_BYTES
 
     @property
     def gpu_for_plan(self) -> int | None:
         """What an engine finds free."""
-        return None if self.gpu is None else max(0, self.gpu - CONTEXT_BYTES)
+        return None if self.gpu is None else max(0, self.gpu - self.context_bytes)
 
     @property
     def host_for_plan(self) -> int:
@@ -104,6 +106,8 @@ class Forecast:
     activations: Activations = Activations()
     first: Forecast | None = None
     """Of the first steps; None: these are they."""
+    gpu_peak_between: int = 0
+    """Bytes of the plan, activations and gradients in steps between the first decision and the last one."""
 
     @property
     def gpu(self) -> dict[str, int]:
@@ -112,13 +116,18 @@ class Forecast:
         if self.room.gpu is None:
             return entries
         fragments = int(FRAGMENTATION * (self.trace.peak_bytes - self.activations.kept_bytes))
-        return {**entries, "fragmentation": fragments, "cuBLAS": WORKSPACE_BYTES, "CUDA context": CONTEXT_BYTES}
+        return {
+            **entries,
+            "fragmentation": fragments,
+            "cuBLAS": WORKSPACE_BYTES,
+            "CUDA context": self.room.context_bytes,
+        }
 
     @property
     def gpu_peak_allocated(self) -> int:
         """What torch's allocator has given out at most."""
         workspace = 0 if self.room.gpu is None else WORKSPACE_BYTES
-        return self.plan.gpu_bytes + self.trace.peak_bytes + workspace
+        return max(self.plan.gpu_bytes + self.trace.peak_bytes, self.gpu_peak_between) + workspace
 
     @property
     def host(self) -> dict[str, int]:

@@ -19,8 +19,11 @@ LAUNCH_S = 1e-4
 """Of the host, to have a GPU do one, with all that Python does around it: a micro-batch of 8 x 512 tokens of 0.5 B, of
 1,017 operations, takes 0.101 s (benchmarks/results/2026-11-23_nvidia-h200_decided.md), however few tokens it has.
 Where `ds-slide doctor` has not measured it."""
-ENGINE_LAUNCHES = 1.0
-"""To be calibrated."""
+ENGINE_LAUNCHES = 6.0
+"""Of what `ds-slide doctor` measures of a model without an engine, that an operation takes under one: its hooks, the
+kernels' launches by Triton and autograd functions in Python, which are counted as one operation each. Two hosts that
+measured 25 and 29 us took 161 and 135 us for each of the 1,017 operations of a micro-batch of 0.5 B
+(benchmarks/results/2026-11-25_nvidia-h100_plan.md)."""
 UPDATE_LOSES_UP, UPDATE_LOSES_DOWN = 0.6, 1.0
 """Of the bytes that a copy moves up or down beside an update of the CPU, what the update moves less: they share the
 memory. 154 GB/s alone became 131 beside 40 GB/s up, and 104 beside 50 down
@@ -72,16 +75,19 @@ class Rates:
         )
 
     def seconds(self, operations: Counter[Operation]) -> float:
-        """Of operations one after the other, each as long as its arithmetic or its bytes take, or of the host that
-        launches all of them."""
-        launches = 0.0 if self.ceilings.gpu is None else self._launch_s * operations.total()
-        return max(launches, sum(self._seconds(operation) * count for operation, count in operations.items()))
+        """Of operations that begin when all before them have ended: of what computes, or of the host that launches all
+        of them."""
+        return max(self.launches(operations), self.computes(operations))
 
-    @property
-    def _launch_s(self) -> float:
-        """Of a step under the engine."""
+    def computes(self, operations: Counter[Operation]) -> float:
+        """Seconds of what computes, one operation after the other, each as long as its arithmetic or its bytes take."""
+        return sum(self._seconds(operation) * count for operation, count in operations.items())
+
+    def launches(self, operations: Counter[Operation]) -> float:
+        """Seconds of the host that has a GPU do them, under the engine."""
         own = self.ceilings.operation_s
-        return LAUNCH_S if own is None else ENGINE_LAUNCHES * own
+        launch_s = LAUNCH_S if own is None else ENGINE_LAUNCHES * own
+        return 0.0 if self.ceilings.gpu is None else launch_s * operations.total()
 
     def _seconds(self, operation: Operation) -> float:
         if operation == UNDER_MODE:
@@ -95,3 +101,28 @@ class Rates:
             most, keys_at_half = ATTENTION_SHARE[operation.kind]
             flops *= most * operation.shape[1] / (operation.shape[1] + keys_at_half)
         return max(operation.flops / flops, operation.nbytes / self.copy, LEAST_OPERATION_S)
+
+
+@dataclass
+class Launched:
+    """When the GPU has ended what was launched so far, and when the host has launched it: ahead of the GPU, which a
+    long operation keeps busy meanwhile, and never behind it."""
+
+    rates: Rates
+    now: float = 0.0
+    host: float = 0.0
+
+    def run(self, operations: Counter[Operation], more: float = 0.0) -> None:
+        """Then these, and `more` seconds of the GPU."""
+        self.host += self.rates.launches(operations)
+        self.now = max(self.now + self.rates.computes(operations), self.host) + more
+
+    def wait(self, until: float) -> None:
+        """For what comes by a copy. The host waits for it, too, where it comes from an update of its own."""
+        self.now = max(self.now, until)
+        self.host = max(self.host, until)
+
+    @property
+    def ahead(self) -> float:
+        """Seconds by which the host is."""
+        return self.now - self.host

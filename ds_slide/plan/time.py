@@ -21,9 +21,10 @@ from ds_slide.plan.rates import (
     UPDATE_LOSES_DOWN,
     UPDATE_LOSES_UP,
     WEIGHTS_PASS_RATE,
+    Launched,
     Rates,
 )
-from ds_slide.plan.trace import StepTrace, per_unit
+from ds_slide.plan.trace import StepTrace
 from ds_slide.plan.two_passes import Schedule, exceeds, second_pays
 
 SCHEDULES: tuple[Schedule, ...] = ("under backward", "deferred", "two passes", "speculative")
@@ -80,7 +81,8 @@ def step_time(
     if not needs.held_bytes:
         return step.time("under backward", "no gradient is held, and an update waits for its own alone")
     one_pass = step.time("deferred", "gradients are held until the norm is known")
-    whole, forward = one_pass.lanes["update"] - one_pass.holding_s, step.compute_forward
+    # The engine's clock is the host's, which is ahead of the GPU, but for the updates that it waits for.
+    whole, forward = one_pass.lanes["update"] - one_pass.holding_s, step.forward_of_host()
     if not whole:
         return replace(one_pass, why="all states are on the GPU, and are updated there when the norm is known")
     if not exceeds(whole, forward):
@@ -137,9 +139,13 @@ class _Step:
         self._states_on_ssd = StatesOnSsd.of(plan)
         self.ssd_read = self.ssd_written = 0
         self._units = [self._lanes_of(index, unit, needs) for index, unit in enumerate(plan.units)]
-        forward, backward = (per_unit(segments) for segments in (trace.forward, trace.backward))
-        self.compute_forward = sum(map(rates.seconds, forward.values()))
-        self._compute_backward = sum(map(rates.seconds, backward.values()))
+        without_waits = Launched(rates)
+        for segment in trace.forward:
+            without_waits.run(segment.operations)
+        self.compute_forward, self._ahead = without_waits.now, without_waits.ahead
+        for segment in trace.backward:
+            without_waits.run(segment.operations)
+        self._compute_backward = without_waits.now - self.compute_forward
         on_gpu = [plan.units[index] for index in plan.placement.on_gpu | plan.placement.promoted]
         self._gpu_update = sum(update_bytes(unit) for unit in on_gpu) / rates.copy
         self._disk_ahead = self._states_on_ssd.ahead / rates.ssd if rates.ssd else 0.0
@@ -210,7 +216,7 @@ class _Step:
             down_until=down_until,
             disk_ahead=self._disk_ahead,
         )
-        end = self._forward(begin + self._gpu_update, done)
+        end = self._forward(begin + self._gpu_update, done).now
         more = self._micro_batches - 1
         again = sum(units[index].h2d for index in self._fetched_again)
         down, holding = sum(each.d2h for each in units), sum(each.holding for each in units)
@@ -239,11 +245,11 @@ class _Step:
 
     def backward_until_updates(self) -> float:
         """Seconds until the backward of one micro-batch has come to the last unit that the host updates."""
-        now = reached = 0.0
+        step, reached = Launched(self._rates, host=-self._ahead), 0.0
         for segment in self._trace.backward:
-            now += self._rates.seconds(segment.operations)
+            step.run(segment.operations)
             if segment.unit is not None and self._units[segment.unit].update:
-                reached = now
+                reached = step.now
         return reached
 
     def behind_updates(self, update: Sequence[float] | None = None) -> float:
@@ -253,7 +259,14 @@ class _Step:
         none = [0.0] * len(self._units)
         ssd = [each.ssd for each in self._units]
         done, _ = _by_deadline(none, update, ssd, none, down_until=0.0, disk_ahead=self._disk_ahead)
-        return self._forward(self._gpu_update, done) - max(done)
+        return self._forward(self._gpu_update, done).now - max(done)
+
+    def forward_of_host(self) -> float:
+        """Seconds until the host has launched a forward that waits for updates in one pass."""
+        update = [each.update + each.beside_up for each in self._units]
+        none, ssd = [0.0] * len(self._units), [each.ssd for each in self._units]
+        done, _ = _by_deadline(none, update, ssd, none, down_until=0.0, disk_ahead=self._disk_ahead)
+        return self._forward(0.0, done).host
 
     def _backward(self, later: Sequence[float], begun: float) -> tuple[float, list[float]]:
         """When the last backward has ended, from its begin, and when each gradient has come down. `later`: updates of
@@ -263,36 +276,37 @@ class _Step:
         for index in reversed(range(len(self._units))):
             lane += later[index]
             ready[index] = lane
-        now = copied = 0.0
+        step, copied = Launched(self._rates, host=-self._ahead), 0.0
         slower = self._rates.d2h / self._rates.both_ways if self._fetched_again else 1.0
         for segment in self._trace.backward:
-            now += self._rates.seconds(segment.operations)
+            step.run(segment.operations, 0.0 if segment.unit is None else self._units[segment.unit].encode)
             if segment.unit is not None:
-                now += self._units[segment.unit].encode
-                now = max(now, ready[segment.unit] if later[segment.unit] else 0.0)
-                copied = max(copied, now) + self._units[segment.unit].d2h * slower
+                if later[segment.unit]:
+                    step.wait(ready[segment.unit])
+                copied = max(copied, step.now) + self._units[segment.unit].d2h * slower
                 arrived[segment.unit] = copied
         up = sum(self._units[index].h2d for index in self._fetched_again)
-        return max(now, copied, up), arrived
+        return max(step.now, copied, up), arrived
 
-    def _forward(self, begin: float, done: Sequence[float]) -> float:
-        """When the forward has ended that begins at `begin`, with weights that are updated at `done`."""
+    def _forward(self, begin: float, done: Sequence[float]) -> Launched:
+        """The end of the forward that begins at `begin`, with weights that are updated at `done`."""
         ready, lane, updates_end = [], 0.0, max(done, default=0.0)
         for unit, updated in zip(self._units, done, strict=True):
             lane = max(lane, updated)
             lane += unit.h2d / (UP_BESIDE_UPDATE if lane < updates_end else 1.0) + unit.apply
             ready.append(lane if unit.h2d else begin)
         outer = [index for index, unit in enumerate(self._plan.units) if unit.stays]
-        now = begin
+        step = Launched(self._rates, begin, begin)
         blocks = [segment.unit for segment in self._trace.forward if segment.unit is not None]
         first = min(blocks, default=len(self._units))
-        now = max([now, *(ready[index] for index in outer if index < first)])
+        step.wait(max((ready[index] for index in outer if index < first), default=begin))
         for segment in self._trace.forward:
             if segment.unit is not None:
-                now = max([now, ready[segment.unit], *(ready[part] for part in self._parts[segment.unit])])
-            now += self._rates.seconds(segment.operations)
+                step.wait(max([ready[segment.unit], *(ready[part] for part in self._parts[segment.unit])]))
+            step.run(segment.operations)
         # What is needed behind the blocks, as an untied head, comes after them in the order of updates as well.
-        return max([now, *(ready[index] for index in outer)])
+        step.wait(max((ready[index] for index in outer), default=begin))
+        return step
 
 
 def _parts(units: Sequence[UnitSize]) -> list[list[int]]:

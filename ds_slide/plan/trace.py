@@ -350,11 +350,3 @@ def _loss_workspace(args: Sequence[Any], memory: int) -> int:
 
 WORKSPACES: dict[str, Callable[[Sequence[Any], int], int]] = {"ds_slide::linear_cross_entropy": _loss_workspace}
 """What operators take beside their results and free again, from their arguments and the memory of the GPU."""
-
-
-def per_unit(segments: Sequence[Segment]) -> dict[int | None, Counter[Operation]]:
-    """The operations of each unit, and under None those of nobody."""
-    found: dict[int | None, Counter[Operation]] = defaultdict(Counter)
-    for segment in segments:
-        found[segment.unit].update(segment.operations)
-    return dict(found)

@@ -128,7 +128,9 @@ def test_fit_answers_first(ds_slide: Callable[..., Any], config: Callable[..., P
     assert ran.code == 0 and ran.out.startswith("It fits. Use a micro-batch of ")
     assert "collectives between ranks are not timed" in ran.out and "largest preset" not in ran.out
     best = int(ran.out.split("micro-batch of ")[1].split(":")[0])
-    assert ds_slide("plan", "--deepspeed_config", config(), *SMALL, *ROOM, *H200, "--batch", best).code == 0
+    assert (
+        ds_slide("plan", "--deepspeed_config", config(), *SMALL, *ROOM, *H200, "--ranks", 2, "--batch", best).code == 0
+    )
     small = ("--gpu-memory", "901MiB", "--host-memory", "4GiB")
     ran = ds_slide("plan", "--deepspeed_config", config(), *SMALL, *small, *H200, "--fit")
     assert ran.code == 1 and ran.out.startswith("It does not fit. GPU tier")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.forecast import CONTEXT_BYTES, WORKSPACE_BYTES, Room
+from ds_slide.plan.keeping import Keepable
 from ds_slide.plan.memory import Plan
+from ds_slide.plan.mixtures import Mixture
 from ds_slide.plan.needs import Needs, Placement, UnitSize
 from ds_slide.plan.spare import Movable, Slots
 from ds_slide.plan.time import StepTime
@@ -117,6 +120,24 @@ def run(engine: Engine, forwards: int, limit: int | None) -> Plan:
     return engine.plan
 
 
+def test_what_mixing_turns_out_to_take_changes_the_last_decision_only() -> None:
+    """The steps before it have kept what is mixed: their peak is one that a run has."""
+    plan = made(window_grows=True)
+    mixture = Mixture(frozenset({("aten.mm.default", 0)}), 20 << 20, 0.5)
+    blocks = [Keepable(index, 80 << 20, 0.01, (mixture,)) for index in range(BLOCKS)]
+    slow = [replace(each, mixing_s=0.1) for each in blocks]
+    spare = steady.Spare(Room(1900 << 20, 1 << 40), NEEDED, None, tied=False)
+    _, activations, before = steady.decide(plan, spare, blocks, lambda _: slow, step_of, moves_states=False, passes=2)
+    ((_, kept),) = before
+    assert kept.mixed and not activations.kept.mixed
+
+
+def test_a_limit_of_the_allocator_leaves_the_context_out() -> None:
+    whole = Room(24 << 30, 1 << 40)
+    assert whole.gpu_for_plan == (24 << 30) - CONTEXT_BYTES
+    assert replace(whole, context_bytes=0).gpu_for_plan == 24 << 30
+
+
 @pytest.mark.parametrize("forwards", [1, 4])
 @pytest.mark.parametrize("window_grows", [True, False])
 @pytest.mark.parametrize("limit", [None, 400 << 20])
@@ -124,7 +145,7 @@ def run(engine: Engine, forwards: int, limit: int | None) -> Plan:
 def test_the_engine_decides_the_same(forwards: int, window_grows: bool, limit: int | None, total: int) -> None:
     plan = made(window_grows=window_grows)
     spare = steady.Spare(Room(total, 1 << 40), NEEDED, limit, tied=forwards > 1)
-    predicted, _ = steady.decide(plan, spare, [], lambda _: [], step_of, moves_states=True, passes=2 * forwards)
+    predicted, *_ = steady.decide(plan, spare, [], lambda _: [], step_of, moves_states=True, passes=2 * forwards)
     decided = run(Engine(plan, total), forwards, limit)
     assert predicted.placement == decided.placement
     # In the least memory the headroom of an accumulation takes all that there is, and in the most all units fit.

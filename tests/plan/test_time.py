@@ -18,7 +18,7 @@ from ds_slide.plan.ceilings.figures import Ceilings
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize
 from ds_slide.plan.operations import UNDER_MODE, Operation
-from ds_slide.plan.rates import Rates
+from ds_slide.plan.rates import ENGINE_LAUNCHES, LAUNCH_S, Launched, Rates
 from ds_slide.plan.time import STEP_S, StepTime, all_schedules, step_time, update_bytes
 from ds_slide.plan.trace import Segment, StepTrace
 from ds_slide.plan.two_passes import Schedule
@@ -39,11 +39,11 @@ def unit(index: int, ranks: int = 1) -> UnitSize:
 UNITS = [unit(index) for index in range(BLOCKS + 1)]
 
 
-def trace(forward_s: float, backward_s: float) -> StepTrace:
-    """So long in each block. Products run at 1 TFLOP/s."""
+def trace(forward_s: float, backward_s: float, launches: int = 0) -> StepTrace:
+    """So long in each block. Products run at 1 TFLOP/s. `launches`: of the host in each block, beside its product's."""
 
     def segment(index: int, seconds: float) -> Segment:
-        return Segment(index, Counter({Operation("product", int(seconds * 1e12), 0): 1}))
+        return Segment(index, Counter({Operation("product", int(seconds * 1e12), 0): 1, UNDER_MODE: launches}))
 
     blocks = range(1, BLOCKS + 1)
     forward = tuple(segment(index, forward_s) for index in blocks)
@@ -139,10 +139,10 @@ def test_copies_take_from_the_memory_that_updates_work_in() -> None:
     [(0.06, "deferred"), (0.20, "two passes"), (0.30, "two passes"), (0.45, "deferred")],
 )
 def test_the_schedule_is_the_one_that_the_engine_chooses(update_s: float, schedule: str) -> None:
-    """Beside a forward of 0.08 s and a backward of 0.16 s."""
+    """Beside a forward of 0.08 s, which the host takes 0.072 s to launch, and a backward of 0.16 s."""
 
     def chosen(placement: Placement, **options: Any) -> StepTime:
-        work, found = trace(0.01, 0.02), rates(update=UPDATE_GB / update_s)
+        work, found = trace(0.01, 0.02, int(0.009 / LAUNCH_S)), rates(update=UPDATE_GB / update_s)
         return step_time(plan(placement=placement), NEEDS, work, found, micro_batches=1, **{"two": True, **options})
 
     without, logs = Placement(window=BLOCKS), Placement(window=BLOCKS, undo_logs=frozenset(range(1, BLOCKS + 1)))
@@ -150,6 +150,38 @@ def test_the_schedule_is_the_one_that_the_engine_chooses(update_s: float, schedu
     assert chosen(without, two=False).schedule == "deferred" and chosen(without).why
     ahead = "deferred" if update_s < 0.08 else "speculative"
     assert chosen(logs, below_limit=True).schedule == ahead and chosen(logs).schedule == schedule
+
+
+def test_a_forward_is_as_long_as_the_host_has_it_that_chooses_two_passes() -> None:
+    """Where it does not wait for updates it is ahead of the GPU: to its clock these are most of a forward. 3 B with
+    32,768 tokens and 3 B in 80 GB had two passes where the GPU's forward would have hidden one
+    (benchmarks/results/2026-11-25_nvidia-h100_plan.md)."""
+    slow = rates(update=UPDATE_GB / 0.05)
+    for launches, schedule in ((0, "two passes"), (int(0.009 / LAUNCH_S), "deferred")):
+        work = trace(0.01, 0.02, launches)
+        assert step_time(plan(), NEEDS, work, slow, micro_batches=1, two=True).schedule == schedule
+
+
+def test_a_host_that_is_ahead_of_the_gpu_holds_nothing_up() -> None:
+    """A long operation of the GPU gives it time for many short ones; behind a wait it has to launch all of them."""
+    found, long, short = rates(), Counter({Operation("product", 10**11, 0): 1}), Counter({UNDER_MODE: 500})
+    ahead, behind = Launched(found), Launched(found)
+    ahead.run(long)
+    ahead.run(short)
+    behind.run(short)
+    behind.run(long)
+    assert ahead.now == pytest.approx(0.1) and ahead.ahead == pytest.approx(0.1 - 501 * LAUNCH_S)
+    assert behind.now == pytest.approx(500 * LAUNCH_S + 0.1)
+    ahead.wait(1.0)
+    ahead.run(short)
+    assert ahead.now == ahead.host == pytest.approx(1.0 + 500 * LAUNCH_S)
+
+
+def test_what_the_host_takes_is_what_doctor_has_measured() -> None:
+    constant, many = rates(), Counter({UNDER_MODE: 100})
+    measured = replace(constant, ceilings=constant.ceilings.model_copy(update={"operation_s": 2e-5}))
+    assert constant.seconds(many) == pytest.approx(100 * LAUNCH_S)
+    assert measured.seconds(many) == pytest.approx(100 * ENGINE_LAUNCHES * 2e-5)
 
 
 def test_a_backward_of_blocks_with_states_on_the_gpu_hides_no_second_pass() -> None:

@@ -16,7 +16,7 @@ from ds_slide.patching.apply import apply_kernels
 from ds_slide.plan.keeping import Kept
 from ds_slide.plan.mixtures import mixtures
 from ds_slide.plan.operations import UNDER_MODE, Operation
-from ds_slide.plan.trace import Segment, StepTrace, TracedUnit, kept_by_block, per_unit, trace_step, with_kept
+from ds_slide.plan.trace import Segment, StepTrace, TracedUnit, kept_by_block, trace_step, with_kept
 from ds_slide.runtime.activations.mixing import contexts
 
 pytest.importorskip("transformers")
@@ -131,7 +131,7 @@ def test_checkpointing_saves_the_boundaries_and_computes_the_blocks_again() -> N
     boundary = BATCH * SEQ * 128 * 2
     assert plain.saved_bytes - checkpointed.saved_bytes > 10 * BLOCKS * boundary
     assert checkpointed.peak_bytes < plain.peak_bytes
-    of_blocks = [found for unit, found in per_unit(plain.forward).items() if unit]
+    of_blocks = [segment.operations for segment in plain.forward if segment.unit]
     again = sum(each.flops * count for found in of_blocks for each, count in found.items())
     last = 2 * BATCH * SEQ * 352 * 128  # of whose output nothing is saved, so that torch stops before it
     assert checkpointed.flops - plain.flops == again - BLOCKS * last

@@ -121,7 +121,7 @@ class Planner:
             return [replace(each, mixing_s=mixing_s) for each in keepable]
 
         passes = 2 * case.planned.micro_batches
-        plan, activations = decide(
+        plan, activations, before = decide(
             placed, spare, keepable, slowed, time_of, moves_states=slide.gpu_states == "auto", passes=passes
         )
         activations = replace(
@@ -130,7 +130,8 @@ class Planner:
             kept=activations.kept,
             kept_bytes=activations.kept_bytes,
         )
-        return case.decided(plan, step_of(activations.kept), activations)
+        between = max((each.gpu_bytes + step_of(kept).peak_bytes for each, kept in before), default=0)
+        return replace(case.decided(plan, step_of(activations.kept), activations), gpu_peak_between=between)
 
     def _case(self, request: Request) -> _Case:
         planned = self.planned(request)

@@ -64,13 +64,15 @@ def decide(
     *,
     moves_states: bool,
     passes: int,
-) -> tuple[Plan, Activations]:
-    """The plan with promoted units, and the activations that are kept then. `keepable`: by the number of the unit;
+) -> tuple[Plan, Activations, Sequence[tuple[Plan, Kept]]]:
+    """The plan with promoted units, and the activations that are kept then; and those of the steps before the last
+    look. `keepable`: by the number of the unit;
     `slowed`: with what the mixtures that are kept take of the host, which is measured then. `time_of`: a step with a
     plan, and with so much kept. `passes`: of a step through the window."""
     checkpointed = frozenset(each.order for each in keepable)
     if not spare.exists:
-        return plan, Activations(checkpointed)
+        return plan, Activations(checkpointed), []
+    decided: list[tuple[Plan, Kept]] = []
     kept = Kept()  # before the first look nothing is
     for _ in LOOKS:
         step = time_of(plan, kept)
@@ -93,7 +95,8 @@ def decide(
             promoted = plan.placement.promoted | choice.states
             plan = plan.with_promoted(promoted, max(choice.slots, slots.least))
         kept = kept_within(spare.bytes_beside(plan), keepable, first=step.schedule == "two passes")
-    return plan, Activations(checkpointed, kept, kept.nbytes(keepable))
+        decided.append((plan, kept))
+    return plan, Activations(checkpointed, kept, kept.nbytes(keepable)), decided[:-1]
 
 
 def _slots(plan: Plan, passes: int) -> Slots:
