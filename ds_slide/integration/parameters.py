@@ -235,7 +235,8 @@ class ParameterProtocol:
 
     def _is_bound_in_forward(self, parameter: Any) -> bool:
         """Whether a parameter that a forward reads has been given the weights that are on the GPU anyway, as its own
-        module gets them: a copy of a vocabulary matrix would lie there until the backward has ended."""
+        module gets them: a copy of a vocabulary matrix would lie there until the backward has ended. One that a script
+        has cast gets a copy."""
         unit, _ = self.places[parameter]
         if unit.resident is None or parameter.dtype != unit.parameter_dtype or not self._runtime.is_in_forward:
             return False
