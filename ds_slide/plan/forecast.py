@@ -19,11 +19,10 @@ CONTEXT_BYTES = 900 << 20
 benchmarks/results/2026-11-23_nvidia-h200-x2_passes.jsonl)."""
 WORKSPACE_BYTES = 64 << 20
 """Of the GPU, by torch's allocator: the workspaces of cuBLAS and cuBLASLt, 32 MiB each on an H100 or H200."""
-PROCESS_BYTES = 1365 << 20
+PROCESS_BYTES = 1285 << 20
 """Of host memory, where `ds-slide doctor` has not measured it: Python, torch, transformers, DeepSpeed and the CUDA
-driver after a step of training without an engine. On an H200 plain training had 1.41 GB without DeepSpeed (with
-transformers 5.23, benchmarks/results/2026-11-23_nvidia-h200_default.jsonl, gpu-only, less 64 MiB that the benchmark had
-page-locked), and importing DeepSpeed takes 0.02 GB."""
+driver after a step of training without an engine. With ENGINE_BYTES it is 1.531 GB: runs with all states on an H200
+took 1.537 (benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.md, whose machine measured none)."""
 ENGINE_BYTES = 175 << 20
 """Of host memory: what an engine adds that neither grows with the model nor is in the plan's list: threads, compiled
 kernels, streams. Beside what `ds-slide doctor` had measured of a process, 1.53 GB, ten runs on an H100 took 0.14 to

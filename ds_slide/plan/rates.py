@@ -15,10 +15,10 @@ that: 0.42 and 0.38 of it at 2,048 tokens, and 0.76 and 0.71 at 32,768, with whi
 one and the 2.07 s of the other that were measured (benchmarks/results/2026-11-23_nvidia-h200_decided.md)."""
 LEAST_OPERATION_S = 3e-6
 """Of a kernel on a GPU, however little it does."""
-LAUNCH_S = 1e-4
-"""Of the host, to have a GPU do one, with all that Python does around it: a micro-batch of 8 x 512 tokens of 0.5 B, of
-1,017 operations, takes 0.101 s (benchmarks/results/2026-11-23_nvidia-h200_decided.md), however few tokens it has.
-Where `ds-slide doctor` has not measured it."""
+LAUNCH_S = 1.12e-4
+"""Of the host, to have a GPU do one, with all that Python does around it, where `ds-slide doctor` has not measured it:
+micro-batches of 8 x 512 and of 8 x 2048 tokens of 0.5 B, of 1,017 operations, take 0.101 to 0.12 s on H200 machines
+(benchmarks/results/2026-11-23_nvidia-h200_decided.md and _hand-sweep.md)."""
 ENGINE_LAUNCHES = 6.0
 """Of what `ds-slide doctor` measures of a model without an engine, that an operation takes under one: its hooks, the
 kernels' launches by Triton and autograd functions in Python, which are counted as one operation each. Two hosts that

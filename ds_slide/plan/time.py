@@ -31,6 +31,10 @@ SCHEDULES: tuple[Schedule, ...] = ("under backward", "deferred", "two passes", "
 STEP_S = 5e-3
 """Of a GPU that stands still between two steps while the host reads the norm and queues updates and fetches (4 to 7 ms
 of `step()` where nothing is copied then, page before-after). It counts as compute, as in the engine's statistics."""
+BACKWARD_BEGINS_S = 8e-3
+"""Of the host, between a launched forward and the first backward of a block: DeepSpeed's `backward()`, autograd's
+thread and the loss. With it six of seven settings whose updates are as long as their forward have the schedule that
+the engine chose (benchmarks/results/2026-11-25_nvidia-h100_forecast.md and 2026-11-23_nvidia-h200_hand-sweep.md)."""
 
 
 @dataclass(frozen=True)
@@ -262,11 +266,12 @@ class _Step:
         return self._forward(self._gpu_update, done).now - max(done)
 
     def forward_of_host(self) -> float:
-        """Seconds until the host has launched a forward that waits for updates in one pass."""
+        """Seconds until the host has launched a forward that waits for updates in one pass, and a block's backward
+        begins."""
         update = [each.update + each.beside_up for each in self._units]
         none, ssd = [0.0] * len(self._units), [each.ssd for each in self._units]
         done, _ = _by_deadline(none, update, ssd, none, down_until=0.0, disk_ahead=self._disk_ahead)
-        return self._forward(0.0, done).host
+        return self._forward(0.0, done).host + BACKWARD_BEGINS_S
 
     def _backward(self, later: Sequence[float], begun: float) -> tuple[float, list[float]]:
         """When the last backward has ended, from its begin, and when each gradient has come down. `later`: updates of
