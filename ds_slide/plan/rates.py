@@ -116,6 +116,8 @@ class Launched:
         """Then these, and `more` seconds of the GPU."""
         self.host += self.rates.launches(operations)
         self.now = max(self.now + self.rates.computes(operations), self.host) + more
+        if self.rates.ceilings.gpu is None:  # the host computes itself
+            self.host = self.now
 
     def wait(self, until: float) -> None:
         """For what comes by a copy. The host waits for it, too, where it comes from an update of its own."""

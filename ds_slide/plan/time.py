@@ -259,19 +259,20 @@ class _Step:
     def behind_updates(self, update: Sequence[float] | None = None) -> float:
         """Seconds of a forward that are left when the deferred updates have ended that it waits for; by default those
         in one pass."""
-        update = [each.update + each.beside_up for each in self._units] if update is None else update
-        none = [0.0] * len(self._units)
-        ssd = [each.ssd for each in self._units]
-        done, _ = _by_deadline(none, update, ssd, none, down_until=0.0, disk_ahead=self._disk_ahead)
+        done = self._one_behind_the_other(update)
         return self._forward(self._gpu_update, done).now - max(done)
 
     def forward_of_host(self) -> float:
         """Seconds until the host has launched a forward that waits for updates in one pass, and a block's backward
         begins."""
-        update = [each.update + each.beside_up for each in self._units]
+        return self._forward(0.0, self._one_behind_the_other()).host + BACKWARD_BEGINS_S
+
+    def _one_behind_the_other(self, update: Sequence[float] | None = None) -> list[float]:
+        """When deferred updates have ended, from the step's end; by default those in one pass."""
+        update = [each.update + each.beside_up for each in self._units] if update is None else update
         none, ssd = [0.0] * len(self._units), [each.ssd for each in self._units]
         done, _ = _by_deadline(none, update, ssd, none, down_until=0.0, disk_ahead=self._disk_ahead)
-        return self._forward(0.0, done).host + BACKWARD_BEGINS_S
+        return done
 
     def _backward(self, later: Sequence[float], begun: float) -> tuple[float, list[float]]:
         """When the last backward has ended, from its begin, and when each gradient has come down. `later`: updates of

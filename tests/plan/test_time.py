@@ -177,6 +177,14 @@ def test_a_host_that_is_ahead_of_the_gpu_holds_nothing_up() -> None:
     assert ahead.now == ahead.host == pytest.approx(1.0 + 500 * LAUNCH_S)
 
 
+def test_a_host_that_computes_itself_is_never_ahead() -> None:
+    cpu = rates().ceilings.cpu.model_copy(update={"product_tflop_s": 1.0})
+    found = Rates.of(Ceilings(source="", cpu=cpu), on_gpu=False)
+    step = Launched(found)
+    step.run(Counter({Operation("product", 10**11, 0): 1, UNDER_MODE: 10}))
+    assert step.host == step.now == pytest.approx(0.1)
+
+
 def test_what_the_host_takes_is_what_doctor_has_measured() -> None:
     constant, many = rates(), Counter({UNDER_MODE: 100})
     measured = replace(constant, ceilings=constant.ceilings.model_copy(update={"operation_s": 2e-5}))
