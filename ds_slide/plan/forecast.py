@@ -26,7 +26,7 @@ took 1.537 (benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.md, whose machi
 ENGINE_BYTES = 175 << 20
 """Of host memory: what an engine adds that neither grows with the model nor is in the plan's list: threads, compiled
 kernels, streams. Beside what `ds-slide doctor` had measured of a process, 1.53 GB, ten runs on an H100 took 0.14 to
-0.24 GB (benchmarks/results/2026-11-25_nvidia-h100_plan.md)."""
+0.24 GB (benchmarks/results/2026-11-25_nvidia-h100_forecast.md)."""
 PYTHON_BYTES = 445 << 20
 """As PROCESS_BYTES, where the accelerator is the host and no CUDA is loaded: what `ds-slide doctor` measured with torch
 2.13 and transformers 5.23 (0.467 GB; 0.50 with scipy beside them, and 0.54 with transformers 5.17 and scikit-learn)."""

@@ -20,10 +20,10 @@ LAUNCH_S = 1.12e-4
 micro-batches of 8 x 512 and of 8 x 2048 tokens of 0.5 B, of 1,017 operations, take 0.101 to 0.12 s on H200 machines
 (benchmarks/results/2026-11-23_nvidia-h200_decided.md and _hand-sweep.md)."""
 ENGINE_LAUNCHES = 6.0
-"""Of what `ds-slide doctor` measures of a model without an engine, that an operation takes under one: its hooks, the
-kernels' launches by Triton and autograd functions in Python, which are counted as one operation each. Two hosts that
-measured 25 and 29 us took 161 and 135 us for each of the 1,017 operations of a micro-batch of 0.5 B
-(benchmarks/results/2026-11-25_nvidia-h100_plan.md)."""
+"""How many times as long an operation takes the host under an engine as in the model without one that `ds-slide doctor`
+measures: the engine's hooks, the kernels' launches by Triton and autograd functions in Python, which count as one
+operation each. Two hosts that measured 25 and 29 us took 161 and 135 us for each of the 1,017 operations of a
+micro-batch of 0.5 B (benchmarks/results/2026-11-25_nvidia-h100_forecast.md)."""
 UPDATE_LOSES_UP, UPDATE_LOSES_DOWN = 0.6, 1.0
 """Of the bytes that a copy moves up or down beside an update of the CPU, what the update moves less: they share the
 memory. 154 GB/s alone became 131 beside 40 GB/s up, and 104 beside 50 down

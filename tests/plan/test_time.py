@@ -155,7 +155,7 @@ def test_the_schedule_is_the_one_that_the_engine_chooses(update_s: float, schedu
 def test_a_forward_is_as_long_as_the_host_has_it_that_chooses_two_passes() -> None:
     """Where it does not wait for updates it is ahead of the GPU: to its clock these are most of a forward. 3 B with
     32,768 tokens and 3 B in 80 GB had two passes where the GPU's forward would have hidden one
-    (benchmarks/results/2026-11-25_nvidia-h100_plan.md)."""
+    (benchmarks/results/2026-11-25_nvidia-h100_forecast.md)."""
     slow = rates(update=UPDATE_GB / 0.076)
     for launches, schedule in ((0, "two passes"), (int(0.009 / LAUNCH_S), "deferred")):
         work = trace(0.01, 0.02, launches)
