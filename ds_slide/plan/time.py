@@ -146,7 +146,9 @@ class _Step:
         without_waits = Launched(rates)
         for segment in trace.forward:
             without_waits.run(segment.operations)
-        self.compute_forward, self._ahead = without_waits.now, without_waits.ahead
+        self.compute_forward = without_waits.now
+        self._ahead = without_waits.ahead
+        """Of the host, when a backward begins."""
         for segment in trace.backward:
             without_waits.run(segment.operations)
         self._compute_backward = without_waits.now - self.compute_forward

@@ -20,7 +20,7 @@ from ds_slide.cli.doctor.state import installed_version
 from ds_slide.errors import SlideError
 from ds_slide.plan.ceilings import measure
 from ds_slide.plan.ceilings.figures import Ceilings, DiskCeilings, checked
-from ds_slide.plan.ceilings.process import ProcessFigures, measure_process
+from ds_slide.plan.ceilings.process import measure_process
 from ds_slide.runtime.updates.threads import update_cores
 
 
@@ -76,28 +76,28 @@ def of_this_machine(
     if kept is None:
         threads, cores = update_cores("auto", "auto", 0, 1)
         on_gpu = gpu_computes()
-        process = _process(failed)
         kept = Ceilings(
             source=f"measured on {platform.node()}, {date.today().isoformat()}",
             cpu=measure.cpu_ceilings(str(key["cpu"]), threads, cores, with_products=not on_gpu),
             gpu=measure.gpu_ceilings(torch.device("cuda", 0)) if on_gpu else None,
-            process_bytes=process.resident_bytes if process else None,
-            operation_s=process.operation_s if process else None,
+            **_process(failed),
         )
-    elif again and (process := _process(failed)):
-        kept = kept.model_copy(update={"process_bytes": process.resident_bytes, "operation_s": process.operation_s})
+    elif again:
+        kept = kept.model_copy(update=_process(failed))
     kept = kept.model_copy(update={"disks": tuple(disks.values())})
     _keep(file, key, kept)
     return kept.model_copy(update={"disks": tuple(disks[path] for path in wanted)}) if wanted else kept
 
 
-def _process(failed: Callable[[str], None] | None) -> ProcessFigures | None:
+def _process(failed: Callable[[str], None] | None) -> dict[str, Any]:
+    """What ceilings have of a process; nothing where it fails."""
     try:
-        return measure_process(on_gpu=gpu_computes())
+        measured = measure_process(on_gpu=gpu_computes())
     except SlideError as error:
         if failed is not None:
             failed(str(error))
-        return None
+        return {}
+    return {"process_bytes": measured.resident_bytes, "operation_s": measured.operation_s}
 
 
 def _disk(path: Path) -> DiskCeilings:

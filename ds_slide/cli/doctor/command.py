@@ -75,7 +75,7 @@ def _process(ceilings: Ceilings, why: Sequence[str]) -> Finding:
         return Finding("process", f"not measured ({'; '.join(why)})", advice)
     state = f"{ceilings.process_bytes / 1e9:.2f} GB of host memory before an engine is built"
     if ceilings.operation_s is not None:
-        state += f", {ceilings.operation_s * 1e6:.0f} us for the GPU's next operation"
+        state += f", {ceilings.operation_s * 1e6:.0f} us of the host for an operation of the GPU"
     if installed_version(TRANSFORMERS) is None:
         return Finding("process", f"{state}, without transformers, which is not installed")
     return Finding("process", state)

@@ -65,10 +65,10 @@ def decide(
     moves_states: bool,
     passes: int,
 ) -> tuple[Plan, Activations, Sequence[tuple[Plan, Kept]]]:
-    """The plan with promoted units, and the activations that are kept then; and those of the steps before the last
-    look. `keepable`: by the number of the unit;
-    `slowed`: with what the mixtures that are kept take of the host, which is measured then. `time_of`: a step with a
-    plan, and with so much kept. `passes`: of a step through the window."""
+    """The plan with promoted units and the activations that are kept then, and what the looks before the last one have
+    decided. `keepable`: by the number of the unit; `slowed`: with what the mixtures that are kept take of the host,
+    which is measured then. `time_of`: a step with a plan, and with so much kept. `passes`: of a step through the
+    window."""
     checkpointed = frozenset(each.order for each in keepable)
     if not spare.exists:
         return plan, Activations(checkpointed), []
