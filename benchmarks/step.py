@@ -169,6 +169,7 @@ def measure(setting: Setting, folder: str, keep: Callable[[dict[str, Any]], None
         "losses": [float(loss) for loss in log.losses],
         "grad_norms": [None if norm is None else float(norm) for norm in log.grad_norms],
         **without_folder(summarise_engine(log.engine[timed]), folder, settings.HIDDEN_FOLDER),
+        "history": history(log.engine),
         "deepspeed_config": without_folder(trainer.config, folder, settings.HIDDEN_FOLDER),
     }
 
@@ -249,6 +250,21 @@ def summarise_engine(steps: list[dict[str, Any]]) -> dict[str, Any]:
         "efficiency": statistics.median(step["efficiency"] for step in reported),
         "slide_stats": reported[-1],
     }
+
+
+def history(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of every step since the first, what shows how the engine came to what it has decided."""
+    return [
+        {
+            "step_s": step["step_s"],
+            "update_passes": step["update_passes"],
+            "promoted_units": step["memory"]["promoted_units"],
+            "keep": step["activations"]["keep"],
+            "busy_s": {lane: totals["busy_s"] for lane, totals in step["lanes"].items()},
+        }
+        for step in steps
+        if step
+    ]
 
 
 def main() -> None:
