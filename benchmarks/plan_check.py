@@ -26,8 +26,10 @@ from shapes import finetune_models
 
 from ds_slide.cli.planning.model import ModelShape
 from ds_slide.cli.planning.planner import Planner, Request
+from ds_slide.plan.allocations import BLOCK_RING
 from ds_slide.plan.ceilings.figures import Ceilings, DiskCeilings, read_ceilings
 from ds_slide.plan.forecast import CONTEXT_BYTES, Forecast, Room
+from ds_slide.runtime.settings import LEAST_RING
 
 HERE = Path(__file__).resolve().parent
 AT_C155 = "c15576420a86:benchmarks/results/"
@@ -246,7 +248,7 @@ def with_disk(ceilings: Ceilings, rate: float) -> Ceilings:
 
 def as_engine_of_then(request: Request, setting: Setting, stats: Mapping[str, Any]) -> Request:
     """Without what the engine of an older record had not: two passes, kernels by default, updates ahead,
-    recomputation that the script does not ask for, blocks that are recomputed in part."""
+    recomputation that the script does not ask for, blocks that are recomputed in part, more buffers for gradients."""
     of_then: dict[str, Any] = dict(request.raw.get("ds_slide", {}).get("debug", {}))
     if "speculation" not in stats:
         of_then["speculate"] = False
@@ -255,6 +257,8 @@ def as_engine_of_then(request: Request, setting: Setting, stats: Mapping[str, An
     if "mix" not in (stats.get("activations") or {}):
         of_then["mix"] = False
     request = request.with_block(debug=of_then)
+    ring = (stats.get("pools") or {}).get(BLOCK_RING, {"buffers": LEAST_RING})
+    request = request.with_block(gradient_buffers=ring["buffers"])
     if "update_passes" not in stats:
         request = request.with_block(debug={**of_then, "update_passes": 1})
     if "kernels" not in stats and "kernels" not in setting.slide:

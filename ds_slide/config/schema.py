@@ -302,9 +302,11 @@ class SlideConfig(_Block):
     soon as its gradient has arrived. Its old name, `hold_gradients`, still works.
     """
 
-    gradient_buffers: BufferCount = Field(default=4, description=BUFFERS_HELP)
-    """Host staging buffers of one block each, for gradients that are not held, or held on SSD; 12 gave 8 % where the
-    CPU was the bound.
+    gradient_buffers: Literal["auto"] | BufferCount = Field(default="auto", description=f'"auto" or {BUFFERS_HELP}')
+    """Host staging buffers of one block each, for gradients that are not held, or held on SSD; "auto": 4, and where
+    updates begin as gradients arrive, one for every three blocks if host memory has room.
+
+    Backward waits when all of them hold gradients whose updates have not ended.
     """
 
     cpu_threads: Literal["auto"] | Annotated[StrictInt, Field(ge=1, le=MOST_THREADS)] = Field(

@@ -327,9 +327,9 @@ def _gradient_rings(units: Sequence[UnitSize], needs: Needs, placement: Placemen
     passing = [unit for index, unit in enumerate(units) if index not in placement.on_gpu]
     block = max((unit.codec.nbytes for unit in passing if not unit.is_outer), default=0)
     outer_unit = max((unit.codec.nbytes for unit in passing if unit.is_outer), default=0)
-    buffers, in_pieces = needs.ring, 0 if needs.ring else max(block, outer_unit)
+    buffers, in_pieces = placement.ring or needs.ring, 0 if needs.ring else max(block, outer_unit)
     if placement.gradients_on_ssd:  # those that go on to SSD are written from where they have arrived
-        block, buffers, in_pieces = whole_pages(block), needs.ring or needs.ring_to_ssd, 0 if needs.ring else outer_unit
+        block, buffers, in_pieces = whole_pages(block), buffers or needs.ring_to_ssd, 0 if needs.ring else outer_unit
     yield _ring(BLOCK_RING, buffers if block else 0, block, needs)
     yield _ring(OUTER_RING, 1 if needs.ring and outer_unit else 0, outer_unit, needs)
     yield _ring(PIECES_RING, PIECES if in_pieces else 0, min(PIECE_BYTES, in_pieces), needs)

@@ -7,11 +7,13 @@ updates are due first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from ds_slide.errors import DoesNotFit
 from ds_slide.plan.allocations import (
+    BLOCK_RING,
     Allocation,
     can_have_spare,
     make_allocations,
@@ -33,9 +35,14 @@ SHORT_HOST_SHARE = 0.6
 # For slots beyond those that hide a fetch: 14 GB on a 141 GB card hold all blocks of a 7 B model, 2.4 GB on a 24 GB
 # card 15 of the 36 blocks of a 3 B model.
 AUTO_WINDOW_SHARE = 0.10
-# Of the host memory that everything else leaves, for undo logs and spare state buffers; of what is free later, for
-# inputs of blocks.
+# Of the host memory that everything else leaves, for undo logs and spare state buffers, or for more buffers for
+# gradients; of what is free later, for inputs of blocks.
 SPARE_HOST_SHARE = 0.5
+# Of the blocks whose gradients come down as updates begin, those that one buffer each is for. Updates may take as long
+# as forward and backward together, half as long again as the backward: then a third of them waits when it ends. With 4
+# buffers for 26 blocks, of which 11 would have waited, 3 B took 0.70 s a step where the GPU computed for 0.57
+# (benchmarks/results/2026-11-25_nvidia-h100_held-out.jsonl).
+RING_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -212,6 +219,8 @@ def _plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan:
     placement = replace(placement, window=_window(units, needs, placement, budgets))
     plan = Plan.of(units, needs, placement)
     _check(plan, budgets, needs)
+    if (ring := _ring(plan, budgets, needs)) > needs.ring:
+        return Plan.of(units, needs, replace(placement, ring=ring))
     with_ways_back = _ways_back(plan, budgets, needs)
     return Plan.of(units, needs, with_ways_back) if with_ways_back.ways_back else plan
 
@@ -222,7 +231,7 @@ def _ways_back(plan: Plan, budgets: Budgets, needs: Needs) -> Placement:
     spare state buffers in their place: what is not updated ahead at all costs more than the log."""
     if not needs.speculates:
         return plan.placement
-    left = int((int(budgets.host_free * USABLE_SHARE) - _in_host_memory(plan, budgets)) * SPARE_HOST_SHARE)
+    left = _spare_host(plan, budgets)
     if budgets.host_limit is not None:
         left = min(left, budgets.host_limit - plan.host_state_bytes)
     blocks = {
@@ -239,6 +248,22 @@ def _ways_back(plan: Plan, budgets: Budgets, needs: Needs) -> Placement:
     if needs.out_of_place == "auto":
         spares, left = _within(left, {index: spare[index] - log[index] for index in spare if index in logs})
     return replace(plan.placement, undo_logs=logs - spares, spare_states=spares)
+
+
+def _spare_host(plan: Plan, budgets: Budgets) -> int:
+    """Bytes of host memory that `plan` leaves, and that may be taken for speed."""
+    return int((int(budgets.host_free * USABLE_SHARE) - _in_host_memory(plan, budgets)) * SPARE_HOST_SHARE)
+
+
+def _ring(plan: Plan, budgets: Budgets, needs: Needs) -> int:
+    """Buffers for gradients of blocks: more than are needed where `plan` leaves room in host memory. Where a disk is
+    what updates wait for, they would be full, however many they were."""
+    blocks = sum(unit.kind == "block" for unit in streamed(plan.units, plan.placement).values())
+    ring = plan.entry(BLOCK_RING)
+    if not needs.ring_grows or not ring.nbytes or plan.placement.on_ssd:
+        return needs.ring
+    wanted = math.ceil(RING_SHARE * blocks)
+    return min(wanted, needs.ring + max(0, _spare_host(plan, budgets)) // ring.piece)
 
 
 def _within(left: int, costs: Mapping[int, int]) -> tuple[frozenset[int], int]:

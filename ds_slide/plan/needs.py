@@ -85,6 +85,8 @@ class Needs:
     ring: int
     """Buffers through which the gradients of blocks pass, and one for outer modules; 0 when they need none in host
     memory."""
+    ring_grows: bool = False
+    """Whether spare host memory becomes more buffers for blocks."""
     ring_to_ssd: int = 0
     """Where `ring` is 0: buffers through which they pass when some of them are held on SSD."""
     world_size: int = 1
@@ -118,6 +120,8 @@ class Placement:
     chunks_on_ssd: frozenset[int] = frozenset()
     gradients_on_ssd: frozenset[int] = frozenset()
     window: int = 0
+    ring: int = 0
+    """Buffers through which the gradients of blocks pass; 0: as many as `Needs` has."""
     promoted: frozenset[int] = frozenset()
     undo_logs: frozenset[int] = frozenset()
     """Of the units with an undo log."""

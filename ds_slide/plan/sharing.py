@@ -28,16 +28,14 @@ to move them together, or gradients have been accumulated by then. So little whe
 differ, room for one that is twice as long as any so far. Activations, which go at once, may be kept there."""
 RESERVE = 1.0
 """Of a batch's need: left free of states that would make the step no shorter there. As many tokens with more images
-take more, and somebody may load another model. Where states cannot go when a longer batch begins, they come for a
-shorter step only."""
+take more, and somebody may load another model."""
 
 
-def for_states(room: float, needed: float, *, tied: bool, varying: bool = False) -> tuple[float, float | None]:
+def for_states(room: float, needed: float, *, tied: bool, varying: bool = False) -> tuple[float, float]:
     """What an `Offer` has as `room` and `reserve`, of `room` bytes beside the `needed` ones of a batch. `tied`: states
     cannot always go when a longer batch begins. `varying`: batches have differed."""
-    if not tied:
-        return room, RESERVE * needed
-    return room - (HEADROOM_OF_VARYING if varying else HEADROOM) * needed, None
+    headroom = (HEADROOM_OF_VARYING if varying else HEADROOM) if tied else 0.0
+    return room - headroom * needed, (RESERVE - headroom) * needed
 
 
 @dataclass(frozen=True)
@@ -131,8 +129,7 @@ class Choice:
 class Offer:
     """What is to be shared out. `room`: bytes. `states`: in the order in which they move. `slots`: of the window; those
     beyond the least give way to states, and go anyway where fewer blocks pass than there are slots. `memory_rate`:
-    bytes a second of the GPU's memory. `reserve`: bytes of the room that states leave which make the step no shorter;
-    None: there are to be no such states."""
+    bytes a second of the GPU's memory. `reserve`: bytes of it that states leave which make the step no shorter."""
 
     room: float
     states: Sequence[Movable]
@@ -140,7 +137,7 @@ class Offer:
     times: StepTimes
     slots: Slots = NO_SLOTS
     memory_rate: float = MEMORY_RATE
-    reserve: float | None = 0.0
+    reserve: float = 0.0
 
 
 def share_out(offer: Offer) -> Choice:
@@ -150,8 +147,6 @@ def share_out(offer: Offer) -> Choice:
     without, best = choose(replace(offer, states=())), choose(offer)
     if best.seconds > (1 - LEAST_GAIN) * without.seconds:
         best = without
-    if offer.reserve is None:
-        return best
     room = offer.room - offer.reserve - best.filling.nbytes
     filled = [
         found

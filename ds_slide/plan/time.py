@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ds_slide.plan.allocations import is_gathered, streamed, undo_bytes
+from ds_slide.plan.allocations import BLOCK_RING, STAGINGS, is_gathered, streamed, undo_bytes
 from ds_slide.plan.disk import StatesOnSsd
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, UnitSize, held_bytes
@@ -140,6 +140,7 @@ class _Step:
         self._streamed = sorted(streamed(plan.units, plan.placement))
         self._fetched_again = self._streamed[: max(0, len(self._streamed) - plan.placement.window)]
         self._parts = _parts(plan.units)
+        self._ring = next((each.count for each in plan.allocations if each.what == BLOCK_RING), 0)
         self._states_on_ssd = StatesOnSsd.of(plan)
         self.ssd_read = self.ssd_written = 0
         self._units = [self._lanes_of(index, unit, needs) for index, unit in enumerate(plan.units)]
@@ -210,7 +211,8 @@ class _Step:
             later = [each.states_pass + each.beside_down for each in units]
         if schedule == "speculative":
             update = [seconds + each.undo for seconds, each in zip(update, units, strict=True)]
-        backward, arrived = self._backward(later, self.behind_updates(update) if any(later) else 0.0)
+        begun = self.behind_updates(update) if any(later) else 0.0
+        backward, arrived = self._backward(later, begun, update if schedule == "under backward" else ())
         begin = backward + STEP_S
         arrived = [each if early else begin for each, early in zip(arrived, ahead, strict=True)]
         down_until = backward if any(ahead) else 0.0
@@ -276,25 +278,34 @@ class _Step:
         done, _ = _by_deadline(none, update, ssd, none, down_until=0.0, disk_ahead=self._disk_ahead)
         return done
 
-    def _backward(self, later: Sequence[float], begun: float) -> tuple[float, list[float]]:
+    def _backward(self, later: Sequence[float], begun: float, update: Sequence[float]) -> tuple[float, list[float]]:
         """When the last backward has ended, from its begin, and when each gradient has come down. `later`: updates of
-        states that precede these, the last unit's first, of which the first begins `begun` seconds before it."""
+        states that precede these, the last unit's first, of which the first begins `begun` seconds before it.
+        `update`: of those for which gradients wait in buffers of which there are few; none where all are held."""
         arrived = [0.0] * len(self._units)
         ready, lane = [0.0] * len(self._units), -begun
         for index in reversed(range(len(self._units))):
             lane += later[index]
             ready[index] = lane
-        step, copied = Launched(self._rates, host=-self._ahead), 0.0
+        step, copied, updated = Launched(self._rates, host=-self._ahead), [0.0] * STAGINGS, [0.0] * max(1, self._ring)
         slower = self._rates.d2h / self._rates.both_ways if self._fetched_again else 1.0
         for segment in self._trace.backward:
-            step.run(segment.operations, 0.0 if segment.unit is None else self._units[segment.unit].encode)
-            if segment.unit is not None:
-                if later[segment.unit]:
-                    step.wait(ready[segment.unit])
-                copied = max(copied, step.now) + self._units[segment.unit].d2h * slower
-                arrived[segment.unit] = copied
+            number = segment.unit
+            step.run(segment.operations, 0.0 if number is None else self._units[number].encode)
+            if number is None or not self._units[number].d2h:
+                continue
+            step.now = max(step.now, copied[-STAGINGS])  # the host goes on
+            if later[number]:
+                step.wait(ready[number])
+            begin = max(copied[-1], step.now)
+            if update and self._ring:  # whichever units the updates are of, each gives one buffer back
+                begin = max(begin, updated[-self._ring])
+            arrived[number] = begin + self._units[number].d2h * slower
+            copied.append(arrived[number])
+            if update:
+                updated.append(max(updated[-1], arrived[number]) + update[number])
         up = sum(self._units[index].h2d for index in self._fetched_again)
-        return max(step.now, copied, up), arrived
+        return max(step.now, copied[-1], up), arrived
 
     def _forward(self, begin: float, done: Sequence[float]) -> Launched:
         """The end of the forward that begins at `begin`, with weights that are updated at `done`."""

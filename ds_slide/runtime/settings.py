@@ -23,6 +23,7 @@ from ds_slide.plan.ssd_settings import SsdSettings
 from ds_slide.store.state_buffers import StateBufferSpec, optimizer_buffers
 
 LEAST_WINDOW = 3
+LEAST_RING = 4
 """Slots of `window` "auto": one that computes, one that is filled meanwhile, one that evens out their times."""
 
 _ROUNDS_MASTERS: dict[str, Literal["auto"] | bool] = {"auto": "auto", "fp32": False, "bf16": True}
@@ -69,13 +70,15 @@ class RuntimeSettings:
     def needs(self, *, world_size: int, shares_weights: bool, gpu_is_own: bool) -> Needs:
         """What sets the bytes of the plan. `gpu_is_own`: the accelerator has memory of its own."""
         slide, held = self.slide, self.held_dtype
+        ring = LEAST_RING if slide.gradient_buffers == "auto" else slide.gradient_buffers
         return Needs(
             held_bytes=0 if held is None else held.itemsize,
             window=LEAST_WINDOW if slide.window == "auto" else slide.window,
             window_grows=slide.window == "auto" and gpu_is_own,
             trains=self.trains,
-            ring=slide.gradient_buffers if held is None or self.accumulates else 0,
-            ring_to_ssd=slide.gradient_buffers,
+            ring=ring if held is None or self.accumulates else 0,
+            ring_grows=slide.gradient_buffers == "auto" and held is None and gpu_is_own,
+            ring_to_ssd=ring,
             world_size=world_size,
             shares_weights=shares_weights,
             ssd=None if self.ssd is None else self._ssd_needs(self.ssd),

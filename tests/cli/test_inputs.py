@@ -122,6 +122,6 @@ def test_a_kept_block_saves_what_is_recomputed(
     plan, _, keepable, slowed, time_of = asked
     nothing = Mixture(frozenset(), 0, 0.0)  # stays, and so backward is under a mode as forward is
     cases = Kept(), Kept(frozenset(range(100))), Kept(mixed={each.order: nothing for each in keepable})
-    none, every, mixed = (time_of(plan, kept).lanes["compute"] for kept in cases)
+    none, every, mixed = (time_of(plan, kept, two=True).lanes["compute"] for kept in cases)
     assert none - every == pytest.approx(sum(each.seconds for each in keepable), rel=0.01)
     assert (mixed - none) / 2 <= sum(each.mixing_s for each in slowed(cases[2])) <= mixed - none

@@ -15,7 +15,7 @@ from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan.forecast import CONTEXT_BYTES, WORKSPACE_BYTES, Room
-from ds_slide.plan.keeping import Keepable
+from ds_slide.plan.keeping import Keepable, Kept
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.mixtures import Mixture
 from ds_slide.plan.needs import Needs, Placement, UnitSize
@@ -46,7 +46,7 @@ def made(*, window_grows: bool) -> Plan:
     return Plan.of([unit(index) for index in range(BLOCKS + 1)], needs, Placement(window=WINDOW))
 
 
-def step_of(plan: Plan, _: Collection[int] = ()) -> StepTime:
+def step_of(plan: Plan, _: Collection[int] = (), **__: bool) -> StepTime:
     """A forward of a second, and as much again where nothing is on the GPU."""
     left = 1 - len(plan.placement.promoted) / len(plan.units)
     lanes = {"compute": 1.0, "update": 1.2 * left, "h2d": 0.3}
@@ -130,6 +130,21 @@ def test_what_mixing_turns_out_to_take_changes_the_last_decision_only() -> None:
     _, activations, before = steady.decide(plan, spare, blocks, lambda _: slow, step_of, moves_states=False, passes=2)
     ((_, kept),) = before
     assert kept.mixed and not activations.kept.mixed
+
+
+def test_the_first_look_measures_updates_in_one_pass() -> None:
+    """Whatever the schedule is that the engine has later: a wait that two passes would not have moves units."""
+    plan = made(window_grows=True)
+    given: Any = [], lambda _: []
+
+    def without_wait(plan: Plan, _: Kept, *, two: bool) -> StepTime:
+        step = step_of(plan)
+        return replace(step, backward_s=0.0, lanes={**step.lanes, "update": 0.5}) if two else step
+
+    spare = steady.Spare(Room(1900 << 20, 1 << 40), NEEDED, None, tied=False)
+    predicted, *_ = steady.decide(plan, spare, *given, without_wait, moves_states=True, passes=2)
+    one_pass, *_ = steady.decide(plan, spare, *given, step_of, moves_states=True, passes=2)
+    assert predicted.placement == one_pass.placement and len(one_pass.placement.promoted) > 5
 
 
 def test_a_limit_of_the_allocator_leaves_the_context_out() -> None:

@@ -32,7 +32,7 @@ def test_defaults():
     assert config.gpu_states == "auto"
     assert config.share_weights == "auto"
     assert config.defer_updates == "auto"
-    assert config.gradient_buffers == 4
+    assert config.gradient_buffers == "auto"
     assert config.nvme_path is None
     assert config.state_dtype == "fp32"
     assert config.ssd_buffers == "auto"
@@ -135,7 +135,7 @@ WRONG = [
     ({"share_weights": "yes"}, 'ds_slide.share_weights is "yes"; expected "auto", true or false'),
     ({"defer_updates": "yes"}, 'ds_slide.defer_updates is "yes"; expected "auto", true or false'),
     ({"defer_updates": 0}, 'ds_slide.defer_updates is 0; expected "auto", true or false'),
-    ({"gradient_buffers": 1}, "ds_slide.gradient_buffers is 1; expected an integer from 2 to 4096"),
+    ({"gradient_buffers": 1}, 'ds_slide.gradient_buffers is 1; expected "auto" or an integer from 2 to 4096'),
     ({"cpu_threads": 0}, 'ds_slide.cpu_threads is 0; expected "auto" or an integer from 1 to 4096'),
     ({"cpu_threads": "all"}, 'ds_slide.cpu_threads is "all"; expected "auto" or'),
     ({"cpu_cores": [0, -1]}, 'ds_slide.cpu_cores is [0, -1]; expected "auto", "none" or a list'),
@@ -159,7 +159,7 @@ WRONG = [
     ({"window": 10**20}, 'ds_slide.window is 100000000000000000000; expected "auto" or an integer from 2 to 4096'),
     ({"weight_buffers": 4097}, 'ds_slide.weight_buffers is 4097; expected "auto" or an integer from 2 to 4096'),
     ({"ssd_buffers": 10**9}, 'ds_slide.ssd_buffers is 1000000000; expected "auto" or'),
-    ({"gradient_buffers": 10**9}, "ds_slide.gradient_buffers is 1000000000; expected an integer from 2 to 4096"),
+    ({"gradient_buffers": 10**9}, 'ds_slide.gradient_buffers is 1000000000; expected "auto" or an integer from'),
     ({"cpu_threads": 10**12}, 'ds_slide.cpu_threads is 1000000000000; expected "auto" or an integer from 1 to 4096'),
     ({"cpu_threads": 10**6}, 'ds_slide.cpu_threads is 1000000; expected "auto" or an integer from 1 to 4096'),
     (

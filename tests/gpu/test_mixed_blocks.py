@@ -10,8 +10,8 @@ from small_gpu import trained
 
 from ds_slide.runtime.activations.mixing import _sum
 
-LIMIT = 12 << 30
-BLOCKS, WIDTH, SEQUENCES = 12, 2048, 12
+LIMIT = 20 << 30
+BLOCKS, WIDTH, SEQUENCES = 6, 4096, 12
 
 
 def limited(**slide: Any) -> dict[str, Any]:
@@ -21,8 +21,8 @@ def limited(**slide: Any) -> dict[str, Any]:
 @pytest.mark.needs_cuda
 @pytest.mark.timeout(250)
 def test_mixed_blocks_take_what_is_left() -> None:
-    """12 blocks of 12 x 4096 tokens, 2,048 wide, save some 24 GB, of which a part fits. Each takes the GPU 6 ms, longer
-    than the host takes to mix it on any machine; of blocks of 1 ms a slow one rightly mixes none."""
+    """6 blocks of 12 x 4096 tokens, 4,096 wide, save some 24 GB, of which a part fits. Each takes the GPU 20 ms, longer
+    than the host takes to mix it on any machine; of blocks of 5 ms a slow one, which takes 7, rightly mixes none."""
     without, mixed = limited(activations="as_written"), limited(debug={"mix": True})
     print(without, mixed)
     assert mixed["activations"]["mix"] > 0 and without["peaks"][0] < mixed["peaks"][0] <= LIMIT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,9 +14,10 @@ from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, UnitLayout, build_layout
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
-from ds_slide.plan.allocations import PIECES, PIECES_RING, undo_bytes
+from ds_slide.plan.allocations import BLOCK_RING, PIECES, PIECES_RING, undo_bytes
 from ds_slide.plan.memory import NOTHING_TAKEN, Budgets, Plan, Taken, gpu_cost, make_plan
 from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
+from ds_slide.plan.placement import USABLE_SHARE
 from ds_slide.store.state_buffers import optimizer_buffers
 
 OUTER, BLOCK = 64_000, 6_400
@@ -103,6 +105,26 @@ def test_gradients_and_states_have_the_elements_of_the_codec() -> None:
 def test_gradient_buffers_count() -> None:
     ring = replace(NEEDS, held_bytes=0, ring=4)
     assert make_plan(UNITS, ring, BUDGETS).host_bytes == (OUTER + 4 * BLOCK) * 12 + (4 * BLOCK + OUTER) * 2
+
+
+def test_spare_host_memory_becomes_gradient_buffers() -> None:
+    """One for every three blocks, in half of what is left, and none where a disk is what updates wait for."""
+    units = [UNITS[0], *(replace(UNITS[1], name=f"layers.{number}") for number in range(20))]
+    needs = replace(NEEDS, held_bytes=0, ring=4, ring_grows=True)
+    least = make_plan(units, replace(needs, ring_grows=False), BUDGETS)
+
+    def buffers(needs: Needs, host_free: int) -> int:
+        made = make_plan(units, needs, replace(BUDGETS, host_free=host_free))
+        assert made.host_bytes - least.host_bytes == (made.entry(BLOCK_RING).count - 4) * 2 * BLOCK
+        return made.entry(BLOCK_RING).count
+
+    assert buffers(needs, 1 << 40) == 7 and buffers(replace(needs, ring=8), 1 << 40) == 8
+    assert buffers(replace(needs, ring_grows=False), 1 << 40) == 4
+    room_for_two = math.ceil((least.host_bytes + 2 * 2 * (2 * BLOCK)) / USABLE_SHARE)
+    assert [buffers(needs, free) for free in (room_for_two, room_for_two - 100)] == [6, 5]
+    assert buffers(needs, least.host_bytes) == 4
+    on_ssd = make_plan(units, replace(needs, ssd=SsdNeeds(False, True, 1 << 20)), replace(BUDGETS, host_memory=0))
+    assert on_ssd.placement.on_ssd and on_ssd.entry(BLOCK_RING).count == 4
 
 
 def test_gradients_of_a_second_backward_need_no_more_than_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

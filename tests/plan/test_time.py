@@ -105,6 +105,21 @@ def test_deferred_updates_run_under_the_forward_alone() -> None:
     assert found["under backward"] <= spare < ahead <= found["two passes"] < found["deferred"]
 
 
+def test_backward_waits_for_a_buffer_that_an_update_gives_back() -> None:
+    """Updates of 0.033 s behind backwards of 0.005 s: with two buffers the last gradient comes down behind the seventh
+    update of nine, and a forward of 0.24 s waits for the last one."""
+
+    def under_backward(ring: int) -> float:
+        needs = replace(NEEDS, held_bytes=0, ring=ring)
+        slow, work = rates(update=UPDATE_GB / 0.30), trace(0.03, 0.005)
+        return all_schedules(plan(needs), needs, work, slow, 1)["under backward"].step_s
+
+    assert under_backward(BLOCKS + 1) == pytest.approx(0.04 + 2.5 * 0.0333 + 0.24, rel=0.1)
+    assert under_backward(2) == pytest.approx(0.005 + 9 * 0.0333 + 0.24, rel=0.1)
+    by_ring = [under_backward(ring) for ring in range(2, BLOCKS + 2)]
+    assert by_ring == sorted(by_ring, reverse=True) and by_ring[0] > 1.2 * by_ring[-1]
+
+
 def test_second_passes_begin_under_the_forward_when_the_first_have_ended() -> None:
     # 0.15 s of each beside a forward of 0.24, which waits for the first two of nine units, and a backward of 0.08.
     found = seconds(rates(update=UPDATE_GB / 0.20), trace(0.03, 0.01))["two passes"]

@@ -45,11 +45,14 @@ def needs_of(settings: RuntimeSettings, **slide: Any) -> Any:
 def test_the_plan_needs_what_the_block_says() -> None:
     assert (needs_of(PLAIN).window, needs_of(PLAIN).window_grows) == (3, True)
     assert (needs_of(PLAIN, window=5).window, needs_of(PLAIN, window=5).window_grows) == (5, False)
-    assert needs_of(PLAIN, gradient_buffers=7).ring == 7
+    assert (needs_of(PLAIN).ring, needs_of(PLAIN).ring_grows) == (4, True)
+    assert (needs_of(PLAIN, gradient_buffers=7).ring, needs_of(PLAIN, gradient_buffers=7).ring_grows) == (7, False)
+    assert not needs_of(replace(PLAIN, clips=True)).ring_grows and not needs_of(PLAIN, defer_updates=True).ring_grows
     held = needs_of(replace(PLAIN, clips=True), gradient_buffers=7)
     assert (held.ring, held.ring_to_ssd, held.held_bytes, held.ssd) == (0, 7, 2, None)
     host = PLAIN.needs(world_size=2, shares_weights=True, gpu_is_own=False)
     assert (host.window_grows, host.page_locks, host.world_size, host.shares_weights) == (False, False, 2, True)
+    assert not host.ring_grows  # its backward is never ahead of updates by the same cores
 
 
 def test_and_what_may_go_to_ssd() -> None:

@@ -113,8 +113,8 @@ class Planner:
         def step_of(kept: Kept) -> StepTrace:
             return with_kept(case.trace, plain, kept).with_moved(moved.moved_bytes, moved.on_ssd_bytes)
 
-        def time_of(plan: Plan, kept: Kept) -> StepTime:
-            return case.time(plan, step_of(kept))
+        def time_of(plan: Plan, kept: Kept, *, two: bool) -> StepTime:
+            return case.time(plan, step_of(kept), two=two)
 
         def slowed(kept: Kept) -> list[Keepable]:
             mixing_s = statistics.fmean(case.mixing_s(block, mixture) for block, mixture in kept.mixed.items())
@@ -188,11 +188,12 @@ class _Case:
     inputs: Inputs
     rates: Rates
 
-    def time(self, plan: Plan, trace: StepTrace, *, below_limit: bool = False) -> StepTime:
+    def time(self, plan: Plan, trace: StepTrace, *, two: bool = True, below_limit: bool = False) -> StepTime:
+        """`two`: updates may be done in two passes, where the rule's can."""
         planned, rule = self.planned, self.planned.settings.rule
         assert rule is not None
         debug = planned.settings.slide.debug
-        two = debug.update_passes != 1 and rule.name in IN_TWO_PASSES
+        two = two and debug.update_passes != 1 and rule.name in IN_TWO_PASSES
         micro = planned.micro_batches
         return step_time(plan, planned.needs, trace, self.rates, micro_batches=micro, two=two, below_limit=below_limit)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -20,6 +21,12 @@ from ds_slide.plan.sharing import MEMORY_RATE, Offer, StepTimes, for_states, sha
 from ds_slide.plan.spare import MARGIN_SHARE, Movable, Slots, inputs_missing, least_slots, spare_bytes
 from ds_slide.plan.time import StepTime
 from ds_slide.runtime.activations.spare_memory import LOOKS
+
+
+class TimeOf(Protocol):
+    """A step with a plan, and with so much kept. `two`: its updates may be done in two passes."""
+
+    def __call__(self, plan: Plan, kept: Kept, *, two: bool) -> StepTime: ...
 
 
 @dataclass(frozen=True)
@@ -60,22 +67,23 @@ def decide(
     spare: Spare,
     keepable: Sequence[Keepable],
     slowed: Callable[[Kept], Sequence[Keepable]],
-    time_of: Callable[[Plan, Kept], StepTime],
+    time_of: TimeOf,
     *,
     moves_states: bool,
     passes: int,
 ) -> tuple[Plan, Activations, Sequence[tuple[Plan, Kept]]]:
     """The plan with promoted units and the activations that are kept then, and what the looks before the last one have
     decided. `keepable`: by the number of the unit; `slowed`: with what the mixtures that are kept take of the host,
-    which is measured then. `time_of`: a step with a plan, and with so much kept. `passes`: of a step through the
-    window."""
+    which is measured then. `passes`: of a step through the window."""
     checkpointed = frozenset(each.order for each in keepable)
     if not spare.exists:
         return plan, Activations(checkpointed), []
     decided: list[tuple[Plan, Kept]] = []
     kept = Kept()  # before the first look nothing is
-    for _ in LOOKS:
-        step = time_of(plan, kept)
+    for look in LOOKS:
+        # The updates of the step that is measured first are queued by the one before it, whose own are the first of
+        # all: the host makes every page of the states then, for seconds, which no second pass would hide.
+        step, coming = time_of(plan, kept, two=look != LOOKS[0]), time_of(plan, kept, two=True)
         keepable = slowed(kept) if kept.mixed else keepable
         room, reserve = for_states(spare.bytes_beside(plan), spare.needed, tied=spare.tied)
         on_ssd = step.ssd_read + step.ssd_written
@@ -94,7 +102,7 @@ def decide(
         if choice.states:
             promoted = plan.placement.promoted | choice.states
             plan = plan.with_promoted(promoted, max(choice.slots, slots.least))
-        kept = kept_within(spare.bytes_beside(plan), keepable, first=step.schedule == "two passes")
+        kept = kept_within(spare.bytes_beside(plan), keepable, first=coming.schedule == "two passes")
         decided.append((plan, kept))
     return plan, Activations(checkpointed, kept, kept.nbytes(keepable)), decided[:-1]
 

@@ -200,12 +200,15 @@ def test_states_fill_what_not_even_another_batch_would_need() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_states_that_cannot_go_back_fill_nothing(ranks: int) -> None:
-    """A batch may come that is many times as long as those before."""
+def test_states_that_cannot_go_back_leave_room_for_a_batch_twice_as_long(ranks: int) -> None:
     run = Run(stall=0.0, ranks=Two(0.0) if ranks == 2 else None)
     for _ in range(10):
         run.step(*[(1, TOKENS)] * (3 - ranks))
-    assert run.units.orders == []
+    filled = list(range((TOTAL - MARGIN - RESIDENT - 2 * TOKENS * BYTES_PER_TOKEN) // UNIT))
+    assert run.units.orders == filled
+    run.units.closed = True
+    run.forward((1, 2 * TOKENS))
+    assert run.units.orders == filled
 
 
 def test_nothing_is_moved_for_nothing() -> None:
