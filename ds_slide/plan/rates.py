@@ -19,11 +19,6 @@ LAUNCH_S = 1.12e-4
 """Of the host, to have a GPU do one, with all that Python does around it, where `ds-slide doctor` has not measured it:
 micro-batches of 8 x 512 and of 8 x 2048 tokens of 0.5 B, of 1,017 operations, take 0.101 to 0.12 s on H200 machines
 (benchmarks/results/2026-11-23_nvidia-h200_decided.md and _hand-sweep.md)."""
-ENGINE_LAUNCHES = 6.0
-"""How many times as long an operation takes the host under an engine as in the model without one that `ds-slide doctor`
-measures: the engine's hooks, the kernels' launches by Triton and autograd functions in Python, which count as one
-operation each. Two hosts that measured 25 and 29 us took 161 and 135 us for each of the 1,017 operations of a
-micro-batch of 0.5 B (benchmarks/results/2026-11-25_nvidia-h100_forecast.md)."""
 UPDATE_LOSES_UP, UPDATE_LOSES_DOWN = 0.6, 1.0
 """Of the bytes that a copy moves up or down beside an update of the CPU, what the update moves less: they share the
 memory. 154 GB/s alone became 131 beside 40 GB/s up, and 104 beside 50 down
@@ -85,8 +80,8 @@ class Rates:
 
     def launches(self, operations: Counter[Operation]) -> float:
         """Seconds of the host that has a GPU do them, under the engine."""
-        own = self.ceilings.operation_s
-        launch_s = LAUNCH_S if own is None else ENGINE_LAUNCHES * own
+        own = self.ceilings.engine_operation_s
+        launch_s = LAUNCH_S if own is None else own
         return 0.0 if self.ceilings.gpu is None else launch_s * operations.total()
 
     def _seconds(self, operation: Operation) -> float:

@@ -78,6 +78,14 @@ def test_records_go_with_the_ceilings_of_their_machine() -> None:
     assert found == ["another machine", "another machine", preset.source]
 
 
+def test_ceilings_of_before_have_the_time_under_an_engine() -> None:
+    preset = read_ceilings("h200-16-cores")
+    today = preset.model_copy(update={"engine_operation_s": 1.5e-4}).model_dump()
+    before = {**preset.model_dump(exclude={"engine_operation_s"}), "operation_s": 2.5e-5}
+    found = [plan_check.ceilings_of([{"ceilings": each}], preset).engine_operation_s for each in (today, before)]
+    assert found == pytest.approx([1.5e-4, 1.5e-4])
+
+
 @pytest.mark.slow
 def test_runs_of_their_own_are_recorded_in_turn_and_not_again(tmp_path: Path) -> None:
     records, ceilings = tmp_path / "records.jsonl", read_ceilings("h200-16-cores")

@@ -95,10 +95,27 @@ def test_a_process_that_fails_is_told_in_one_sentence_and_tried_again(
         and "70 us" in finding["state"]
         and not finding["advice"]
     )
-    assert cache.of_this_machine().process_bytes == 345_000_000 and cache.of_this_machine().operation_s == 7e-5
+    assert cache.of_this_machine().process_bytes == 345_000_000 and cache.of_this_machine().engine_operation_s == 7e-5
+
+    # Of a file of before, in which the figure was another one, nothing is taken.
+    (file,) = cache.folder().iterdir()
+    written = file.read_text()
+    file.write_text(written.replace("engine_operation_s", "operation_s"))
+    monkeypatch.setattr(cache, "measure_process", lambda **_: ProcessFigures(456_000_000, None, "no engine today"))
+    nbytes, finding = told()
+    assert nbytes == 456_000_000 and "under one is not measured (no engine today)" in finding["state"]
+    file.write_text(written)
 
     monkeypatch.setattr("ds_slide.cli.doctor.command.installed_version", lambda _: None)
     assert "without transformers, which is not installed" in told()[1]["state"]
+
+
+def test_an_engine_that_failed_is_tried_again_where_one_is_measured() -> None:
+    on_gpu = read_ceilings("h200-16-cores").model_copy(update={"process_bytes": 5, "engine_operation_s": None})
+    assert cache._has_failed(on_gpu, {"transformers": "5.17.0"})
+    assert not cache._has_failed(on_gpu, {"transformers": None})
+    assert not cache._has_failed(on_gpu.model_copy(update={"gpu": None}), {"transformers": "5.17.0"})
+    assert not cache._has_failed(on_gpu.model_copy(update={"engine_operation_s": 1e-4}), {"transformers": "5.17.0"})
 
 
 @pytest.mark.parametrize("package", ["transformers", "deepspeed"])

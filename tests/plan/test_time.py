@@ -18,7 +18,7 @@ from ds_slide.plan.ceilings.figures import Ceilings
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize
 from ds_slide.plan.operations import UNDER_MODE, Operation
-from ds_slide.plan.rates import ENGINE_LAUNCHES, LAUNCH_S, Launched, Rates
+from ds_slide.plan.rates import LAUNCH_S, Launched, Rates
 from ds_slide.plan.time import STEP_S, StepTime, all_schedules, step_time, update_bytes
 from ds_slide.plan.trace import Segment, StepTrace
 from ds_slide.plan.two_passes import Schedule
@@ -202,9 +202,9 @@ def test_a_host_that_computes_itself_is_never_ahead() -> None:
 
 def test_what_the_host_takes_is_what_doctor_has_measured() -> None:
     constant, many = rates(), Counter({UNDER_MODE: 100})
-    measured = replace(constant, ceilings=constant.ceilings.model_copy(update={"operation_s": 2e-5}))
+    measured = replace(constant, ceilings=constant.ceilings.model_copy(update={"engine_operation_s": 2e-5}))
     assert constant.seconds(many) == pytest.approx(100 * LAUNCH_S)
-    assert measured.seconds(many) == pytest.approx(100 * ENGINE_LAUNCHES * 2e-5)
+    assert measured.seconds(many) == pytest.approx(100 * 2e-5)
 
 
 def test_a_backward_of_blocks_with_states_on_the_gpu_hides_no_second_pass() -> None:

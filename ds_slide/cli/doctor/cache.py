@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,8 @@ def of_this_machine(
     paths: Sequence[Path] = (), *, refresh: bool = False, failed: Callable[[str], None] | None = None
 ) -> Ceilings:
     """The ceilings, those that were kept where the machine is the same; of the disks below `paths`, or, where there are
-    none, of those that were measured before. `failed` is told why a process cannot be measured, which is tried again
-    for who asks why. Raises SlideError where a path cannot be measured."""
+    none, of those that were measured before. `failed` is told why a process, or an engine in it, cannot be measured,
+    which is tried again for who asks why. Raises SlideError where a path cannot be measured."""
     key = machine_key()
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = folder() / f"{digest}.json"
@@ -69,7 +69,7 @@ def of_this_machine(
     disks = {disk.path: disk for disk in (kept.disks if kept else ())}
     wanted = [str(path.resolve()) for path in paths]
     missing = [path for path in wanted if path not in disks]
-    again = kept is not None and kept.process_bytes is None and failed is not None
+    again = kept is not None and failed is not None and _has_failed(kept, key)
     if kept is not None and not missing and not again:
         return kept.model_copy(update={"disks": tuple(disks[path] for path in wanted)}) if wanted else kept
     disks.update({path: _disk(Path(path)) for path in missing})
@@ -89,15 +89,23 @@ def of_this_machine(
     return kept.model_copy(update={"disks": tuple(disks[path] for path in wanted)}) if wanted else kept
 
 
+def _has_failed(kept: Ceilings, key: Mapping[str, Any]) -> bool:
+    """Whether something of a process could not be measured on this machine."""
+    times_engine = kept.gpu is not None and key["transformers"] is not None
+    return kept.process_bytes is None or (times_engine and kept.engine_operation_s is None)
+
+
 def _process(failed: Callable[[str], None] | None) -> dict[str, Any]:
-    """What ceilings have of a process; nothing where it fails."""
+    """What ceilings have of a process; nothing where it fails, and its bytes alone where an engine fails in it."""
     try:
         measured = measure_process(on_gpu=gpu_computes())
     except SlideError as error:
         if failed is not None:
             failed(str(error))
         return {}
-    return {"process_bytes": measured.resident_bytes, "operation_s": measured.operation_s}
+    if measured.why_none and failed is not None:
+        failed(measured.why_none)
+    return {"process_bytes": measured.resident_bytes, "engine_operation_s": measured.engine_operation_s}
 
 
 def _disk(path: Path) -> DiskCeilings:

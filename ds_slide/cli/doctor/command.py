@@ -69,13 +69,15 @@ def _disks(ceilings: Ceilings, paths: Sequence[Path]) -> Iterator[Finding]:
 
 
 def _process(ceilings: Ceilings, why: Sequence[str]) -> Finding:
-    """`why`: the reasons for which it is not measured."""
+    """`why`: the reasons for which it is not measured, or not all of it."""
     if ceilings.process_bytes is None:
         advice = "mend what stops it; until then `ds-slide plan` takes what such a process took elsewhere"
         return Finding("process", f"not measured ({'; '.join(why)})", advice)
     state = f"{ceilings.process_bytes / 1e9:.2f} GB of host memory before an engine is built"
-    if ceilings.operation_s is not None:
-        state += f", {ceilings.operation_s * 1e6:.0f} us of the host for an operation of the GPU"
+    if ceilings.engine_operation_s is not None:
+        state += f", {ceilings.engine_operation_s * 1e6:.0f} us of the host for an operation of the GPU under one"
+    elif why:
+        state += f", and the host's time under one is not measured ({'; '.join(why)})"
     if installed_version(TRANSFORMERS) is None:
         return Finding("process", f"{state}, without transformers, which is not installed")
     return Finding("process", state)

@@ -76,8 +76,9 @@ class Ceilings(_Figures):
     process_bytes: int | None = Field(default=None, gt=0)
     """Of host memory: a process that trains, with the GPU where there is one, before an engine is built. None: not
     measured, as in files of before."""
-    operation_s: float | None = Field(default=None, gt=0)
-    """Seconds of the host for an operation of the GPU: Python and the launch. None: not measured, or no GPU."""
+    engine_operation_s: float | None = Field(default=None, gt=0)
+    """Seconds of the host under an engine for an operation of the GPU: Python, hooks and the launch. None: not
+    measured, or no GPU."""
 
     def process_of(self, *, on_gpu: bool) -> int | None:
         """`process_bytes` where they are those of a process that computes there, None where it was the other one."""

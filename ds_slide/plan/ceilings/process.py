@@ -1,9 +1,9 @@
-"""What a process takes that trains, before DS-Slide has built an engine in it: host memory, and the host's time.
+"""What a process takes that trains: host memory, before DS-Slide has built an engine, and the host's time under one.
 
 The memory depends on the versions of libraries more than on anything else: on H200s it was 1.01 GB one day and 1.12 the
 next, before an engine was there (benchmarks/results/2026-11-24_nvidia-h200_hand-sweep.md). So it is measured, in a
 process of its own: what measures the other ceilings has buffers and libraries that no training script has. The time is
-that of Python and of launches, which small models wait for.
+that of Python, of the engine's hooks and of launches, which small models wait for.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ds_slide.errors import SlideError
-from ds_slide.plan.trace import TracedUnit, trace_step
 
 TRANSFORMERS = "transformers"
 _LONGEST_S = 180
-"""Of the whole process; on two cores it took 6."""
-_BYTES, _OPERATION = "resident bytes:", "seconds of an operation:"
+"""Of the whole process; on two cores it took 4, and 13 with the steps of an engine on the processor."""
+_BYTES, _OPERATION, _WHY_NONE = "resident bytes:", "seconds of an operation:", "no seconds of an operation:"
+_UNDER_ENGINE = "under-engine"
 _LIBRARIES = ("deepspeed", "ds_slide.integration.planning", "ds_slide.patching.apply", "ds_slide.runtime.engine")
+_OPERATION_TIME = "ds_slide.integration.operation_time"
+"""It builds an engine, which is for the rooms above this one: the process imports it by name, as it does libraries."""
 _SHAPE = {
     "vocab_size": 256,
     "hidden_size": 128,
@@ -40,42 +41,56 @@ _SHAPE = {
 }
 """Of a Llama with heads of 64 elements, for which GPUs have attention kernels: 0.2 M parameters, 0.4 MB of weights."""
 _TOKENS = 128
-_TIMED_LAYERS, _TIMED_STEPS = 8, 20
-"""So that layers are most of a step, which the GPU has done long before the next one is launched."""
+_TIMED_LAYERS = 24
+"""As many as models have whose steps wait for the host, so that they share what a micro-batch takes once."""
 
 
 @dataclass(frozen=True)
 class ProcessFigures:
-    """`resident_bytes`: of host memory, after one forward and backward of a tiny causal LM. `operation_s`: of the host
-    for an operation of the GPU, as `ds_slide.plan.trace` counts them; None without a GPU or without transformers."""
+    """`resident_bytes`: of host memory, after one forward and backward of a tiny causal LM. `engine_operation_s`: of
+    the host under an engine, for an operation of the GPU, as `ds_slide.plan.trace` counts them; None where it was not
+    asked for, without transformers, and where `why_none` says what failed."""
 
     resident_bytes: int
-    operation_s: float | None = None
+    engine_operation_s: float | None = None
+    why_none: str = ""
 
 
-def measure_process(*, on_gpu: bool) -> ProcessFigures:
-    """Of a fresh process with torch, transformers, DeepSpeed and DS-Slide. `on_gpu`: with a CUDA context. Without
+def measure_process(*, on_gpu: bool, under_engine: bool | None = None) -> ProcessFigures:
+    """Of a fresh process with torch, transformers, DeepSpeed and DS-Slide. `on_gpu`: with a CUDA context.
+    `under_engine`: the host's time, too; by default on a GPU only, as nothing waits for launches elsewhere. Without
     transformers its bytes are those of a product. Raises SlideError, with a reason that is part of a sentence, where no
-    such process runs."""
+    such process runs; its bytes are answered also where an engine fails in it."""
+    asks = on_gpu if under_engine is None else under_engine
+    out, why = _ran("cuda" if on_gpu else "cpu", *([_UNDER_ENGINE] if asks else ()))
+    resident, seconds = _answer(out, _BYTES), _answer(out, _OPERATION)
+    if resident is None:
+        raise SlideError(why or "it said nothing")
+    return ProcessFigures(int(resident), float(seconds) if seconds else None, _answer(out, _WHY_NONE) or why)
+
+
+def _ran(*arguments: str) -> tuple[str, str]:
+    """What a process of this module has written, and why it failed, "" where it did not. Raises SlideError where it
+    cannot be started."""
     package = Path(__file__).resolve().parents[3]
-    command = (sys.executable, "-m", __name__, "cuda" if on_gpu else "cpu")
+    command = (sys.executable, "-m", __name__, *arguments)
     try:
         # In the folder of the package: another one may have files with the names of libraries.
-        ran = subprocess.run(command, cwd=package, capture_output=True, text=True, check=False, timeout=_LONGEST_S)
+        ran = subprocess.run(command, cwd=package, capture_output=True, check=False, timeout=_LONGEST_S)
     except subprocess.TimeoutExpired as error:
-        raise SlideError(f"it took more than {_LONGEST_S} s") from error
+        return (error.stdout or b"").decode(errors="replace"), f"it took more than {_LONGEST_S} s"
     except OSError as error:
         raise SlideError(f"{sys.executable} cannot be started, {error.strerror}") from error
-    if ran.returncode == 0 and (resident := _answer(ran.stdout, _BYTES)) is not None:
-        return ProcessFigures(int(resident), _answer(ran.stdout, _OPERATION))
-    last = next((line.strip() for line in reversed(ran.stderr.splitlines()) if line.strip()), "")
-    raise SlideError(last or f"it ended with {ran.returncode} and said nothing")
+    out, lines = ran.stdout.decode(errors="replace"), ran.stderr.decode(errors="replace").splitlines()
+    if ran.returncode == 0:
+        return out, ""
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return out, last or f"it ended with {ran.returncode} and said nothing"
 
 
-def _answer(text: str, name: str) -> float | None:
-    """What a line of `text` has behind `name`, where it is more than 0."""
-    answers = [float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name)]
-    return answers[-1] if answers and answers[-1] > 0 else None
+def _answer(text: str, name: str) -> str | None:
+    """What the last line of `text` that begins with `name` has behind it."""
+    return next((line.removeprefix(name) for line in reversed(text.splitlines()) if line.startswith(name)), None)
 
 
 def _train(device: torch.device) -> None:
@@ -98,22 +113,20 @@ def _model(shape: Mapping[str, int], device: torch.device) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device)
 
 
-def _operation_s(device: torch.device) -> float:
-    """The median of steps in which the host launches, and the GPU waits for it."""
+def _engine_operation_s(device: torch.device) -> float:
+    """Under an engine that is built here, and stays. Raises whatever building it raises."""
     shape = {**_SHAPE, "num_hidden_layers": _TIMED_LAYERS}
-    planned = _model(shape, torch.device("meta"))
-    trace = trace_step(planned, [TracedUnit(list(planned.parameters()))], 1, _TOKENS, 1 << 30)
-    count = sum(segment.operations.total() for segment in (*trace.forward, *trace.backward))
-    model, tokens = _model(shape, device), torch.zeros(1, _TOKENS, dtype=torch.long, device=device)
-    seconds = []
-    for _ in range(1 + _TIMED_STEPS):
-        torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - begin)
-        model.zero_grad()
-    return statistics.median(seconds[1:]) / count
+    measure: Any = importlib.import_module(_OPERATION_TIME).engine_operation_s
+    return float(measure(partial(_model, shape), _TOKENS, device))
+
+
+def _operation_line(device: torch.device) -> str:
+    """The answer about the host's time, or the reason why there is none: without it a plan is made, too."""
+    try:
+        return f"{_OPERATION}{_engine_operation_s(device)}"
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        return f"{_WHY_NONE}{type(error).__name__}: {first}"
 
 
 def _resident_bytes() -> int:
@@ -125,15 +138,21 @@ def _resident_bytes() -> int:
     raise SlideError("/proc/self/status has no VmRSS")
 
 
+def _write(answer: str) -> None:
+    """On a line of its own, and at once."""
+    sys.stdout.write(f"\n{answer}\n")
+    sys.stdout.flush()
+
+
 def _main() -> None:
     device = torch.device(sys.argv[1])
     _train(device)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    sys.stdout.write(f"\n{_BYTES}{_resident_bytes()}\n")
-    if device.type == "cuda" and importlib.util.find_spec(TRANSFORMERS) is not None:
-        sys.stdout.write(f"{_OPERATION}{_operation_s(device)}\n")
-    sys.stdout.flush()
+    _write(f"{_BYTES}{_resident_bytes()}")
+    # Behind it, because an engine stays in memory, and may end the process.
+    if _UNDER_ENGINE in sys.argv and importlib.util.find_spec(TRANSFORMERS) is not None:
+        _write(_operation_line(device))
     # What libraries do at the end takes a second and may fail, and the answer is there.
     os._exit(0)
 
