@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 import time
@@ -23,7 +24,10 @@ SHAPES = ((8192, 8192, 8192), (16384, 2048, 2048), (16384, 11008, 2048), (16384,
 """Of matrix products: a square, and those of blocks of 3 and 7 G parameters."""
 _COPY_BYTES = 512 << 20
 _CPU_SHAPE = (512, 512, 512)
-_UPDATED = 32 << 20
+_UPDATED, _MOST_UNITS = 32 << 20, 8
+"""Elements of a unit, 0.5 GB, and how many of them are updated in turn, as an engine does. One alone nearly fits caches
+of 480 MB, which there are: a host did 226 GB/s with it and 145 under an engine, where others did 140 and 120 to 130
+(benchmarks/results/2026-11-25_nvidia-h100_held-out.md)."""
 _ROUNDS = 5
 _WARM_S = 0.3
 """Of products on a GPU before those that count: soon its power limits it to the rate that it can hold (backwards of
@@ -88,7 +92,8 @@ def _product_rate(shape: tuple[int, int, int], device: torch.device) -> float:
 
 
 def cpu_ceilings(name: str, threads: int, cores: Sequence[int], *, with_products: bool) -> CpuCeilings:
-    """`threads`, `cores`: of the updates. `with_products`: the processor is what computes, too. Takes 0.5 GB."""
+    """`threads`, `cores`: of the updates. `with_products`: the processor is what computes, too. Takes 4 GB, and a
+    quarter of what is free where that is less."""
     device = torch.device("cpu")
     return CpuCeilings(
         name=name,
@@ -100,15 +105,28 @@ def cpu_ceilings(name: str, threads: int, cores: Sequence[int], *, with_products
     )
 
 
+class _Updated:
+    """States and gradient of a unit in host memory, all of whose pages are there."""
+
+    def __init__(self) -> None:
+        self.weight, self.gradient = (torch.ones(_UPDATED, dtype=torch.bfloat16) for _ in range(2))
+        self.remainder = torch.zeros(_UPDATED, dtype=torch.int16)
+        self.moments = [torch.full((_UPDATED,), 0.1) for _ in range(2)]
+
+
 def _update_rate(threads: int, cores: Sequence[int]) -> float:
     """Of AdamW in fp32."""
     updater = CpuUpdater(threads, cores)
-    weight, gradient = (torch.ones(_UPDATED, dtype=torch.bfloat16) for _ in range(2))
-    remainder = torch.zeros(_UPDATED, dtype=torch.int16)
-    moments = [torch.full((_UPDATED,), 0.1) for _ in range(2)]
+    count = max(1, min(_MOST_UNITS, psutil.virtual_memory().available // 4 // (16 * _UPDATED)))
+    units = itertools.cycle([_Updated() for _ in range(count)])
     hyper = AdamWHyper(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=10)
+
+    def update() -> None:
+        unit = next(units)
+        updater.update_(unit.weight, unit.remainder, unit.moments, unit.gradient, hyper, grad_scale=0.5)
+
     try:
-        seconds = _median(lambda: updater.update_(weight, remainder, moments, gradient, hyper, grad_scale=0.5))
+        seconds = _median(update)
     finally:
         updater.end_threads()
     return UPDATE_BYTES * _UPDATED / seconds / 1e9
