@@ -19,7 +19,7 @@ from ds_slide.plan.trace import TracedUnit, trace_step
 from ds_slide.runtime.activations.spare_memory import LOOKS
 
 MICRO_BATCHES = 2
-"""Of a step. Beside accumulation no states move to the GPU only because it has room for them, as in larger models."""
+"""Of a step. All states of so small a model are on the GPU from the start, and no block passes through the window."""
 WARM_UP_STEPS, TIMED_STEPS = LOOKS[-1] + 2, 12
 """The engine decides about spare GPU memory until the last of `LOOKS`; the step behind it allocates what is new."""
 _CONFIG = {
