@@ -38,9 +38,9 @@ AUTO_WINDOW_SHARE = 0.10
 # Of the host memory that everything else leaves, for undo logs and spare state buffers, or for more buffers for
 # gradients; of what is free later, for inputs of blocks.
 SPARE_HOST_SHARE = 0.5
-# Of the blocks whose gradients come down as updates begin, those that one buffer each is for. Updates may take as long
-# as forward and backward together, half as long again as the backward: then a third of them waits when it ends. With 4
-# buffers for 26 blocks, of which 11 would have waited, 3 B took 0.70 s a step where the GPU computed for 0.57
+# Buffers for each block whose update begins as its gradient arrives: one for three blocks. Updates that take as long as
+# forward and backward together, half as long again as the backward, have a third of the gradients wait when it ends.
+# With 4 buffers for 26 blocks, of which 11 would have waited, 3 B took 0.70 s a step where the GPU computed for 0.57
 # (benchmarks/results/2026-11-25_nvidia-h100_held-out.jsonl).
 RING_SHARE = 1 / 3
 
@@ -219,10 +219,9 @@ def _plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan:
     placement = replace(placement, window=_window(units, needs, placement, budgets))
     plan = Plan.of(units, needs, placement)
     _check(plan, budgets, needs)
-    if (ring := _ring(plan, budgets, needs)) > needs.ring:
-        return Plan.of(units, needs, replace(placement, ring=ring))
-    with_ways_back = _ways_back(plan, budgets, needs)
-    return Plan.of(units, needs, with_ways_back) if with_ways_back.ways_back else plan
+    # No plan has both: gradients of updates that may begin before the norm is known are held, and pass no buffer.
+    with_spare_host = replace(_ways_back(plan, budgets, needs), ring=_ring(plan, budgets, needs))
+    return Plan.of(units, needs, with_spare_host) if with_spare_host != placement else plan
 
 
 def _ways_back(plan: Plan, budgets: Budgets, needs: Needs) -> Placement:
@@ -256,14 +255,14 @@ def _spare_host(plan: Plan, budgets: Budgets) -> int:
 
 
 def _ring(plan: Plan, budgets: Budgets, needs: Needs) -> int:
-    """Buffers for gradients of blocks: more than are needed where `plan` leaves room in host memory. Where a disk is
-    what updates wait for, they would be full, however many they were."""
-    blocks = sum(unit.kind == "block" for unit in streamed(plan.units, plan.placement).values())
+    """Buffers for gradients of blocks where `plan` leaves host memory for more than are needed; 0 where it does not.
+    Where a disk is what updates wait for, they would be full, however many they were."""
     ring = plan.entry(BLOCK_RING)
     if not needs.ring_grows or not ring.nbytes or plan.placement.on_ssd:
-        return needs.ring
-    wanted = math.ceil(RING_SHARE * blocks)
-    return min(wanted, needs.ring + max(0, _spare_host(plan, budgets)) // ring.piece)
+        return 0
+    room = needs.ring + _spare_host(plan, budgets) // ring.piece
+    most = min(math.ceil(RING_SHARE * len(streamed(plan.units, plan.placement))), room)
+    return most if most > needs.ring else 0
 
 
 def _within(left: int, costs: Mapping[int, int]) -> tuple[frozenset[int], int]:

@@ -129,7 +129,8 @@ class Choice:
 class Offer:
     """What is to be shared out. `room`: bytes. `states`: in the order in which they move. `slots`: of the window; those
     beyond the least give way to states, and go anyway where fewer blocks pass than there are slots. `memory_rate`:
-    bytes a second of the GPU's memory. `reserve`: bytes of it that states leave which make the step no shorter."""
+    bytes a second of the GPU's memory. `reserve`: bytes of the room, left free of states that make the step no
+    shorter."""
 
     room: float
     states: Sequence[Movable]

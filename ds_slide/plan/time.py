@@ -140,7 +140,7 @@ class _Step:
         self._streamed = sorted(streamed(plan.units, plan.placement))
         self._fetched_again = self._streamed[: max(0, len(self._streamed) - plan.placement.window)]
         self._parts = _parts(plan.units)
-        self._ring = next((each.count for each in plan.allocations if each.what == BLOCK_RING), 0)
+        self._ring = plan.entry(BLOCK_RING).count
         self._states_on_ssd = StatesOnSsd.of(plan)
         self.ssd_read = self.ssd_written = 0
         self._units = [self._lanes_of(index, unit, needs) for index, unit in enumerate(plan.units)]
@@ -212,7 +212,8 @@ class _Step:
         if schedule == "speculative":
             update = [seconds + each.undo for seconds, each in zip(update, units, strict=True)]
         begun = self.behind_updates(update) if any(later) else 0.0
-        backward, arrived = self._backward(later, begun, update if schedule == "under backward" else ())
+        through_ring = schedule == "under backward" and self._ring
+        backward, arrived = self._backward(later, begun, update if through_ring else ())
         begin = backward + STEP_S
         arrived = [each if early else begin for each, early in zip(arrived, ahead, strict=True)]
         down_until = backward if any(ahead) else 0.0
@@ -281,13 +282,13 @@ class _Step:
     def _backward(self, later: Sequence[float], begun: float, update: Sequence[float]) -> tuple[float, list[float]]:
         """When the last backward has ended, from its begin, and when each gradient has come down. `later`: updates of
         states that precede these, the last unit's first, of which the first begins `begun` seconds before it.
-        `update`: of those for which gradients wait in buffers of which there are few; none where all are held."""
+        `update`: of the updates that give the ring's buffers back; none where gradients wait for none of them."""
         arrived = [0.0] * len(self._units)
         ready, lane = [0.0] * len(self._units), -begun
         for index in reversed(range(len(self._units))):
             lane += later[index]
             ready[index] = lane
-        step, copied, updated = Launched(self._rates, host=-self._ahead), [0.0] * STAGINGS, [0.0] * max(1, self._ring)
+        step, copied, updated = Launched(self._rates, host=-self._ahead), [0.0] * STAGINGS, [0.0] * self._ring
         slower = self._rates.d2h / self._rates.both_ways if self._fetched_again else 1.0
         for segment in self._trace.backward:
             number = segment.unit
@@ -298,7 +299,7 @@ class _Step:
             if later[number]:
                 step.wait(ready[number])
             begin = max(copied[-1], step.now)
-            if update and self._ring:  # whichever units the updates are of, each gives one buffer back
+            if update:  # whichever units the updates are of, each gives one buffer back
                 begin = max(begin, updated[-self._ring])
             arrived[number] = begin + self._units[number].d2h * slower
             copied.append(arrived[number])

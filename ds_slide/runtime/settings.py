@@ -23,8 +23,9 @@ from ds_slide.plan.ssd_settings import SsdSettings
 from ds_slide.store.state_buffers import StateBufferSpec, optimizer_buffers
 
 LEAST_WINDOW = 3
-LEAST_RING = 4
 """Slots of `window` "auto": one that computes, one that is filled meanwhile, one that evens out their times."""
+LEAST_RING = 4
+"""Buffers of `gradient_buffers` "auto", where host memory has no room for more of them or nothing waits for them."""
 
 _ROUNDS_MASTERS: dict[str, Literal["auto"] | bool] = {"auto": "auto", "fp32": False, "bf16": True}
 

@@ -81,9 +81,10 @@ def decide(
     decided: list[tuple[Plan, Kept]] = []
     kept = Kept()  # before the first look nothing is
     for look in LOOKS:
+        coming = time_of(plan, kept, two=True)
         # The updates of the step that is measured first are queued by the one before it, whose own are the first of
         # all: the host makes every page of the states then, for seconds, which no second pass would hide.
-        step, coming = time_of(plan, kept, two=look != LOOKS[0]), time_of(plan, kept, two=True)
+        step = time_of(plan, kept, two=False) if look == LOOKS[0] else coming
         keepable = slowed(kept) if kept.mixed else keepable
         room, reserve = for_states(spare.bytes_beside(plan), spare.needed, tied=spare.tied)
         on_ssd = step.ssd_read + step.ssd_written

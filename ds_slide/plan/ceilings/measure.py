@@ -105,25 +105,23 @@ def cpu_ceilings(name: str, threads: int, cores: Sequence[int], *, with_products
     )
 
 
-class _Updated:
-    """States and gradient of a unit in host memory, all of whose pages are there."""
-
-    def __init__(self) -> None:
-        self.weight, self.gradient = (torch.ones(_UPDATED, dtype=torch.bfloat16) for _ in range(2))
-        self.remainder = torch.zeros(_UPDATED, dtype=torch.int16)
-        self.moments = [torch.full((_UPDATED,), 0.1) for _ in range(2)]
+def _updated() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """Weight, remainder, moments and gradient of a unit in host memory, all of whose pages are there."""
+    weight, gradient = (torch.ones(_UPDATED, dtype=torch.bfloat16) for _ in range(2))
+    remainder = torch.zeros(_UPDATED, dtype=torch.int16)
+    return weight, remainder, [torch.full((_UPDATED,), 0.1) for _ in range(2)], gradient
 
 
 def _update_rate(threads: int, cores: Sequence[int]) -> float:
     """Of AdamW in fp32."""
     updater = CpuUpdater(threads, cores)
-    count = max(1, min(_MOST_UNITS, psutil.virtual_memory().available // 4 // (16 * _UPDATED)))
-    units = itertools.cycle([_Updated() for _ in range(count)])
+    one = _updated()
+    most = psutil.virtual_memory().available // 4 // sum(each.nbytes for each in (*one[:2], *one[2], one[3]))
+    units = itertools.cycle([one, *(_updated() for _ in range(min(_MOST_UNITS, most) - 1))])
     hyper = AdamWHyper(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=10)
 
     def update() -> None:
-        unit = next(units)
-        updater.update_(unit.weight, unit.remainder, unit.moments, unit.gradient, hyper, grad_scale=0.5)
+        updater.update_(*next(units), hyper, grad_scale=0.5)
 
     try:
         seconds = _median(update)
