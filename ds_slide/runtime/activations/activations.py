@@ -22,7 +22,13 @@ from ds_slide.plan.spare import (
     moves_unmeasured,
 )
 from ds_slide.runtime.activations.call_times import CallTimes
-from ds_slide.runtime.activations.checkpointing import Checkpoint, TakenOver, goes_through, mixing_form
+from ds_slide.runtime.activations.checkpointing import (
+    Checkpoint,
+    TakenOver,
+    goes_through,
+    mixing_form,
+    recomputing_form,
+)
 from ds_slide.runtime.activations.mixing import contexts
 from ds_slide.runtime.activations.moved_inputs import MovedInputs, input_of
 from ds_slide.runtime.activations.saved_bytes import counted
@@ -196,12 +202,12 @@ class Activations:
             result = mixing(function, *inputs, context_fn=functools.partial(contexts, mixture))
         else:
             kept.append(0)
-            measured = self._measuring(unit, function)
+            measured, recomputed = self._measuring(unit, function), recomputing_form(written, function, inputs)
             if self._inputs is not None and self._moves(unit, inputs):
                 with self._inputs.moving(unit.order, inputs):
-                    result = written(measured, *inputs)
+                    result = recomputed(measured, *inputs)
             else:
-                result = written(measured, *inputs)
+                result = recomputed(measured, *inputs)
         self.times.leave(unit.order, self._shape, is_mixed=is_mixed)
         return result
 

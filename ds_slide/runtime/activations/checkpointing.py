@@ -222,7 +222,16 @@ def mixing_form(
     assert unit.spec.module is not None
     if not goes_through(written, function, inputs) or _has_foreign_hooks(unit.spec.module.modules()):
         return None
-    return written if _options(written).get("use_reentrant") is False else UNASKED
+    return recomputing_form(written, function, inputs)
+
+
+def recomputing_form(written: Checkpoint, function: Callable[..., Any], inputs: Sequence[Any]) -> Checkpoint:
+    """The checkpoint that is not re-entrant, where a backward goes through it as through the script's: it ends a
+    recomputation at the last tensor that is needed. The re-entrant one also does the last product of a block again, 38
+    of 523 ms of the backward of 3 B (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
+    if _options(written).get("use_reentrant") is False or not goes_through(written, function, inputs):
+        return written
+    return UNASKED
 
 
 def _options(written: Checkpoint) -> dict[str, Any]:
