@@ -19,10 +19,10 @@ from ds_slide.kernels.loss.weight_gradient import WeightGradient, result_dtype
 # Logits of one chunk, at least: 1,024 rows of 151,936 words in bf16. Beside it stands the second half of the fp32 sum
 # of the weight's gradient (0.62 GB for h = 2048), so that the loss of such a head stays below 1 GB.
 CHUNK_BYTES = 320 * 10**6
-# Each chunk reads and writes the whole of that sum (2.5 GB). So a GPU that has the memory takes larger ones, 2,048 rows
-# on an H200 (0.85 of its products' speed, against 0.78; LOG.md). Where the sum is larger, so is what it costs, and the
-# memory that it takes anyway: chunks may then take as much, up to 1 % of the GPU.
-CHUNKS_OF_DEVICE = 200
+# Each chunk reads and writes the whole of that sum (2.5 GB). So a GPU that has the memory takes larger ones: 2,048 rows
+# where there are 80 GB (0.85 of its products' speed on an H200, against 0.78; LOG.md). Where the sum is larger, so is
+# what it costs, and the memory that it takes anyway: chunks may then take as much, up to 1 % of the GPU.
+CHUNKS_OF_DEVICE = 128
 MOST_CHUNKS_OF_DEVICE = 100
 # What a chunk costs beside the products depends on the rows alone: with 512 of them (256,000 words) the loss ran at
 # 0.61 of its products' speed, with 1,024 at 0.77. So larger vocabularies may take up to twice the bytes.
@@ -69,9 +69,14 @@ def workspace_bytes(hidden: torch.Tensor, vocabulary: int, need_weight: bool, me
     """What the forward takes beside its results, and frees again, on a GPU with so many bytes of memory: the logits of
     a chunk, and the half of the weight's sum that does not lie in its result."""
     padded, itemsize = _padded(vocabulary), hidden.element_size()
-    step = _step(hidden, padded, vocabulary, need_weight, memory)
+    step = rows_at_once(hidden, vocabulary, need_weight, memory)
     half = vocabulary * hidden.shape[1] * itemsize if need_weight and step < hidden.shape[0] and itemsize < 4 else 0
     return step * padded * itemsize + half
+
+
+def rows_at_once(hidden: torch.Tensor, vocabulary: int, need_weight: bool, memory: int) -> int:
+    """Rows of a chunk on a GPU with so many bytes of memory."""
+    return _step(hidden, _padded(vocabulary), vocabulary, need_weight, memory)
 
 
 def _padded(vocabulary: int) -> int:

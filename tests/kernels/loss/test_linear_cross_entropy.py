@@ -164,7 +164,15 @@ def test_chunks_are_powers_of_two_within_the_limit() -> None:
 
 @pytest.mark.parametrize(
     ("gigabytes", "summed", "expected"),
-    [(24, 622, 320), (24, 2000, 320), (80, 622, 777.5), (80, 2000, 800), (150, 0, 750), (150, 622, 777.5)],
+    [
+        (24, 622, 320),
+        (24, 2000, 320),
+        (80, 0, 625),
+        (80, 622, 777.5),
+        (80, 2000, 800),
+        (160, 0, 1250),
+        (160, 622, 1250),
+    ],
 )
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_chunks_grow_with_the_gpu_and_with_the_sum(
@@ -192,6 +200,13 @@ def test_one_chunk_where_several_would_take_more_memory(
 ) -> None:
     hidden = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
     assert module._step(hidden, vocabulary, vocabulary, need_weight) == expected
+
+
+@pytest.mark.parametrize(("gigabytes", "expected"), [(24, 1024), (80, 2048), (150, 2048)])
+def test_chunks_of_a_narrow_head_are_as_long_as_those_of_a_wide_one(gigabytes: int, expected: int) -> None:
+    """Of GPUs that are not there: 16 chunks of 0.5 B, each of which reads and writes the whole sum, or 8."""
+    hidden = torch.empty(16384, 896, dtype=torch.bfloat16, device="meta")
+    assert module.rows_at_once(hidden, 151936, True, gigabytes * 10**9) == expected
 
 
 @pytest.mark.parametrize(("needed", "dtype"), [(True, torch.bfloat16), (False, torch.float16)], ids=str)
