@@ -29,22 +29,30 @@ UNDER_MODE = Operation("mode", 0, 0)
 much as a launch. A forward of 0.5 B in which 23 of 24 blocks kept 7 results each took 0.126 s, and 0.092 without such
 blocks on another machine: 1.4 ms for the 14 operators of a block that move bytes, and these results
 (benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.md)."""
-_LOSS_PASSES = 4
-"""Over the logits of a chunk beside its products: written, read for the losses, read and written for the gradients."""
+_LOSS_PASSES = 3
+"""Over the logits of a chunk beside its products: read for the losses, read and written for the gradients."""
+_SUM_ROWS = 512
+"""Of a chunk, with which the products of its gradient would hide nothing of what the sum's reads and writes take. With
+2,048 rows 0.21 to 0.4 of that is seen, and with 1,024 0.37 to 0.76 (page kernels of H200, and profiles of 1.5 to 7 B on
+an H100, benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
 _PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
 """And which argument is the first matrix."""
 
 
 def operations_of(
-    name: str, function: Any, args: Any, kwargs: Any, made: Any, inputs: Sequence[torch.Tensor], outputs: Any
+    name: str,
+    function: Any,
+    args: Any,
+    kwargs: Any,
+    made: Any,
+    inputs: Sequence[torch.Tensor],
+    outputs: Any,
+    memory: int = 0,
 ) -> list[Operation]:
+    """`memory`: bytes of the GPU, by which the loss takes larger chunks."""
     nbytes = sum(map(_bytes, (*inputs, *outputs)))
     if name == "ds_slide::linear_cross_entropy":
-        (rows, width), words = args[0].shape, args[1].shape[0]
-        products = 1 + sum(map(bool, args[-3:-1]))
-        product = Operation("product", 2 * rows * words * width, 0, (rows, words, width))
-        logits = rows * words * args[0].element_size()
-        return [product] * products + [Operation("other", 0, _LOSS_PASSES * logits)]
+        return _loss(args[0], args[1], need_hidden=args[-3], need_weight=args[-2], memory=memory)
     if name in _PRODUCTS:
         left, right = args[_PRODUCTS[name] : _PRODUCTS[name] + 2]
         shape = (left.shape[-2], right.shape[-1], left.shape[-1])
@@ -58,6 +66,24 @@ def operations_of(
         causal = any(each is True for each in args)  # their only flag that is set, beside one that asks for a number
         return [_attention(heads, nbytes, backward=backward, causal=causal)]
     return [Operation("product", int(count(*args, **kwargs, out_val=made)), nbytes)]
+
+
+def _loss(
+    hidden: torch.Tensor, weight: torch.Tensor, *, need_hidden: bool, need_weight: bool, memory: int
+) -> list[Operation]:
+    """Of all chunks: the logits' product and those of the gradients, what the kernels of rows read and write, and what
+    the sum of the weight's gradients costs beside its products."""
+    from ds_slide.kernels.loss.linear_cross_entropy import rows_at_once
+
+    (rows, width), words = hidden.shape, weight.shape[0]
+    step = rows_at_once(hidden, words, need_weight, memory)
+    product = Operation("product", 2 * step * words * width, 0, (step, words, width))
+    of_chunk = [product] * (1 + need_hidden + need_weight)
+    of_chunk.append(Operation("other", 0, _LOSS_PASSES * step * words * hidden.element_size()))
+    if need_weight and step < rows:
+        summed = 2 * 4 * words * width
+        of_chunk.append(Operation("other", 0, summed * min(_SUM_ROWS, step) // step))
+    return of_chunk * max(1, round(rows / step))
 
 
 def _attention(given: Sequence[torch.Tensor], nbytes: int, *, backward: bool, causal: bool) -> Operation:

@@ -24,13 +24,15 @@ from ds_slide.plan.rates import (
     Launched,
     Rates,
 )
-from ds_slide.plan.trace import StepTrace
+from ds_slide.plan.trace import Segment, StepTrace
 from ds_slide.plan.two_passes import Schedule, exceeds, second_pays
 
 SCHEDULES: tuple[Schedule, ...] = ("under backward", "deferred", "two passes", "speculative")
-STEP_S = 5e-3
-"""Of a GPU that stands still between two steps while the host reads the norm and queues updates and fetches (4 to 7 ms
-of `step()` where nothing is copied then, page before-after). It counts as compute, as in the engine's statistics."""
+STEP_S = 8e-3
+"""Of a GPU that stands still between two steps while the host reads the norm, queues updates and fetches (4 to 7 ms of
+`step()` where nothing is copied then, page before-after) and comes to the first launch of the next forward: 6 and 11 ms
+in all (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md). It counts as compute, as in the engine's
+statistics."""
 BACKWARD_BEGINS_S = 8e-3
 """Of the host, between a launched forward and the first backward of a block: DeepSpeed's `backward()`, autograd's
 thread and the loss. With it six of seven settings whose updates are as long as their forward have the schedule that
@@ -138,6 +140,7 @@ class _Step:
     def __init__(self, plan: Plan, needs: Needs, trace: StepTrace, rates: Rates, micro_batches: int) -> None:
         self._plan, self._trace, self._rates, self._micro_batches = plan, trace, rates, micro_batches
         self._streamed = sorted(streamed(plan.units, plan.placement))
+        self._passing = frozenset(self._streamed)
         self._fetched_again = self._streamed[: max(0, len(self._streamed) - plan.placement.window)]
         self._parts = _parts(plan.units)
         self._ring = plan.entry(BLOCK_RING).count
@@ -146,12 +149,12 @@ class _Step:
         self._units = [self._lanes_of(index, unit, needs) for index, unit in enumerate(plan.units)]
         without_waits = Launched(rates)
         for segment in trace.forward:
-            without_waits.run(segment.operations)
+            self._run(without_waits, segment)
         self.compute_forward = without_waits.now
         self._ahead = without_waits.ahead
         """Of the host, when a backward begins."""
         for segment in trace.backward:
-            without_waits.run(segment.operations)
+            self._run(without_waits, segment)
         self._compute_backward = without_waits.now - self.compute_forward
         on_gpu = [plan.units[index] for index in plan.placement.on_gpu | plan.placement.promoted]
         self._gpu_update = sum(update_bytes(unit) for unit in on_gpu) / rates.copy
@@ -252,11 +255,15 @@ class _Step:
             holding_s=more * holding,
         )
 
+    def _run(self, step: Launched, segment: Segment, more: float = 0.0) -> None:
+        """`more`: seconds of the GPU behind the segment's own."""
+        step.run(segment.operations, more, visits=segment.unit in self._passing)
+
     def backward_until_updates(self) -> float:
         """Seconds until the backward of one micro-batch has come to the last unit that the host updates."""
         step, reached = Launched(self._rates, host=-self._ahead), 0.0
         for segment in self._trace.backward:
-            step.run(segment.operations)
+            self._run(step, segment)
             if segment.unit is not None and self._units[segment.unit].update:
                 reached = step.now
         return reached
@@ -292,7 +299,7 @@ class _Step:
         slower = self._rates.d2h / self._rates.both_ways if self._fetched_again else 1.0
         for segment in self._trace.backward:
             number = segment.unit
-            step.run(segment.operations, 0.0 if number is None else self._units[number].encode)
+            self._run(step, segment, 0.0 if number is None else self._units[number].encode)
             if number is None or not self._units[number].d2h:
                 continue
             step.now = max(step.now, copied[-STAGINGS])  # the host goes on
@@ -316,14 +323,14 @@ class _Step:
             lane += unit.h2d / (UP_BESIDE_UPDATE if lane < updates_end else 1.0) + unit.apply
             ready.append(lane if unit.h2d else begin)
         outer = [index for index, unit in enumerate(self._plan.units) if unit.stays]
-        step = Launched(self._rates, begin, begin)
+        step = Launched(self._rates, begin, begin, updates_end)
         blocks = [segment.unit for segment in self._trace.forward if segment.unit is not None]
         first = min(blocks, default=len(self._units))
         step.wait(max((ready[index] for index in outer if index < first), default=begin))
         for segment in self._trace.forward:
             if segment.unit is not None:
                 step.wait(max([ready[segment.unit], *(ready[part] for part in self._parts[segment.unit])]))
-            step.run(segment.operations)
+            self._run(step, segment)
         # What is needed behind the blocks, as an untied head, comes after them in the order of updates as well.
         step.wait(max((ready[index] for index in outer), default=begin))
         return step

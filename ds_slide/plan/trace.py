@@ -312,7 +312,7 @@ class _Tracer(TorchDispatchMode):
             name, count = function._schema.name, WORKSPACES.get(function._schema.name)
             self.peak = max(self.peak, self.live + (count(args, self._memory) if count else 0))
             segment = (self.backward or self.forward)[-1]
-            operations = operations_of(name, function, args, kwargs, made, inputs, outputs)
+            operations = operations_of(name, function, args, kwargs, made, inputs, outputs, self._memory)
             segment.operations.update(operations)
             if self._recomputed is not None:
                 run = run_of(function, self._counts[str(function)], operations, args, kwargs, made)

@@ -6,9 +6,11 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Schedule = Literal["under backward", "deferred", "two passes", "speculative"]
-PASS_SHARE = 18 / 26 / 0.9
-"""Of the time of a whole update, that either pass takes: of AdamW in fp32 18 of its 26 bytes a parameter, at nine
-tenths of its rate (0.79 to 0.85 where both were busy for 0.87 to 0.93 s, and one pass for 0.55, page passes)."""
+PASS_SHARE = 18 / 26 / 0.95
+"""Of the time of a whole update, that either pass takes: of AdamW in fp32 18 of its 26 bytes a parameter, at little
+less than its rate. 0.62 to 0.77 in trainings on two H100 hosts and 0.74 on one of an H200
+(benchmarks/results/2026-11-26_nvidia-h100_forecast.md, 2026-11-23_nvidia-h200_hand-sweep.md), 0.79 to 0.85 on another
+(page passes)."""
 FIRST_PASS = 1 / 2
 """Of the time of both."""
 UPDATE_BOUND = 0.9

@@ -66,7 +66,7 @@ def test_a_process_that_fails_is_told_in_one_sentence_and_tried_again(
     def process(**_: Any) -> ProcessFigures:
         if fails:
             raise SlideError("ImportError: no such luck")
-        return ProcessFigures(345_000_000, 7e-5)
+        return ProcessFigures(345_000_000, 7e-5, 4e-4)
 
     def told() -> tuple[int | None, dict[str, Any]]:
         ran = ds_slide("doctor", "--json", "--path", tmp_path)
@@ -93,15 +93,21 @@ def test_a_process_that_fails_is_told_in_one_sentence_and_tried_again(
         nbytes == 345_000_000
         and finding["state"].startswith("0.34 GB")
         and "70 us" in finding["state"]
+        and "0.40 ms more for a block" in finding["state"]
         and not finding["advice"]
     )
-    assert cache.of_this_machine().process_bytes == 345_000_000 and cache.of_this_machine().engine_operation_s == 7e-5
+    found_now = cache.of_this_machine()
+    assert (found_now.process_bytes, found_now.engine_operation_s, found_now.engine_visit_s) == (
+        345_000_000,
+        7e-5,
+        4e-4,
+    )
 
     # Of a file of before, in which the figure was another one, nothing is taken.
     (file,) = cache.folder().iterdir()
     written = file.read_text()
     file.write_text(written.replace("engine_operation_s", "operation_s"))
-    monkeypatch.setattr(cache, "measure_process", lambda **_: ProcessFigures(456_000_000, None, "no engine today"))
+    monkeypatch.setattr(cache, "measure_process", lambda **_: ProcessFigures(456_000_000, why_none="no engine today"))
     nbytes, finding = told()
     assert nbytes == 456_000_000 and "under one is not measured (no engine today)" in finding["state"]
     file.write_text(written)

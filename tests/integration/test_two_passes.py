@@ -115,7 +115,7 @@ def step_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
         (0.2, 0.45, 0.15, False),  # hidden by the forward
         (0.2, 0.45, 0.185, True),
         (0.2, 0.4, 0.7, True),  # the second pass does not fit under backward, and takes less than it saves
-        (0.2, 0.3, 0.6, False),
+        (0.2, 0.3, 0.7, False),
     ],
 )
 def test_two_where_updates_hold_up_the_forward_and_backward_has_room(

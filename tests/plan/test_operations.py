@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from ds_slide.kernels.loss.linear_cross_entropy import workspace_bytes
 from ds_slide.plan.operations import operations_of
 
 
@@ -35,3 +36,23 @@ def test_attention_of_groups_of_queries_counts_all_queries(groups: int) -> None:
         assert found.shape == (48, 64, 16)
     (half,) = operations_of(forward._schema.name, forward, (query, key, key, 0.0, True), {}, made, inputs[1:], [made])
     assert half.flops == 2 * 2 * 8 * 48 * 64 * 16
+
+
+@pytest.mark.parametrize(("gigabytes", "chunks"), [(24, 16), (80, 8)])
+def test_a_loss_is_its_chunks_which_a_larger_gpu_has_fewer_of(gigabytes: int, chunks: int) -> None:
+    """The products are the same, and the sum of the weight's gradient is read and written once for each."""
+    rows, width, words, memory = 16384, 1536, 151936, gigabytes * 10**9
+    hidden, weight = (torch.empty(size, width, dtype=torch.bfloat16, device="meta") for size in (rows, words))
+    arguments = [hidden, weight, None, None, None, 1.0, 0, -100, 0.0, 0.0, None]
+    found = operations_of(
+        "ds_slide::linear_cross_entropy", None, [*arguments, True, True, False], {}, (), [], [], memory
+    )
+    evaluated = operations_of(
+        "ds_slide::linear_cross_entropy", None, [*arguments, False, False, False], {}, (), [], [], memory
+    )
+    step = rows // chunks
+    assert workspace_bytes(hidden, words, True, memory) == step * words * 2 + words * width * 2
+    assert len(found) == 5 * chunks and sum(each.flops for each in found) == 3 * 2 * rows * words * width
+    assert sum(each.flops for each in evaluated) == 2 * rows * words * width
+    summed = sum(each.nbytes for each in found) - sum(each.nbytes for each in evaluated)
+    assert summed == pytest.approx(chunks * 8 * words * width * 512 / step)

@@ -43,6 +43,7 @@ def test_the_time_of_the_host_is_that_under_an_engine_which_is_no_part_of_the_me
     found = measure_process(on_gpu=False, under_engine=True)
     # On a processor an operation is also computed in that time.
     assert found.why_none == "" and found.engine_operation_s and 1e-6 < found.engine_operation_s < 1e-2
+    assert found.engine_visit_s is not None and 0 <= found.engine_visit_s < 1e-2
     assert found.resident_bytes == pytest.approx(whole, rel=0.03)
 
 

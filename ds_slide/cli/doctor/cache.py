@@ -105,7 +105,11 @@ def _process(failed: Callable[[str], None] | None) -> dict[str, Any]:
         return {}
     if measured.why_none and failed is not None:
         failed(measured.why_none)
-    return {"process_bytes": measured.resident_bytes, "engine_operation_s": measured.engine_operation_s}
+    return {
+        "process_bytes": measured.resident_bytes,
+        "engine_operation_s": measured.engine_operation_s,
+        "engine_visit_s": measured.engine_visit_s,
+    }
 
 
 def _disk(path: Path) -> DiskCeilings:

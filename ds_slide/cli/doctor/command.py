@@ -76,6 +76,10 @@ def _process(ceilings: Ceilings, why: Sequence[str]) -> Finding:
     state = f"{ceilings.process_bytes / 1e9:.2f} GB of host memory before an engine is built"
     if ceilings.engine_operation_s is not None:
         state += f", {ceilings.engine_operation_s * 1e6:.0f} us of the host for an operation of the GPU under one"
+        if ceilings.engine_visit_s is not None:
+            state += (
+                f", {ceilings.engine_visit_s * 1e3:.2f} ms more for a block that passes through the window, each way"
+            )
     elif why:
         state += f", and the host's time under one is not measured ({'; '.join(why)})"
     if installed_version(TRANSFORMERS) is None:
@@ -106,6 +110,9 @@ def _rates(ceilings: Ceilings) -> Iterator[tuple[str, str]]:
     if gpu is not None:
         for shape, rate in gpu.product_tflop_s.items():
             yield f"product {shape}", f"{rate:.0f} TFLOP/s in bf16"
+        for tokens, rate in gpu.attention_tflop_s.items():
+            backward = gpu.attention_backward_tflop_s[tokens]
+            yield f"attention {tokens} tokens", f"{rate:.0f} TFLOP/s in bf16, causal; backward {backward:.0f}"
         link = f"H2D {gpu.h2d_gb_s:.1f}, D2H {gpu.d2h_gb_s:.1f}, both at once {gpu.both_ways_gb_s:.1f} GB/s each way"
         yield "copies", f"{link}; on the GPU {gpu.copy_gb_s:,.0f} GB/s (read and written)"
     elif cpu.product_tflop_s is not None:

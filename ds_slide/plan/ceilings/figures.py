@@ -17,6 +17,14 @@ PRESETS = Path(__file__).resolve().parents[2] / "configs" / "ceilings"
 """Files of machines that were measured before, by name."""
 
 
+ATTENTION_WIDTH = 128
+"""Of the heads in the attention that is measured."""
+_OF_WIDTH = 0.4
+"""The rate of attention grows with this power of the width, up to `ATTENTION_WIDTH`: heads of 64 elements, which have
+as many exponentials, reach 0.70 to 0.85 of the rate of those of 128 with 512 to 32,768 tokens
+(benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
+
+
 class _Figures(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -33,6 +41,9 @@ class GpuCeilings(_Figures):
     d2h_gb_s: float = Field(gt=0)
     both_ways_gb_s: float = Field(gt=0)
     """Each way, when both carry at once."""
+    attention_tflop_s: Mapping[str, float] = {}
+    attention_backward_tflop_s: Mapping[str, float] = {}
+    """Of causal attention, by the number of keys. Empty: not measured, as in files of before."""
 
     def product_flops(self, shape: Sequence[int] | None) -> float:
         """Floating-point operations a second in products of `shape`: those of the nearest one that was measured."""
@@ -40,6 +51,18 @@ class GpuCeilings(_Figures):
         if shape is None:
             return max(rates.values())
         return rates[min(rates, key=lambda measured: _distance(measured, shape))]
+
+    def attention_flops(self, keys: int, width: int, *, backward: bool) -> float | None:
+        """Floating-point operations a second in attention over `keys` keys with heads of `width` elements; None where
+        it was not measured with two lengths. The seconds of one are a constant and a part that is shared by the keys,
+        as with the shortest and the longest sequence that were measured."""
+        given = self.attention_backward_tflop_s if backward else self.attention_tflop_s
+        seconds = sorted((int(name), 1e-12 / rate) for name, rate in given.items())
+        if len(seconds) < 2:
+            return None
+        (short, of_short), (long, of_long) = seconds[0], seconds[-1]
+        shared = max(0.0, of_short - of_long) / (1 / short - 1 / long)
+        return min(1.0, width / ATTENTION_WIDTH) ** _OF_WIDTH / (of_long - shared / long + shared / keys)
 
 
 class CpuCeilings(_Figures):
@@ -79,6 +102,8 @@ class Ceilings(_Figures):
     engine_operation_s: float | None = Field(default=None, gt=0)
     """Seconds of the host under an engine for an operation of the GPU: Python, hooks and the launch. None: not
     measured, or no GPU."""
+    engine_visit_s: float | None = Field(default=None, ge=0)
+    """What the host takes beside them for a block that passes through the window, each way."""
 
     def process_of(self, *, on_gpu: bool) -> int | None:
         """`process_bytes` where they are those of a process that computes there, None where it was the other one."""

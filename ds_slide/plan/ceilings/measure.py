@@ -11,17 +11,28 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch.nn import functional
 
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.plan.ceilings.figures import CpuCeilings, DiskCeilings, GpuCeilings
+from ds_slide.plan.ceilings.figures import ATTENTION_WIDTH, CpuCeilings, DiskCeilings, GpuCeilings
 from ds_slide.store.directories.run_files import RunFiles
 from ds_slide.store.ssd.bandwidth import bandwidths
 
 UPDATE_BYTES = 26
 """Of a parameter, AdamW in fp32: gradient read; both parts of the split master and both moments read and written."""
-SHAPES = ((8192, 8192, 8192), (16384, 2048, 2048), (16384, 11008, 2048), (16384, 2048, 11008), (8192, 18944, 3584))
-"""Of matrix products: a square, and those of blocks of 3 and 7 G parameters."""
+SHAPES = (
+    (8192, 8192, 8192),
+    (16384, 4864, 896),
+    (16384, 2048, 2048),
+    (16384, 11008, 2048),
+    (16384, 2048, 11008),
+    (8192, 18944, 3584),
+)
+"""Of matrix products, rows x columns x inner: a square, and those of blocks of models of 0.5, 3 and 7 G parameters."""
+_ATTENTION = ((8, 2048), (1, 32768))
+_HEADS = 16
+"""Of attention: sequences and their tokens, and heads of `ATTENTION_WIDTH`, as blocks of 3 G parameters have them."""
 _COPY_BYTES = 512 << 20
 _CPU_SHAPE = (512, 512, 512)
 _UPDATED, _MOST_UNITS = 32 << 20, 8
@@ -32,6 +43,9 @@ _ROUNDS = 5
 _WARM_S = 0.3
 """Of products on a GPU before those that count: soon its power limits it to the rate that it can hold (backwards of
 blocks of 11.9 ms each took 12.8 from the fourth on, benchmarks/results/2026-11-23_nvidia-h200_timeline-slide.json)."""
+_PRODUCTS_S = 0.5
+"""Of those that count: under that limit 20 ms of them do 569 to 764 TFLOP/s on an H100, one after the other
+(benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
 
 
 def gpu_ceilings(device: torch.device) -> GpuCeilings:
@@ -58,6 +72,7 @@ def gpu_ceilings(device: torch.device) -> GpuCeilings:
     def rate(work: Callable[[], object], nbytes: int = _COPY_BYTES) -> float:
         return nbytes / _on_gpu(work, device) / 1e9
 
+    attention = {str(tokens): _attention_rates(count, tokens, device) for count, tokens in _ATTENTION}
     return GpuCeilings(
         name=torch.cuda.get_device_name(device),
         memory_bytes=torch.cuda.get_device_properties(device).total_memory,
@@ -66,13 +81,18 @@ def gpu_ceilings(device: torch.device) -> GpuCeilings:
         h2d_gb_s=rate(h2d),
         d2h_gb_s=rate(d2h),
         both_ways_gb_s=rate(both),
+        attention_tflop_s={tokens: forward for tokens, (forward, _) in attention.items()},
+        attention_backward_tflop_s={tokens: backward for tokens, (_, backward) in attention.items()},
     )
 
 
 def _product_rate(shape: tuple[int, int, int], device: torch.device) -> float:
+    """With the right matrix as the weight of a linear layer lies in memory, [columns, inner]. As [inner, columns] it is
+    slower in some shapes: 16384x11008x2048 did 532 to 636 TFLOP/s so on H100s, and 670 as a linear layer has it
+    (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
     rows, columns, inner = shape
     left = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
-    right = torch.randn(inner, columns, device=device, dtype=torch.bfloat16)
+    right = torch.randn(columns, inner, device=device, dtype=torch.bfloat16).t()
     product = torch.empty(rows, columns, device=device, dtype=torch.bfloat16)
     times = 10
 
@@ -81,14 +101,38 @@ def _product_rate(shape: tuple[int, int, int], device: torch.device) -> float:
             torch.mm(left, right, out=product)
 
     if device.type == "cuda":
-        begin = time.perf_counter()
-        while time.perf_counter() < begin + _WARM_S:
-            multiply()
-            torch.cuda.synchronize(device)
-        seconds = _on_gpu(multiply, device)
+        _repeat(multiply, _WARM_S)
+        seconds = _repeat(multiply, _PRODUCTS_S)
     else:
         seconds = _median(multiply)
     return times * 2 * rows * columns * inner / seconds / 1e12
+
+
+def _repeat(work: Callable[[], object], least_s: float) -> float:
+    """Seconds of one of all that are done in `least_s` on a GPU."""
+    begin = now = time.perf_counter()
+    rounds = 0
+    while now < begin + least_s:
+        work()
+        torch.cuda.synchronize()
+        now, rounds = time.perf_counter(), rounds + 1
+    return (now - begin) / rounds
+
+
+def _attention_rates(count: int, tokens: int, device: torch.device) -> tuple[float, float]:
+    """Of the forward and of the backward of causal attention in bf16, TFLOP/s."""
+    shape = (count, _HEADS, tokens, ATTENTION_WIDTH)
+    query, key, value = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+    def attention() -> torch.Tensor:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    made = attention()
+    gradient = torch.randn_like(made)
+    forward = _on_gpu(attention, device)
+    backward = _on_gpu(lambda: torch.autograd.grad(made, (query, key, value), gradient, retain_graph=True), device)
+    product = count * _HEADS * tokens**2 * ATTENTION_WIDTH  # of half of a matrix, two operations each
+    return 2 * product / forward / 1e12, 5 * product / backward / 1e12
 
 
 def cpu_ceilings(name: str, threads: int, cores: Sequence[int], *, with_products: bool) -> CpuCeilings:

@@ -25,12 +25,13 @@ from ds_slide.errors import SlideError
 
 TRANSFORMERS = "transformers"
 _LONGEST_S = 180
-"""Of the whole process; on two cores it took 4, and 13 with the steps of an engine on the processor."""
-_BYTES, _OPERATION, _WHY_NONE = "resident bytes:", "seconds of an operation:", "no seconds of an operation:"
+"""Of the whole process; on two cores it took 4, and 33 with the steps of two engines on the processor."""
+_BYTES, _WHY_NONE = "resident bytes:", "no seconds under an engine:"
+_OPERATION, _VISIT = "seconds of an operation:", "seconds of a block:"
 _UNDER_ENGINE = "under-engine"
 _LIBRARIES = ("deepspeed", "ds_slide.integration.planning", "ds_slide.patching.apply", "ds_slide.runtime.engine")
-_OPERATION_TIME = "ds_slide.integration.operation_time"
-"""It builds an engine, which is for the rooms above this one: the process imports it by name, as it does libraries."""
+_HOST_TIME = "ds_slide.integration.host_time"
+"""It builds engines, which is for the rooms above this one: the process imports it by name, as it does libraries."""
 _SHAPE = {
     "vocab_size": 256,
     "hidden_size": 128,
@@ -48,11 +49,13 @@ _TIMED_LAYERS = 24
 @dataclass(frozen=True)
 class ProcessFigures:
     """`resident_bytes`: of host memory, after one forward and backward of a tiny causal LM. `engine_operation_s`: of
-    the host under an engine, for an operation of the GPU, as `ds_slide.plan.trace` counts them; None where it was not
-    asked for, without transformers, and where `why_none` says what failed."""
+    the host under an engine, for an operation of the GPU, as `ds_slide.plan.trace` counts them, and `engine_visit_s`
+    for a block that passes through the window, each way, beside them; None where it was not asked for, without
+    transformers, and where `why_none` says what failed."""
 
     resident_bytes: int
     engine_operation_s: float | None = None
+    engine_visit_s: float | None = None
     why_none: str = ""
 
 
@@ -63,10 +66,11 @@ def measure_process(*, on_gpu: bool, under_engine: bool | None = None) -> Proces
     such process runs; its bytes are answered also where an engine fails in it."""
     asks = on_gpu if under_engine is None else under_engine
     out, why = _ran("cuda" if on_gpu else "cpu", *([_UNDER_ENGINE] if asks else ()))
-    resident, seconds = _answer(out, _BYTES), _answer(out, _OPERATION)
+    resident = _answer(out, _BYTES)
     if resident is None:
         raise SlideError(why or "it said nothing")
-    return ProcessFigures(int(resident), float(seconds) if seconds else None, _answer(out, _WHY_NONE) or why)
+    operation, visit = (float(found) if (found := _answer(out, each)) else None for each in (_OPERATION, _VISIT))
+    return ProcessFigures(int(resident), operation, visit, _answer(out, _WHY_NONE) or why)
 
 
 def _ran(*arguments: str) -> tuple[str, str]:
@@ -113,17 +117,19 @@ def _model(shape: Mapping[str, int], device: torch.device) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device)
 
 
-def _engine_operation_s(device: torch.device) -> float:
-    """Under an engine that is built here, and stays. Raises whatever building it raises."""
+def _engine_host_s(device: torch.device) -> tuple[float, float]:
+    """Under engines that are built here. Raises whatever building them raises."""
     shape = {**_SHAPE, "num_hidden_layers": _TIMED_LAYERS}
-    measure: Any = importlib.import_module(_OPERATION_TIME).engine_operation_s
-    return float(measure(partial(_model, shape), _TOKENS, device))
+    measure: Any = importlib.import_module(_HOST_TIME).engine_host_s
+    operation, visit = measure(partial(_model, shape), _TIMED_LAYERS, _TOKENS, device)
+    return float(operation), float(visit)
 
 
-def _operation_line(device: torch.device) -> str:
-    """The answer about the host's time, or the reason why there is none: without it a plan is made, too."""
+def _engine_lines(device: torch.device) -> str:
+    """The answers about the host's time, or the reason why there are none: without them a plan is made, too."""
     try:
-        return f"{_OPERATION}{_engine_operation_s(device)}"
+        operation, visit = _engine_host_s(device)
+        return f"{_OPERATION}{operation}\n{_VISIT}{visit}"
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
         return f"{_WHY_NONE}{type(error).__name__}: {first}"
@@ -152,7 +158,7 @@ def _main() -> None:
     _write(f"{_BYTES}{_resident_bytes()}")
     # Behind it, because an engine stays in memory, and may end the process.
     if _UNDER_ENGINE in sys.argv and importlib.util.find_spec(TRANSFORMERS) is not None:
-        _write(_operation_line(device))
+        _write(_engine_lines(device))
     # What libraries do at the end takes a second and may fail, and the answer is there.
     os._exit(0)
 

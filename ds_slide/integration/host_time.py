@@ -1,4 +1,4 @@
-"""What an operation of the GPU takes the host under an engine, measured in steps of a small model, for the plan."""
+"""What the host takes under an engine, for an operation and for a block that passes by, measured in small steps."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ds_slide.plan.trace import TracedUnit, trace_step
 from ds_slide.runtime.activations.spare_memory import LOOKS
 
 MICRO_BATCHES = 2
-"""Of a step. All states of so small a model are on the GPU from the start, and no block passes through the window."""
-WARM_UP_STEPS, TIMED_STEPS = LOOKS[-1] + 2, 12
+"""Of a step."""
+WARM_UP_STEPS, TIMED_STEPS = LOOKS[-1] + 2, 16
 """The engine decides about spare GPU memory until the last of `LOOKS`; the step behind it allocates what is new."""
 _CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -42,23 +42,35 @@ _GPU_MEMORY = 1 << 30
 """By which kernels choose their temporary memory. How many operations there are does not depend on it."""
 
 
-def engine_operation_s(build: Callable[[torch.device], Any], tokens: int, device: torch.device) -> float:
-    """Seconds of a micro-batch, forward and backward of one sequence of `tokens` tokens, over the number of operations
-    that the plan counts in it: the median of steps. `build` makes a causal language model on a device, one so small
-    that the GPU waits for the host. The process has another environment afterwards, and the engine is still there.
-    Raises SlideError where it is not DS-Slide's, and whatever building it raises."""
+def engine_host_s(
+    build: Callable[[torch.device], Any], blocks: int, tokens: int, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of the host for an operation, and for a block that passes through the window, beside its operations, each
+    way. The first: of a micro-batch, forward and backward of one sequence of `tokens` tokens, over the number of
+    operations that the plan counts in it, with all states on the GPU, where so small a model has them; the second: what
+    the micro-batch takes longer with none there. Both of the median of steps. `build` makes a causal language model of
+    `blocks` blocks on a device, one so small that the GPU waits for the host. The process has another environment
+    afterwards. Raises SlideError where the engine is not DS-Slide's, and whatever building it raises."""
     count = _operations(build(torch.device("meta")), tokens, device)
     # Also where a launcher has started this process: the engine would wait for the other ranks.
     os.environ.update(_LAUNCHER)
-    model = build(device)
+    resident = _micro_batch_s(build(device), tokens, device, {})
+    passing = _micro_batch_s(build(device), tokens, device, {"gpu_states": 0})
+    return resident / count, max(0.0, passing - resident) / (2 * blocks)
+
+
+def _micro_batch_s(model: Any, tokens: int, device: torch.device, settings: dict[str, Any]) -> float:
+    """Seconds of a micro-batch under an engine with `settings` in its block."""
     # DeepSpeed writes into the dict that it is given.
     config = copy.deepcopy(_CONFIG)
+    config[CONFIG_KEY] = {"enabled": True, **settings}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     if not hasattr(engine.optimizer, "slide_stats"):
         raise SlideError(f"DeepSpeed has built an engine with {type(engine.optimizer).__name__}, not DS-Slide's")
     inputs = torch.zeros(1, tokens, dtype=torch.long, device=device)
     seconds = [_step_s(engine, inputs) for _ in range(WARM_UP_STEPS + TIMED_STEPS)]
-    return statistics.median(seconds[WARM_UP_STEPS:]) / (MICRO_BATCHES * count)
+    engine.destroy()
+    return statistics.median(seconds[WARM_UP_STEPS:]) / MICRO_BATCHES
 
 
 def _operations(model: Any, tokens: int, device: torch.device) -> int:
