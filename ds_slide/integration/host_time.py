@@ -19,7 +19,7 @@ from ds_slide.plan.trace import TracedUnit, trace_step
 from ds_slide.runtime.activations.spare_memory import LOOKS
 
 MICRO_BATCHES = 2
-"""Of a step."""
+"""A step has so many."""
 WARM_UP_STEPS, TIMED_STEPS = LOOKS[-1] + 2, 16
 """The engine decides about spare GPU memory until the last of `LOOKS`; the step behind it allocates what is new."""
 _CONFIG = {
@@ -46,11 +46,12 @@ def engine_host_s(
     build: Callable[[torch.device], Any], blocks: int, tokens: int, device: torch.device
 ) -> tuple[float, float]:
     """Seconds of the host for an operation, and for a block that passes through the window, beside its operations, each
-    way. The first: of a micro-batch, forward and backward of one sequence of `tokens` tokens, over the number of
-    operations that the plan counts in it, with all states on the GPU, where so small a model has them; the second: what
-    the micro-batch takes longer with none there. Both of the median of steps. `build` makes a causal language model of
-    `blocks` blocks on a device, one so small that the GPU waits for the host. The process has another environment
-    afterwards. Raises SlideError where the engine is not DS-Slide's, and whatever building it raises."""
+    way. The first is that of a micro-batch, forward and backward of one sequence of `tokens` tokens, over the number of
+    operations that the plan counts in it, with all states on the GPU, where so small a model has them. The second is
+    what the micro-batch takes longer with none there, also by the updates beside it. Each is the median of several
+    steps. `build` makes a causal language model of `blocks` blocks on a device, one so small that the GPU waits for the
+    host. The process has another environment afterwards. Raises SlideError where the engine is not DS-Slide's, and
+    whatever building it raises."""
     count = _operations(build(torch.device("meta")), tokens, device)
     # Also where a launcher has started this process: the engine would wait for the other ranks.
     os.environ.update(_LAUNCHER)

@@ -32,9 +32,10 @@ blocks on another machine: 1.4 ms for the 14 operators of a block that move byte
 _LOSS_PASSES = 3
 """Over the logits of a chunk beside its products: read for the losses, read and written for the gradients."""
 _SUM_ROWS = 512
-"""Of a chunk, with which the products of its gradient would hide nothing of what the sum's reads and writes take. With
-2,048 rows 0.21 to 0.4 of that is seen, and with 1,024 0.37 to 0.76 (page kernels of H200, and profiles of 1.5 to 7 B on
-an H100, benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
+"""Reads and writes of the sum of the weight's gradient take this part of their own time, over the rows of a chunk,
+beside the chunk's products: a quarter with 2,048 rows, where 0.2 to 0.4 were measured, and a half with 1,024, where it
+was 0.37 to 0.76 (page kernels of H200, and profiles of 1.5 to 7 B on an H100,
+benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
 _PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
 """And which argument is the first matrix."""
 
@@ -76,14 +77,19 @@ def _loss(
     from ds_slide.kernels.loss.linear_cross_entropy import rows_at_once
 
     (rows, width), words = hidden.shape, weight.shape[0]
+    if not rows:
+        return []
     step = rows_at_once(hidden, words, need_weight, memory)
-    product = Operation("product", 2 * step * words * width, 0, (step, words, width))
-    of_chunk = [product] * (1 + need_hidden + need_weight)
-    of_chunk.append(Operation("other", 0, _LOSS_PASSES * step * words * hidden.element_size()))
-    if need_weight and step < rows:
-        summed = 2 * 4 * words * width
-        of_chunk.append(Operation("other", 0, summed * min(_SUM_ROWS, step) // step))
-    return of_chunk * max(1, round(rows / step))
+
+    def of_chunk(size: int) -> list[Operation]:
+        product = Operation("product", 2 * size * words * width, 0, (size, words, width))
+        read = Operation("other", 0, _LOSS_PASSES * size * words * hidden.element_size())
+        summed = 2 * 4 * words * width * min(_SUM_ROWS, step) // step
+        sums = [Operation("other", 0, summed)] * (need_weight and step < rows)
+        return [*[product] * (1 + need_hidden + need_weight), read, *sums]
+
+    whole, rest = divmod(rows, step)
+    return of_chunk(step) * whole + (of_chunk(rest) if rest else [])
 
 
 def _attention(given: Sequence[torch.Tensor], nbytes: int, *, backward: bool, causal: bool) -> Operation:

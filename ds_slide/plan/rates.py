@@ -23,9 +23,9 @@ LAUNCH_S = 1.12e-4
 micro-batches of 8 x 512 and of 8 x 2048 tokens of 0.5 B, of 1,017 operations, take 0.101 to 0.12 s on H200 machines
 (benchmarks/results/2026-11-23_nvidia-h200_decided.md and _hand-sweep.md)."""
 LAUNCH_BESIDE_UPDATE = 2.0
-"""How many times as long a launch takes while updates run on the other cores of the host: they share its memory, and
-two hyper-threads a core. The first blocks of 0.5 B took 3 to 5 ms until the updates had ended, and 1.4 behind them
-(benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
+"""How many times as long a launch takes in a forward while updates run on the other cores of the host: they share its
+memory, and two hyper-threads a core. The first blocks of 0.5 B took 3 to 5 ms until the updates had ended, and 1.4
+behind them (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
 UPDATE_LOSES_UP, UPDATE_LOSES_DOWN = 0.6, 1.0
 """Of the bytes that a copy moves up or down beside an update of the CPU, what the update moves less: they share the
 memory. 154 GB/s alone became 131 beside 40 GB/s up, and 104 beside 50 down
@@ -131,9 +131,10 @@ class Launched:
 
     def run(self, operations: Counter[Operation], more: float = 0.0, *, visits: bool = False) -> None:
         """Then these, and `more` seconds of the GPU. `visits`: they are of a block that passes through the window."""
-        seconds = self.rates.launches(operations) + (self.rates.visit_s if visits else 0.0)
+        seconds = self.rates.launches(operations)
         beside = min(seconds, max(0.0, self.updates_end - self.host) / LAUNCH_BESIDE_UPDATE)
         self.host += seconds + (LAUNCH_BESIDE_UPDATE - 1) * beside
+        self.host += self.rates.visit_s if visits else 0.0  # measured in steps that have updates
         self.now = max(self.now + self.rates.computes(operations), self.host) + more
         if self.rates.ceilings.gpu is None:  # the host computes itself
             self.host = self.now

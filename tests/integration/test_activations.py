@@ -172,6 +172,52 @@ def test_what_a_block_saves_is_what_is_computed_again(monkeypatch: pytest.Monkey
     assert 0.8 < measured.again < 1.0
 
 
+def mixtral(reentrant: bool) -> nn.Module:
+    """Its loss has a part of its own for the router logits, which a hook takes out of each block."""
+    config = transformers.MixtralConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        output_router_logits=True,
+        router_aux_loss_coef=10.0,
+    )
+    torch.manual_seed(0)
+    return checkpointed(to_bf16(transformers.MixtralForCausalLM(config)), reentrant)
+
+
+@FORMS
+def test_a_loss_of_what_comes_out_of_blocks_is_the_script_s(reentrant: bool) -> None:
+    """Behind the re-entrant form router logits have no gradient, and behind the other one they have."""
+    data, found = batches(STEPS), {}
+    for activations in ("as_written", "auto"):
+        model = mixtral(reentrant)
+        found[activations], report = run(model, {"activations": activations, "gpu_memory": "1GiB"}, data)
+    assert differences(found["as_written"], found["auto"]) == []
+    assert report["checkpointed"] == 2
+    others, _ = run(mixtral(not reentrant), {"activations": "as_written"}, data)
+    assert differences(found["as_written"], others) != []
+
+
+def test_a_hook_of_the_script_may_compute_in_the_forward_alone() -> None:
+    """The re-entrant form allows it, and the other one compares what both runs have saved."""
+    found = []
+    for activations in ("as_written", "auto"):
+        model, seen = checkpointed(to_bf16(llama(num_hidden_layers=2)), True), list[torch.Tensor]()
+
+        def note(_module: nn.Module, _args: Any, output: torch.Tensor, seen: list[torch.Tensor] = seen) -> None:
+            if not in_backward():
+                seen.append(output.float().square().mean())
+
+        layers_of(model)[0].mlp.register_forward_hook(note)
+        found.append(run(model, {"activations": activations, "gpu_memory": OWN_BYTES}, batches(2))[0])
+        assert len(seen) == 2
+    assert differences(*found) == []
+
+
 @FORMS
 def test_a_longer_batch_keeps_fewer_and_a_shorter_one_more(reentrant: bool) -> None:
     """The first of its length may take more than four times as much; the next one is known to take twice."""

@@ -56,3 +56,13 @@ def test_a_loss_is_its_chunks_which_a_larger_gpu_has_fewer_of(gigabytes: int, ch
     assert sum(each.flops for each in evaluated) == 2 * rows * words * width
     summed = sum(each.nbytes for each in found) - sum(each.nbytes for each in evaluated)
     assert summed == pytest.approx(chunks * 8 * words * width * 512 / step)
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(0, 0), (1, 1), (2048, 1), (5000, 3), (12_000, 6)])
+def test_the_last_chunk_of_a_loss_is_what_is_left(rows: int, chunks: int) -> None:
+    width, words = 2048, 150_000
+    hidden, weight = (torch.empty(size, width, dtype=torch.bfloat16, device="meta") for size in (rows, words))
+    arguments = [hidden, weight, None, None, None, 1.0, 0, -100, 0.0, 0.0, None, True, True, False]
+    found = operations_of("ds_slide::linear_cross_entropy", None, arguments, {}, (), [], [], 80 * 10**9)
+    assert sum(each.flops for each in found) == 3 * 2 * rows * words * width
+    assert sum(each.kind == "product" for each in found) == 3 * chunks

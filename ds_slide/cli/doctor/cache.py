@@ -23,6 +23,9 @@ from ds_slide.plan.ceilings.figures import Ceilings, DiskCeilings, checked
 from ds_slide.plan.ceilings.process import measure_process
 from ds_slide.runtime.updates.threads import update_cores
 
+_MEASURED_AS = 2
+"""Another number for each change of what is measured, or of how: figures of before are not taken then."""
+
 
 def folder() -> Path:
     """Of the kept measurements."""
@@ -42,6 +45,7 @@ def gpu_computes() -> bool:
 def machine_key() -> dict[str, Any]:
     """What a measurement depends on, without its disks."""
     return {
+        "measured_as": _MEASURED_AS,
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": psutil.virtual_memory().total,

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,11 +18,15 @@ PRESETS = Path(__file__).resolve().parents[2] / "configs" / "ceilings"
 
 
 ATTENTION_WIDTH = 128
-"""Of the heads in the attention that is measured."""
+"""Elements of each head in the attention that is measured."""
 _OF_WIDTH = 0.4
 """The rate of attention grows with this power of the width, up to `ATTENTION_WIDTH`: heads of 64 elements, which have
 as many exponentials, reach 0.70 to 0.85 of the rate of those of 128 with 512 to 32,768 tokens
 (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
+
+
+_Rate = Annotated[float, Field(gt=0)]
+_Keys = Annotated[str, Field(pattern=r"^[1-9][0-9]*$")]
 
 
 class _Figures(BaseModel):
@@ -41,8 +45,8 @@ class GpuCeilings(_Figures):
     d2h_gb_s: float = Field(gt=0)
     both_ways_gb_s: float = Field(gt=0)
     """Each way, when both carry at once."""
-    attention_tflop_s: Mapping[str, float] = {}
-    attention_backward_tflop_s: Mapping[str, float] = {}
+    attention_tflop_s: Mapping[_Keys, _Rate] = {}
+    attention_backward_tflop_s: Mapping[_Keys, _Rate] = {}
     """Of causal attention, by the number of keys. Empty: not measured, as in files of before."""
 
     def product_flops(self, shape: Sequence[int] | None) -> float:
@@ -62,7 +66,8 @@ class GpuCeilings(_Figures):
             return None
         (short, of_short), (long, of_long) = seconds[0], seconds[-1]
         shared = max(0.0, of_short - of_long) / (1 / short - 1 / long)
-        return min(1.0, width / ATTENTION_WIDTH) ** _OF_WIDTH / (of_long - shared / long + shared / keys)
+        constant = max(0.0, of_long - shared / long)
+        return min(1.0, width / ATTENTION_WIDTH) ** _OF_WIDTH / (constant + shared / max(1, keys))
 
 
 class CpuCeilings(_Figures):
@@ -103,7 +108,8 @@ class Ceilings(_Figures):
     """Seconds of the host under an engine for an operation of the GPU: Python, hooks and the launch. None: not
     measured, or no GPU."""
     engine_visit_s: float | None = Field(default=None, ge=0)
-    """What the host takes beside them for a block that passes through the window, each way."""
+    """Seconds of the host beside its operations, for a block that passes through the window, each way. None: not
+    measured, as in files of before."""
 
     def process_of(self, *, on_gpu: bool) -> int | None:
         """`process_bytes` where they are those of a process that computes there, None where it was the other one."""

@@ -32,7 +32,8 @@ SHAPES = (
 """Of matrix products, rows x columns x inner: a square, and those of blocks of models of 0.5, 3 and 7 G parameters."""
 _ATTENTION = ((8, 2048), (1, 32768))
 _HEADS = 16
-"""Of attention: sequences and their tokens, and heads of `ATTENTION_WIDTH`, as blocks of 3 G parameters have them."""
+"""Attention is measured with these sequences and tokens, and with so many heads of `ATTENTION_WIDTH`, as blocks of
+models of 3 G parameters have them."""
 _COPY_BYTES = 512 << 20
 _CPU_SHAPE = (512, 512, 512)
 _UPDATED, _MOST_UNITS = 32 << 20, 8
@@ -44,7 +45,7 @@ _WARM_S = 0.3
 """Of products on a GPU before those that count: soon its power limits it to the rate that it can hold (backwards of
 blocks of 11.9 ms each took 12.8 from the fourth on, benchmarks/results/2026-11-23_nvidia-h200_timeline-slide.json)."""
 _PRODUCTS_S = 0.5
-"""Of those that count: under that limit 20 ms of them do 569 to 764 TFLOP/s on an H100, one after the other
+"""The products that count take at least so long: under that limit 20 ms of them do 569 to 764 TFLOP/s on an H100
 (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
 
 
@@ -72,7 +73,9 @@ def gpu_ceilings(device: torch.device) -> GpuCeilings:
     def rate(work: Callable[[], object], nbytes: int = _COPY_BYTES) -> float:
         return nbytes / _on_gpu(work, device) / 1e9
 
-    attention = {str(tokens): _attention_rates(count, tokens, device) for count, tokens in _ATTENTION}
+    attention = {
+        str(tokens): rates for count, tokens in _ATTENTION if (rates := _attention_rates(count, tokens, device))
+    }
     return GpuCeilings(
         name=torch.cuda.get_device_name(device),
         memory_bytes=torch.cuda.get_device_properties(device).total_memory,
@@ -109,7 +112,7 @@ def _product_rate(shape: tuple[int, int, int], device: torch.device) -> float:
 
 
 def _repeat(work: Callable[[], object], least_s: float) -> float:
-    """Seconds of one of all that are done in `least_s` on a GPU."""
+    """The mean seconds of one run of `work` on a GPU, of as many as `least_s` takes."""
     begin = now = time.perf_counter()
     rounds = 0
     while now < begin + least_s:
@@ -119,8 +122,16 @@ def _repeat(work: Callable[[], object], least_s: float) -> float:
     return (now - begin) / rounds
 
 
-def _attention_rates(count: int, tokens: int, device: torch.device) -> tuple[float, float]:
-    """Of the forward and of the backward of causal attention in bf16, TFLOP/s."""
+def _attention_rates(count: int, tokens: int, device: torch.device) -> tuple[float, float] | None:
+    """TFLOP/s of the forward and of the backward of causal attention in bf16; None where the GPU has not the memory,
+    which a GPU without such kernels needs for a matrix of all tokens by all tokens."""
+    try:
+        return _timed_attention(count, tokens, device)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _timed_attention(count: int, tokens: int, device: torch.device) -> tuple[float, float]:
     shape = (count, _HEADS, tokens, ATTENTION_WIDTH)
     query, key, value = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 

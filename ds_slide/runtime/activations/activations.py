@@ -92,6 +92,10 @@ class Activations:
         self._blocks = list(blocks)
         self._kind = {unit.order: _kind_of(unit) for unit in blocks}
         self._taken = TakenOver(blocks, unasked, self._run)
+        self._modules = {
+            unit.order: list(unit.spec.module.modules()) for unit in blocks if unit.spec.module is not None
+        }
+        """The module of each block, and those in it."""
         self._orders: frozenset[int] = frozenset()
         """Blocks that were taken over in the newest forward."""
         self._shape: Shape | None = None
@@ -188,21 +192,21 @@ class Activations:
         """Run a block for its caller. `written`: as the script has it."""
         self._calls[unit.order] += 1
         is_mixed = False
-        kept = self._bytes.setdefault(unit.order, [])
+        kept, modules = self._bytes.setdefault(unit.order, []), self._modules[unit.order]
         if self._inputs is not None:
             self._inputs.enter(unit.order)
         if not torch.is_grad_enabled():
             result = written(function, *inputs)
-        elif unit.order in self._kept.whole and goes_through(written, function, inputs):
+        elif unit.order in self._kept.whole and goes_through(written, function, inputs, modules):
             kept.append(self._bytes_of(unit.order, self._shape))
             result = function(*inputs)
-        elif (mixture := self._mixture_of(unit.order)) and (mixing := mixing_form(unit, written, function, inputs)):
+        elif (mixture := self._mixture_of(unit.order)) and (mixing := mixing_form(written, function, inputs, modules)):
             kept.append(mixture.nbytes)
             is_mixed = True
             result = mixing(function, *inputs, context_fn=functools.partial(contexts, mixture))
         else:
             kept.append(0)
-            measured, recomputed = self._measuring(unit, function), recomputing_form(written, function, inputs)
+            measured, recomputed = self._measuring(unit, function), recomputing_form(written, function, inputs, modules)
             if self._inputs is not None and self._moves(unit, inputs):
                 with self._inputs.moving(unit.order, inputs):
                     result = recomputed(measured, *inputs)

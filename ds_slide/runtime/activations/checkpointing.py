@@ -44,6 +44,8 @@ _OFFLOADING = (
 )
 """What a layer calls where a script asks transformers 5.24 for `offload`: torch's checkpoint, with copies of its inputs
 to host memory and back on the stream that computes. The engine moves inputs where memory is short, and beside it."""
+_CAPTURING = "transformers.utils.output_capturing"
+"""Where hooks are from that are there once a forward was asked for hidden states, attentions or router logits."""
 _SUPPORTS = "supports_gradient_checkpointing"
 _ABSENT = object()
 
@@ -142,12 +144,12 @@ def _is_plain(module: nn.Module, inside: Sequence[nn.Module]) -> bool:
     hooks a second time."""
     if vars(module).get(FLAG) or not module.training or module._compiled_call_impl is not None:
         return False
-    return not _has_foreign_hooks(inside)
+    return not _has_hooks(inside, _is_foreign)
 
 
-def _has_foreign_hooks(modules: Iterable[nn.Module]) -> bool:
+def _has_hooks(modules: Iterable[nn.Module], such: Callable[[Any], bool]) -> bool:
     return any(
-        _is_foreign(hook)
+        such(hook)
         for each in modules
         for held in (each._forward_pre_hooks, each._forward_hooks)
         for hook in held.values()
@@ -155,8 +157,16 @@ def _has_foreign_hooks(modules: Iterable[nn.Module]) -> bool:
 
 
 def _is_foreign(hook: Any) -> bool:
-    owner = getattr(hook, "__module__", None) or ""
-    return not owner.startswith(("ds_slide.", "transformers."))
+    return not _owner(hook).startswith(("ds_slide.", "transformers."))
+
+
+def _captures(hook: Any) -> bool:
+    """Whether it hands what its module has made to the whole model's output."""
+    return _owner(hook) == _CAPTURING
+
+
+def _owner(hook: Any) -> str:
+    return getattr(hook, "__module__", None) or ""
 
 
 def may_be_unasked(root: nn.Module, blocks: Sequence[Unit]) -> frozenset[int]:
@@ -201,37 +211,55 @@ class CacheHooks:
             self._found()
 
 
-def goes_through(written: Checkpoint, function: Callable[..., Any], inputs: Sequence[Any]) -> bool:
-    """Whether a backward goes through the block exactly as it would without checkpointing.
+def goes_through(
+    written: Checkpoint, function: Callable[..., Any], inputs: Sequence[Any], modules: Sequence[nn.Module]
+) -> bool:
+    """Whether a backward goes through the block exactly as it would without checkpointing. `modules`: the block's own
+    and all in it.
 
-    Re-entrant checkpointing gives no gradients to a block none of whose inputs has one, and goes by itself through the
-    graph behind tensors that it was not given as inputs.
+    Re-entrant checkpointing gives no gradients to a block none of whose inputs has one, nor to what a hook of
+    transformers takes out of it (router logits, for a loss of their own), and goes by itself through the graph behind
+    tensors that it was not given as inputs.
     """
     if _options(written).get("use_reentrant") is False:
         return True
     beside = getattr(function, "keywords", {})
-    return _has_gradient(inputs) and not _has_gradient(beside)
+    return _has_gradient(inputs) and not _has_gradient(beside) and not _has_hooks(modules, _captures)
 
 
 def mixing_form(
-    unit: Unit, written: Checkpoint, function: Callable[..., Any], inputs: Sequence[Any]
+    written: Checkpoint, function: Callable[..., Any], inputs: Sequence[Any], modules: Sequence[nn.Module]
 ) -> Checkpoint | None:
     """The checkpoint, not re-entrant, that takes a `context_fn` in the place of the script's; None where a backward
     would not go through it as through that, or where a hook of the script's own runs inside, which may call operators
     in one of the two runs only."""
-    assert unit.spec.module is not None
-    if not goes_through(written, function, inputs) or _has_foreign_hooks(unit.spec.module.modules()):
+    if not goes_through(written, function, inputs, modules) or _has_hooks(modules, _is_foreign):
         return None
-    return recomputing_form(written, function, inputs)
+    return _not_reentrant(written)
 
 
-def recomputing_form(written: Checkpoint, function: Callable[..., Any], inputs: Sequence[Any]) -> Checkpoint:
-    """The checkpoint that is not re-entrant, where a backward goes through it as through the script's: it ends a
-    recomputation at the last tensor that is needed. The re-entrant one also does the last product of a block again, 38
-    of 523 ms of the backward of 3 B (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
-    if _options(written).get("use_reentrant") is False or not goes_through(written, function, inputs):
+def recomputing_form(
+    written: Checkpoint, function: Callable[..., Any], inputs: Sequence[Any], modules: Sequence[nn.Module]
+) -> Checkpoint:
+    """The checkpoint that recomputes a block: the script's, or torch's other form in the place of the re-entrant one.
+
+    The other form ends a recomputation at the last tensor that is needed; the re-entrant one also does the last product
+    of a block again: 38 of 520 ms of the backward of 3 B
+    (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md). It takes the place where `mixing_form` has one, for
+    the same reasons."""
+    if _options(written).get("use_reentrant") is False:
         return written
-    return UNASKED
+    return mixing_form(written, function, inputs, modules) or written
+
+
+def _not_reentrant(written: Checkpoint) -> Checkpoint:
+    """The re-entrant form compares nothing of a recomputation with its forward, and neither does what takes its
+    place, unless the script asks for it."""
+    options = _options(written)
+    if options.get("use_reentrant") is False:
+        return written
+    asked = {name: options[name] for name in ("determinism_check", "early_stop") if name in options}
+    return functools.partial(UNASKED, **{"determinism_check": "none", **asked})
 
 
 def _options(written: Checkpoint) -> dict[str, Any]:
