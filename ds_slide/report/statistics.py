@@ -46,6 +46,9 @@ class LaneMeter:
         self._pending: deque[tuple[Marker, Marker, int, Label]] = deque()
         self._seconds = 0.0
         self._holding = 0.0
+        self.taken_holding = 0.0
+        """Of the busy seconds that `take` has returned last, those that went to gradients that wait for the step; for
+        the thread that calls it."""
         self._bytes = 0
         self._trace: LaneTrace | None = None
 
@@ -53,7 +56,7 @@ class LaneMeter:
         self, begin: float, end: float, moved: int = 0, label: Label = UNLABELLED, *, holds: bool = False
     ) -> None:
         """Work of the host, in seconds of `time.perf_counter`. `holds`: of a gradient that waits for the step, which
-        `take_holding` tells apart."""
+        `taken_holding` tells apart."""
         with self._lock:
             self._seconds += end - begin
             self._holding += end - begin if holds else 0.0
@@ -103,15 +106,10 @@ class LaneMeter:
         with self._lock:
             self._collect()
             taken = (self._seconds, self._bytes)
-            self._seconds, self._bytes = 0.0, 0
+            self.taken_holding = self._holding
+            self._seconds, self._holding, self._bytes = 0.0, 0.0, 0
             if self._trace is not None:
                 self._trace.cut()
-            return taken
-
-    def take_holding(self) -> float:
-        """Of the busy seconds since the last call, those that went to gradients that wait for the step."""
-        with self._lock:
-            taken, self._holding = self._holding, 0.0
             return taken
 
     def set_trace(self, trace: LaneTrace) -> None:
@@ -221,7 +219,7 @@ class StepRecorder:
         inputs_seconds, inputs_bytes = taken.pop(INPUTS)
         for lane, (seconds, moved) in taken.items():
             lanes[lane] = {"busy_s": seconds, "bytes": moved}
-        lanes[UPDATE]["holding_s"] = self.meters[UPDATE].take_holding()
+        lanes[UPDATE]["holding_s"] = self.meters[UPDATE].taken_holding
         for lane, seconds, moved in (("h2d", outer_seconds, outer_bytes), ("d2h", 0.0, 0)):
             lanes[lane]["busy_s"] += seconds + inputs_seconds / 2
             lanes[lane]["bytes"] += moved + inputs_bytes // 2

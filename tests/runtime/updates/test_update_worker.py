@@ -43,13 +43,12 @@ def test_what_goes_to_gradients_that_wait_is_told_apart(device: Device, failures
     lane = UpdateWorker(device, failures, meter, Delay(0.0, 0))
     lane.submit(0, PASSED, lambda: 3, HOLDING)
     lane.drain()
-    holding, (busy, moved) = meter.take_holding(), meter.take()
+    (busy, moved), holding = meter.take(), meter.taken_holding
     assert holding == busy > 0 and moved == 3
     lane.submit(0, PASSED, lambda: 5)
     lane.close()
-    assert meter.take_holding() == 0.0
     busy, moved = meter.take()
-    assert busy > 0 and moved == 5
+    assert busy > 0 and moved == 5 and meter.taken_holding == 0.0
 
 
 def test_what_has_arrived_is_not_asked_for_again(device: Device, failures: Failures) -> None:
