@@ -22,7 +22,7 @@ MICRO_BATCHES = 2
 """A step has so many."""
 WARM_UP_STEPS, TIMED_STEPS = LOOKS[-1] + 2, 16
 """The engine decides about spare GPU memory until the last of `LOOKS`; the step behind it allocates what is new."""
-_CONFIG = {
+_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": MICRO_BATCHES,
     "gradient_clipping": 1.0,
@@ -64,7 +64,7 @@ def _micro_batch_s(model: Any, tokens: int, device: torch.device, settings: dict
     """Seconds of a micro-batch under an engine with `settings` in its block."""
     # DeepSpeed writes into the dict that it is given.
     config = copy.deepcopy(_CONFIG)
-    config[CONFIG_KEY] = {"enabled": True, **settings}
+    config[CONFIG_KEY].update(settings)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     if not hasattr(engine.optimizer, "slide_stats"):
         raise SlideError(f"DeepSpeed has built an engine with {type(engine.optimizer).__name__}, not DS-Slide's")

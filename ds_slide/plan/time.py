@@ -140,7 +140,6 @@ class _Step:
     def __init__(self, plan: Plan, needs: Needs, trace: StepTrace, rates: Rates, micro_batches: int) -> None:
         self._plan, self._trace, self._rates, self._micro_batches = plan, trace, rates, micro_batches
         self._streamed = sorted(streamed(plan.units, plan.placement))
-        self._passing = frozenset(self._streamed)
         self._fetched_again = self._streamed[: max(0, len(self._streamed) - plan.placement.window)]
         self._parts = _parts(plan.units)
         self._ring = plan.entry(BLOCK_RING).count
@@ -257,7 +256,7 @@ class _Step:
 
     def _run(self, step: Launched, segment: Segment, more: float = 0.0) -> None:
         """`more`: seconds of the GPU behind the segment's own."""
-        step.run(segment.operations, more, visits=segment.unit in self._passing)
+        step.run(segment.operations, more, visits=segment.unit in self._streamed)
 
     def backward_until_updates(self) -> float:
         """Seconds until the backward of one micro-batch has come to the last unit that the host updates."""

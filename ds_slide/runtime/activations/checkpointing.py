@@ -221,7 +221,7 @@ def goes_through(
     transformers takes out of it (router logits, for a loss of their own), and goes by itself through the graph behind
     tensors that it was not given as inputs.
     """
-    if _options(written).get("use_reentrant") is False:
+    if not _is_reentrant(written):
         return True
     beside = getattr(function, "keywords", {})
     return _has_gradient(inputs) and not _has_gradient(beside) and not _has_hooks(modules, _captures)
@@ -247,7 +247,7 @@ def recomputing_form(
     of a block again: 38 of 520 ms of the backward of 3 B
     (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md). It takes the place where `mixing_form` has one, for
     the same reasons."""
-    if _options(written).get("use_reentrant") is False:
+    if not _is_reentrant(written):
         return written
     return mixing_form(written, function, inputs, modules) or written
 
@@ -255,11 +255,15 @@ def recomputing_form(
 def _not_reentrant(written: Checkpoint) -> Checkpoint:
     """The re-entrant form compares nothing of a recomputation with its forward, and neither does what takes its
     place, unless the script asks for it."""
-    options = _options(written)
-    if options.get("use_reentrant") is False:
+    if not _is_reentrant(written):
         return written
+    options = _options(written)
     asked = {name: options[name] for name in ("determinism_check", "early_stop") if name in options}
     return functools.partial(UNASKED, **{"determinism_check": "none", **asked})
+
+
+def _is_reentrant(written: Checkpoint) -> bool:
+    return _options(written).get("use_reentrant") is not False
 
 
 def _options(written: Checkpoint) -> dict[str, Any]:
