@@ -139,7 +139,7 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
             parsed, slide, model=given["model"], client_optimizer=given.get("optimizer"), mpu=given.get("mpu")
         )
         # Not before the check: they need names of DeepSpeed that it asks for.
-        from ds_slide.integration import checkpoint, inference, monitor, zero_grad
+        from ds_slide.integration import checkpoint, inference, monitor, training_engines, zero_grad
 
         _take_from_stock(given["model"])
         try:
@@ -150,6 +150,7 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
                 monitor.attach(self)
                 checkpoint.attach(self)
                 zero_grad.attach(self)
+                training_engines.enter(self.optimizer)
         except BaseException:
             _discard(self)
             raise
@@ -177,6 +178,11 @@ def _take_from_stock(model: Any) -> None:
         optimizer = None if earlier is None else earlier()
         if optimizer is not None:
             optimizer.destroy()
+
+
+def stock_modules() -> list[Any]:
+    """The models of stock's stage-3 engines that live."""
+    return [module for module, optimizer in _stocks.items() if optimizer() is not None]
 
 
 def _discard(engine: Any) -> None:

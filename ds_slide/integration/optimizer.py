@@ -8,6 +8,7 @@ that are set here: parameter groups, sub-groups, loss scale properties, the back
 from __future__ import annotations
 
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,12 @@ from ds_slide.checkpoint.subgroups import States, SubGroups, load_settings
 from ds_slide.checkpoint.universal import UniversalCheckpoint
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideError
-from ds_slide.integration import autocast, ownership
+from ds_slide.integration import autocast, ownership, training_engines, zero_grad
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.access import StateAccess
 from ds_slide.integration.assemble import assemble, runtime_settings
 from ds_slide.integration.contract import check_supported, gradient_dtype
+from ds_slide.integration.other_engines import part_in_backward
 from ds_slide.integration.parameter_offload import ParameterOffload
 from ds_slide.integration.stock_names import leaf_parameters, missing
 from ds_slide.integration.update_rules import rule_of
@@ -192,7 +194,9 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def backward_prologue(self) -> None:
         self.parameter_offload.require_hooks()
         self._leave_interrupted_backward()
-        self.runtime.begin_backward(self._hypers(), 1.0 / float(self.loss_scale))
+        engine = None if self.engine is None else self.engine()
+        of_another = None if self.runtime.deferred or engine is None else part_in_backward(engine)
+        self.runtime.begin_backward(self._hypers(), 1.0 / float(self.loss_scale), of_another=of_another)
 
     def _leave_interrupted_backward(self) -> None:
         """DeepSpeed counts the backwards that have begun and not ended. One that has ended with an exception stays in
@@ -249,6 +253,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         if closure is not None:
             raise SlideError("step(closure) is not supported with ZeRO stage 3; call step() without arguments")
         self.runtime.interruptions.require_gradients()
+        self._norm_watch.check(wait=False)
         self.protocol.release()  # of forwards without a backward
         if self.runtime.deferred:
             self._step_held()
@@ -278,7 +283,6 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
                 'update has already begun under backward; change them before backward(), or set "ds_slide": '
                 '{"defer_updates": true}'
             )
-        self._norm_watch.check(wait=False)
         self._global_grad_norm = self.runtime.norm_on_device()
         self.runtime.step(hypers, 1.0)
         self._norm_watch.note(self._global_grad_norm)
@@ -354,6 +358,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     mapped_files: MappedFiles | None = None
     """The files of the load that runs (see checkpoint_load)."""
+    engine: weakref.ref[Any] | None = None
+    """The DeepSpeed engine, from the end of its constructor on."""
     saving: BackgroundSave | None = None
     """The asynchronous save that was begun last, until its end has been noticed (see checkpoint_save)."""
     has_said_that_saves_wait = False
@@ -464,6 +470,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         finally:
             self.runtime.close()
             self.kernels.undo()
+            zero_grad.detach(self.optimizer)
+            training_engines.leave(self)
             ownership.leave(self, self.module)
         if saving is not None:
             saving.close(all_have_ended=saving.alone)

@@ -41,7 +41,7 @@ def enter(owner: Owner, module: nn.Module) -> None:
 
 def leave(owner: Owner, module: nn.Module) -> None:
     """Forget `owner`; harmless when it has never entered, or left before."""
-    own = [parameter for parameter in module.parameters() if _owner_of(parameter) is owner]
+    own = [parameter for parameter in module.parameters() if owner_of(parameter) is owner]
     for parameter in own:
         del _owners[parameter]
     if own:
@@ -57,7 +57,7 @@ def end_earlier_engine(module: nn.Module) -> None:
     """End the engine that has any parameter of `module`, as by its `destroy`, before another is built. Its updates run
     first; what it had in host memory stays with the parameters. SlideError where weights would go with its SSD tier."""
     for parameter in module.parameters():
-        owner = _owner_of(parameter)
+        owner = owner_of(parameter)
         if owner is None:
             continue
         if any(unit.state.weights.buffer.tensor is None for unit in owner.runtime.units):
@@ -68,6 +68,7 @@ def end_earlier_engine(module: nn.Module) -> None:
         owner.destroy()
 
 
-def _owner_of(parameter: nn.Parameter) -> Any:
+def owner_of(parameter: nn.Parameter) -> Any:
+    """The engine's optimizer that has `parameter`; None where none has it."""
     reference = _owners.get(parameter)
     return None if reference is None else reference()

@@ -1,35 +1,82 @@
-"""`engine.zero_grad()`: stock's, and after an exception the way to begin the step anew.
+"""Every `zero_grad` drops the gradients that DS-Slide holds, as in plain torch.
 
-Under ZeRO-3 DeepSpeed's own empties `parameter.grad`, where nothing is kept, and leaves the sum of the micro-batches
-alone; scripts that call it before every micro-batch train all the same. So it does here, except where an exception has
-spoilt that sum: then the sum goes, and the step begins with its first micro-batch.
+`parameter.grad` is empty after a backward, because its gradient waits elsewhere for the step. So `engine.zero_grad()`,
+`zero_grad` of the model, of a wrapper or of a submodule, and that of the client's optimizer drop what waits.
+Micro-batches of an accumulation under way stay: scripts call `engine.zero_grad()` before each of them, and DeepSpeed
+keeps them.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
+
+from torch import nn
+
+from ds_slide.runtime.gradients.dropping import drop_gradients
 
 
 def attach(engine: Any) -> None:
-    """Give `engine`, whose optimizer is a SlideZeroOptimizer, this `zero_grad`. An attribute of the object, not of the
-    class."""
-    engine.zero_grad = _ZeroGrad(engine)
+    """Give `engine`, whose optimizer is a SlideZeroOptimizer, and the client's optimizer this `zero_grad`. Both are
+    attributes of the objects, not of their classes; modules get theirs from `training_engines`."""
+    # Not the engine itself, which would then own itself.
+    engine.optimizer.engine = reference = weakref.ref(engine)
+    engine.zero_grad = _ZeroGrad(reference)
+    client = engine.optimizer.optimizer
+    client.zero_grad = _ClientZeroGrad(reference, type(client).zero_grad, weakref.ref(client))
+
+
+def detach(client: Any) -> None:
+    """Give the client's optimizer its own `zero_grad` back."""
+    if isinstance(vars(client).get("zero_grad"), _ClientZeroGrad):
+        del client.zero_grad
 
 
 class _ZeroGrad:
-    def __init__(self, engine: Any) -> None:
-        self._engine = weakref.ref(engine)  # not the engine itself, which would then own itself
+    """`engine.zero_grad()`."""
+
+    def __init__(self, engine: weakref.ref[Any]) -> None:
+        self._engine = engine
 
     def __call__(self) -> None:
-        """Empty `parameter.grad`; drop the sum of the micro-batches since the last step where an exception has spoilt
-        it. SlideError where weights have been updated from it."""
         engine: Any = self._engine()
         for parameter in engine.module.parameters():
             parameter.grad = None
-        if engine.optimizer.runtime.interruptions.has_lost_gradients():
-            engine.optimizer.zero_grad()
-            _restart(engine)
+        drop_all(engine)
+
+
+class _ClientZeroGrad:
+    """`zero_grad` of the optimizer that was given to `deepspeed.initialize`, whose groups DeepSpeed has emptied."""
+
+    def __init__(self, engine: weakref.ref[Any], original: Any, client: weakref.ref[Any]) -> None:
+        self._engine, self._original, self._client = engine, original, client
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._original(self._client(), *args, **kwargs)
+        if (engine := self._engine()) is not None:
+            drop_all(engine)
+
+
+def drop_all(engine: Any) -> None:
+    """Drop all gradients since the last step, but for micro-batches of an accumulation under way. A sum that an
+    exception has spoilt goes, too; the step then begins with its first micro-batch. SlideError where weights have been
+    updated from what is to go."""
+    if engine.optimizer.runtime.interruptions.has_lost_gradients():
+        engine.optimizer.zero_grad()
+        _restart(engine)
+    elif not _is_accumulating(engine):
+        engine.optimizer.zero_grad()
+
+
+def _is_accumulating(engine: Any) -> bool:
+    accumulation = engine.optimizer.runtime.accumulation
+    if not accumulation.micro_batches:
+        return False
+    if engine.managed_gradient_accumulation() and engine._is_gradient_accumulation_boundary is None:
+        # A backward that no engine.step() has followed, as in an evaluation, is no micro-batch of it.
+        return bool(engine.micro_steps % engine.gradient_accumulation_steps())
+    return not accumulation.ended_at_boundary
 
 
 def _restart(engine: Any) -> None:
@@ -38,3 +85,13 @@ def _restart(engine: Any) -> None:
         engine._unmanaged_backward_count = 0
     elif engine._is_gradient_accumulation_boundary is None:
         engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
+
+
+def drop_some(engine: Any, parameters: Sequence[nn.Parameter], *, set_to_none: bool) -> None:
+    """Drop the gradients of some of the model's parameters likewise."""
+    runtime = engine.optimizer.runtime
+    given = {id(parameter) for parameter in parameters}
+    if all(id(parameter) in given for unit in runtime.units for parameter, _ in unit.trainable):
+        drop_all(engine)
+    elif not _is_accumulating(engine):
+        drop_gradients(runtime, given, to_none=set_to_none)

@@ -115,6 +115,12 @@ class Plan:
         """With these units on the GPU for now, and so many slots at most."""
         return Plan.of(self.units, self.needs, replace(self.placement, promoted=promoted, window=window))
 
+    def with_held_gradients(self) -> Plan:
+        """Return the plan in which gradients that went straight to their update wait for the step in host memory, each
+        in the data type in which it comes down."""
+        units = [replace(unit, held_bytes=unit.codec.dtype.itemsize) for unit in self.units]
+        return Plan.of(units, replace(self.needs, held_bytes=2), self.placement)
+
     def entry(self, what: str) -> Allocation:
         """By its name."""
         return next(each for each in self.allocations if each.what == what)

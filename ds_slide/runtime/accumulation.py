@@ -41,6 +41,8 @@ class Accumulation:
         """A backward is under way, or has ended with an exception that nobody has noticed yet."""
         self.has_taken = False
         """Gradients of that backward have left the parameters, or updates have begun under it."""
+        self.ended_at_boundary = False
+        """The last backward that has ended was the last one before a step."""
         self._task = 0
         self._is_nested = False
         self._spoiled: Spoiled | None = None
@@ -70,9 +72,14 @@ class Accumulation:
         self.is_open = False
         return True
 
-    def close(self) -> None:
-        """The backward has ended, and all of its gradients are on their way."""
+    def leave_out(self) -> None:
+        """The backward has ended and given no parameter a gradient: it is no micro-batch."""
+        self.is_open = self.has_taken = self._is_nested = False
+
+    def close(self, *, at_boundary: bool) -> None:
+        """The backward has ended, and all of its gradients are on their way. `at_boundary`: a step follows."""
         self.micro_batches += 1
+        self.ended_at_boundary = at_boundary
         self.is_open = self.has_taken = self._is_nested = False
         if self._spoiled == "step":
             self._spoiled = None

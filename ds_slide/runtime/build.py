@@ -236,14 +236,13 @@ def _wire(
         adopt=adopt,
         window=window,
         empty=empty,
-        deferred=settings.held_dtype is not None,
         trains=settings.trains,
         gradients=gradients,
         uploads=uploads,
         shared=shared,
         gathers=Gathers(ranks, _scratch(context, GATHERED), all_fit=all_fit),
         updating=updating,
-        spare=make_spare_memory(module, context, units, lambda: _schedules(settings, updating.passes)),
+        spare=make_spare_memory(module, context, units, lambda: _schedules(updating)),
         ssd=ssd,
         make_rows=_make_rows(context, units, workers, gradients),
         watchdog=_watchdog(settings, ranks, device, failures, context.stores),
@@ -273,12 +272,13 @@ def _updating(settings: RuntimeSettings, lane: UpdateWorker, updater: CpuUpdater
     speculating = Speculating(
         lane, update, updater, passes, failures, wanted=debug.speculate, in_vain=debug.take_back, seed=debug.seed
     )
-    return Updating(lane, update, passes, speculating, failures)
+    return Updating(lane, update, passes, speculating, failures, deferred=settings.held_dtype is not None)
 
 
-def _schedules(settings: RuntimeSettings, passes: Passes) -> Schedules:
+def _schedules(updating: Updating) -> Schedules:
     """Updates that are done ahead count as deferred."""
-    if settings.held_dtype is None:
+    passes = updating.passes
+    if not updating.deferred:
         return Schedules("under backward", "under backward")
     return Schedules(
         measured="two passes" if passes.did_two else "deferred", coming="two passes" if passes.two else "deferred"

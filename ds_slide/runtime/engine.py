@@ -26,6 +26,7 @@ from ds_slide.runtime import running
 from ds_slide.runtime.accumulation import Accumulation
 from ds_slide.runtime.activations.checkpointing import CacheHooks
 from ds_slide.runtime.device import Marker
+from ds_slide.runtime.gradients.holding import Doubts, hold_gradients
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.interruptions import Interruptions
 from ds_slide.runtime.learning import Learning
@@ -55,7 +56,6 @@ class SlideRuntime:
         self.device = parts.device
         self.units = parts.units
         self.blocks = [unit for unit in parts.units if unit.spec.kind == "block"]
-        self.deferred = parts.deferred
         self.passes = parts.updating.passes
         self.speculating = parts.updating.speculating
         self.gradients = parts.gradients
@@ -80,6 +80,7 @@ class SlideRuntime:
         self._fetched: dict[int, Future] = {}
         self._unstepped = False
         self._final = True
+        self._doubts = Doubts(module)
         self._totals = Totals(parts.ranks, self.device, [unit.codec.compresses for unit in parts.units])
         self._module = module
         by_storage = {} if self._window is None else self._window.by_storage
@@ -216,6 +217,7 @@ class SlideRuntime:
                 "a forward began after backward() at an accumulation boundary and before engine.step(), but the "
                 f"weights are being updated under backward; call engine.step() first, or {HOLD_HINT}"
             )
+        self._doubts.begin_forward(args, kwargs)
         self.parts.spare.begin_forward(args, kwargs)
 
     def _end_forward(self) -> None:
@@ -252,7 +254,7 @@ class SlideRuntime:
     def enter_backward(self, unit: Unit) -> Slot | None:
         """The unit's weights are bound from here to `leave_backward`."""
         self.passes.begin_backward()  # `begin_backward` may be called before the forward, too
-        if not self.deferred and (self._unstepped or not self._final):
+        if self._unstepped:
             raise SlideError(
                 "a backward() that is not the only one before its engine.step() needs held gradients, because with "
                 f"clipping off weights are updated under backward; {HOLD_HINT}"
@@ -275,11 +277,21 @@ class SlideRuntime:
         self._unbind_slot(unit)
         if unit.uses_done >= unit.uses:
             for finished in (*unit.parts, unit):
-                self._finalize(finished)
+                # A backward for the gradient of inputs alone must begin no update, and wait for no other rank.
+                if finished.has_gradient or not finished.trainable or self._has_gradients():
+                    self._finalize(finished)
 
-    def begin_backward(self, hypers: Sequence[Hyper], grad_scale: float = 1.0) -> None:
-        """Prepare for the first gradient. `hypers`, `grad_scale`: of the coming step, if it clips nothing."""
+    def _has_gradients(self) -> bool:
+        """Whether the backward under way has given any parameter a gradient."""
+        return self.accumulation.has_taken or any(unit.has_gradient for unit in self.units)
+
+    def begin_backward(
+        self, hypers: Sequence[Hyper], grad_scale: float = 1.0, *, of_another: str | None = None
+    ) -> None:
+        """Prepare for the first gradient. `hypers`, `grad_scale`: of the coming step, if it clips nothing.
+        `of_another`: why the step that follows may be another engine's (`Doubts.of_another`)."""
         self.interruptions.begin_backward()
+        self._doubts.of_another = of_another
         self.gradients.hypers, self.gradients.grad_scale = tuple(hypers), grad_scale
 
     def set_final(self, final: bool) -> None:
@@ -290,15 +302,22 @@ class SlideRuntime:
         """Take, after the last gradient, what no boundary has announced (outer modules, blocks with frozen inputs)."""
         if self.accumulation.is_over:
             return  # what follows a backward that has ended with an exception, as its end
+        # The end of an accumulation may be announced without a backward, and counts.
+        ends_sum = not self.accumulation.is_open and self.accumulation.micro_batches > 0
+        trains = ends_sum or self._has_gradients()
         for unit in self.units:
             unit.in_backward = False
             self._unbind_slot(unit)
-            has_gradient = any(parameter.grad is not None for parameter, _ in unit.trainable)
-            if has_gradient or (self._final and not unit.finalized and not unit.gradient_ready):
+            is_missing = trains and self._final and not unit.finalized and not unit.gradient_ready
+            if unit.has_gradient or is_missing:
                 self._finalize(unit)
-            unit.count_uses_anew()
+            unit.count_uses_anew() if trains else unit.expect_backward_again()
             unit.finalized = False
-        self.accumulation.close()
+        self._doubts.end_backward()
+        if not trains:
+            self.accumulation.leave_out()
+            return
+        self.accumulation.close(at_boundary=self._final)
         if not self.deferred and self._final:
             self._unstepped = True
             self._fetch_outer_units(self.gradients.hypers)
@@ -323,7 +342,9 @@ class SlideRuntime:
             self.learning.look(unit, self.step_count)
         before = unit.arrived, unit.updated
         # A unit without gradients is taken for zero, which makes no mixture as long as it is only held.
-        counts = source is not None or any(parameter.grad is not None for parameter, _ in unit.trainable)
+        counts = source is not None or unit.has_gradient
+        if counts and not self.deferred and not self.accumulation.has_taken:
+            self._hold_in_doubt()
         try:
             self.gradients.finalize(unit, final=self._final, source=source)
         finally:
@@ -335,7 +356,19 @@ class SlideRuntime:
         if self._window is not None and unit.is_streamed and not self.deferred:
             self._window.prefetch(unit, "backward")
 
+    def _hold_in_doubt(self) -> None:
+        """Let gradients wait for the step from now on where the first update of the backward may not be meant."""
+        why = self._doubts.why(at_boundary=self._final)
+        if why is not None:
+            hold_gradients(self.parts, why)
+            self.interruptions.deferred = True
+
     # ---- step ------------------------------------------------------------------------------------------------
+
+    @property
+    def deferred(self) -> bool:
+        """Whether gradients wait for the step."""
+        return self.parts.updating.deferred
 
     def square_sum(self) -> float:
         """Square sum of the held gradients over all units and ranks (fp64). Waits for backward to end.
@@ -351,7 +384,10 @@ class SlideRuntime:
 
     def norm_on_device(self) -> torch.Tensor:
         """Gradient norm of the last backward as a 0-d fp32 device tensor, without waiting for it."""
-        return self._totals.later(self.gradients.sums).sqrt().float()
+        sums = self.gradients.sums
+        if not any(unit.gradient_ready for unit in self.units):  # else they are the last step's
+            sums = torch.zeros_like(sums)
+        return self._totals.later(sums).sqrt().float()
 
     def step(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
         """Apply the update. Held gradients: queue all units by deadline. Otherwise the host units are under way."""

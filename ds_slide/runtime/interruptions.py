@@ -40,7 +40,8 @@ class Interruptions:
         self._ranks = ranks
         self._failures = failures
         self._release = release
-        self._deferred = deferred
+        self.deferred = deferred
+        """Gradients wait for the step."""
         self._issued = 0
         """Collectives before the forward that began last."""
 
@@ -119,21 +120,21 @@ class Interruptions:
 
     def _end_unannounced(self, task: int) -> None:
         if self._accumulation.pass_over(task):
-            self._leave_units()
+            self._leave_units(Unit.expect_backward_again)
 
-    def _leave_units(self) -> None:
+    def _leave_units(self, count: Callable[[Unit], None]) -> None:
         for unit in self._units:
             unit.in_backward = unit.finalized = False
-            unit.count_uses_anew()
+            count(unit)
         self._release()
 
     def _recover(self) -> None:
         self._end_with_the_others()
-        self._leave_units()
+        self._leave_units(Unit.count_uses_anew)
         for unit in self._units:
             for parameter, _ in unit.trainable:
                 parameter.grad = None
-        if not self._accumulation.interrupt(deferred=self._deferred):
+        if not self._accumulation.interrupt(deferred=self.deferred):
             for unit in self._units:
                 unit.gradient_ready = False
 

@@ -46,7 +46,6 @@ class Parts:
     """Tells the clients of a unit's parameters where its state buffers are, and empties the parameters."""
     window: Window | None
     empty: Empty
-    deferred: bool
     gradients: Gradients
     uploads: Uploads
     gathers: Gathers
@@ -59,6 +58,11 @@ class Parts:
     make_rows: MakeRows | None = None
     """Makes the rows of the outer module that pass through the GPU."""
     watchdog: Watchdog | None = None
+
+    @property
+    def deferred(self) -> bool:
+        """Whether gradients wait for the step."""
+        return self.updating.deferred
 
     @property
     def memory_report(self) -> dict[str, int]:

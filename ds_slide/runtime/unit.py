@@ -147,6 +147,8 @@ class Unit:
         self.uses_done = 0
         self.counting = 0
         """How often uses have been counted anew: graphs of before no longer count."""
+        self.left_out = 0
+        """Backwards that have given no parameter of the model a gradient."""
         self.in_backward = False
         self.finalized = False
         """This backward's gradient has left the parameters."""
@@ -212,6 +214,12 @@ class Unit:
         self.uses = self.uses_done = 0
         self.counting += 1
 
+    def expect_backward_again(self) -> None:
+        """A backward has ended that gave no parameter a gradient. Its graph, where the script keeps it, may have
+        another one; a graph that is dropped takes its uses back (`UseToken`)."""
+        self.uses_done = 0
+        self.left_out += 1
+
     def open_update(self, failures: Failures, *, two_passes: bool = False) -> Update:
         """The weights are about to change: new futures."""
         self.version += 1
@@ -219,6 +227,11 @@ class Unit:
         update = Update(self.name, len(self.spans), failures, press, publish, two_passes=two_passes)
         self.span_updated, self.updated, self.completed = update.spans, update.done, update.completed
         return update
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether autograd has left a gradient in any of its parameters."""
+        return any(parameter.grad is not None for parameter, _ in self.trainable)
 
     def gradients(self) -> list[torch.Tensor | None]:
         """What the trainable parameters have; None where one has none."""

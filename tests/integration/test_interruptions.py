@@ -151,14 +151,16 @@ def test_zero_grad_before_every_micro_batch_has_no_effect_as_on_stock() -> None:
         assert engine.global_steps == 2
 
 
-def test_zero_grad_between_backward_and_step_has_no_effect_where_updates_do_not_wait() -> None:
+def test_zero_grad_between_backward_and_step_is_refused_where_updates_do_not_wait() -> None:
+    """In plain torch the step would then change nothing. Here it has begun, and can be taken."""
     config, data = ds_config({"window": 2}, clip=0.0), batches(2)
     with as_if_undisturbed(config, data) as client:
         engine = client.engine
         for batch in data:
             loss = engine(**batch)
             engine.backward(loss)
-            engine.zero_grad()
+            with pytest.raises(SlideError, match=r"gradients cannot be discarded: .*defer_updates"):
+                engine.zero_grad()
             engine.step()
             client.losses.append(loss.item())
 

@@ -23,8 +23,18 @@ class Updating:
     """Called by the compute thread (held gradients) or the d2h lane (gradients on arrival)."""
 
     def __init__(
-        self, lane: UpdateWorker, apply: HostUpdate, passes: Passes, speculating: Speculating, failures: Failures
+        self,
+        lane: UpdateWorker,
+        apply: HostUpdate,
+        passes: Passes,
+        speculating: Speculating,
+        failures: Failures,
+        *,
+        deferred: bool,
     ) -> None:
+        self.deferred = deferred
+        """Gradients wait for the step. Otherwise updates begin as they arrive, until a backward is in doubt
+        (`ds_slide.runtime.gradients.holding`)."""
         self._lane = lane
         self._apply = apply
         self.passes = passes

@@ -203,20 +203,22 @@ class UseToken:
     """Stands for one use of a unit in a graph. A graph that is dropped without a backward takes its use back:
     otherwise the unit would wait for it, and keep its gradients on the GPU until backward has ended."""
 
-    __slots__ = ("_counting", "_done", "_unit")
+    __slots__ = ("_counting", "_fired", "_unit")
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._counting = unit.counting
-        self._done = False
+        self._fired = -1
 
     def fire(self, leave_backward: Callable[[Unit], None]) -> None:
-        self._done = True
+        self._fired = self._unit.left_out
         leave_backward(self._unit)
 
     def __del__(self) -> None:
-        # torch.compile makes one without its constructor.
-        if not getattr(self, "_done", True) and self._counting == self._unit.counting:
+        if not hasattr(self, "_fired"):  # torch.compile makes one without its constructor
+            return
+        is_done = self._fired == self._unit.left_out
+        if not is_done and self._counting == self._unit.counting:
             self._unit.uses = max(0, self._unit.uses - 1)
 
 
