@@ -339,21 +339,6 @@ def test_gradients_that_find_no_room_are_refused_before_any_update(monkeypatch: 
 EARLY = r"a forward began after backward\(\).* before engine.step\(\).*defer_updates"
 
 
-def test_a_second_backward_of_a_graph_is_refused_when_it_begins() -> None:
-    """With clipping off and a first one that trains. The step of that is whole."""
-
-    def refused(run: Run) -> None:
-        engine = run.start(made(Net))
-        for x in inputs():
-            loss = engine(x)
-            engine.backward(loss, retain_graph=True)
-            with pytest.raises(SlideError, match="step.*because clipping is off|clipping off .*step"):
-                engine.backward(loss)
-            engine.step()
-
-    assert_right(run_loop(refused, "slide", clip=0.0), run_loop(training_only, "plain", clip=0.0))
-
-
 @pytest.mark.parametrize("with_gradient", [True, False])
 def test_an_evaluation_between_backward_and_step_is_refused_when_it_begins(with_gradient: bool) -> None:
     def refused(run: Run) -> None:

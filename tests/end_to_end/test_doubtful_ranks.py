@@ -1,0 +1,30 @@
+"""Two ranks over gloo: backwards that are not meant for the next step, of one rank alone or of both."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import two_ranks
+from doubtful_ranks_worker import CLIPS, LOOPS, whole
+from loops import assert_right, run_loop
+
+WORKER = Path(__file__).resolve().parent / "doubtful_ranks_worker.py"
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
+    """The masters at the end, by rank and loop."""
+    yield two_ranks.seen_by(two_ranks.run(str(WORKER), tmp_path_factory.mktemp("ranks")))
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_numbers_are_plain_torchs(name: str, clip: float, seen: list[Any]) -> None:
+    expected = run_loop(functools.partial(LOOPS[name][0], whole), "plain", clip=clip)
+    for of_rank in seen:
+        assert_right(replace(expected, masters=of_rank[f"{name}, {clip}"]), expected)
