@@ -12,6 +12,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from loops import Net, Run, assert_right, inputs, made, outcome, run_loop, running
+from torch.utils.checkpoint import checkpoint
 
 from ds_slide.errors import SlideError
 from ds_slide.plan.probe.host_room import HostRoom
@@ -36,6 +37,24 @@ class Shared(Net):
         return self.inp(x)
 
 
+class Checkpointed(Net):
+    """Recomputes its blocks in backward."""
+
+    reentrant = False
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class CheckpointedInside(Checkpointed):
+    """Recomputes them in a backward within backward."""
+
+    reentrant = True
+
+
 def train(engine: Any, x: torch.Tensor) -> None:
     engine.backward(engine(x))
     engine.step()
@@ -50,9 +69,9 @@ def training_only(run: Run) -> None:
 # ---- gradients of the inputs -----------------------------------------------------------------------------------------
 
 
-def saliency(run: Run, *, in_eval: bool, first: bool = False) -> list[float]:
+def saliency(run: Run, *, in_eval: bool, first: bool = False, build: type[Net] = Net) -> list[float]:
     """`torch.autograd.grad` of the inputs, between steps of training."""
-    engine, found = run.start(made(Net)), []
+    engine, found = run.start(made(build)), []
     for x in inputs():
         if not first:
             train(engine, x)
@@ -91,9 +110,9 @@ def backward_of_named_inputs(run: Run) -> list[float]:
     return found
 
 
-def fast_gradient_sign(run: Run) -> None:
+def fast_gradient_sign(run: Run, build: type[Net] = Net) -> None:
     """`loss.backward()` for the gradient of the inputs, whose gradients of the weights are dropped."""
-    engine = run.start(made(Net))
+    engine = run.start(made(build))
     for x in inputs():
         x = x.clone().requires_grad_()
         engine(x).backward()
@@ -209,10 +228,13 @@ LOOPS = {
     "saliency in eval": functools.partial(saliency, in_eval=True),
     "saliency in eval, before training": functools.partial(saliency, in_eval=True, first=True),
     "saliency in train": functools.partial(saliency, in_eval=False),
+    "saliency of checkpointed blocks": functools.partial(saliency, in_eval=True, build=Checkpointed),
     "saliency of a kept graph": saliency_of_a_kept_graph,
     "saliency of a kept graph of shared blocks": functools.partial(saliency_of_a_kept_graph, build=Shared),
     "backward of named inputs": backward_of_named_inputs,
     "fast gradient sign": fast_gradient_sign,
+    "fast gradient sign of checkpointed blocks": functools.partial(fast_gradient_sign, build=Checkpointed),
+    "fast gradient sign of blocks checkpointed inside": functools.partial(fast_gradient_sign, build=CheckpointedInside),
     "projected descent": projected_descent,
     "added in evaluation": added_in_evaluation,
     "between micro-batches": between_micro_batches,
@@ -241,6 +263,20 @@ def test_the_numbers_are_plain_torchs(name: str, clip: float) -> None:
 def test_they_are_with_the_window_that_suits(name: str) -> None:
     loop = LOOPS[name]
     assert_right(run_loop(loop, "slide", clip=0.0, slide={}), run_loop(loop, "plain", clip=0.0))
+
+
+def test_a_generator_of_stock_does_not_train_the_judge() -> None:
+    """Nor can the judge know of the other engine by one of its own kind."""
+    start = run_loop(lambda run: run.start(made(Net, 1)), "slide", clip=0.0).masters[0]
+    with running("stock", 0.0, {}) as stock, running("slide", 0.0, {"window": 2}) as slide:
+        generator, judge = stock.start(made(Generator)), slide.start(made(Net, 1))
+        for noise in inputs(2):
+            judge(generator(noise)).backward()
+            generator.step()
+            judge.zero_grad()
+        slide._read_masters()
+    for name, master in slide.masters[0].items():
+        assert torch.equal(master, start[name])
 
 
 ELSEWHERE: dict[str, dict[str, Any]] = {
