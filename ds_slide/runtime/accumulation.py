@@ -39,6 +39,8 @@ class Accumulation:
         """Backwards that have ended since the last step."""
         self.is_open = False
         """A backward is under way, or has ended with an exception that nobody has noticed yet."""
+        self.has_gradients = False
+        """That backward has given a parameter a gradient, as far as the units it has finished tell."""
         self.has_taken = False
         """Gradients of that backward have left the parameters, or updates have begun under it."""
         self.ended_at_boundary = False
@@ -67,20 +69,20 @@ class Accumulation:
     def pass_over(self, task: int) -> bool:
         """`task` has ended by itself and without DeepSpeed's epilogue, as `torch.autograd.grad` does. -> whether it was
         the open backward and took nothing, so that it is over."""
-        if not self.is_open or self._task != task or self._is_nested or self.has_taken:
+        if not self.is_open or self._task != task or self._is_nested or self.has_gradients:
             return False
         self.is_open = False
         return True
 
     def leave_out(self) -> None:
         """The backward has ended and given no parameter a gradient: it is no micro-batch."""
-        self.is_open = self.has_taken = self._is_nested = False
+        self.is_open = self.has_gradients = self.has_taken = self._is_nested = False
 
     def close(self, *, at_boundary: bool) -> None:
         """The backward has ended, and all of its gradients are on their way. `at_boundary`: a step follows."""
         self.micro_batches += 1
         self.ended_at_boundary = at_boundary
-        self.is_open = self.has_taken = self._is_nested = False
+        self.is_open = self.has_gradients = self.has_taken = self._is_nested = False
         if self._spoiled == "step":
             self._spoiled = None
 
@@ -95,7 +97,7 @@ class Accumulation:
         """The open backward has ended with an exception. `deferred`: gradients wait for the step. -> whether what was
         accumulated before still counts."""
         taken = self.has_taken
-        self.is_open = self.has_taken = self._is_nested = False
+        self.is_open = self.has_gradients = self.has_taken = self._is_nested = False
         if not taken:
             # Without held gradients a backward before this one is all of the step, which goes on.
             if deferred or not self.micro_batches:
@@ -150,5 +152,5 @@ class Accumulation:
     def reload(self) -> None:
         """Weights and optimizer states have come from a checkpoint."""
         self.clear()
-        self.is_open = self.has_taken = self._is_nested = False
+        self.is_open = self.has_gradients = self.has_taken = self._is_nested = False
         self._spoiled = None

@@ -283,7 +283,7 @@ class SlideRuntime:
 
     def _has_gradients(self) -> bool:
         """Whether the backward under way has given any parameter a gradient."""
-        return self.accumulation.has_taken or any(unit.has_gradient for unit in self.units)
+        return self.accumulation.has_gradients or any(unit.has_gradient for unit in self.units)
 
     def begin_backward(
         self, hypers: Sequence[Hyper], grad_scale: float = 1.0, *, of_another: str | None = None
@@ -343,8 +343,9 @@ class SlideRuntime:
         before = unit.arrived, unit.updated
         # A unit without gradients is taken for zero, which makes no mixture as long as it is only held.
         counts = source is not None or unit.has_gradient
-        if counts and not self.deferred and not self.accumulation.has_taken:
+        if counts and not self.accumulation.has_gradients:
             self._hold_in_doubt()
+            self.accumulation.has_gradients = True
         try:
             self.gradients.finalize(unit, final=self._final, source=source)
         finally:
@@ -358,7 +359,7 @@ class SlideRuntime:
 
     def _hold_in_doubt(self) -> None:
         """Let gradients wait for the step from now on where the first update of the backward may not be meant."""
-        why = self._doubts.why(at_boundary=self._final)
+        why = None if self.deferred else self._doubts.why(at_boundary=self._final)
         if why is not None:
             hold_gradients(self.parts, why)
             self.interruptions.deferred = True

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_slide.errors import SlideError
 from ds_slide.plan.probe.host_room import HostRoom
 from ds_slide.runtime.gradients import holding
+from ds_slide.runtime.tier_moves import move
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -47,6 +48,15 @@ class Checkpointed(Net):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
         return x
+
+
+class FrozenOutside(Net):
+    """Trains its blocks alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp.requires_grad_(False)
+        self.head.requires_grad_(False)
 
 
 class CheckpointedInside(Checkpointed):
@@ -235,6 +245,7 @@ LOOPS = {
     "fast gradient sign": fast_gradient_sign,
     "fast gradient sign of checkpointed blocks": functools.partial(fast_gradient_sign, build=Checkpointed),
     "fast gradient sign of blocks checkpointed inside": functools.partial(fast_gradient_sign, build=CheckpointedInside),
+    "fast gradient sign, frozen outside": functools.partial(fast_gradient_sign, build=FrozenOutside),
     "projected descent": projected_descent,
     "added in evaluation": added_in_evaluation,
     "between micro-batches": between_micro_batches,
@@ -265,6 +276,20 @@ def test_they_are_with_the_window_that_suits(name: str) -> None:
     assert_right(run_loop(loop, "slide", clip=0.0, slide={}), run_loop(loop, "plain", clip=0.0))
 
 
+@pytest.mark.parametrize("place", ["host", "gpu"])
+def test_a_backward_that_trains_counts_wherever_its_gradients_are(place: str) -> None:
+    slide = {"gpu_states": "1GiB"} if place == "gpu" else {}
+    with running("slide", 0.0, {"window": 2, **slide}) as run:
+        engine = run.start(made(FrozenOutside))
+        for x in inputs():
+            x = x.clone().requires_grad_()
+            torch.autograd.grad(engine(x), x)
+            assert engine.optimizer.runtime.accumulation.micro_batches == 0
+            engine.backward(engine(x.detach()))
+            assert engine.optimizer.runtime.accumulation.micro_batches == 1
+            engine.step()
+
+
 def test_a_generator_of_stock_does_not_train_the_judge() -> None:
     """Nor can the judge know of the other engine by one of its own kind."""
     start = run_loop(lambda run: run.start(made(Net, 1)), "slide", clip=0.0).masters[0]
@@ -277,6 +302,24 @@ def test_a_generator_of_stock_does_not_train_the_judge() -> None:
         slide._read_masters()
     for name, master in slide.masters[0].items():
         assert torch.equal(master, start[name])
+
+
+def test_units_that_are_on_the_gpu_for_now_come_back_with_a_place_for_their_gradient() -> None:
+    def moved(run: Run) -> None:
+        engine = run.start(made(Net))
+        runtime = engine.optimizer.runtime
+        blocks = frozenset(unit.order for unit in runtime.blocks[:2])
+        for x, on_gpu in zip(inputs(), [frozenset(), blocks, frozenset(), blocks], strict=True):
+            moved = move(runtime, on_gpu)
+            assert moved is not None and not moved.no_room
+            x = x.clone().requires_grad_()
+            if on_gpu:
+                engine(x).backward()
+                engine.zero_grad()
+            train(engine, x.detach())
+        assert runtime.deferred
+
+    assert_right(run_loop(moved, "slide", clip=0.0), run_loop(training_only, "plain", clip=0.0))
 
 
 ELSEWHERE: dict[str, dict[str, Any]] = {
@@ -352,7 +395,7 @@ def test_holding_says_so_once_and_is_in_the_report(caplog: pytest.LogCaptureFixt
         held = engine.optimizer.runtime.parts.memory_report["host_bytes"] - before
         assert held == 4 * sum(unit.codec.numel for unit in engine.optimizer.runtime.units)  # fp32
     said = [record.getMessage() for record in caplog.records if "from now on" in record.getMessage()]
-    assert len(said) == 1 and said[0].startswith("a backward ran while the model was in eval mode: gradients wait")
+    assert len(said) == 1 and said[0].startswith("a backward ran with the model in eval mode (engine")
 
 
 def test_gradients_that_find_no_room_are_refused_before_any_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +406,7 @@ def test_gradients_that_find_no_room_are_refused_before_any_update(monkeypatch: 
         engine.eval()
         with monkeypatch.context() as patched:
             patched.setattr(holding, "host_room", lambda *_: HostRoom(1000, "the test"))
-            with pytest.raises(SlideError, match=r"eval mode, so .* in [\d,]+ bytes .* 1,000 are free .*defer_updates"):
+            with pytest.raises(SlideError, match=r"eval mode .*, so .* in [\d,]+ bytes .* 1,000 are free "):
                 engine.backward(engine(first))
         engine.train()
         for x in rest:

@@ -55,7 +55,7 @@ class Doubts:
         if self.of_another is not None:
             return self.of_another
         if not self._module.training:
-            return "a backward ran while the model was in eval mode"
+            return "a backward ran with the model in eval mode (engine.train() ends that)"
         if self._asks_for_inputs:
             return "a backward ran through an input that requires a gradient"
         return None if at_boundary else "a backward ran that is not at a gradient accumulation boundary"
