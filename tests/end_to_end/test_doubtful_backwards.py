@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from loops import Net, Run, assert_right, inputs, made, outcome, run_loop, running
+from loops import WIDTH, Net, Run, assert_right, inputs, made, outcome, run_loop, running
 from torch.utils.checkpoint import checkpoint
 
 from ds_slide.errors import SlideError
@@ -173,6 +173,62 @@ def at_no_boundary(run: Run) -> None:
         train(engine, second)
 
 
+def gradient_of_hidden_states(run: Run) -> None:
+    """`torch.autograd.grad` that ends in the middle of the blocks."""
+    engine, made_by_block = run.start(made(Net)), []
+    engine.module.blocks[1].register_forward_hook(lambda _module, _args, output: made_by_block.append(output))
+    for x in inputs():
+        made_by_block.clear()
+        loss = engine(x)
+        assert torch.autograd.grad(loss, made_by_block[0])[0].any()
+        train(engine, x)
+
+
+def gradient_of_parameters(run: Run) -> None:
+    """`torch.autograd.grad` of weights, as for a report of their gradients."""
+    engine = run.start(made(Net))
+    for x in inputs():
+        assert torch.autograd.grad(engine(x), list(engine.module.head.parameters()))[0].any()
+        train(engine, x)
+
+
+def backward_of_some_parameters(run: Run) -> None:
+    """`loss.backward(inputs=...)` of an input and a weight, dropped."""
+    engine = run.start(made(Net))
+    for x in inputs():
+        other = x.clone().requires_grad_()
+        engine(other).backward(inputs=[other, engine.module.head.weight])
+        engine.zero_grad()
+        train(engine, x)
+
+
+def past_the_engine(run: Run) -> None:
+    """`torch.autograd.grad` of a forward that DeepSpeed does not see."""
+    engine = run.start(made(Net))
+    for x in inputs():
+        other = x.clone().requires_grad_()
+        assert torch.autograd.grad(engine.module(other), other)[0].any()
+        train(engine, x)
+
+
+def encoder_outside(run: Run) -> None:
+    """A model in front of the engine's that the script updates itself."""
+    encoder = made(lambda: torch.nn.Linear(WIDTH, WIDTH), 3)
+    descent, engine = torch.optim.SGD(encoder.parameters(), lr=0.1), run.start(made(Net))
+    for x in inputs():
+        train(engine, encoder(x))
+        descent.step()
+        descent.zero_grad()
+
+
+def trained_in_evaluation(run: Run) -> None:
+    """`from_pretrained` returns models in `eval()`, and not every script calls `train()`."""
+    engine = run.start(made(Net))
+    engine.eval()
+    for x in inputs():
+        train(engine, x)
+
+
 # ---- several engines -------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +304,12 @@ LOOPS = {
     "fast gradient sign, frozen outside": functools.partial(fast_gradient_sign, build=FrozenOutside),
     "projected descent": projected_descent,
     "added in evaluation": added_in_evaluation,
+    "gradient of hidden states": gradient_of_hidden_states,
+    "gradient of parameters": gradient_of_parameters,
+    "backward of some parameters": backward_of_some_parameters,
+    "past the engine": past_the_engine,
+    "encoder outside": encoder_outside,
+    "trained in evaluation": trained_in_evaluation,
     "between micro-batches": between_micro_batches,
     "at no boundary": at_no_boundary,
     "gan, engine": functools.partial(gan, way="engine", judge_first=True),
