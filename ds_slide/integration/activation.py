@@ -139,7 +139,14 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
             parsed, slide, model=given["model"], client_optimizer=given.get("optimizer"), mpu=given.get("mpu")
         )
         # Not before the check: they need names of DeepSpeed that it asks for.
-        from ds_slide.integration import checkpoint, inference, monitor, training_engines, zero_grad
+        from ds_slide.integration import (
+            backward_prologue,
+            checkpoint,
+            inference,
+            monitor,
+            training_engines,
+            zero_grad,
+        )
 
         _take_from_stock(given["model"])
         try:
@@ -151,6 +158,7 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
                 checkpoint.attach(self)
                 zero_grad.attach(self)
                 training_engines.enter(self.optimizer)
+                backward_prologue.attach(self)
         except BaseException:
             _discard(self)
             raise

@@ -200,9 +200,11 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def _leave_interrupted_backward(self) -> None:
         """DeepSpeed counts the backwards that have begun and not ended. One that has ended with an exception stays in
-        that count, and the next `loss.backward()` would go without an epilogue."""
+        that count, and the next `loss.backward()` would go without an epilogue. So would a second `loss.backward()`
+        since the last forward: DeepSpeed takes it for a part of the first, whose epilogue it has asked for already."""
         if not self.runtime.interruptions.backward_is_under_way():
             self._backward_active_depth = 0
+            self._backward_hook_state.reset_for_new_step()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         super().set_gradient_accumulation_boundary(is_boundary)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ds_slide.errors import SlideError
+from ds_slide.patching.identity import identity
 from ds_slide.patching.kinds import autocast_dtype
 from ds_slide.patching.rows import weight_version
 
@@ -136,8 +137,11 @@ class PendingLogits(torch.Tensor):
                     logits = logits.to(value)
                 else:
                     logits = logits / value if name == "/" else logits * value if name == "*" else torch.tanh(logits)
-        for hook in self.hooks if logits.requires_grad else ():
-            logits.register_hook(hook)
+        if self.hooks and logits.requires_grad:
+            # The loss may have been computed from the logits themselves, and the hooks are not for its gradient.
+            logits = identity(logits)
+            for hook in self.hooks:
+                logits.register_hook(hook)
         self.made = logits
         return logits
 

@@ -36,7 +36,8 @@ from ds_slide.runtime.transfers.handoff import Future, wait_on_stream
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.unit import Availability, Unit
 from ds_slide.runtime.updates.apply import device_update
-from ds_slide.runtime.weights.hooks import BlockHooks, OuterHooks, RootHooks, RootState
+from ds_slide.runtime.weights.hooks import BlockHooks, OuterHooks, RootHooks, RootState, in_backward
+from ds_slide.runtime.weights.outputs import OnGradient
 from ds_slide.runtime.weights.rows import StreamedRows
 from ds_slide.runtime.weights.saved_weights import SavedWeights
 from ds_slide.runtime.weights.wide_hooks import WideHooks
@@ -83,6 +84,9 @@ class SlideRuntime:
         self._doubts = Doubts(module)
         self._totals = Totals(parts.ranks, self.device, [unit.codec.compresses for unit in parts.units])
         self._module = module
+        self.on_output_gradient: OnGradient = self._begin_backward
+        """Called with each gradient that reaches an output of the model; the integration puts DeepSpeed's prologue
+        here."""
         by_storage = {} if self._window is None else self._window.by_storage
         self._saved = SavedWeights(by_storage, self._bound, self.enter_backward)
         self.hooks: list[BlockHooks | RootHooks | OuterHooks | WideHooks | CacheHooks] = []
@@ -104,7 +108,7 @@ class SlideRuntime:
                 self._root,
                 self._begin_forward,
                 self._end_forward,
-                self.interruptions.begin_backward,
+                lambda gradient: self.on_output_gradient(gradient),
             ),
             *CacheHooks.on(self._module, self.parts.spare.activations.leave_unasked),
         ]
@@ -254,11 +258,7 @@ class SlideRuntime:
     def enter_backward(self, unit: Unit) -> Slot | None:
         """The unit's weights are bound from here to `leave_backward`."""
         self.passes.begin_backward()  # `begin_backward` may be called before the forward, too
-        if self._unstepped:
-            raise SlideError(
-                "a backward() that is not the only one before its engine.step() needs held gradients, because with "
-                f"clipping off weights are updated under backward; {HOLD_HINT}"
-            )
+        self._require_only_backward()
         self.interruptions.begin_backward_of_block()
         self.parts.spare.activations.enter_backward(unit.order)
         if (compute := self.parts.recorder.compute) is not None:
@@ -285,14 +285,27 @@ class SlideRuntime:
         """Whether the backward under way has given any parameter a gradient."""
         return self.accumulation.has_gradients or any(unit.has_gradient for unit in self.units)
 
+    def _begin_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.interruptions.begin_backward()
+        return gradient
+
     def begin_backward(
         self, hypers: Sequence[Hyper], grad_scale: float = 1.0, *, of_another: str | None = None
     ) -> None:
         """Prepare for the first gradient. `hypers`, `grad_scale`: of the coming step, if it clips nothing.
         `of_another`: why the step that follows may be another engine's (`Doubts.of_another`)."""
+        if in_backward():
+            self._require_only_backward()
         self.interruptions.begin_backward()
         self._doubts.of_another = of_another
         self.gradients.hypers, self.gradients.grad_scale = tuple(hypers), grad_scale
+
+    def _require_only_backward(self) -> None:
+        if self._unstepped:
+            raise SlideError(
+                "a backward() that is not the only one before its engine.step() needs held gradients, because with "
+                f"clipping off weights are updated under backward; {HOLD_HINT}"
+            )
 
     def set_final(self, final: bool) -> None:
         """Whether the backward under way is the last one before the step."""

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from ds_slide.runtime.trees import add_tensors
 from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.weights.outputs import OnGradient, hook_outputs
 from ds_slide.runtime.weights.saved_weights import OpenHooks, SavedWeights, hooks_around
 from ds_slide.runtime.weights.window import Slot
 
@@ -260,14 +261,14 @@ class RootHooks:
         root: RootState,
         begin: Callable[[Any, Any], None],
         end: Callable[[], None],
-        begin_backward: Callable[[], None],
+        on_gradient: OnGradient,
     ) -> None:
-        """`begin` gets the arguments of the call. `begin_backward` is called when a gradient reaches an output, once in
-        each backward."""
+        """`begin` gets the arguments of the call. `on_gradient` gets each gradient that reaches an output, and returns
+        the one that goes on."""
         self._root = root
         self._begin = begin
         self._end = end
-        self._begin_backward = begin_backward
+        self._on_gradient = on_gradient
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),
@@ -282,9 +283,10 @@ class RootHooks:
             self._begin(args, kwargs)
             self._root.begin(None if torch.compiler.is_compiling() else sys._getframe(1))
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if in_backward() or not self._root.active:
-            return
-        self._root.end()
-        self._end()
-        _on_first_gradient(output, self._begin_backward)
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not in_backward():
+            if not self._root.active:
+                return None
+            self._root.end()
+            self._end()
+        return hook_outputs(output, self._on_gradient) if torch.is_grad_enabled() else None
