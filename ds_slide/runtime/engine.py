@@ -296,6 +296,8 @@ class SlideRuntime:
         `of_another`: why the step that follows may be another engine's (`Doubts.of_another`)."""
         if in_backward():
             self._require_only_backward()
+            for unit in [unit for unit in self.units if unit.order in self._fetched]:
+                self.bind_resident(unit)  # of a graph that is older than a step: no forward has bound it since
         self.interruptions.begin_backward()
         self._doubts.of_another = of_another
         self.gradients.hypers, self.gradients.grad_scale = tuple(hypers), grad_scale
@@ -468,10 +470,13 @@ class SlideRuntime:
         """Weights and optimizer states have come from a checkpoint: nothing of an interrupted step is left in them."""
         self.discard_gradients()
         self.accumulation.reload()
+        for unit in self.units:
+            unit.mark_changed()
 
     def _update_on_gpu(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, gradient: torch.Tensor) -> None:
         self.device.wait(unit.arrived.wait())
         device_update(unit, gradient, hypers, grad_scale)
+        unit.mark_changed()
         if not unit.is_gathered:
             return
         assert unit.resident is not None

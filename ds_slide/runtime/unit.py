@@ -223,6 +223,7 @@ class Unit:
     def open_update(self, failures: Failures, *, two_passes: bool = False) -> Update:
         """The weights are about to change: new futures."""
         self.version += 1
+        self.mark_changed()
         publish, press = functools.partial(self.publish, self.version), self.state.written.press
         update = Update(self.name, len(self.spans), failures, press, publish, two_passes=two_passes)
         self.span_updated, self.updated, self.completed = update.spans, update.done, update.completed
@@ -232,6 +233,11 @@ class Unit:
     def has_gradient(self) -> bool:
         """Whether autograd has left a gradient in any of its parameters."""
         return any(parameter.grad is not None for parameter, _ in self.trainable)
+
+    def mark_changed(self) -> None:
+        """Tell autograd that an update changes the weights: a graph that has saved them raises, as in plain torch."""
+        changed = [parameter for parameter, _ in self.trainable if parameter.requires_grad]
+        torch.autograd.graph.increment_version(changed)
 
     def gradients(self) -> list[torch.Tensor | None]:
         """What the trainable parameters have; None where one has none."""

@@ -199,3 +199,37 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     said = [record.getMessage() for record in caplog.records]
     assert sum("6 blocks are recomputed in backward, which the script does not ask for" in line for line in said) == 1
     assert not any("is taken over" in line for line in said)
+
+
+@pytest.mark.parametrize("steps", [1, STEPS], ids=["all recomputed", "some kept"])
+def test_a_graph_that_is_older_than_a_step_is_refused(steps: int) -> None:
+    """Outer modules are frozen, so that no weight but the blocks' own has changed."""
+    model = llama()
+    blocks = {id(parameter) for layer in layers_of(model) for parameter in layer.parameters()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in blocks)
+    with engine_for(model, config_of({"gpu_memory": OWN_BYTES + 3 * BLOCK_BYTES})) as engine:
+        train(engine, batches(steps))
+        first, second = batches(2, seed=5)
+        old = engine(**first).loss
+        engine.backward(engine(**second).loss)
+        engine.step()
+        with pytest.raises(RuntimeError, match=r"modified (since the forward of this graph|by an inplace)"):
+            old.backward()
+        train(engine, batches(1))
+
+
+def test_a_forward_that_writes_to_its_weights_first_is_recomputed() -> None:
+    model = llama()
+    for layer in layers_of(model):
+        gate, forward = layer.mlp.gate_proj, type(layer.mlp).forward
+
+        def writing(hidden: torch.Tensor, mlp: Any = layer.mlp, gate: Any = gate, forward: Any = forward) -> Any:
+            with torch.no_grad():
+                gate.weight.mul_(1.0)
+            return forward(mlp, hidden)
+
+        layer.mlp.forward = writing
+    found, report = run(model, {"gpu_memory": OWN_BYTES}, batches(STEPS), "clipping")
+    expected, _ = run(llama(), {"gpu_memory": OWN_BYTES}, batches(STEPS), "clipping")
+    assert differences(found, expected) == [] and report["recompute"] > 0

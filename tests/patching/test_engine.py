@@ -131,10 +131,13 @@ def test_logits_before_and_after_backward() -> None:
         assert isinstance(output.logits, PendingLogits) and output.logits.made is None
         torch.testing.assert_close(output.logits, expected, rtol=2e-2, atol=2e-3)
         output = engine(**batches(1, length=12)[0])
+        unused = engine(**batches(1, length=12)[0])
         engine.backward(output.loss)
         engine.step()
         with pytest.raises(SlideError, match="its backward has begun"):
             output.logits.sum()
+        with pytest.raises(SlideError, match="the head was updated"):
+            unused.logits.sum()
 
 
 def test_a_loss_made_from_logits_trains_like_without_kernels() -> None:

@@ -64,6 +64,20 @@ def test_hooks_on_logits_see_the_gradient_of_what_was_read() -> None:
     assert seen == [(BATCH, LENGTH, VOCABULARY)]
 
 
+def test_hooks_of_logits_do_not_see_the_gradient_of_a_loss_that_was_made_from_them() -> None:
+    """The engine's hook on the logits would change a gradient that the hook on the loss has changed already."""
+    _, model = pair()
+    source = Source(model.lm_head, torch.randn(BATCH, HIDDEN, device=DEVICE, requires_grad=True))
+    logits = PendingLogits(source, (BATCH, VOCABULARY), torch.float32, torch.device(DEVICE))
+    loss, seen = logits.float().exp().sum(), []
+    logits.register_hook(lambda gradient: seen.append(gradient.shape))
+    logits.detach().sum()  # computes them, with the hook
+    loss.backward(retain_graph=True)
+    assert seen == []
+    (loss + logits.sum()).backward()
+    assert seen == [(BATCH, VOCABULARY)]
+
+
 def test_logits_are_gone_after_backward() -> None:
     _, model = pair()
     output = model(**batch())

@@ -23,6 +23,7 @@ from ds_slide.plan.spare import (
 )
 from ds_slide.runtime.activations.call_times import CallTimes
 from ds_slide.runtime.activations.checkpointing import (
+    UNASKED,
     Checkpoint,
     TakenOver,
     goes_through,
@@ -32,6 +33,7 @@ from ds_slide.runtime.activations.checkpointing import (
 from ds_slide.runtime.activations.mixing import contexts
 from ds_slide.runtime.activations.moved_inputs import MovedInputs, input_of
 from ds_slide.runtime.activations.saved_bytes import counted
+from ds_slide.runtime.activations.unchanged_weights import UnchangedWeights
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.unit import Unit
 
@@ -203,10 +205,12 @@ class Activations:
         elif (mixture := self._mixture_of(unit.order)) and (mixing := mixing_form(written, function, inputs, modules)):
             kept.append(mixture.nbytes)
             is_mixed = True
-            result = mixing(function, *inputs, context_fn=functools.partial(contexts, mixture))
+            result = mixing(UnchangedWeights(unit, function), *inputs, context_fn=functools.partial(contexts, mixture))
         else:
             kept.append(0)
             measured, recomputed = self._measuring(unit, function), recomputing_form(written, function, inputs, modules)
+            if written is UNASKED:
+                measured = UnchangedWeights(unit, measured)
             if self._inputs is not None and self._moves(unit, inputs):
                 with self._inputs.moving(unit.order, inputs):
                     result = recomputed(measured, *inputs)

@@ -1,5 +1,7 @@
 """What autograd saves while a block computes: weights are remembered by their place, everything else as it would be.
 
+A weight that has changed by then raises autograd's own error. Autograd compares versions itself where no hooks are.
+
 A weight lies in a slot of the window, and so do its views (`weight.t()`, which a linear layer saves). Autograd would
 read whatever block occupies the slot when backward comes. So hooks for saved tensors lie around each block that passes
 through the window, and around those only: what other modules save is in no slot, each hook costs the host 2 us a tensor
@@ -14,7 +16,7 @@ those is hooked as in its first forward, because checkpointing counts what is sa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +43,10 @@ class SlotReference(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    parameter: torch.Tensor | None
+    """The parameter that it is a view of, if autograd knows."""
+    version: int | None
+    """Of the parameter when it was saved; None where a changed one is no error."""
 
 
 class ParameterReference(NamedTuple):
@@ -49,6 +55,7 @@ class ParameterReference(NamedTuple):
 
     unit: Unit
     parameter: nn.Parameter
+    version: int | None
 
 
 class SavedTensor(NamedTuple):
@@ -65,13 +72,26 @@ class SavedTensor(NamedTuple):
     def unchanged(self) -> torch.Tensor:
         """RuntimeError, as autograd's own, where it has been modified since."""
         if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; expected "
-                f"version {self.version} instead. Hint: enable anomaly detection to find the operation that failed to "
-                "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
-            )
+            raise _modified(self.tensor, list(self.tensor.shape), self.version)
         return self.tensor
+
+
+def _modified(tensor: torch.Tensor, shape: Sequence[int], expected: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(shape)}] is at version {tensor._version}; expected version {expected} instead. Hint: "
+        "enable anomaly detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+def _require_unchanged(saved: SlotReference | ParameterReference) -> None:
+    """RuntimeError, as autograd's own, where the weight has been updated or modified since it was saved."""
+    parameter = saved.parameter
+    if saved.version is not None and parameter is not None and parameter._version != saved.version:
+        of = zip(saved.unit.parameters, saved.unit.layout.entries, strict=True)
+        shape = next(entry.shape for each, entry in of if each is parameter)
+        raise _modified(parameter, shape, saved.version)
 
 
 class _Packed(NamedTuple):
@@ -91,7 +111,14 @@ class SavedWeights:
 
     def open(self) -> OpenHooks:
         """Hooks that are in force until they are closed."""
-        return OpenHooks(self._reference, self._restore)
+        # A checkpoint computes with the weights that are there at its recomputation, and torch does not compare them.
+        around = hooks_around()
+        recomputes = around is not None and around[0].__module__ == "torch.utils.checkpoint"
+        return OpenHooks(self._unchecked if recomputes else self._reference, self._restore)
+
+    def _unchecked(self, tensor: torch.Tensor) -> SlotReference | ParameterReference | None:
+        reference = self._reference(tensor)
+        return None if reference is None else reference._replace(version=None)
 
     def _reference(self, tensor: torch.Tensor) -> SlotReference | ParameterReference | None:
         if tensor.layout is not torch.strided:
@@ -99,12 +126,14 @@ class SavedWeights:
         slot = self._slots.get(tensor.untyped_storage().data_ptr())
         if slot is None or slot.unit is None:
             return None
+        version = tensor._version  # a view has its parameter's
         if isinstance(tensor, nn.Parameter):
-            return ParameterReference(slot.unit, tensor)
+            return ParameterReference(slot.unit, tensor, version)
         place = tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
-        return SlotReference(slot.unit, tensor.dtype, *place)
+        return SlotReference(slot.unit, tensor.dtype, *place, tensor._base, version)
 
     def _restore(self, saved: SlotReference | ParameterReference) -> torch.Tensor:
+        _require_unchanged(saved)
         # Entered and bound for another of its saved tensors, mostly: a block has nine or more.
         slot = self._bound.get(saved.unit.order) if saved.unit.in_backward else None
         if slot is None:
