@@ -240,8 +240,9 @@ class Unit:
         torch.autograd.graph.increment_version(changed)
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """What the trainable parameters have; None where one has none."""
-        return [parameter.grad for parameter, _ in self.trainable]
+        """What the trainable parameters have; None where one has none. Sparse ones (of embeddings) become dense."""
+        found = [parameter.grad for parameter, _ in self.trainable]
+        return [each.to_dense() if each is not None and each.is_sparse else each for each in found]
 
     def slot_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """One view per parameter, in its own shape, of a buffer in slot layout (of `slot_numel` elements, or more).
