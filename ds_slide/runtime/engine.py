@@ -36,6 +36,7 @@ from ds_slide.runtime.transfers.handoff import Future, wait_on_stream
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.unit import Availability, Unit
 from ds_slide.runtime.updates.apply import device_update
+from ds_slide.runtime.weights.function_transforms import require_no_transform
 from ds_slide.runtime.weights.hooks import BlockHooks, OuterHooks, RootHooks, RootState, in_backward
 from ds_slide.runtime.weights.outputs import OnGradient
 from ds_slide.runtime.weights.rows import StreamedRows
@@ -78,6 +79,8 @@ class SlideRuntime:
             deferred=parts.deferred,
         )
         self._bound: dict[int, Slot] = {}
+        self._visited: Unit | None = None
+        """Bound for the graph of a backward, until another block is."""
         self._fetched: dict[int, Future] = {}
         self._unstepped = False
         self._final = True
@@ -88,7 +91,7 @@ class SlideRuntime:
         """Called with each gradient that reaches an output of the model; the integration puts DeepSpeed's prologue
         here."""
         by_storage = {} if self._window is None else self._window.by_storage
-        self._saved = SavedWeights(by_storage, self._bound, self.enter_backward)
+        self._saved = SavedWeights(by_storage, self._bound, self)
         self.hooks: list[BlockHooks | RootHooks | OuterHooks | WideHooks | CacheHooks] = []
         self.attach()
         self.bind_residents()
@@ -211,6 +214,7 @@ class SlideRuntime:
     # ---- forward ---------------------------------------------------------------------------------------------
 
     def _begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        require_no_transform()
         for hooks in self.hooks:
             if isinstance(hooks, BlockHooks | WideHooks):
                 hooks.close_left_open()
@@ -231,6 +235,7 @@ class SlideRuntime:
                 self._unbind_slot(unit)
 
     def enter_forward(self, unit: Unit, *, with_backward: bool) -> None:
+        require_no_transform()
         if (compute := self.parts.recorder.compute) is not None:
             compute.enter(("forward", unit.order), self.device.mark(timed=True))
         if with_backward:
@@ -266,15 +271,32 @@ class SlideRuntime:
         unit.in_backward = True
         if not unit.is_streamed:
             return None
+        if self._visited is not None:
+            self._end_visit(unit)
         slot = self._bound.get(unit.order)
         return self._bind_slot(unit, "backward") if slot is None else slot
+
+    def visit(self, unit: Unit) -> Slot:
+        """Bind a block for a node of a graph that a backward with `create_graph` has made. Such nodes go through the
+        blocks from the first to the last, before the blocks' own backward begins."""
+        self.interruptions.begin_backward_of_block()
+        self._end_visit(unit)
+        self._visited = unit
+        return self._bind_slot(unit, "backward")
+
+    def _end_visit(self, successor: Unit) -> None:
+        unit, self._visited = self._visited, None
+        if unit is not None and unit is not successor and not unit.in_backward:
+            self._unbind_slot(unit)
 
     def leave_backward(self, unit: Unit) -> None:
         if (compute := self.parts.recorder.compute) is not None:
             compute.leave(("backward", unit.order), self.device.mark(timed=True))
-        unit.uses_done += 1
         unit.in_backward = False
         self._unbind_slot(unit)
+        if torch.is_grad_enabled():
+            return  # of a backward with create_graph: the block's use ends with the backward of what that makes
+        unit.uses_done += 1
         if unit.uses_done >= unit.uses:
             for finished in (*unit.parts, unit):
                 # A backward for the gradient of inputs alone must begin no update, and wait for no other rank.

@@ -42,16 +42,25 @@ class BlockEvents(Protocol):
 class _Boundary(torch.autograd.Function):
     """Identity on a block's differentiable inputs. `done` runs when all of their gradients are complete."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, done: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.done = done
+    def forward(_done: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # New tensors on the same storage: returning the inputs themselves would make them views of each other.
         return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.done = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         ctx.done()
         return (None, *gradients)
+
+    @staticmethod
+    def jvp(_ctx: Any, _done: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
 
 
 NO_TASK = -1
@@ -212,7 +221,8 @@ class UseToken:
         self._fired = -1
 
     def fire(self, leave_backward: Callable[[Unit], None]) -> None:
-        self._fired = self._unit.left_out
+        # A backward with create_graph leaves the use to the one that follows.
+        self._fired = -1 if torch.is_grad_enabled() else self._unit.left_out
         leave_backward(self._unit)
 
     def __del__(self) -> None:

@@ -11,13 +11,17 @@ autograd.Function may look for `ds_status` on what it has saved).
 Of several hooks torch applies the innermost alone. A block's are the innermost, so they hand what is no weight to those
 that lie around them: activation checkpointing's, `save_on_cpu`, a trainer's. A block that is recomputed for one of
 those is hooked as in its first forward, because checkpointing counts what is saved in both.
+
+With `create_graph=True` a backward makes a graph of its own, which saves the weights that it computes with. Hooks for
+that are opened when a node of the backward asks for a weight. They end with the node: autograd brings each node's
+hooks from the thread that has called backward.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +31,13 @@ from ds_slide.runtime.weights.window import Slot
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
-EnterBackward = Callable[[Unit], Slot | None]
+
+
+class Events(Protocol):
+    """Binds the weights that backward asks for. All calls come from the thread that computes."""
+
+    def enter_backward(self, unit: Unit) -> Slot | None: ...
+    def visit(self, unit: Unit) -> Slot: ...
 
 
 # These are NamedTuples: one is made for every saved tensor, and a frozen dataclass takes twice as long.
@@ -104,10 +114,10 @@ class SavedWeights:
     """Makes the hooks of each block's forward. `slots`: by address of their memory. `bound`: by `Unit.order`, those
     whose weights the parameters are."""
 
-    def __init__(self, slots: Mapping[int, Slot], bound: Mapping[int, Slot], enter_backward: EnterBackward) -> None:
+    def __init__(self, slots: Mapping[int, Slot], bound: Mapping[int, Slot], events: Events) -> None:
         self._slots = slots
         self._bound = bound
-        self._enter_backward = enter_backward
+        self._events = events
 
     def open(self) -> OpenHooks:
         """Hooks that are in force until they are closed."""
@@ -121,7 +131,7 @@ class SavedWeights:
         return None if reference is None else reference._replace(version=None)
 
     def _reference(self, tensor: torch.Tensor) -> SlotReference | ParameterReference | None:
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor._is_zerotensor():  # forward mode saves zeros without memory
             return None
         slot = self._slots.get(tensor.untyped_storage().data_ptr())
         if slot is None or slot.unit is None:
@@ -130,18 +140,48 @@ class SavedWeights:
         if isinstance(tensor, nn.Parameter):
             return ParameterReference(slot.unit, tensor, version)
         place = tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
-        return SlotReference(slot.unit, tensor.dtype, *place, tensor._base, version)
+        base = tensor._base
+        if type(base) is not nn.Parameter:
+            base = _parameter_at(slot.unit, tensor)
+            version = 0 if base is None else base._version
+        return SlotReference(slot.unit, tensor.dtype, *place, base, version)
 
     def _restore(self, saved: SlotReference | ParameterReference) -> torch.Tensor:
         _require_unchanged(saved)
         # Entered and bound for another of its saved tensors, mostly: a block has nine or more.
         slot = self._bound.get(saved.unit.order) if saved.unit.in_backward else None
         if slot is None:
-            slot = self._enter_backward(saved.unit)
+            slot = self._events.enter_backward(saved.unit)
+        return self._restored(saved, slot)
+
+    def _restore_again(self, saved: SlotReference | ParameterReference) -> torch.Tensor:
+        """Give a weight to the graph of a backward, whose nodes run when the block's own have not begun."""
+        _require_unchanged(saved)
+        return self._restored(saved, self._bound.get(saved.unit.order) or self._events.visit(saved.unit))
+
+    def _restored(self, saved: SlotReference | ParameterReference, slot: Slot | None) -> torch.Tensor:
+        if torch.is_grad_enabled() and not _is_open(self._restore_again):  # in backward: with create_graph
+            OpenHooks(self._reference, self._restore_again)
         if isinstance(saved, ParameterReference):
             return saved.parameter
         assert slot is not None
         return slot.buffer.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+
+
+def _parameter_at(unit: Unit, tensor: torch.Tensor) -> nn.Parameter | None:
+    """The parameter of `unit` that has the memory of `tensor`, which is no view of it for autograd."""
+    start = tensor.storage_offset() * tensor.element_size()
+    for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True):
+        if 0 <= start - entry.slot_offset * unit.dtype.itemsize < entry.numel * unit.dtype.itemsize:
+            return parameter
+    return None
+
+
+def _is_open(restore: Callable[[Any], torch.Tensor]) -> bool:
+    """Whether the topmost hooks are those that restore by this function."""
+    top = hooks_around()
+    owner = None if top is None else getattr(top[0], "__self__", None)
+    return isinstance(owner, OpenHooks) and owner.restores_by(restore)
 
 
 def hooks_around() -> tuple[Pack, Unpack] | None:
@@ -185,6 +225,9 @@ class OpenHooks:
     def are_alone(self) -> bool:
         """Whether no other hooks lie around these."""
         return self._around is None
+
+    def restores_by(self, restore: Callable[[Any], torch.Tensor]) -> bool:
+        return self._restore == restore
 
     def close(self) -> None:
         """Take these hooks away, and only these: a forward hook of the block that opened others closes them after.

@@ -1,0 +1,27 @@
+"""Transforms of `torch.func` that cannot go through a model whose weights come and go.
+
+`grad`, `vjp`, `jacrev` and `hessian` allow no hooks for saved tensors, without which backward would find other weights
+than the forward had. Under these and `jvp`, giving a parameter its weights has ended the process (torch 2.13: a
+segmentation fault). `vmap` alone is none of them, and forward mode by `torch.autograd.forward_ad` is not either.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._C._functorch import TransformType, get_interpreter_stack
+
+from ds_slide.errors import SlideError
+
+_REFUSED = (TransformType.Grad, TransformType.Jvp)
+
+
+def require_no_transform() -> None:
+    """SlideError inside of such a transform."""
+    if not torch._C._are_functorch_transforms_active():
+        return
+    if any(interpreter.key() in _REFUSED for interpreter in get_interpreter_stack() or ()):
+        raise SlideError(
+            "torch.func.grad, vjp, jvp and what is made of them (jacrev, hessian, vmap of grad) cannot go through a "
+            "model that DS-Slide streams, because its weights come and go; use torch.autograd.grad, with "
+            "create_graph=True for second derivatives, or torch.autograd.forward_ad"
+        )
