@@ -21,6 +21,8 @@ from ds_slide.plan.spare import (
     moved_within,
     moves_unmeasured,
 )
+from ds_slide.report.log import log
+from ds_slide.runtime.activations.block_state import BlockState, WatchedCall
 from ds_slide.runtime.activations.call_times import CallTimes
 from ds_slide.runtime.activations.checkpointing import (
     UNASKED,
@@ -98,6 +100,11 @@ class Activations:
             unit.order: list(unit.spec.module.modules()) for unit in blocks if unit.spec.module is not None
         }
         """The module of each block, and those in it."""
+        self._states = {
+            unit.order: BlockState(unit.name, unit.spec.module) for unit in blocks if unit.spec.module is not None
+        }
+        self._named: set[type] = set()
+        """Classes of blocks that the log has named because they change their state."""
         self._orders: frozenset[int] = frozenset()
         """Blocks that were taken over in the newest forward."""
         self._shape: Shape | None = None
@@ -201,25 +208,49 @@ class Activations:
             result = written(function, *inputs)
         elif unit.order in self._kept.whole and goes_through(written, function, inputs, modules):
             kept.append(self._bytes_of(unit.order, self._shape))
-            result = function(*inputs)
+            result = self._watched(unit, function)(*inputs)
         elif (mixture := self._mixture_of(unit.order)) and (mixing := mixing_form(written, function, inputs, modules)):
             kept.append(mixture.nbytes)
             is_mixed = True
-            result = mixing(UnchangedWeights(unit, function), *inputs, context_fn=functools.partial(contexts, mixture))
+            watched = self._watched(unit, UnchangedWeights(unit, function))
+            result = mixing(watched, *inputs, context_fn=functools.partial(contexts, mixture))
+            watched.check()
         else:
             kept.append(0)
-            measured, recomputed = self._measuring(unit, function), recomputing_form(written, function, inputs, modules)
+            recomputed = recomputing_form(written, function, inputs, modules)
+            ends_early = recomputed is not written
+            if ends_early and self._states[unit.order].is_new:
+                # A block that changes its state computes other gradients with the script's own form.
+                recomputed = written
+            measured = self._measuring(unit, function, will_end_early=ends_early)
             if written is UNASKED:
                 measured = UnchangedWeights(unit, measured)
+            watched = self._watched(unit, measured)
             if self._inputs is not None and self._moves(unit, inputs):
                 with self._inputs.moving(unit.order, inputs):
-                    result = recomputed(measured, *inputs)
+                    result = recomputed(watched, *inputs)
             else:
-                result = recomputed(measured, *inputs)
+                result = recomputed(watched, *inputs)
+            watched.check()
         self.times.leave(unit.order, self._shape, is_mixed=is_mixed)
         return result
 
-    def _measuring(self, unit: Unit, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, unit: Unit, function: Callable[..., Any]) -> WatchedCall:
+        """`function`, in one call of the block, which notices when the block changes its state."""
+        leave = functools.partial(self._leave, unit)
+        is_unasked = self._taken.is_unasked(unit.order)
+        return WatchedCall(self._states[unit.order], function, leave, as_written=not is_unasked)
+
+    def _leave(self, unit: Unit) -> None:
+        """The block changes its state in its forward: from the next one on it runs as it is written."""
+        self._taken.leave(unit.order)
+        state, kind = self._states[unit.order], type(unit.spec.module)
+        state.forget()
+        if kind not in self._named:
+            self._named.add(kind)
+            log.info(f"{unit.name} changes {state.changes} in its forward, so layers like it run as they are written")
+
+    def _measuring(self, unit: Unit, function: Callable[..., Any], *, will_end_early: bool) -> Callable[..., Any]:
         kind, shape = self._kind[unit.order], self._shape
         if shape is None or kind not in self._asked:
             return function
@@ -228,7 +259,7 @@ class Activations:
         def report(nbytes: int, runs: Sequence[Run], again: float) -> None:
             self._measured[kind] = Measured(shape, nbytes, mixtures(runs, nbytes) if self._mixes else (), again)
 
-        return counted(unit, function, report)
+        return counted(unit, function, report, will_end_early=will_end_early)
 
     # ---- inputs ------------------------------------------------------------------------------------------------------
 

@@ -72,6 +72,8 @@ class TakenOver:
         }
         """Of blocks that may be taken over unasked: the modules in them."""
         self._taken: dict[int, _Taken] = {}
+        self._left: set[int] = set()
+        """Blocks that stay as they are written."""
         self._run = run
 
     @property
@@ -88,6 +90,8 @@ class TakenOver:
         """Take over what may be. What an interrupt has left taken is given back first."""
         self.end()
         for unit, module in self._blocks:
+            if unit.order in self._left:
+                continue
             if (written := _as_written(module)) is not None:
                 self._take(unit, module, written, {FUNCTION: self._ours[unit.order]}, unasked=False)
             elif unit.order in self._inside and _is_plain(module, self._inside[unit.order]):
@@ -97,6 +101,14 @@ class TakenOver:
         own = vars(module)
         self._taken[unit.order] = _Taken(written, {name: own.get(name, _ABSENT) for name in ours}, unasked)
         own.update(ours)
+
+    def leave(self, order: int) -> None:
+        """Leave this block as it is written from the next forward on."""
+        self._left.add(order)
+
+    def is_unasked(self, order: int) -> bool:
+        """Whether the block is taken over at present though the script has not asked for it."""
+        return self._taken[order].unasked
 
     def leave_unasked(self) -> None:
         """Give back the blocks whose script has no checkpointing: this forward is not the same with it."""

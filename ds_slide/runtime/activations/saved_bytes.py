@@ -20,16 +20,25 @@ from ds_slide.runtime.weights.saved_weights import OpenHooks
 
 
 def counted(
-    unit: Unit, function: Callable[..., Any], report: Callable[[int, Sequence[Run], float], None]
+    unit: Unit,
+    function: Callable[..., Any],
+    report: Callable[[int, Sequence[Run], float], None],
+    *,
+    will_end_early: bool = False,
 ) -> Callable[..., Any]:
     """`function`, a block's forward, which counts in its recomputation, and tells `report`, the bytes of what it saves,
     with the runs of operators that were needed for that, and the part of the forward's work that is done again.
 
     Each storage counts once; those of weights and inputs do not, which are there anyway, nor that of the output, which
     is the next block's input. A recomputation that is not re-entrant ends at the last tensor that is needed: the last
-    product of a block, a quarter of its work, need not be done again.
+    product of a block, a quarter of its work, need not be done again. `will_end_early`: later recomputations end
+    there, and only this one may go on to the end of the block.
     """
     forward = Working()
+
+    def share(again: Sequence[Run]) -> float:
+        work = sum(each.work for each in again)
+        return min(1.0, work / forward.work) if forward.work else 1.0
 
     def run(*inputs: Any) -> Any:
         if not in_backward():
@@ -51,14 +60,14 @@ def counted(
                 outputs = function(*inputs)
         except _StopRecomputationError:  # behind the last tensor that is needed; other exceptions come sooner
             again = learning.end()
-            work = sum(each.work for each in again)
-            report(sum(saved.values()), again, min(1.0, work / forward.work) if forward.work else 1.0)
+            report(sum(saved.values()), again, share(again))
             raise
         finally:
             hooks.close()
         for tensor in tensors_of(outputs):
             saved.pop(_address(tensor), None)
-        report(sum(saved.values()), learning.end(), 1.0)
+        again = learning.end()
+        report(sum(saved.values()), again, share(again) if will_end_early else 1.0)
         return outputs
 
     return run

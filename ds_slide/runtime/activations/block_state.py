@@ -1,0 +1,249 @@
+"""Blocks that change state of their own in their forward: a counter, running statistics, a code book, a generator.
+
+Recomputed, such a block would change it twice, and compute with other numbers the second time. So a block whose script
+does not ask for checkpointing is watched: its state is remembered before each call and compared behind it. Where it has
+changed, the recomputation of that call computes with the state of before, and what is there now is put back behind it;
+from the next forward on the block runs as it is written.
+
+Most blocks have neither buffers nor containers. For these a call compares the attributes of a few modules by identity,
+three times 5 us, and copies nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_slide.errors import SlideError
+from ds_slide.runtime.activations.state_places import Attributes, Found, found, globals_of_random
+
+FIRST_CALLS = 2
+"""Calls of a block in which all that its tensors contain is compared, which waits for the GPU. Code that writes through
+`.data` changes no version; almost all of it does so from the first call on."""
+SMALL = 256 * 1024
+"""Bytes of a block's tensors that are copied in every call, because a layer may begin to change them later."""
+OTHER_BYTES = 16 * 1024**2
+"""Bytes of tensors beside buffers that are copied in the first calls: an attribute may lead to a whole data set."""
+
+
+class Before:
+    """The state of a block before a call. `copies`: of tensors, by the identity of the original."""
+
+    def __init__(
+        self, found: Found, values: Sequence[Any], versions: list[int], copies: Mapping[int, torch.Tensor]
+    ) -> None:
+        self.found = found
+        self.values = values
+        self.versions = versions
+        self.copies = copies
+        read = list(zip(found.places, values, strict=True))
+        same_way = [(place.holder, value) for place, value in read if type(place) is Attributes]
+        self._dictionaries = [holder for holder, _ in same_way]
+        self._lengths = [len(value) for _, value in same_way]
+        self._in_dictionaries = [each for _, value in same_way for each in value.values()]
+        self._others = [(place, value) for place, value in read if type(place) is not Attributes]
+
+    def is_there(self) -> bool:
+        """Whether the state is the same at present, as far as that can be told without looking into tensors."""
+        return (
+            (not self.versions or _versions(self.found) == self.versions)
+            and all(place.is_same(value) for place, value in self._others)
+            and (self._is_in_dictionaries() or self.difference(into_tensors=False) is None)
+        )
+
+    def _is_in_dictionaries(self) -> bool:
+        # In C, all of them at once: one by one they cost a block of 6 modules three times as much.
+        return list(map(len, self._dictionaries)) == self._lengths and all(
+            map(is_, chain.from_iterable(map(dict.values, self._dictionaries)), self._in_dictionaries)
+        )
+
+    def with_copies(self, copies: Mapping[int, torch.Tensor]) -> Before:
+        """The same state with other copies of its tensors."""
+        new = copy.copy(self)
+        new.copies = copies
+        return new
+
+    def difference(self, *, into_tensors: bool) -> str | None:
+        """The name of what is different at present; None where nothing is."""
+        for place, value in zip(self.found.places, self.values, strict=True):
+            if not place.is_same(value):
+                return place.difference(value)
+        versions = _versions(self.found)
+        for (tensor, label), was, now in zip(self.found.tensors, self.versions, versions, strict=True):
+            kept = self.copies.get(id(tensor)) if into_tensors else None
+            if was != now or (kept is not None and not torch.equal(tensor, kept)):
+                return label
+        return None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it can be put back: tensors that have been written since are among the copies."""
+        versions = _versions(self.found)
+        return all(
+            was == now or id(tensor) in self.copies
+            for (tensor, _), was, now in zip(self.found.tensors, self.versions, versions, strict=True)
+        )
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Meanwhile this state is there, with copies of the copies: what is computed with them may write into them, and
+        may be computed a second time."""
+        now = [place.read() for place in self.found.places]
+        copies = {of: kept.clone() for of, kept in self.copies.items()}
+        try:
+            for place, value in zip(self.found.places, self.values, strict=True):
+                replaced = _replaced(value, copies) if copies else value
+                if not place.is_same(replaced):
+                    place.write(replaced)
+            yield
+        finally:
+            for place, value in zip(self.found.places, now, strict=True):
+                if not place.is_same(value):
+                    place.write(value)
+
+
+class BlockState:
+    """What one block may change in its forward. All methods are called by the thread that computes."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        """`name`: of the block."""
+        self.name = name
+        self._modules = {f"{name}.{path}".rstrip("."): each for path, each in module.named_modules()}
+        self._latest: Before | None = None
+        self._calls = 0
+        self.changes: str | None = None
+        """The name of what it has changed."""
+
+    def before(self) -> Before:
+        """Remember what is there now."""
+        self._calls += 1
+        latest, self._latest = self._latest, None
+        if self.copies_all or latest is None or self._calls == FIRST_CALLS + 1 or not latest.is_there():
+            places = found(self._modules)
+            if self.copies_all:
+                places.places += globals_of_random()
+            values = [place.read() for place in places.places]
+            self._latest = Before(places, values, _versions(places), self._copies(places))
+        elif latest.found.tensors:
+            self._latest = latest.with_copies(self._copies(latest.found))
+        else:
+            self._latest = latest
+        return self._latest
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the block has not been called yet."""
+        return not self._calls
+
+    @property
+    def copies_all(self) -> bool:
+        """Whether the call under way copies tensors of any size, and looks into them."""
+        return self._calls <= FIRST_CALLS or self.changes is not None
+
+    def _copies(self, places: Found) -> dict[int, torch.Tensor]:
+        buffers = [tensor for tensor, _ in places.tensors[: places.buffers]]
+        others = [tensor for tensor, _ in places.tensors[places.buffers :]]
+        copied = [*buffers, *_within(OTHER_BYTES, others)] if self.copies_all else _within(SMALL, buffers + others)
+        with torch.no_grad():
+            return {id(tensor): tensor.clone() for tensor in copied}
+
+    def after(self, before: Before) -> bool:
+        """Compare with what was there before the call. -> whether the call has changed it."""
+        if not self.copies_all and before.is_there():
+            return False
+        changed = before.difference(into_tensors=self.copies_all)
+        if changed is not None:
+            self.changes = changed
+        return changed is not None
+
+    def forget(self) -> None:
+        """Let go of what was remembered: the block is not watched any more."""
+        self._latest = None
+
+
+class WatchedCall:
+    """One call of a block: its forward, and its recomputations. In the place of `function`, which computes it."""
+
+    def __init__(
+        self, state: BlockState, function: Callable[..., Any], changed: Callable[[], None], *, as_written: bool
+    ) -> None:
+        """`changed`: called when the forward has changed the block's state. `as_written`: the script asks for
+        recomputations, which then change the state as they do in plain torch."""
+        self._state = state
+        self._function = function
+        self._changed = changed
+        self._as_written = as_written
+        self._before: Before | None = None
+        self._has_changed = False
+        self._has_run = False
+
+    def __call__(self, *inputs: Any) -> Any:
+        if not self._has_run:
+            return self._forward(*inputs)
+        before = self._before
+        if before is None or not (self._has_changed or before.copies or not before.is_there()):
+            return self._function(*inputs)
+        if not before.is_complete:
+            raise SlideError(_too_late(self._state.name, before.difference(into_tensors=False)))
+        with before.put_back():
+            return self._function(*inputs)
+
+    def _forward(self, *inputs: Any) -> Any:
+        self._has_run = True
+        before = self._state.before()
+        result = self._function(*inputs)
+        self._has_changed = self._state.after(before)
+        if not self._as_written:
+            self._before = before
+        if self._has_changed:
+            self._changed()
+        return result
+
+    def check(self) -> None:
+        """Raise where the call is to be recomputed, and cannot be."""
+        if self._has_changed and self._before is not None and not self._before.is_complete:
+            raise SlideError(_too_late(self._state.name, self._state.changes))
+
+
+def _too_late(name: str, what: str | None) -> str:
+    return (
+        f"{name} has changed {what} in a forward for the first time after {FIRST_CALLS} calls, too late to leave the "
+        'block out of what is recomputed; set "ds_slide": {"activations": "as_written"}'
+    )
+
+
+def _replaced(value: Any, copies: Mapping[int, torch.Tensor]) -> Any:
+    """`value` with copies in the place of its tensors. Containers inside are places of their own, but for tuples."""
+    if type(value) is dict:
+        return {name: _replaced_in_tuples(each, copies) for name, each in value.items()}
+    if type(value) is list:
+        return [_replaced_in_tuples(each, copies) for each in value]
+    return copies.get(id(value), value)
+
+
+def _replaced_in_tuples(value: Any, copies: Mapping[int, torch.Tensor]) -> Any:
+    if type(value) is tuple:
+        return tuple([_replaced_in_tuples(each, copies) for each in value])
+    return copies.get(id(value), value)
+
+
+def _within(limit: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The smallest of them, as far as `limit` bytes reach."""
+    found = []
+    for tensor in sorted(tensors, key=lambda each: each.nbytes):
+        limit -= tensor.nbytes
+        if limit < 0:
+            break
+        found.append(tensor)
+    return found
+
+
+def _versions(places: Found) -> list[int]:
+    return [-1 if tensor.is_inference() else tensor._version for tensor, _ in places.tensors]
