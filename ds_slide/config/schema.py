@@ -323,7 +323,9 @@ class SlideConfig(_Block):
     blocks: Literal["auto"] | Annotated[tuple[ModulePath, ...], Field(min_length=1)] = Field(
         default="auto", description='"auto" or a list of module paths such as ["model.layers"]'
     )
-    """Module paths of the layer lists whose elements are streamed as blocks; "auto" finds them."""
+    """Module paths of what is streamed as blocks: a list or a dictionary of layers stands for its elements, another
+    module for itself. Each part of a path may be a pattern: ["encoder.*.layers"], ["layer?"], ["block_*"]. "auto" finds
+    layers of one class that repeat and hold a tenth of the model, in lists, in dictionaries and as attributes."""
 
     stream_head: StrictBool = Field(default=False, description="true or false")
     """Whether the weight of the language model head stays in host memory, and its rows pass through the GPU in chunks.

@@ -13,7 +13,7 @@ import weakref
 from typing import Any
 
 import ds_slide
-from ds_slide.report.log import log, size, start_line
+from ds_slide.report.log import log, no_blocks_line, size, start_line
 
 Event = tuple[str, float, int]
 
@@ -57,6 +57,8 @@ def log_start(engine: Any) -> None:
             shares_out=parts.spare.is_shared_out,
         )
     )
+    if not parts.memory_report["blocks"]:
+        log.warning(no_blocks_line(parts.memory_report))
 
 
 def events_of(statistics: dict[str, Any], samples: int) -> list[Event]:

@@ -1,4 +1,4 @@
-"""What a model is made of: blocks (elements of its repeated layer lists) and outer modules (everything else).
+"""What a model is made of: blocks (its repeated layers) and outer modules (everything else).
 
 A unit has one precision. A block of several (adapters in fp32 beside frozen weights in bf16) keeps the one that most of
 its elements have; the others are its parts. So are those of its parameters whose gradients are compressed.
@@ -9,26 +9,23 @@ in `ds_numel` and `ds_shape`).
 
 from __future__ import annotations
 
-import difflib
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
 
-from ds_slide.errors import SlideConfigError
+from ds_slide.model.layer_lists import LayerList, Ownership, find_lists
+from ds_slide.model.layer_lists import parameter_numel as parameter_numel
+from ds_slide.model.layer_lists import parameter_shape as parameter_shape
+from ds_slide.model.named_blocks import named_lists
 from ds_slide.model.precision import Precision
 
-# Below this share of the model's parameters a list is not worth streaming: it is a classification head or a projector.
-MIN_LIST_SHARE = 0.10
 # An outer module with at least this many parameters of its own (a vocabulary matrix) is a unit by itself; the norms and
 # biases that remain travel together in one.
 LARGE_OUTER_NUMEL = 1_000_000
 
-LIST_TYPES = (nn.ModuleList, nn.Sequential)
-
-_Kind = tuple[type[nn.Module], tuple[tuple[int, ...], ...]]
 _Named = list[tuple[str, nn.Parameter]]
 PrecisionOf = Callable[[nn.Parameter], Precision]
 IsCompressed = Callable[[nn.Parameter], bool]
@@ -71,22 +68,12 @@ class ModelStructure:
     """What blocks have in other precisions, one for each of these, and compressed."""
     outer_units: tuple[UnitSpec, ...]
     lists: tuple[str, ...]
-    """Module paths of the layer lists; "" is the model itself."""
+    """Module paths of what the blocks are in, mostly layer lists; "" is the model itself."""
 
     @property
     def units(self) -> tuple[UnitSpec, ...]:
         """Outer modules, then blocks, then their parts."""
         return self.outer_units + self.blocks + self.parts
-
-
-def parameter_numel(parameter: nn.Parameter) -> int:
-    """Elements of the whole parameter, whether or not ZeRO-3 has partitioned it."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def parameter_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Shape of the whole parameter, whether or not ZeRO-3 has partitioned it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def find_structure(
@@ -99,160 +86,18 @@ def find_structure(
 ) -> ModelStructure:
     """Split `module` into blocks and outer modules.
 
-    A layer list is an nn.ModuleList or nn.Sequential with at least two layers of one kind that hold a substantial share
-    of the model; of nested lists the outermost counts. A parameter that only one block can reach is that block's; one
-    that is shared (between blocks, or with the rest of the model) is an outer module. A model without a layer list is
-    one outer module.
+    Blocks are layers that repeat and hold a substantial share of the model, wherever they are (`layer_lists`). A
+    parameter that only one block can reach is that block's; one that is shared (between blocks, or with the rest of the
+    model) is an outer module. A model without such layers is one outer module.
 
-    `blocks` names the layer lists by module path instead. Raises SlideConfigError when such a path is not one. `apart`:
+    `blocks` names them by module path instead. Raises SlideConfigError when such a path is none of theirs. `apart`:
     module paths whose own parameters, where they belong to an outer module, are a unit by themselves however few they
     are. `undivided`: modules whose lists are no layer lists: which of their layers run, and when, may differ between
     ranks. `is_compressed`: of a parameter of a block, in the precision of the block; the block keeps one at least.
     """
-    ownership = _Ownership(module)
-    lists = _find_lists(module, ownership, undivided) if blocks == "auto" else _named_lists(module, blocks, ownership)
+    ownership = Ownership(module)
+    lists = find_lists(module, ownership, undivided) if blocks == "auto" else named_lists(module, blocks, ownership)
     return _split(module, lists, ownership, apart, precision_of, is_compressed)
-
-
-@dataclass(frozen=True)
-class _LayerList:
-    path: str
-    layers: tuple[tuple[str, nn.Module], ...]
-    """(module path, module) of every block."""
-
-
-class _Ownership:
-    """Which parameters can be reached through one module only.
-
-    Counted over every path of the module tree, shared modules once per path: a parameter belongs to a module alone when
-    all paths that lead to the parameter pass through that module. That covers tied parameters, submodules that are used
-    in two places, and a second name for a whole block (which does not make the block shared).
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self.paths_to_parameter = _parameter_paths(root)
-        self.paths_to_module = Counter(id(module) for _, module in root.named_modules(remove_duplicate=False))
-        self.model_numel = sum(parameter_numel(parameter) for parameter in root.parameters())
-
-    def exclusive(self, module: nn.Module) -> list[nn.Parameter]:
-        """Parameters that can be reached through `module` only, each once, in registration order."""
-        inside = _parameter_paths(module)
-        times = self.paths_to_module[id(module)]
-        return [p for p in module.parameters() if inside[id(p)] * times == self.paths_to_parameter[id(p)]]
-
-    def share(self, modules: Sequence[nn.Module]) -> float:
-        """Share of the model's parameters that belong to `modules` alone."""
-        numel = sum(parameter_numel(parameter) for module in modules for parameter in self.exclusive(module))
-        return numel / max(self.model_numel, 1)
-
-
-def _parameter_paths(root: nn.Module) -> Counter[int]:
-    """Number of paths from `root` to each parameter, by id."""
-    return Counter(id(parameter) for _, parameter in root.named_parameters(remove_duplicate=False))
-
-
-# Automatic discovery -------------------------------------------------------------------------------------------------
-
-
-def _find_lists(root: nn.Module, ownership: _Ownership, undivided: Collection[nn.Module]) -> list[_LayerList]:
-    """Layer lists of `root` in registration order, which reaches the outermost of nested lists first."""
-    found: list[_LayerList] = []
-    inside_blocks: set[int] = set()
-    within = {id(inside) for module in undivided for layer in module.children() for inside in layer.modules()}
-    for path, module in root.named_modules():
-        layers = _repeated_layers(path, module, ownership) if isinstance(module, LIST_TYPES) else ()
-        # Lists inside a block (experts, adapters) move with it, and a list that collects parts of known blocks a second
-        # time is a view of them.
-        inside = _module_ids(layers)
-        if layers and inside_blocks.isdisjoint(inside) and within.isdisjoint(id(layer) for _, layer in layers):
-            found.append(_LayerList(path, layers))
-            inside_blocks.update(inside)
-    return found
-
-
-def _repeated_layers(path: str, module: nn.Module, ownership: _Ownership) -> tuple[tuple[str, nn.Module], ...]:
-    """Children of a list that are blocks; empty when it is no layer list.
-
-    Layers that occur once (an embedding or a head in one Sequential with the blocks) are not repeated and stay outer
-    modules.
-    """
-    candidates = [(child_path, child) for child_path, child in _children(path, module) if _can_be_block(child)]
-    # The same layer run several times (ALBERT style): its weights are needed all through the model.
-    if len({id(child) for _, child in candidates}) < len(candidates):
-        return ()
-    kinds: dict[_Kind, list[nn.Module]] = defaultdict(list)
-    for _, child in candidates:
-        kinds[_kind(child)].append(child)
-    repeated: set[int] = set()
-    for members in kinds.values():
-        # A composite layer seen twice is a repeated layer. A bare Linear or BatchNorm seen twice says little: it counts
-        # only when it makes up a good part of the model.
-        if len(members) >= 2 and (_is_composite(members[0]) or ownership.share(members) >= MIN_LIST_SHARE):
-            repeated.update(id(member) for member in members)
-    layers = tuple((child_path, child) for child_path, child in candidates if id(child) in repeated)
-    return layers if ownership.share([child for _, child in layers]) >= MIN_LIST_SHARE else ()
-
-
-def _kind(layer: nn.Module) -> _Kind:
-    """Layers of one kind are repetitions of each other: the same class and, for a bare torch layer, the same shapes.
-
-    Composite layers may differ in shapes (a dense first layer before the MoE ones).
-    """
-    if _is_composite(layer):
-        return type(layer), ()
-    return type(layer), tuple(parameter_shape(parameter) for parameter in layer.parameters())
-
-
-def _is_composite(layer: nn.Module) -> bool:
-    return any(True for _ in layer.children())
-
-
-def _can_be_block(module: nn.Module) -> bool:
-    """A block has parameters and is called as a module; ModuleList, ModuleDict and ParameterList cannot be called."""
-    return type(module).forward is not nn.Module.forward and any(True for _ in module.parameters())
-
-
-# Lists named in the configuration ------------------------------------------------------------------------------------
-
-
-def _named_lists(root: nn.Module, paths: Sequence[str], ownership: _Ownership) -> list[_LayerList]:
-    """Layer lists that `ds_slide.blocks` names, in registration order."""
-    modules = dict(root.named_modules(remove_duplicate=False))
-    found: list[_LayerList] = []
-    inside_blocks: set[int] = set()
-    for index, path in enumerate(paths):
-        where = f'ds_slide.blocks[{index}]: "{path}"'
-        module = modules.get(path)
-        if not isinstance(module, LIST_TYPES):
-            raise SlideConfigError(f"{where} {_not_a_list(path, modules)}")
-        with_parameters = [(p, child) for p, child in _children(path, module) if any(True for _ in child.parameters())]
-        layers = tuple((p, child) for p, child in with_parameters if ownership.exclusive(child))
-        if not layers:
-            raise SlideConfigError(f"{where} has no element with parameters of its own; name a list of layers")
-        for child_path, child in with_parameters:
-            if not _can_be_block(child):
-                kind = type(child).__name__
-                raise SlideConfigError(
-                    f'{where} holds "{child_path}", a {kind} without forward; name that list instead'
-                )
-        if len({id(child) for _, child in with_parameters}) < len(with_parameters):
-            raise SlideConfigError(f"{where} holds the same layer more than once; such a list cannot be streamed")
-        if not inside_blocks.isdisjoint(_module_ids(layers)):
-            raise SlideConfigError(f"{where} overlaps with a list named before it; name each layer once")
-        found.append(_LayerList(path, layers))
-        inside_blocks.update(_module_ids(layers))
-    order = {path: position for position, path in enumerate(modules)}
-    return sorted(found, key=lambda layer_list: order[layer_list.path])
-
-
-def _not_a_list(path: str, modules: dict[str, nn.Module]) -> str:
-    """The rest of the sentence: what `path` is, and the layer list that was probably meant."""
-    lists = [candidate for candidate, module in modules.items() if isinstance(module, LIST_TYPES)]
-    nearest = difflib.get_close_matches(path, lists, n=1, cutoff=0.0)
-    meant = f'; did you mean "{nearest[0]}"?' if nearest else "; this model has none, leave ds_slide.blocks out"
-    if path in modules:
-        return f"is a {type(modules[path]).__name__}, not an nn.ModuleList or nn.Sequential{meant}"
-    return f"is no module of this model{meant}"
 
 
 # Units ---------------------------------------------------------------------------------------------------------------
@@ -260,8 +105,8 @@ def _not_a_list(path: str, modules: dict[str, nn.Module]) -> str:
 
 def _split(
     root: nn.Module,
-    lists: Sequence[_LayerList],
-    ownership: _Ownership,
+    lists: Sequence[LayerList],
+    ownership: Ownership,
     apart: Collection[str],
     precision_of: PrecisionOf,
     is_compressed: IsCompressed,
@@ -345,14 +190,3 @@ def _with(name: str, precision: Precision) -> str:
 
 def _numel(parameters: Sequence[tuple[str, nn.Parameter]]) -> int:
     return sum(parameter_numel(parameter) for _, parameter in parameters)
-
-
-def _children(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(module path, module) of the direct children; unlike named_children(), a child that occurs twice comes twice."""
-    for name, child in module._modules.items():
-        if child is not None:
-            yield f"{path}.{name}" if path else name, child
-
-
-def _module_ids(layers: Sequence[tuple[str, nn.Module]]) -> set[int]:
-    return {id(module) for _, layer in layers for module in layer.modules()}

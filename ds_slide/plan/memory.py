@@ -368,6 +368,8 @@ def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
         entries = [each for each in plan.allocations if each.tier == "gpu"]
         compressed = [unit for unit in plan.units if unit.codec.compresses]
         stay = ", or remove ds_slide.compression, whose matrices stay there" if compressed else ""
+        if not any(unit.kind == "block" for unit in plan.units):
+            stay = f", name layers that can be streamed in ds_slide.blocks (none were found){stay}"
         if saved := 0 if needs.rounds_masters else sum(unit.low_bytes for unit in compressed):
             stay = f', set ds_slide.compression.master_dtype to "bf16" ({saved:,} bytes less){stay}'
         raise DoesNotFit(

@@ -71,6 +71,15 @@ def start_line(
     )
 
 
+def no_blocks_line(memory: dict[str, int]) -> str:
+    """The line about a model of which nothing can be streamed. `memory`: `Parts.memory_report`."""
+    return (
+        "this model has no blocks (no layers of one class in it repeat and hold a tenth of its parameters), so all of "
+        f"it has to fit on the GPU, {size(memory['gpu_bytes'])} beside activations; if it has layers that could be "
+        'streamed one by one, name them in ds_slide.blocks, such as "blocks": ["encoder.layer?"]'
+    )
+
+
 _UPDATES = {
     True: "gradients wait for the step",
     False: "gradients are applied under backward",

@@ -20,10 +20,11 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, width * expansion)
+        self.act = nn.ReLU()
         self.down = nn.Linear(width * expansion, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        return x + self.down(self.act(self.up(self.norm(x))))
 
 
 class OtherBlock(Block):
@@ -365,6 +366,33 @@ def test_named_list_may_hold_anything_that_can_be_called(structure_of: Structure
     assert block_names(structure_of(Model(layers), ["layers"])) == ["layers.0", "layers.2"]
 
 
+NAMED: dict[str, tuple[list[str], list[str]]] = {
+    "blocks": (["layers.0", "layers.2"], ["layers.0", "layers.2"]),
+    "pattern of blocks": (["layers.[12]"], ["layers.1", "layers.2"]),
+    "pattern of a list": (["lay*"], ["layers.0", "layers.1", "layers.2"]),
+    "blocks of two kinds": (["head", "layers"], ["layers.0", "layers.1", "layers.2", "head"]),
+    "a part of each layer": (["layers.*.up"], ["layers.0.up", "layers.1.up", "layers.2.up"]),
+}
+
+
+@pytest.mark.parametrize("paths, expected", NAMED.values(), ids=NAMED)
+def test_any_module_can_be_named(paths: list[str], expected: list[str], structure_of: StructureOf) -> None:
+    assert block_names(structure_of(Model(), paths)) == expected
+
+
+def test_pattern_of_lists_in_several_places(structure_of: StructureOf) -> None:
+    towers = nn.ModuleDict({"left": Model(), "right": Model(), "none": nn.Linear(2, 2)})
+    structure = structure_of(nn.ModuleDict({"towers": towers}), ["towers.*.layers"])
+    assert structure.lists == ("towers.left.layers", "towers.right.layers")
+
+
+def test_named_list_of_lists_stands_for_all_in_it(structure_of: StructureOf) -> None:
+    pairs = nn.ModuleList(nn.ModuleList([Block(), OtherBlock()]) for _ in range(2))
+    assert block_names(structure_of(Model(pairs), ["layers"])) == [
+        f"layers.{i}.{k}" for i in range(2) for k in range(2)
+    ]
+
+
 def test_no_named_lists_means_one_outer_module(structure_of: StructureOf) -> None:
     structure = structure_of(Model(), [])
     assert (structure.blocks, len(structure.outer_units)) == ((), 1)
@@ -375,9 +403,11 @@ def test_no_named_lists_means_one_outer_module(structure_of: StructureOf) -> Non
     [
         (["layer"], r'ds_slide\.blocks\[0\]: "layer" is no module .* did you mean "layers"\?'),
         (["model.layers"], r'ds_slide\.blocks\[0\]: "model.layers" is no module .* did you mean "layers"\?'),
-        (["layers", "norm"], r'ds_slide\.blocks\[1\]: "norm" is a LayerNorm, not an nn\.ModuleList .* "layers"\?'),
-        (["layers.0"], r'ds_slide\.blocks\[0\]: "layers\.0" is a Block, not .* "layers"\?'),
+        (["layer?.x*"], r'ds_slide\.blocks\[0\]: "layer\?\.x\*" is no module .* did you mean "layers"\?'),
         (["layers", "layers"], r'ds_slide\.blocks\[1\]: "layers" overlaps'),
+        (["layers", "layers.1"], r'ds_slide\.blocks\[1\]: "layers.1" overlaps'),
+        (["l*", "layers.*"], r'ds_slide\.blocks\[1\]: "layers.\*" overlaps'),
+        (["layers.0.act"], r'ds_slide\.blocks\[0\]: .* names "layers\.0\.act", a ReLU without parameters; name layers'),
     ],
 )
 def test_wrong_path_is_refused_with_the_nearest(paths: list[str], message: str) -> None:
@@ -386,14 +416,23 @@ def test_wrong_path_is_refused_with_the_nearest(paths: list[str], message: str) 
 
 
 def test_path_in_a_model_without_lists() -> None:
-    with pytest.raises(SlideConfigError, match=r"this model has none, leave ds_slide\.blocks out"):
-        find_structure(nn.ModuleDict({"only": Block()}), ["layers"])
+    """What can be a block is meant then."""
+    with pytest.raises(SlideConfigError, match=r'"onyl" is no module of this model; did you mean "only"\?'):
+        find_structure(nn.ModuleDict({"only": Block()}), ["onyl"])
+    with pytest.raises(SlideConfigError, match="no module of it has parameters and a forward"):
+        find_structure(nn.ModuleDict({"only": nn.ReLU()}), ["layers"])
 
 
-def test_list_of_lists_cannot_be_named() -> None:
-    stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
-    with pytest.raises(SlideConfigError, match=r'"layers" holds "layers\.0", a ModuleList without forward'):
-        find_structure(Model(stages), ["layers"])
+def test_one_block_that_holds_all_layers_cannot_be_named() -> None:
+    with pytest.raises(SlideConfigError, match=r'names "model" alone, a Model; name "model\.layers", its layers'):
+        find_structure(nn.ModuleDict({"model": Model()}), ["model"])
+
+
+def test_module_that_is_not_called_cannot_be_named() -> None:
+    model = Model()
+    model.parts = nn.ParameterList([nn.Parameter(torch.zeros(2))])
+    with pytest.raises(SlideConfigError, match=r'names "parts", a ParameterList without a forward; name layers'):
+        find_structure(model, ["parts"])
 
 
 def test_repeated_layer_cannot_be_named() -> None:

@@ -1,0 +1,241 @@
+"""Finds the layers of a model that repeat, whatever holds them.
+
+Mostly that is an nn.ModuleList or an nn.Sequential. Where it is not, layers of one class that are in one place are
+found as well: in an nn.ModuleDict, as attributes (`layer1`, `layer2`, ...), or in lists inside a list, as where each
+element is a pair of attention and feed-forward. Found from the module tree alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+# Below this share of the model's parameters a list is not worth streaming: it is a classification head or a projector.
+MIN_LIST_SHARE = 0.10
+
+LIST_TYPES = (nn.ModuleList, nn.Sequential)
+EXPERTS = "expert"
+"""A list with it in its name never takes the place of the layers around it: what runs of it depends on the data."""
+
+Named = tuple[tuple[str, nn.Module], ...]
+"""(module path, module) of each."""
+
+
+@dataclass(frozen=True)
+class LayerList:
+    """Blocks, and the module path of what they are in."""
+
+    path: str
+    layers: Named
+
+
+def parameter_numel(parameter: nn.Parameter) -> int:
+    """Elements of the whole parameter, whether or not ZeRO-3 has partitioned it."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def parameter_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Shape of the whole parameter, whether or not ZeRO-3 has partitioned it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+class Ownership:
+    """Which parameters can be reached through one module only.
+
+    Counted over every path of the module tree, shared modules once per path: a parameter belongs to a module alone when
+    all paths that lead to the parameter pass through that module. That covers tied parameters, submodules that are used
+    in two places, and a second name for a whole block (which does not make the block shared).
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.paths_to_parameter = _parameter_paths(root)
+        self.paths_to_module = Counter(id(module) for _, module in root.named_modules(remove_duplicate=False))
+        self.model_numel = sum(parameter_numel(parameter) for parameter in root.parameters())
+
+    def exclusive(self, module: nn.Module) -> list[nn.Parameter]:
+        """Parameters that can be reached through `module` only, each once, in registration order."""
+        inside = _parameter_paths(module)
+        times = self.paths_to_module[id(module)]
+        return [p for p in module.parameters() if inside[id(p)] * times == self.paths_to_parameter[id(p)]]
+
+    def numel(self, module: nn.Module) -> int:
+        """Elements of these."""
+        return sum(parameter_numel(parameter) for parameter in self.exclusive(module))
+
+    def share(self, modules: Sequence[nn.Module]) -> float:
+        """Share of the model's parameters that belong to `modules` alone."""
+        return sum(map(self.numel, modules)) / max(self.model_numel, 1)
+
+
+def _parameter_paths(root: nn.Module) -> Counter[int]:
+    """Number of paths from `root` to each parameter, by id."""
+    return Counter(id(parameter) for _, parameter in root.named_parameters(remove_duplicate=False))
+
+
+def find_lists(root: nn.Module, ownership: Ownership, undivided: Collection[nn.Module]) -> list[LayerList]:
+    """Layer lists of `root` in registration order."""
+    within = {id(inside) for module in undivided for layer in module.children() for inside in layer.modules()}
+    return _Search(ownership, within).below("", root)
+
+
+class _Search:
+    """One walk through the modules of a model, each visited once, under its first path."""
+
+    def __init__(self, ownership: Ownership, within: Collection[int]) -> None:
+        """`within`: modules, by id, that are no blocks."""
+        self._ownership = ownership
+        self._within = within
+        self._visited: set[int] = set()
+        self._inside_blocks: set[int] = set()
+
+    def below(self, path: str, module: nn.Module) -> list[LayerList]:
+        """Layer lists of `module` and of what is in it, the outermost first."""
+        if id(module) in self._visited:
+            return []
+        self._visited.add(id(module))
+        if isinstance(module, LIST_TYPES) and self._are_free(layers := _repeated_layers(path, module, self._ownership)):
+            self._inside_blocks |= module_ids(layers)
+            return [LayerList(path, layers), *self._in_children(path, module)]
+        siblings = _siblings(path, module)
+        may_be_blocks = self._are_free(siblings) and self._share(siblings) >= MIN_LIST_SHARE
+        found = self._in_children(path, module)
+        if not may_be_blocks:
+            return found
+        taken = module_ids(siblings)
+        inside = [each for each in found if not taken.isdisjoint(module_ids(each.layers))]
+        if not self._are_better(siblings, inside, path):
+            return found
+        self._inside_blocks |= taken
+        return [LayerList(path, siblings), *(each for each in found if each not in inside)]
+
+    def _in_children(self, path: str, module: nn.Module) -> list[LayerList]:
+        return [found for child_path, child in children(path, module) for found in self.below(child_path, child)]
+
+    def _are_free(self, layers: Named) -> bool:
+        """Whether no other blocks have part in them: experts and adapters in a block move with it, and a list that
+        collects parts of known blocks a second time is a view of them."""
+        return (
+            bool(layers)
+            and self._inside_blocks.isdisjoint(module_ids(layers))
+            and all(id(layer) not in self._within for _, layer in layers)
+        )
+
+    def _share(self, layers: Named) -> float:
+        return self._ownership.share([layer for _, layer in layers])
+
+    def _are_better(self, siblings: Named, inside: Sequence[LayerList], path: str) -> bool:
+        """Whether less of `siblings` has to be on the GPU at once with them as blocks than with the lists inside them:
+        two of the largest blocks, and what is in none. Two towers of one class, each with a list of layers, are no
+        blocks; nor are stages of which the last one is most of the model."""
+        sizes = [self._ownership.numel(layer) for _, layer in siblings]
+        whole, at_once = sum(sizes), 2 * max(sizes)
+        layers = [layer for each in inside if not _holds_experts(each.path, path) for _, layer in each.layers]
+        if not layers:
+            return at_once < whole or (at_once == whole and _are_numbered(siblings, path))
+        inner_sizes = [self._ownership.numel(layer) for layer in layers]
+        return at_once < whole - sum(inner_sizes) + 2 * max(inner_sizes)
+
+
+def _holds_experts(path: str, above: str) -> bool:
+    return EXPERTS in path[len(above) :].lower()
+
+
+# Lists of layers ------------------------------------------------------------------------------------------------------
+
+
+def _repeated_layers(path: str, module: nn.Module, ownership: Ownership) -> Named:
+    """Children of a list that are blocks; empty when it is no layer list.
+
+    Layers that occur once (an embedding or a head in one Sequential with the blocks) are not repeated and stay outer
+    modules.
+    """
+    candidates = [(child_path, child) for child_path, child in children(path, module) if can_be_block(child)]
+    # The same layer run several times (ALBERT style): its weights are needed all through the model.
+    if len({id(child) for _, child in candidates}) < len(candidates):
+        return ()
+    kinds: dict[Any, list[nn.Module]] = defaultdict(list)
+    for _, child in candidates:
+        kinds[_kind(child)].append(child)
+    repeated: set[int] = set()
+    for members in kinds.values():
+        # A composite layer seen twice is a repeated layer. A bare Linear or BatchNorm seen twice says little: it counts
+        # only when it makes up a good part of the model.
+        if len(members) >= 2 and (_is_composite(members[0]) or ownership.share(members) >= MIN_LIST_SHARE):
+            repeated.update(id(member) for member in members)
+    layers = tuple((child_path, child) for child_path, child in candidates if id(child) in repeated)
+    return layers if ownership.share([child for _, child in layers]) >= MIN_LIST_SHARE else ()
+
+
+def _kind(layer: nn.Module) -> Any:
+    """Layers of one kind are repetitions of each other: the same class and, for a bare torch layer, the same shapes.
+
+    Composite layers may differ in shapes (a dense first layer before the MoE ones).
+    """
+    if _is_composite(layer):
+        return type(layer)
+    return type(layer), tuple(parameter_shape(parameter) for parameter in layer.parameters())
+
+
+def _is_composite(layer: nn.Module) -> bool:
+    return any(True for _ in layer.children())
+
+
+def can_be_block(module: nn.Module) -> bool:
+    """A block has parameters and is called as a module; ModuleList, ModuleDict and ParameterList cannot be called."""
+    return type(module).forward is not nn.Module.forward and any(True for _ in module.parameters())
+
+
+# Layers beside each other, in whatever holds them ---------------------------------------------------------------------
+
+
+def _siblings(path: str, module: nn.Module) -> Named:
+    """Composite layers in `module` of which there are at least two of one class."""
+    candidates = [each for each in _called(path, module) if _is_composite(each[1])]
+    times = Counter(id(layer) for _, layer in candidates)
+    kinds = Counter(_class_of(layer) for _, layer in candidates if times[id(layer)] == 1)
+    return tuple((each, layer) for each, layer in candidates if times[id(layer)] == 1 and kinds[_class_of(layer)] >= 2)
+
+
+def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The children of `module` that are called, and those in its lists: of a model's own lists, which are searched by
+    themselves, only where several of them have numbers in their names."""
+    direct = [(child_path, child) for child_path, child in children(path, module)]
+    lists = [each for each in direct if _is_plain_list(each[1])]
+    opened = _is_plain_list(module) or (len(lists) >= 2 and _are_numbered(tuple(lists), path))
+    for child_path, child in direct:
+        if can_be_block(child):
+            yield child_path, child
+        elif opened and _is_plain_list(child):
+            yield from _called(child_path, child)
+
+
+def _is_plain_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+
+
+def _class_of(layer: nn.Module) -> Any:
+    """The class, and of an nn.Sequential, which may be anything, the classes in it."""
+    return type(layer), tuple(map(type, layer.children())) if isinstance(layer, nn.Sequential) else ()
+
+
+def _are_numbered(layers: Named, path: str) -> bool:
+    """Whether there are numbers in the names of all of them below `path`."""
+    return all(any(map(str.isdigit, each[len(path) :])) for each, _ in layers)
+
+
+# Modules --------------------------------------------------------------------------------------------------------------
+
+
+def children(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(module path, module) of the direct children; unlike named_children(), a child that occurs twice comes twice."""
+    for name, child in module._modules.items():
+        if child is not None:
+            yield f"{path}.{name}" if path else name, child
+
+
+def module_ids(layers: Named) -> set[int]:
+    return {id(module) for _, layer in layers for module in layer.modules()}
