@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
-from types import CellType, FunctionType
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,8 +35,9 @@ _is_training = attrgetter("training")
 _OF_EACH_MODULE = frozenset(vars(nn.Module()))
 _SCALARS = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _ENGINES = frozenset(("ds_slide", "deepspeed"))
-_LIBRARIES = frozenset(("torch", "transformers", "builtins", "typing", "abc", "enum")) | _ENGINES
-"""Their classes and objects (configurations, process groups, hooks) hold no state that a layer's numbers depend on."""
+_LIBRARIES = frozenset(("torch", "transformers", *sys.stdlib_module_names)) | _ENGINES
+"""Their classes and objects (configurations, process groups, loggers) hold no state that a layer's numbers depend
+on."""
 
 
 def same(one: Any, other: Any) -> bool:
@@ -314,7 +315,9 @@ class Found:
         elif isinstance(value, nn.Module):
             if _library(kind) not in _ENGINES:
                 self.module(value, label, depth)
-        elif not isinstance(value, type | FunctionType) and _library(kind) not in _LIBRARIES:
+        elif not isinstance(value, type | FunctionType) and (
+            _library(kind) not in _LIBRARIES or kind is SimpleNamespace
+        ):
             own = getattr(value, "__dict__", None)
             if type(own) is dict and self.add(own, Attributes(own, label)):
                 self._walk_all(own.items(), label, depth)
