@@ -5,7 +5,7 @@ Every call first waits for what it needs and nothing else: the parameter's unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from deepspeed import comm as dist
 from torch import nn
 
 from ds_slide.checkpoint import state_buffers
-from ds_slide.errors import SlideError
+from ds_slide.errors import SlideAttributeError, SlideError
 from ds_slide.integration.compression import require_own_layout
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.rule import UpdateRule
+from ds_slide.runtime.ended import ENDED
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.unit import Unit
 
@@ -116,6 +117,7 @@ class StateAccess:
         return None if place is None else place[0].state.device
 
     def _trainable(self, parameter: nn.Parameter) -> tuple[Unit, Entry] | None:
+        self._runtime.require_running("reading or writing a state")
         place = self._places[parameter]
         return place if place[1].trainable else None
 
@@ -150,3 +152,17 @@ class StateAccess:
                 f"there is no optimizer state '{key}'; {self._rule.name} has {' and '.join(names) or 'none'}"
             )
         return key
+
+
+class EndedAccess:
+    """What stands in the place of an ended engine's optimizer at its parameters, which would keep it alive."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise SlideAttributeError(f"{name}() of a parameter is refused: {ENDED}")
+
+
+def end_access(parameters: Iterable[Any], optimizer: Any) -> None:
+    """Let go of `optimizer` where DeepSpeed has put it for `deepspeed.utils.safe_*`."""
+    for parameter in parameters:
+        if getattr(parameter, "_z3_optimizer", None) is optimizer:
+            parameter._z3_optimizer = EndedAccess()

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _wrapped_classes: set[type] = set()
 _read_configs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _stocks: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
-"""Optimizers of stock's stage-3 engines, by the models that have their hooks."""
+"""Stock's stage-3 engines, by the models that have their hooks."""
 
 
 def install(engine_module: ModuleType) -> None:
@@ -126,7 +126,7 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
             _leave_to_stock(given.get("model"))
             original(self, *args, **kwargs)
             if getattr(self, "optimizer", None) is not None and self.zero_optimization_partition_weights():
-                _stocks[self.module] = weakref.ref(self.optimizer)
+                _stocks[self.module] = weakref.ref(self)
             return
         from ds_slide.integration.contract import check_deepspeed_config
         from ds_slide.integration.selfcheck import check_deepspeed, check_extension
@@ -159,6 +159,7 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
                 zero_grad.attach(self)
                 training_engines.enter(self.optimizer)
                 backward_prologue.attach(self)
+            self.optimizer.engine_hooks = _hooks_of(self)
         except BaseException:
             _discard(self)
             raise
@@ -183,9 +184,12 @@ def _take_from_stock(model: Any) -> None:
     gather what DS-Slide has bound, as in Lightning's `fit()` after `validate()`."""
     for module in model.modules():
         earlier = _stocks.pop(module, None)
-        optimizer = None if earlier is None else earlier()
-        if optimizer is not None:
-            optimizer.destroy()
+        engine = None if earlier is None else earlier()
+        if engine is None:
+            continue
+        engine.optimizer.destroy()
+        for handle in _hooks_of(engine):  # which keep that engine and its states alive
+            handle.remove()
 
 
 def stock_modules() -> list[Any]:
@@ -199,9 +203,14 @@ def _discard(engine: Any) -> None:
     found = vars(engine)
     if (optimizer := found.get("optimizer")) is not None:  # ours, by `_choosing`
         optimizer.destroy()
-    for name in ("module_forward_pre_hook", "module_forward_post_hook"):
-        if (handle := found.get(name)) is not None:
-            handle.remove()
+    for handle in _hooks_of(engine):
+        handle.remove()
+
+
+def _hooks_of(engine: Any) -> list[Any]:
+    """Handles of the hooks that DeepSpeed's engine has in its model."""
+    handles = (vars(engine).get(name) for name in ("module_forward_pre_hook", "module_forward_post_hook"))
+    return [handle for handle in handles if handle is not None]
 
 
 def _choosing(original: Callable[..., Any], engine_module: ModuleType) -> Callable[..., Any]:

@@ -7,11 +7,13 @@ optimizer out. DeepSpeed builds a `DeepSpeedZeRoOffload` then, which the engine 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideAttributeError, SlideError
@@ -34,6 +36,8 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
 
     A subclass only because `isinstance` gates much of the engine; the stock constructor is not run.
     """
+
+    engine_hooks: Sequence[RemovableHandle] = ()
 
     def __init__(
         self,
@@ -96,7 +100,7 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
         """End the lanes and remove the hooks. Harmless when called twice."""
         self.runtime.close()
         self.kernels.undo()
-        ownership.leave(self, self.module)
+        ownership.end(self, self.module)
 
 
 def attach(engine: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.zero.partition_parameters import _init_external_params
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_slide.checkpoint import state_buffers
 from ds_slide.checkpoint.background import BackgroundSave
@@ -31,7 +33,7 @@ from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideError
 from ds_slide.integration import autocast, ownership, training_engines, zero_grad
 from ds_slide.integration import parameters as protocol
-from ds_slide.integration.access import StateAccess
+from ds_slide.integration.access import StateAccess, end_access
 from ds_slide.integration.assemble import assemble, runtime_settings
 from ds_slide.integration.contract import check_supported, gradient_dtype
 from ds_slide.integration.other_engines import part_in_backward
@@ -345,6 +347,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def checkpoint_event_prologue(self) -> None:
         """DeepSpeed saves and loads with every parameter partitioned; pending updates are waited for."""
+        self.runtime.require_running("saving or loading a checkpoint")
         self._norm_watch.check(wait=True)
         self.protocol.release()
         self.runtime.interruptions.notice()
@@ -362,6 +365,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     """The files of the load that runs (see checkpoint_load)."""
     engine: weakref.ref[Any] | None = None
     """The DeepSpeed engine, from the end of its constructor on."""
+    engine_hooks: Sequence[RemovableHandle] = ()
     saving: BackgroundSave | None = None
     """The asynchronous save that was begun last, until its end has been noticed (see checkpoint_save)."""
     has_said_that_saves_wait = False
@@ -474,7 +478,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self.kernels.undo()
             zero_grad.detach(self.optimizer)
             training_engines.leave(self)
-            ownership.leave(self, self.module)
+            ownership.end(self, self.module)
+            end_access(self.module.parameters(), self)
         if saving is not None:
             saving.close(all_have_ended=saving.alone)
             saving.require()

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,13 +18,13 @@ from torch import nn
 
 from ds_slide.checkpoint import state_buffers
 from ds_slide.errors import SlideError
+from ds_slide.integration import left_weights
+from ds_slide.integration.left_weights import LOW_HALVES
+from ds_slide.integration.partition import Access, Partition, as_partition, as_plain
 from ds_slide.model.layout import Entry, piece
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.unit import Unit
 
-_LOW_HALVES = "ds_slide_low_halves"
-"""Attribute of the partition of narrowed weights: what completes them to their masters, None where that is on SSD. It
-outlives the engine, for the next one that takes the model over."""
 _STOCKS = "ds_slide_stocks_methods"
 """Attribute of a parameter: the methods of stock by their names, in whose place DS-Slide's are."""
 
@@ -47,17 +48,40 @@ def convert(module: nn.Module, group: Any, dtype: torch.dtype) -> None:
 
 
 def _require_weights(module: nn.Module) -> None:
-    """SlideError for a parameter whose elements went with an engine that had them on SSD."""
+    """SlideError for a parameter whose elements went with an engine that had them on SSD, or are of no step."""
     for name, parameter in _partitioned(module):
         if parameter.ds_numel and not parameter.ds_tensor.numel():
-            raise _without_weights(name)
+            raise left_weights.without_weights(name)
+    _require_unspoiled(module)
 
 
-def _without_weights(name: str) -> SlideError:
-    return SlideError(
-        f"parameter {name} has no weights: they were on the SSD of an engine that was destroyed; build the model "
-        "again, or load it, before deepspeed.initialize"
-    )
+def _require_unspoiled(module: nn.Module) -> None:
+    """SlideError for weights that an ended engine has left as a mixture of two steps."""
+    for name, parameter in module.named_parameters():
+        if why := getattr(getattr(parameter, "ds_tensor", None), "ds_slide_spoiled", ""):
+            raise SlideError(
+                f"parameter {name} has no whole weights, because the engine that had the model is gone, and {why}; "
+                "build the model again, or load it, before deepspeed.initialize"
+            )
+
+
+def mark_spoiled(parameters: Iterable[Any], why: str) -> None:
+    """Remember that the ended engine of `parameters` has left no whole weights. `why`: a clause about that engine."""
+    for parameter in parameters:
+        if isinstance(parameter.ds_tensor, Partition):
+            parameter.ds_tensor.ds_slide_spoiled = why
+
+
+def require_own_partitions(module: nn.Module) -> None:
+    """SlideError where a script has put another tensor in the place of an engine's partition: which of the two has the
+    weights is not known."""
+    for name, each in module.named_parameters():
+        parameter: Any = each
+        if hasattr(parameter, _STOCKS) and not isinstance(parameter.ds_tensor, Partition):
+            raise SlideError(
+                f"ds_tensor of parameter {name} is a tensor that DS-Slide has not made, so that its weights are in two "
+                "places; write the parameter in deepspeed.zero.GatheredParameters(..., modifier_rank=0) instead"
+            )
 
 
 def _partitioned(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -77,7 +101,7 @@ def _as_partitioned(module: nn.Module) -> None:
     for _, parameter in _partitioned(module):
         partition = parameter.ds_tensor
         # An earlier engine's narrowed weights are shorter than what the parameter is declared as.
-        if not hasattr(partition, _LOW_HALVES) and partition.dtype != parameter.dtype:
+        if not hasattr(partition, LOW_HALVES) and partition.dtype != parameter.dtype:
             parameter.data = torch.empty(0, dtype=partition.dtype, device=parameter.device)
 
 
@@ -105,21 +129,9 @@ def take_weights(rank: int, group: Any) -> Any:
         start, stop = piece(entry, rank)
         if parameter.ds_status == ZeroParamStatus.AVAILABLE:
             return _of_first_rank(parameter.data, group).reshape(-1)[start:stop]
-        return _joined(parameter.ds_tensor, entry.name)[: stop - start]
+        return left_weights.read(parameter.ds_tensor, entry.name)[: stop - start]
 
     return take
-
-
-def _joined(partition: Any, name: str) -> torch.Tensor:
-    """The elements of the partition of parameter `name`, flat; of an earlier engine's narrowed weights their
-    masters."""
-    low: torch.Tensor | None = getattr(partition, _LOW_HALVES, partition)
-    if low is None:
-        raise SlideError(
-            f"parameter {name} has no exact weights: half of each was on the SSD of an engine that was destroyed; "
-            "build the model again, or load it, before deepspeed.initialize"
-        )
-    return partition.reshape(-1) if low is partition else state_buffers.joined(partition.reshape(-1), low)
 
 
 def _of_first_rank(own: torch.Tensor, group: Any) -> torch.Tensor:
@@ -145,9 +157,11 @@ def adopt(unit: Unit) -> None:
         view = weights.view(span)
         if view is None:  # on SSD: whoever wants the elements gathers them
             view = torch.empty(0, dtype=unit.dtype)
-        parameter.ds_tensor = _as_partition(view, entry.partition_numel)
+        access = getattr(parameter.ds_tensor, "ds_slide_access", None)  # of the same engine, whose states have moved
+        parameter.ds_tensor = _as_partition(as_partition(view), entry.partition_numel)
+        parameter.ds_tensor.ds_slide_access = access
         if unit.spec.precision.narrowed:
-            setattr(parameter.ds_tensor, _LOW_HALVES, None if remainder is None else remainder.view(span))
+            setattr(parameter.ds_tensor, LOW_HALVES, None if remainder is None else remainder.view(span))
         # Not where the weights were: who asks a parameter for its device wants to know where the model computes.
         device = get_accelerator().current_device_name()
         parameter.data = torch.empty(0, dtype=unit.parameter_dtype, device=device)
@@ -161,17 +175,18 @@ def adopt(unit: Unit) -> None:
 def leave_to_stock(module: nn.Module) -> None:
     """Give the parameters of an ended engine stock's methods back, and whole elements where weights were kept shorter.
 
-    Raises SlideError where an engine has taken weights, or what completes them, with its SSD.
+    Raises SlideError where an engine has taken weights, or what completes them, with its SSD, or has left a mixture.
     """
+    _require_unspoiled(module)
     for name, each in module.named_parameters():
         parameter: Any = each
         if not hasattr(parameter, _STOCKS):
             continue
         partition = parameter.ds_tensor
         if partition.ds_numel and not partition.numel():
-            raise _without_weights(name)
-        if hasattr(partition, _LOW_HALVES):
-            parameter.ds_tensor = _as_partition(_joined(partition, name), partition.ds_numel)
+            raise left_weights.without_weights(name)
+        whole = left_weights.read(partition, name) if hasattr(partition, LOW_HALVES) else as_plain(partition)
+        parameter.ds_tensor = _as_partition(whole, partition.ds_numel)
         for method, stocks in vars(parameter).pop(_STOCKS).items():
             setattr(parameter, method, stocks)
         parameter.ds_persist = False
@@ -232,6 +247,9 @@ class ParameterProtocol:
             setattr(parameter, _STOCKS, {method: getattr(parameter, method) for method in ours})
         for method, function in ours.items():
             setattr(parameter, method, function)
+        parameter.ds_tensor.ds_slide_access = Access(
+            functools.partial(self._settle, parameter), functools.partial(self._write_partition, parameter)
+        )
 
     def _is_bound_in_forward(self, parameter: Any) -> bool:
         """Whether a parameter that a forward reads has been given the weights that are on the GPU anyway, as its own
@@ -260,18 +278,18 @@ class ParameterProtocol:
         # What an evaluation in inference mode makes could not be saved by the graph of a forward behind it.
         with torch.inference_mode(False):
             for parameter in mine:
-                unit, entry = self.places[parameter]
+                unit = self.places[parameter][0]
                 if unit.resident is None and parameter.ds_status == ZeroParamStatus.AVAILABLE:
                     continue
                 state_buffers.require_stepped(self._runtime, unit, "gathering a parameter")
                 if unit.resident is None:
-                    parameter.data = self._whole(unit, entry)
+                    parameter.data = self._whole(parameter)
                     parameter.ds_status = ZeroParamStatus.AVAILABLE
                     continue
                 if parameter.ds_status != ZeroParamStatus.AVAILABLE:
                     self._runtime.bind_resident(unit)
                 here = parameter.dtype == unit.parameter_dtype
-                parameter.data = parameter.data.clone() if here else self._whole(unit, entry)
+                parameter.data = parameter.data.clone() if here else self._whole(parameter)
 
     def _require_room(self, parameters: Sequence[Any]) -> None:
         """SlideError where the GPU cannot hold all of them, before any of them is there."""
@@ -292,14 +310,21 @@ class ParameterProtocol:
                 "weights through the window), or lower ds_slide.window or ds_slide.gpu_states"
             )
 
-    def _whole(self, unit: Unit, entry: Entry) -> torch.Tensor:
-        """The weights of a parameter that is not on the accelerator as a script sees it, in its shape."""
+    def _own(self, parameter: Any) -> torch.Tensor:
+        """This rank's elements of a parameter, as a script sees them."""
+        unit, entry = self.places[parameter]
+        if self._runtime.has_ended:
+            own = left_weights.read(parameter.ds_tensor, entry.name)
+            return nn.functional.pad(own, (0, entry.partition_numel - own.numel()))
         self._runtime.settle(unit)
         span = state_buffers.local_span(entry)
-        narrowed = unit.spec.precision.narrowed
-        own = (
-            state_buffers.read_values(unit, state_buffers.MASTER, span) if narrowed else unit.state.read("weight", span)
-        )
+        if unit.spec.precision.narrowed:
+            return state_buffers.read_values(unit, state_buffers.MASTER, span)
+        return unit.state.read("weight", span)
+
+    def _whole(self, parameter: Any) -> torch.Tensor:
+        """The weights of a parameter that is not on the accelerator as a script sees it, in its shape."""
+        entry, own = self.places[parameter][1], self._own(parameter)
         own = own.to(self._runtime.device.torch, copy=True)
         whole = own
         if self._runtime.parts.ranks.world_size > 1:
@@ -316,6 +341,11 @@ class ParameterProtocol:
     def _take_back(self, parameters: Iterable[Any]) -> None:
         """Write what the caller left in the parameters to the state buffers."""
         ranks = self._runtime.parts.ranks
+        if self._runtime.has_ended:
+            for parameter in parameters:
+                start, stop = piece(self.places[parameter][1], ranks.rank)
+                left_weights.write(parameter.ds_tensor, parameter.data.reshape(-1)[start:stop])
+            return
         written: dict[int, Unit] = {}
         parameters = list(parameters)
         for parameter in parameters:
@@ -330,6 +360,23 @@ class ParameterProtocol:
                 written[unit.order] = unit
         # Only now: renewing a unit's GPU copy would undo what was written to its other parameters.
         for unit in written.values():
+            self._runtime.weights_changed(unit)
+
+    def _settle(self, parameter: nn.Parameter) -> None:
+        if not self._runtime.has_ended:
+            self._runtime.settle(self.places[parameter][0])
+
+    def _write_partition(self, parameter: Any, values: torch.Tensor) -> None:
+        """Make what a script has put into `ds_tensor` this rank's elements of the weights. Collective where weights are
+        shared."""
+        unit, entry = self.places[parameter]
+        state_buffers.require_stepped(self._runtime, unit, "writing to ds_tensor")
+        if self._runtime.has_ended:
+            left_weights.write(parameter.ds_tensor, values)
+            return
+        self._runtime.settle(unit)
+        self._runtime.begin_writing()
+        if state_buffers.write_weight(unit, entry, values) or self._runtime.parts.ranks.world_size > 1:
             self._runtime.weights_changed(unit)
 
     def partition(self, parameters: Iterable[Any], *, updated: bool) -> None:

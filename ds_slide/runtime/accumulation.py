@@ -49,6 +49,8 @@ class Accumulation:
         self._is_nested = False
         self._spoiled: Spoiled | None = None
         self._why = ""
+        self.mixed_by: str | None = None
+        """The call that has left weights of two steps, None where there are none."""
 
     # ---- a backward --------------------------------------------------------------------------------------------------
 
@@ -103,7 +105,7 @@ class Accumulation:
             if deferred or not self.micro_batches:
                 self._spoil("step", NO_BACKWARD)
         elif not deferred:
-            self._spoil("weights", MIXED_WEIGHTS.format(what="backward()"))
+            self._mix("backward()")
         elif self.micro_batches:
             self._spoil("gradients", LOST_SUM)
         else:
@@ -112,7 +114,11 @@ class Accumulation:
 
     def interrupt_step(self) -> None:
         """A step has ended with an exception when updates may have begun."""
-        self._spoil("weights", MIXED_WEIGHTS.format(what="engine.step()"))
+        self._mix("engine.step()")
+
+    def _mix(self, what: str) -> None:
+        self._spoil("weights", MIXED_WEIGHTS.format(what=what))
+        self.mixed_by = what
 
     def _spoil(self, what: Spoiled, why: str) -> None:
         if self._spoiled != "weights":
@@ -153,4 +159,4 @@ class Accumulation:
         """Weights and optimizer states have come from a checkpoint."""
         self.clear()
         self.is_open = self.has_gradients = self.has_taken = self._is_nested = False
-        self._spoiled = None
+        self._spoiled = self.mixed_by = None

@@ -26,6 +26,7 @@ from ds_slide.runtime import running
 from ds_slide.runtime.accumulation import Accumulation
 from ds_slide.runtime.activations.checkpointing import CacheHooks
 from ds_slide.runtime.device import Marker
+from ds_slide.runtime.ended import ENDED, free_memory, why_incomplete
 from ds_slide.runtime.gradients.holding import Doubts, hold_gradients
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.interruptions import Interruptions
@@ -85,6 +86,9 @@ class SlideRuntime:
         self._unstepped = False
         self._final = True
         self._doubts = Doubts(module)
+        self.has_ended = False
+        self.spoiled = ""
+        """Why the weights that an ended engine has left are no whole weights; empty where they are."""
         self._totals = Totals(parts.ranks, self.device, [unit.codec.compresses for unit in parts.units])
         self._module = module
         self.on_output_gradient: OnGradient = self._begin_backward
@@ -568,6 +572,18 @@ class SlideRuntime:
         if not self.deferred:
             raise SlideError(f"{what} needs the gradients between backward() and step(); {HOLD_HINT}")
 
+    def require_running(self, what: str) -> None:
+        """SlideError where the engine has ended: its optimizer states are gone."""
+        if self.has_ended:
+            raise SlideError(f"{what} is refused: {ENDED}")
+
+    def why_spoiled(self) -> str:
+        """Why the weights, as they are now, are not those of a step; empty where they are."""
+        why = self.interruptions.why_spoiled()
+        if not why and self._unstepped:
+            why = "it has updated weights under a backward() that no engine.step() has followed"
+        return why
+
     def settle(self, unit: Unit) -> None:
         """Wait until the unit's state buffers belong to the caller: its pending update and transfers have run, and an
         update that no step has confirmed is taken back."""
@@ -643,14 +659,14 @@ class SlideRuntime:
         """Run what is queued, end the threads, remove the hooks. Harmless when called twice."""
         running.leave(self)
         atexit.unregister(self._at_exit)
+        if not self.has_ended:
+            self.spoiled = self.why_spoiled()
         self.detach()
         with suppress(SlideError):  # of a lane that has failed, which has been told
             self.take_back(self.units)
         if self.rows is not None:
             self.rows.close()
-        for unit in self.units:
-            if unit.resident is not None and unit.spec.precision.narrowed:
-                self._unbind(unit)  # what the parameters hold is not all of them; the state buffers have the rest
+        self.unbind_residents()
         why = self.parts.failures.message
         try:
             with self.parts.failures.waiting("the engine to end"):
@@ -662,8 +678,10 @@ class SlideRuntime:
                 self.parts.recorder.close()
         finally:
             # Whoever goes on with this engine would wait for lanes that are gone.
-            self.parts.failures.end(
-                "this engine has ended, by destroy() or by a later deepspeed.initialize of its model; use the new one"
-            )
+            self.parts.failures.end(ENDED)
             if self.parts.watchdog is not None:
                 self.parts.watchdog.close(why)
+            if not self.has_ended:
+                self.has_ended = True
+                self.spoiled = self.spoiled or why_incomplete(self.units)
+                free_memory(self.parts)

@@ -104,6 +104,18 @@ class Interruptions:
         self.notice()
         return self._accumulation.is_spoiled
 
+    def why_spoiled(self) -> str:
+        """Why the weights are a mixture of two steps, for whoever takes the model over; empty where they are whole. A
+        backward that is open now will not go on."""
+        if self._failures.message:
+            return "it has failed in the middle of its work"
+        self.notice()
+        if self._accumulation.is_open:
+            self._recover()
+        if (what := self._accumulation.mixed_by) is None:
+            return ""
+        return f"its {what} ended with an exception when some blocks had been updated and others had not"
+
     def require_weights(self, what: str) -> None:
         """SlideError where weights and optimizer states are a mixture of two steps, which `what` must not see."""
         self.notice()

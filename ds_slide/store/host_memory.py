@@ -57,6 +57,10 @@ class HostMemory:
         """Bytes of the tensors, all of them still in use, that the operating system counts as free."""
         return untouched_bytes((tensor.data_ptr(), tensor.numel()) for tensor in self._tensors)
 
+    def forget(self) -> None:
+        """Hold no tensor any longer; each goes with its last user."""
+        self._tensors.clear()
+
     def pool(self, nbytes: int, count: int, *, transfers: bool) -> Any:
         """A `_native.Pool` of `count` page-aligned buffers of `nbytes` each. `transfers`: as in `tensor`.
 

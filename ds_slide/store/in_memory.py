@@ -55,7 +55,8 @@ class InMemory:
         for buffer in (self, other):
             for reference, items in buffer._views:
                 if (view := reference()) is not None:
-                    view.data = buffer.tensor[items]
+                    # Not `view.data`, which a subclass may have made a way to write to the weights.
+                    torch.Tensor.data.__set__(view, buffer.tensor[items])  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

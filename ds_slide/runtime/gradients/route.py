@@ -98,6 +98,10 @@ class Gradients:
         these were compressed to, of all micro-batches of a step added up. Written on the compute stream."""
         self.square_sums = self.sums[0]
 
+    def free_buffers(self) -> None:
+        """Let go of the buffers on the GPU. The engine has ended."""
+        self._stagings = []
+
     def finalize(self, unit: Unit, *, final: bool, source: Source | None = None) -> None:
         """Take the gradients out of the unit's parameters. `final`: the last micro-batch before the step.
 
