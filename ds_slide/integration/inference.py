@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import _init_external_params
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -30,7 +31,7 @@ GIVE_ONE = (
 )
 
 
-class SlideZeroOffload(DeepSpeedZeRoOffload):
+class SlideZeroOffload(ParameterOffload, DeepSpeedZeRoOffload):
     """ZeRO stage 3 without an optimizer, streamed by `ds_slide.runtime`. Constructor arguments: `slide`,
     and stock's, of which the sizes of its prefetching mean nothing here.
 
@@ -51,19 +52,20 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
     ) -> None:
         check_without_optimizer(module)
         ownership.end_earlier_engine(module)
-        self.module = module
         self.timers = timers
         self.dtype: torch.dtype = next(module.parameters()).dtype
         self.dp_process_group = dp_process_group
         self.offload_device = getattr(kwargs.get("offload_param_config"), "device", None)
         self.zenflow = False
-        self.persistent_parameters: list[nn.Parameter] = []
         protocol.convert(module, dp_process_group, self.dtype)
+        for child in module.modules():
+            _init_external_params(child)
+        self.module = module
         settings = forward_settings(slide, ds_config, self.dtype)
         self.runtime, self.kernels = assemble(module, {}, settings, dp_process_group)
         try:
             self.protocol = protocol.ParameterProtocol(self.runtime, dp_process_group)
-            self.parameter_offload = ParameterOffload(self.runtime, module)
+            ParameterOffload.__init__(self, self.runtime, module, self.protocol)
             ownership.enter(self, module)
         except BaseException:
             self.destroy()
@@ -81,17 +83,10 @@ class SlideZeroOffload(DeepSpeedZeRoOffload):
 
     # ---- what the engine and clients call ----------------------------------------------------------------------------
 
-    def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        self.parameter_offload._register_deepspeed_module(module)
-
-    def partition_all_parameters(self) -> None:
-        """Nothing: a forward leaves no gathered parameters behind."""
-
-    def release_backward_leftovers(self) -> None:
-        pass
-
-    def empty_partition_cache(self) -> None:
-        pass
+    @property
+    def parameter_offload(self) -> ParameterOffload:
+        """Itself, as clients expect of an engine with an optimizer."""
+        return self
 
     def __getattr__(self, name: str) -> Any:
         raise SlideAttributeError(f"this engine has no optimizer, and DS-Slide keeps no '{name}' for it; {GIVE_ONE}")

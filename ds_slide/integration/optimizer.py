@@ -37,7 +37,7 @@ from ds_slide.integration.access import StateAccess, end_access
 from ds_slide.integration.assemble import assemble, runtime_settings
 from ds_slide.integration.contract import check_supported, gradient_dtype
 from ds_slide.integration.other_engines import part_in_backward
-from ds_slide.integration.parameter_offload import ParameterOffload
+from ds_slide.integration.parameter_offload import Coordinator, ParameterOffload
 from ds_slide.integration.stock_names import leaf_parameters, missing
 from ds_slide.integration.update_rules import rule_of
 from ds_slide.model.precision import Precision
@@ -106,7 +106,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._empty_parameter_groups()
         self._link_all_hp_params()
         self._norm_watch = NormWatch(self.runtime)
-        self.parameter_offload = ParameterOffload(self.runtime, module)
+        self.parameter_offload = ParameterOffload(self.runtime, module, self.protocol)
         ownership.enter(self, module)
 
     def _set_stock_attributes(
@@ -456,7 +456,11 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     # ---- the rest of the engine's contract -------------------------------------------------------------------
 
     def empty_partition_cache(self) -> None:
-        pass
+        self.parameter_offload.empty_partition_cache()
+
+    def get_param_coordinator(self, training: bool = True) -> Coordinator:
+        """Of DeepSpeed before 0.8, which some scripts still ask."""
+        return self.parameter_offload.get_param_coordinator(training)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         raise SlideError(

@@ -120,6 +120,11 @@ class SlideRuntime:
             *CacheHooks.on(self._module, self.parts.spare.activations.leave_unasked),
         ]
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether the hooks are in the model: a script may have taken them out one by one."""
+        return any(isinstance(hooks, RootHooks) and hooks.are_there for hooks in self.hooks)
+
     def detach(self) -> None:
         """Take them out."""
         self.parts.spare.end_forward()

@@ -107,7 +107,7 @@ def test_training_without_the_hooks_is_refused() -> None:
         for hook in offload.forward_hooks:
             hook.remove()
         offload.forward_hooks = []
-        with pytest.raises(SlideError, match=r"without DS-Slide's hooks.*_register_deepspeed_module"):
+        with pytest.raises(SlideError, match=r"without DS-Slide's hooks.*setup_zero_stage3_hooks"):
             engine.backward(engine(**batches(1)[0]).loss)
         with pytest.raises(SlideError, match="LlamaModel, but DS-Slide has those of the whole LlamaForCausalLM"):
             offload._register_deepspeed_module(model.model)

@@ -275,6 +275,7 @@ class RootHooks:
     ) -> None:
         """`begin` gets the arguments of the call. `on_gradient` gets each gradient that reaches an output, and returns
         the one that goes on."""
+        self.are_there = True
         self._root = root
         self._begin = begin
         self._end = end
@@ -285,6 +286,7 @@ class RootHooks:
         ]
 
     def remove(self) -> None:
+        self.are_there = False
         for handle in self._handles:
             handle.remove()
 
