@@ -29,6 +29,7 @@ from ds_slide.checkpoint.state_buffers import read_weights
 from ds_slide.checkpoint.subgroups import States
 from ds_slide.checkpoint.sums import Sum
 from ds_slide.errors import SlideError
+from ds_slide.integration.checkpoint_names import require_own_parameters
 from ds_slide.integration.checkpoint_ranks import together
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ def save_checkpoint(
     is removed then, and an older checkpoint under the same tag is as it was."""
     if not save_dir:
         raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+    require_own_parameters(engine)
     tag = checked_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
     finish_save(engine)
     together(functools.partial(_settle, engine))

@@ -19,6 +19,7 @@ from ds_slide.checkpoint.publish import checked_tag, recover
 from ds_slide.checkpoint.state_buffers import MASTER
 from ds_slide.checkpoint.universal import LATEST
 from ds_slide.errors import SlideError
+from ds_slide.integration.checkpoint_names import require_same_parameters
 from ds_slide.integration.checkpoint_ranks import together
 from ds_slide.integration.checkpoint_save import is_publisher
 
@@ -109,6 +110,12 @@ def _verify(engine: Any, directory: Path, tag: str, every_rank: Callable[[Path],
     path = directory / tag
     if not path.is_dir():
         raise SlideError(f"there is no checkpoint {path}; load a tag that is there")
+    if not every_rank(path) and (saved := saved_ranks(path)) not in (0, ranks()):
+        raise SlideError(
+            f"the checkpoint {path} was saved by {saved} rank{'s' * (saved > 1)} and is loaded by {ranks()}, but the "
+            "optimizer states of ZeRO-3 are divided by ranks; convert it with ds_to_universal.py and set "
+            "checkpoint.load_universal to true, or pass load_optimizer_states=False to load_checkpoint for its weights"
+        )
     files = [engine._get_zero_ckpt_name(str(directory), tag), engine._get_ckpt_name(str(directory), tag)]
     files += engine._get_all_ckpt_names(str(directory), tag)  # DeepSpeed merges them where there are several
     files += [str(path / name) for name in {compressed.NAME, compressed.name_of(engine.global_rank)}]
@@ -123,6 +130,8 @@ def _verify(engine: Any, directory: Path, tag: str, every_rank: Callable[[Path],
         manifest.check(path, lambda name: name in names)
         manifest.check_listed(path, map(os.path.basename, there))
     _read_all(there)
+    if not every_rank(path) and os.path.lexists(states := engine._get_ckpt_name(str(directory), tag)):
+        require_same_parameters(engine, path, states)
 
 
 def _check_that_none_is_due(engine: Any, path: Path, files: list[str]) -> None:

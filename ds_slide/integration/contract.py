@@ -223,7 +223,10 @@ def dtype_problems(values: Values, module: nn.Module) -> Iterator[str]:
     for name, parameter in module.named_parameters():
         if parameter.dtype not in _DTYPES:
             kind = f"parameter {name} is {parameter.dtype}"
-            yield f"{kind}, but DS-Slide trains bfloat16, float16 and float32; convert it"
+            yield (
+                f"{kind}, but DS-Slide trains bfloat16, float16 and float32, because its masters, optimizer states and "
+                "checkpoints are fp32; convert the model with model.float()"
+            )
             break
     reduced = gradient_dtype(values, module)
     if reduced not in _DTYPES:

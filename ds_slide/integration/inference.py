@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideAttributeError, SlideError
-from ds_slide.integration import monitor, ownership
+from ds_slide.integration import monitor, ownership, plain_copy
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.assemble import assemble, forward_settings
 from ds_slide.integration.checkpoint_files import SlideCheckpointEngine
@@ -66,6 +66,7 @@ class SlideZeroOffload(ParameterOffload, DeepSpeedZeRoOffload):
         try:
             self.protocol = protocol.ParameterProtocol(self.runtime, dp_process_group)
             ParameterOffload.__init__(self, self.runtime, module, self.protocol)
+            plain_copy.teach(module, self.protocol.whole_weights)
             ownership.enter(self, module)
         except BaseException:
             self.destroy()

@@ -31,7 +31,7 @@ from ds_slide.checkpoint.subgroups import States, SubGroups, load_settings
 from ds_slide.checkpoint.universal import UniversalCheckpoint
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideError
-from ds_slide.integration import autocast, ownership, training_engines, zero_grad
+from ds_slide.integration import autocast, ownership, plain_copy, training_engines, zero_grad
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.access import StateAccess, end_access
 from ds_slide.integration.assemble import assemble, runtime_settings
@@ -107,6 +107,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._link_all_hp_params()
         self._norm_watch = NormWatch(self.runtime)
         self.parameter_offload = ParameterOffload(self.runtime, module, self.protocol)
+        plain_copy.teach(module, self.protocol.whole_weights)
         ownership.enter(self, module)
 
     def _set_stock_attributes(
@@ -171,6 +172,12 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         # As in stock: the optimizer object carries hyper-parameters for schedulers, never tensors.
         for group in self.optimizer.param_groups:
             group["params"] = []
+        # A group that is added to the script's own object would never be updated.
+        self.optimizer.add_param_group = self._refuse_group
+
+    @staticmethod
+    def _refuse_group(param_group: Any) -> None:
+        raise _no_further_groups(param_group)
 
     def _hypers(self) -> list[Hyper]:
         """Hyper-parameters of the coming update, by optimizer group."""
@@ -469,7 +476,11 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         )
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        raise SlideError("engine.reload_states() is not supported by DS-Slide: there is nothing to reload")
+        """Nothing, as in stock where nothing was offloaded."""
+
+    def add_param_group(self, param_group: Any) -> None:
+        """Refuse: which state lies where was planned when the engine started."""
+        raise _no_further_groups(param_group)
 
     def destroy(self) -> None:
         """End the lanes and remove the hooks. Waits for an asynchronous save; raises SlideError where that failed."""
@@ -482,8 +493,17 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self.kernels.undo()
             zero_grad.detach(self.optimizer)
             training_engines.leave(self)
+            vars(self.optimizer).pop("add_param_group", None)
             ownership.end(self, self.module)
             end_access(self.module.parameters(), self)
         if saving is not None:
             saving.close(all_have_ended=saving.alone)
             saving.require()
+
+
+def _no_further_groups(param_group: Any) -> SlideError:
+    return SlideError(
+        f"add_param_group() of {len(list(param_group['params']))} parameters is refused, because DS-Slide has planned "
+        "its memory for the groups that deepspeed.initialize was given; give it all groups, as model_parameters or in "
+        "the optimizer, or call deepspeed.initialize of the model again"
+    )

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_slide.errors import SlideError
 from ds_slide.integration import parameters as protocol
+from ds_slide.integration import without_engine
 from ds_slide.runtime.engine import SlideRuntime
 
 
@@ -36,6 +37,7 @@ _owners = WeakIdKeyDictionary()
 
 def enter(owner: Owner, module: nn.Module) -> None:
     """The parameters of `module` are `owner`'s from now on."""
+    without_engine.allow_forwards(module)
     reference = weakref.ref(owner)
     for parameter in module.parameters():
         _owners[parameter] = reference
@@ -53,17 +55,19 @@ def end(owner: Owner, module: nn.Module) -> None:
         protocol.mark_spoiled(
             (parameter for unit in owner.runtime.units for parameter in unit.parameters), owner.runtime.spoiled
         )
-    leave(owner, module)
+    if leave(owner, module):
+        without_engine.refuse_forwards(module)
 
 
-def leave(owner: Owner, module: nn.Module) -> None:
-    """Forget `owner`; harmless when it has never entered, or left before."""
+def leave(owner: Owner, module: nn.Module) -> bool:
+    """Forget `owner`; harmless when it has never entered, or left before. -> whether it had the model."""
     own = [parameter for parameter in module.parameters() if owner_of(parameter) is owner]
     for parameter in own:
         del _owners[parameter]
     if own:
         for entry in [entry for entry in FWD_MODULE_STACK if entry == module]:
             _take_away(entry)
+    return bool(own)
 
 
 def _take_away(stand_in: Any) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_slide.checkpoint import state_buffers
 from ds_slide.errors import SlideError
-from ds_slide.integration import left_weights
+from ds_slide.integration import left_weights, plain_copy, without_engine
 from ds_slide.integration.left_weights import LOW_HALVES
 from ds_slide.integration.partition import Access, Partition, as_partition, as_plain
 from ds_slide.model.layout import Entry, piece
@@ -178,6 +178,8 @@ def leave_to_stock(module: nn.Module) -> None:
     Raises SlideError where an engine has taken weights, or what completes them, with its SSD, or has left a mixture.
     """
     _require_unspoiled(module)
+    plain_copy.forget(module)
+    without_engine.allow_forwards(module)
     for name, each in module.named_parameters():
         parameter: Any = each
         if not hasattr(parameter, _STOCKS):
@@ -331,6 +333,37 @@ class ParameterProtocol:
             whole = own.new_empty(self._runtime.parts.ranks.world_size * entry.partition_numel)
             dist.all_gather_into_tensor(whole, own, group=self._group)
         return whole[: entry.numel].view(entry.shape)
+
+    def whole_weights(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+        """The whole weights of those parameters that are the engine's, each in memory of its own. Collective for
+        weights that this rank cannot read by itself."""
+        mine = [parameter for parameter in parameters if parameter in self.places]
+        self._require_room(mine)
+        with torch.inference_mode(False), torch.no_grad():
+            return {parameter: self._copied(parameter) for parameter in mine}
+
+    def _copied(self, parameter: Any) -> torch.Tensor:
+        unit, entry = self.places[parameter]
+        is_here = parameter.ds_status == ZeroParamStatus.AVAILABLE and parameter.numel() == entry.numel
+        if is_here and (unit.resident is None or parameter.dtype == unit.parameter_dtype):
+            return parameter.detach().clone()
+        state_buffers.require_stepped(self._runtime, unit, "copying a parameter")
+        shared = self._shared_parts(unit)
+        if shared is None:
+            return self._whole(parameter)
+        span = state_buffers.local_span(entry)
+        whole = torch.cat([part[span] for part in shared])[: entry.numel].view(entry.shape)
+        return whole.to(self._runtime.device.torch)
+
+    def _shared_parts(self, unit: Unit) -> Sequence[torch.Tensor] | None:
+        """All ranks' parts of the newest weights; None where they are not in memory that this rank can read."""
+        shared = self._runtime.parts.shared
+        parts = None if shared is None else shared.parts.get(unit.order)
+        if parts is None or unit.spec.precision.narrowed or unit.state.change is not None:
+            return None
+        self._runtime.settle(unit)
+        unit.await_others(unit.version)
+        return parts
 
     def release(self) -> None:
         """Let go of what was gathered where it was read: its backward has ended, its weights are about to change."""

@@ -136,6 +136,6 @@ def test_they_need_memory_that_all_of_them_read(seen: list[dict[str, Any]]) -> N
 @pytest.mark.usefixtures("one_rank")
 def test_other_numbers_of_ranks_load_the_weights_alone(folder: Path) -> None:
     with engine_for(llama(num_hidden_layers=BLOCKS), ds_config({"compression": LSP})) as engine:
-        with pytest.raises(SlideError, match="number of ranks"):
+        with pytest.raises(SlideError, match="was saved by 2 ranks and is loaded by 1"):
             engine.load_checkpoint(folder / "checkpoints")
         engine.load_checkpoint(folder / "checkpoints", load_optimizer_states=False)

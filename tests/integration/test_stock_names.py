@@ -106,6 +106,5 @@ def test_moving_states_is_refused_in_a_sentence(engine: Any) -> None:
     assert isinstance(engine.optimizer, SlideZeroOptimizer)
     with pytest.raises(SlideError, match=r"^engine.offload_states\(\) is not supported by DS-Slide: .* use ds_slide"):
         engine.offload_states()
-    with pytest.raises(SlideError, match=r"^engine.reload_states\(\) is not supported by DS-Slide: "):
-        engine.reload_states()
+    assert engine.reload_states() is None  # as in stock: nothing was offloaded
     assert torch.isfinite(engine(torch.zeros(1, 4, dtype=torch.long)).logits).all()
