@@ -34,15 +34,23 @@ _OF_ZERO3 = ("ds_id", "ds_recompute_parameters", "_external_params", "ds_externa
 
 
 def teach(module: nn.Module, whole: WholeWeights) -> None:
-    """Make copies of `module` and of the modules in it plain."""
+    """Make copies of `module`, of the modules in it and of their parameters plain."""
     for child in module.modules():
         vars(child)[_COPY] = functools.partial(_plain_copy, child, whole)
+    for parameter in module.parameters():
+        vars(parameter)[_COPY] = functools.partial(_plain_parameter, parameter, whole)
 
 
 def forget(module: nn.Module) -> None:
-    """Copy the modules as ever."""
-    for child in module.modules():
-        vars(child).pop(_COPY, None)
+    """Copy them as ever."""
+    for each in (*module.modules(), *module.parameters()):
+        vars(each).pop(_COPY, None)
+
+
+def _plain_parameter(parameter: nn.Parameter, whole: WholeWeights, memo: dict[int, Any]) -> nn.Parameter:
+    (weights,) = whole([parameter]).values()
+    copied = memo[id(parameter)] = nn.Parameter(weights, requires_grad=parameter.requires_grad)
+    return copied
 
 
 def _plain_copy(module: nn.Module, whole: WholeWeights, memo: dict[int, Any]) -> nn.Module:

@@ -89,6 +89,17 @@ def a_copy_of_a_copy_in_a_wrapper(run: Run) -> list[float]:
     return [float(average(x)), float(copy.deepcopy(nn.ModuleList([engine.module]))[0](x))]
 
 
+def copies_of_parameters(run: Run) -> list[float]:
+    """A penalty on the distance from where training began."""
+    engine = run.start(made(Net))
+    train(engine, 1)
+    anchors = copy.deepcopy(dict(engine.module.named_parameters()))
+    train(engine, 2)
+    with torch.no_grad():
+        pairs = [(anchors[name], run.values(parameter)) for name, parameter in engine.module.named_parameters()]
+        return [float((now - anchor).norm()) for anchor, now in pairs]
+
+
 def an_engine_of_a_copy(run: Run) -> None:
     """A second engine beside the first one."""
     engine = run.start(made(Net))
@@ -97,7 +108,15 @@ def an_engine_of_a_copy(run: Run) -> None:
     train(engine, 2)
 
 
-LOOPS = [averaging, reference, a_part, a_copy_that_trains, a_copy_of_a_copy_in_a_wrapper, an_engine_of_a_copy]
+LOOPS = [
+    averaging,
+    reference,
+    a_part,
+    a_copy_that_trains,
+    a_copy_of_a_copy_in_a_wrapper,
+    copies_of_parameters,
+    an_engine_of_a_copy,
+]
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])
