@@ -104,7 +104,8 @@ class ParameterOffload:
         self._remove_module_hooks()
 
     def require_hooks(self) -> None:
-        """SlideError for a training step of a model whose hooks were not put back."""
+        """SlideError for a training step of a model whose hooks were not put back, or whose engine has ended."""
+        self._runtime.require_running("backward()")
         if not self.forward_hooks or not self._runtime.is_attached:
             raise SlideError(
                 "backward() without DS-Slide's hooks: they were removed from the model, as for generation, and not put "
