@@ -23,7 +23,7 @@ from typing import Protocol
 
 import torch
 
-from ds_slide.model.layout import Segment
+from ds_slide.model.layout import Entry, Segment
 from ds_slide.optim.rule import Hyper
 
 CHANGE_DTYPE = torch.float32
@@ -46,6 +46,14 @@ class Masters:
     def are_rounded(self) -> bool:
         """Whether a change that is applied to them is rounded stochastically: bf16 weights that are all there is."""
         return self.weight.dtype == torch.bfloat16 and self.remainder is None
+
+
+@dataclass(frozen=True)
+class SegmentStep:
+    """One step of an update rule on one run of elements."""
+
+    segment: Segment
+    hyper: Hyper
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,11 @@ class GradientCodec(Protocol):
         """Ranges of one parameter group each, which cover [0, numel) without gaps: an update is a step on each."""
         ...
 
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """The place of each trainable parameter in [0, numel), in the order of `Gradients`."""
+        ...
+
     def encode(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor | None:
         """Write or add the encoded gradient, rounded to `dtype`, to `out` ([>= numel], any dtype). With one rank only.
 
@@ -133,8 +146,10 @@ class GradientCodec(Protocol):
         """The encoded gradient without a buffer of its size, [0, numel) ascending, without gaps. With one rank only."""
         ...
 
-    def apply(self, written: Sequence[torch.Tensor], span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:
+    def apply(
+        self, written: Sequence[torch.Tensor], span: slice, masters: Masters, steps: Sequence[SegmentStep]
+    ) -> int:
         """Bring the elements `span` of what an update has `written` (page-locked), by rank, to `masters`, on the
-        current stream. `hypers`: of that update, by parameter group. -> bytes moved. Where there are several ranks only
-        if the codec compresses; all of them then make the same bits of the same bits."""
+        current stream. `steps`: that update. -> bytes moved. Where there are several ranks only if the codec
+        compresses; all of them then make the same bits of the same bits."""
         ...

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_slide.compression.codec import Gradients, Masters, Place
+from ds_slide.compression.codec import Gradients, Masters, Place, SegmentStep
 from ds_slide.model.layout import Entry, Segment, UnitLayout, align_up, piece
-from ds_slide.optim.rule import Hyper
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,10 @@ class Identity:
     @property
     def segments(self) -> Sequence[Segment]:
         return self.layout.segments
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        return [entry for entry in self.layout.entries if entry.trainable]
 
     def encode(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor | None:
         out = out[: self.numel]
@@ -106,7 +109,13 @@ class Identity:
                 places.append(Place(entry.offset + entry.numel, gap, None))
         return places
 
-    def apply(self, written: Sequence[torch.Tensor], span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:  # noqa: ARG002
+    def apply(
+        self,
+        written: Sequence[torch.Tensor],
+        span: slice,
+        masters: Masters,
+        steps: Sequence[SegmentStep],  # noqa: ARG002
+    ) -> int:
         (own,) = written
         masters.weight[span].copy_(own[span], non_blocking=True)
         return (span.stop - span.start) * own.element_size()

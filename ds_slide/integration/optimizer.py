@@ -45,6 +45,9 @@ from ds_slide.model.structure import PrecisionOf
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.gradients.norm_watch import NormWatch
 
+_COUNTS = "ds_slide_update_counts"
+"""Key of a checkpoint's optimizer states: updates of each parameter that was off in some steps, by its name."""
+
 
 class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     """ZeRO stage 3 with the states streamed by `ds_slide.runtime`. Constructor arguments: `slide`, and stock's."""
@@ -385,7 +388,10 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def planned_state_dict(self, states: States | None = None) -> dict[str, Any]:
         """`state_dict` whose tensors are made when they are written, from `states` if not from the units."""
         states = states or self.sub_groups.settled
+        counts = self.runtime.own_counts()
         return {
+            # DeepSpeed's format has one count for a sub-group. Stock reads the keys that it knows.
+            **({_COUNTS: counts} if counts else {}),
             "zero_stage": 3,
             "loss_scaler": self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -429,7 +435,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.sub_groups.load_masters(saved["fp32_flat_groups"], files)
         if load_optimizer_states:
             groups = self.optimizer.param_groups
-            self.runtime.step_count = self.sub_groups.load_optimizer_state(saved["optimizer_state_dict"], groups, files)
+            step = self.sub_groups.load_optimizer_state(saved["optimizer_state_dict"], groups, files)
+            self.runtime.resume_after(step, saved.get(_COUNTS, {}))
 
     def universal_checkpoint(self, path: Path) -> UniversalCheckpoint:
         """The universal checkpoint of a tag's directory, for this model."""
@@ -445,7 +452,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             for name, value in saved.scale.items():
                 setattr(self, name, value)
             load_settings(self.optimizer.param_groups, saved.param_groups)
-            self.runtime.step_count = saved.step
+            self.runtime.resume_after(saved.step, {})
 
     def refresh_fp32_params(self) -> None:
         """The low-precision weights become the masters."""

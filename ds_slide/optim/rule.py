@@ -8,6 +8,7 @@ states asks the rule for them and knows none of their names.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,11 @@ class Hyper(Protocol):
         """The numbers of the kernels in their order: computed in double, rounded once by `fp32`. The first is
         ``grad_scale``, the factor on the gradient (clip factor / loss scale)."""
         ...
+
+
+def at_step(hyper: Hyper, step: int) -> Hyper:
+    """Return `hyper` as it is in update number `step`."""
+    return hyper if hyper.step == step else dataclasses.replace(hyper, step=step)  # type: ignore[type-var]
 
 
 HyperOf = Callable[[Mapping[str, Any], int, Any], Hyper]

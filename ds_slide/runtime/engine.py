@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_slide.compression.codec import Masters
+from ds_slide.compression.codec import Masters, SegmentStep
 from ds_slide.errors import SlideError
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime import running
@@ -366,7 +366,7 @@ class SlideRuntime:
         self.accumulation.close(at_boundary=self._final)
         if not self.deferred and self._final:
             self._unstepped = True
-            self._fetch_outer_units(self.gradients.hypers)
+            self._fetch_outer_units()
             if self._window is not None:
                 self._window.prefetch(None, "forward")
 
@@ -425,12 +425,19 @@ class SlideRuntime:
         with self.parts.recorder.stalled("the gradients of the step"):
             self.parts.workers.d2h.drain()
             self.parts.workers.update.drain()
+        self._note_flags()
         self.parts.ranks.join()  # GPU-tier units have been through no lane
         on_device = self.gradients.sums.cpu()
         return self._totals.now([self.gradients.square_sums_of(unit, on_device) for unit in self.units])
 
+    def _note_flags(self) -> None:
+        """Each rank updates its part of a parameter, so all ranks must have it on, or all off."""
+        if self.parts.ranks.world_size > 1:
+            self.parts.ranks.note(each.requires_grad for unit in self.units for each in unit.trained.parameters)
+
     def norm_on_device(self) -> torch.Tensor:
         """Gradient norm of the last backward as a 0-d fp32 device tensor, without waiting for it."""
+        self._note_flags()
         sums = self.gradients.sums
         if not any(unit.gradient_ready for unit in self.units):  # else they are the last step's
             sums = torch.zeros_like(sums)
@@ -473,7 +480,7 @@ class SlideRuntime:
                 )
             )
         if self.deferred:
-            self._fetch_outer_units(hypers)
+            self._fetch_outer_units()
             if self._window is not None:
                 self._window.prefetch(None, "forward")
 
@@ -497,6 +504,21 @@ class SlideRuntime:
             self.discard_gradients()
         self.accumulation.clear()
 
+    def resume_after(self, step: int, counts: Mapping[str, int]) -> None:
+        """Go on after step number `step`. `counts`: updates of the parameters that have had others, by name."""
+        self.step_count = step
+        for unit in self.units:
+            unit.trained.counts = [counts.get(entry.name, step) for _, entry in unit.trainable]
+
+    def own_counts(self) -> dict[str, int]:
+        """Updates of the parameters that have not been updated in every step, by name."""
+        return {
+            entry.name: count
+            for unit in self.units
+            for (_, entry), count in zip(unit.trainable, unit.trained.counts, strict=True)
+            if count != self.step_count
+        }
+
     def states_loaded(self) -> None:
         """Weights and optimizer states have come from a checkpoint: nothing of an interrupted step is left in them."""
         self.discard_gradients()
@@ -506,7 +528,7 @@ class SlideRuntime:
 
     def _update_on_gpu(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, gradient: torch.Tensor) -> None:
         self.device.wait(unit.arrived.wait())
-        device_update(unit, gradient, hypers, grad_scale)
+        device_update(unit, gradient, unit.trained.begin(hypers), grad_scale)
         unit.mark_changed()
         if not unit.is_gathered:
             return
@@ -515,9 +537,9 @@ class SlideRuntime:
         gathered = self.parts.gathers.into(unit, unit.resident, self.device.mark())
         self._fetched[unit.order] = Future.kept(self.parts.failures, gathered, f"the gathered weights of {unit.name}")
 
-    def _fetch_outer_units(self, hypers: Sequence[Hyper]) -> None:
-        """Bring what updates (of `hypers`) have written for units that are on the GPU to their buffers there, behind
-        what compute has submitted.
+    def _fetch_outer_units(self) -> None:
+        """Bring what updates have written for units that are on the GPU to their buffers there, behind what compute has
+        submitted.
 
         Until the next forward binds them again they are partitioned: whoever looks at them in between has to gather
         them, and so cannot see the old weights.
@@ -531,13 +553,12 @@ class SlideRuntime:
                     continue
                 unit.applied = unit.updated
             self._unbind(unit)
-            self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free, hypers)
+            self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free)
 
-    def _fetch(
-        self, unit: Unit, resident: torch.Tensor, h2d: StreamWorker, free: Marker, hypers: Sequence[Hyper]
-    ) -> Future:
+    def _fetch(self, unit: Unit, resident: torch.Tensor, h2d: StreamWorker, free: Marker) -> Future:
         future = Future(self.parts.failures, f"the new weights of {unit.name} on the GPU")
         parts, version = list(zip(unit.spans, unit.span_updated, strict=True)), unit.version
+        steps = unit.trained.latest
         if self.parts.ranks.world_size > 1 or unit.codec.compresses:
             parts = [(slice(0, unit.codec.numel), unit.updated)]  # as a whole
         masters = Masters(resident, unit.remainder_on_gpu)
@@ -548,7 +569,7 @@ class SlideRuntime:
                 updated.wait()
                 unit.await_others(version)
                 start = self.device.mark(h2d.stream, timed=True)
-                moved = self._fill_span(unit, span, masters, hypers)
+                moved = self._fill_span(unit, span, masters, steps)
                 end = self.device.mark(h2d.stream, timed=True)
                 h2d.meter.add_interval(start, end, moved, ("weights", unit.order))
             future.keep(end)
@@ -556,15 +577,15 @@ class SlideRuntime:
         h2d.submit(job)
         return future
 
-    def _fill_span(self, unit: Unit, span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:
+    def _fill_span(self, unit: Unit, span: slice, masters: Masters, steps: Sequence[SegmentStep]) -> int:
         shared = self.parts.shared
         if unit.codec.compresses and shared is not None:
-            return unit.codec.apply(shared.parts[unit.order], span, masters, hypers)
+            return unit.codec.apply(shared.parts[unit.order], span, masters, steps)
         if self.parts.ranks.world_size > 1:
             return self.parts.uploads.fill(unit, masters.weight)
         # A view: what is written for a unit that is on the GPU is in memory.
         written = unit.state.written.buffer.read(slice(0, unit.codec.numel))
-        return unit.codec.apply([written], span, masters, hypers)
+        return unit.codec.apply([written], span, masters, steps)
 
     # ---- reading and writing states --------------------------------------------------------------------------
 

@@ -115,7 +115,8 @@ class Totals:
         if digests != float(own * self._ranks.world_size):
             raise SlideError(
                 "the ranks have called different collectives in this step, so gradients of different blocks were added "
-                f"up (rank {self._ranks.rank} has called {self._ranks.issued} so far): all ranks have to run the same "
-                "blocks in the same order, and a forward with gradients on one rank only has to be under "
-                "torch.no_grad(); resume from the last checkpoint"
+                f"up (rank {self._ranks.rank} has called {self._ranks.issued} so far), or they have requires_grad on "
+                "for different parameters: all ranks have to run the same blocks in the same order, train the same "
+                "parameters, and have a forward with gradients on one rank only under torch.no_grad(); resume from the "
+                "last checkpoint"
             )

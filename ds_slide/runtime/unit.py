@@ -14,6 +14,7 @@ from torch import nn
 from ds_slide.compression.codec import GradientCodec
 from ds_slide.model.layout import UnitLayout
 from ds_slide.model.structure import UnitSpec
+from ds_slide.runtime.trained import Trained
 from ds_slide.runtime.transfers.handoff import Failures, Future
 from ds_slide.store.spare_buffers import WayBack
 from ds_slide.store.state import UnitState
@@ -174,6 +175,7 @@ class Unit:
             for parameter, entry in zip(self.parameters, layout.entries, strict=True)
             if entry.group is not None
         ]
+        self.trained = Trained([parameter for parameter, _ in self.trainable], codec.entries, codec.segments)
 
     @property
     def name(self) -> str:

@@ -9,9 +9,8 @@ import pytest
 import torch
 from harness import batches, differences, ds_config, engine_for, llama, states_of, train
 
-from ds_slide.compression.codec import Gradients, Masters, Place
+from ds_slide.compression.codec import Gradients, Masters, Place, SegmentStep
 from ds_slide.compression.identity import Identity
-from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.settings import RuntimeSettings
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -32,9 +31,11 @@ class Doubled(Identity):
     def encode_in_place(self, gradients: Gradients) -> list[Place]:
         return super().encode_in_place(_doubled(gradients))
 
-    def apply(self, written: Sequence[torch.Tensor], span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:
+    def apply(
+        self, written: Sequence[torch.Tensor], span: slice, masters: Masters, steps: Sequence[SegmentStep]
+    ) -> int:
         Doubled.applied += span.stop - span.start
-        return super().apply(written, span, masters, hypers)
+        return super().apply(written, span, masters, steps)
 
 
 def _doubled(gradients: Gradients) -> Gradients:

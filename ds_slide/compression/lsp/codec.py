@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ds_slide.compression.codec import CHANGE_DTYPE, Gradients, Masters, Place
+from ds_slide.compression.codec import CHANGE_DTYPE, Gradients, Masters, Place, SegmentStep
 from ds_slide.compression.lsp.group import Group, Matrix, group_of, grouped
 from ds_slide.compression.lsp.projection import compress, decompress_apply
 from ds_slide.compression.lsp.projector import Projector, projector_bytes, random_projector
 from ds_slide.config import CompressionConfig
-from ds_slide.model.layout import ParameterInfo, Segment, UnitLayout, build_layout, pieces
+from ds_slide.model.layout import Entry, ParameterInfo, Segment, UnitLayout, build_layout, pieces
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.rounding import keys, step_key
 from ds_slide.optim.rule import Hyper
@@ -172,6 +172,10 @@ class Lsp:
     def segments(self) -> Sequence[Segment]:
         return self.encoded.segments
 
+    @property
+    def entries(self) -> Sequence[Entry]:
+        return self.encoded.entries
+
     def encode(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
         out = out[: self.whole_numel]
         encode = self.encode_in_groups if out.is_cuda else self.encode_one_by_one
@@ -225,7 +229,9 @@ class Lsp:
     def encode_in_place(self, gradients: Gradients) -> list[Place]:
         raise NotImplementedError("gradients of outer modules, which are not packed, are not compressed")
 
-    def apply(self, written: Sequence[torch.Tensor], span: slice, masters: Masters, hypers: Sequence[Hyper]) -> int:
+    def apply(
+        self, written: Sequence[torch.Tensor], span: slice, masters: Masters, steps: Sequence[SegmentStep]
+    ) -> int:
         assert (span.start, span.stop) == (0, self.numel)
         change = self.applying[: self.whole_numel]
         if len(written) == 1:
@@ -233,13 +239,23 @@ class Lsp:
         else:
             for rank, part, place in pieces(self.encoded):
                 change[place].copy_(written[rank][part], non_blocking=True)
-        by_group = {group: _decay(hypers[group]) for group in {each.entry.group or 0 for each in self.matrices}}
-        decays = [by_group[each.entry.group or 0] for each in self.matrices]
-        # All groups take the same steps.
-        key = step_key(self.settings.seed, hypers[0].step) if masters.are_rounded else None
-        apply = self.apply_in_groups if change.is_cuda else self.apply_one_by_one
-        apply(change, masters, decays, key)
+        # What `change` has of a matrix without a step is that of an earlier update.
+        hypers = {
+            number: hyper
+            for number, matrix in enumerate(self.matrices)
+            if (hyper := _hyper_at(steps, matrix.encoded.offset)) is not None
+        }
+        if len(hypers) == len(self.matrices) and len({hyper.step for hyper in hypers.values()}) == 1:
+            apply = self.apply_in_groups if change.is_cuda else self.apply_one_by_one
+            apply(change, masters, [_decay(hyper) for hyper in hypers.values()], self._key(masters, hypers[0].step))
+        else:
+            for number, hyper in hypers.items():
+                self._apply_one(number, change, masters, _decay(hyper), self._key(masters, hyper.step))
         return self.whole_numel * CHANGE_DTYPE.itemsize
+
+    def _key(self, masters: Masters, step: int) -> int | None:
+        """Return the key of a step's random bits, None where masters are not rounded."""
+        return step_key(self.settings.seed, step) if masters.are_rounded else None
 
     def apply_in_groups(
         self, change: torch.Tensor, masters: Masters, decays: Sequence[float], key: int | None = None
@@ -256,17 +272,27 @@ class Lsp:
         self, change: torch.Tensor, masters: Masters, decays: Sequence[float], key: int | None = None
     ) -> None:
         """W = decay * W + PDQᵀ of one matrix at a time, on any device; the bits are the same."""
-        for matrix, pair, decay in zip(self.matrices, self.pairs, decays, strict=True):
-            decompress_apply(
-                matrix.of_weights(masters.weight),
-                None if masters.remainder is None else matrix.of_weights(masters.remainder),
-                matrix.within(change),
-                pair.left,
-                pair.right,
-                decay=decay,
-                scale=1.0,
-                keys=None if key is None else keys(key, matrix.upper_half),
-            )
+        for number, decay in enumerate(decays):
+            self._apply_one(number, change, masters, decay, key)
+
+    def _apply_one(self, number: int, change: torch.Tensor, masters: Masters, decay: float, key: int | None) -> None:
+        matrix, pair = self.matrices[number], self.pairs[number]
+        decompress_apply(
+            matrix.of_weights(masters.weight),
+            None if masters.remainder is None else matrix.of_weights(masters.remainder),
+            matrix.within(change),
+            pair.left,
+            pair.right,
+            decay=decay,
+            scale=1.0,
+            keys=None if key is None else keys(key, matrix.upper_half),
+        )
+
+
+def _hyper_at(steps: Sequence[SegmentStep], offset: int) -> Hyper | None:
+    """Return the hyper-parameters of the step on element `offset`, None where there is none."""
+    found = (each.hyper for each in steps if each.segment.start <= offset < each.segment.stop)
+    return next(found, None)
 
 
 def _decay(hyper: Hyper) -> float:

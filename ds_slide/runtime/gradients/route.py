@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_slide.compression.codec import SegmentStep
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.device import PASSED, Device, Marker
@@ -110,7 +111,7 @@ class Gradients:
         buffer still holds. `source`: where the gradient comes from if not from the parameters.
         """
         unit.finalized = True
-        if not unit.codec.numel:
+        if not unit.codec.numel or self._is_left_out(unit):
             return
         if final:
             self._updating.speculating.begin(unit, self.hypers, self.grad_scale)
@@ -128,6 +129,16 @@ class Gradients:
         for parameter, _ in unit.trainable:
             parameter.grad = None
         unit.gradient_ready = True
+
+    def _is_left_out(self, unit: Unit) -> bool:
+        """Whether the unit is frozen and has no gradient, so that nothing has to come down. Several ranks leave none
+        out: all of them have to call the same collectives, whatever their flags are."""
+        if self._ranks.world_size > 1 or not unit.trained.is_off or any(each is not None for each in unit.gradients()):
+            return False
+        if not unit.gradient_ready and unit.square_sum_on is not None:
+            self.sums[:, unit.order] = 0.0  # that of an earlier step
+            unit.square_sum_on = None
+        return True
 
     def square_sums_of(self, unit: Unit, on_device: torch.Tensor) -> SquareSums:
         """The square sums of a unit's held gradient, once the lanes have drained; `on_device`: `sums`."""
@@ -200,8 +211,8 @@ class Gradients:
     def _submit_update(self, arrival: _Arrival) -> None:
         unit = arrival.unit
         unit.state.reserve(len(unit.spans))
-        update, hypers = unit.open_update(self._failures), self.hypers
-        self._d2h.submit(lambda: self._update_on_arrival(arrival, update, hypers))
+        update, steps = unit.open_update(self._failures), unit.trained.begin(self.hypers)
+        self._d2h.submit(lambda: self._update_on_arrival(arrival, update, steps))
 
     def _submit_held(self, held: Held, arrival: _Arrival) -> None:
         way = self._add_on_arrival if arrival.adds else self._hold
@@ -263,7 +274,7 @@ class Gradients:
         if arrival.speculation is not None:
             self._updating.speculating.submit(arrival.speculation, end)
 
-    def _update_on_arrival(self, arrival: _Arrival, update: Update, hypers: Sequence[Hyper]) -> None:
+    def _update_on_arrival(self, arrival: _Arrival, update: Update, steps: Sequence[SegmentStep]) -> None:
         unit, lease = arrival.unit, self._ring(arrival.unit).lease()
         whole = _of_dtype(lease.buffer, unit.codec.dtype)
         left = len(unit.spans)
@@ -278,7 +289,7 @@ class Gradients:
         for index, span in enumerate(unit.spans):
             marker = self._copy(arrival, span, whole)
             gradient = functools.partial(whole.__getitem__, span)
-            self._updating.start(unit, index, update, marker, gradient, hypers, 1.0, span_is_done, reserved=True)
+            self._updating.start(unit, index, update, marker, gradient, steps, 1.0, span_is_done, reserved=True)
         arrival.source.release(marker)
         arrival.arrived.keep(marker)
 

@@ -21,7 +21,7 @@ That the ranks do call the same is checked with each step's norm (`ds_slide.runt
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +101,10 @@ class Ranks:
     def digest(self) -> int:
         """A digest of what the collectives were, and of which engine: the same on all ranks."""
         return self._channel.digest
+
+    def note(self, what: Iterable[int]) -> None:
+        """Make `what` (bytes), which all ranks must have alike, a part of the digest."""
+        self._channel.digest = zlib.crc32(bytes(what), self._channel.digest)
 
     @classmethod
     def over(cls, group: Any, device: Device) -> Ranks:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_slide.compression.codec import CHANGE_DTYPE, CHANGE_START
+from ds_slide.compression.codec import CHANGE_DTYPE, CHANGE_START, SegmentStep
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.reference import reference_update_
 from ds_slide.optim.rule import Hyper, Part, UpdateRule
@@ -21,9 +21,11 @@ from ds_slide.store.spare_buffers import WayBack
 from ds_slide.store.state_buffers import StateBuffers, items_of
 from ds_slide.store.undo_log import UndoLog
 
-HostUpdate = Callable[[Unit, slice, StateBuffers, torch.Tensor, Sequence[Hyper], float, Part, WayBack | None], int]
-"""(unit, span, state buffers of the span, gradient of the span, hyper-parameters by group, factor on the gradient,
-part of the step, the unit's way back where the span is one of its runs) -> bytes moved."""
+HostUpdate = Callable[
+    [Unit, slice, StateBuffers, torch.Tensor, Sequence[SegmentStep], float, Part, WayBack | None], int
+]
+"""(unit, span, state buffers of the span, gradient of the span, steps of the update, factor on the gradient, part of
+the step, the unit's way back where the span is one of its runs) -> bytes moved."""
 
 
 CHANGE_RUN = 1 << 20
@@ -32,17 +34,18 @@ take 4 MiB then, and stay in the processor's cache."""
 
 
 def _segments(
-    unit: Unit, within: slice, state_buffers: StateBuffers, gradient: torch.Tensor
-) -> Iterator[tuple[StateBuffers, torch.Tensor, int, int]]:
-    """(state buffers, gradient, parameter group, first element in the unit's state buffers) of every group's part of
-    `within`, of changes in runs."""
+    unit: Unit, within: slice, state_buffers: StateBuffers, gradient: torch.Tensor, steps: Sequence[SegmentStep]
+) -> Iterator[tuple[StateBuffers, torch.Tensor, Hyper, int]]:
+    """(state buffers, gradient, hyper-parameters, first element in the unit's state buffers) of what each of `steps`
+    has of `within`, of changes in runs."""
     most = CHANGE_RUN if unit.codec.compresses else max(unit.codec.numel, 1)
-    for segment in unit.codec.segments:
+    for step in steps:
+        segment = step.segment
         first, end = max(segment.start, within.start), min(segment.stop, within.stop)
         for start in range(first, end, most):
             stop = min(start + most, end)
             part = slice(start - within.start, stop - within.start)
-            yield state_buffers.part(part, unit.state.specs), items_of(gradient, part), segment.group, start
+            yield state_buffers.part(part, unit.state.specs), items_of(gradient, part), step.hyper, start
 
 
 def host_update(updater: CpuUpdater) -> HostUpdate:
@@ -53,13 +56,12 @@ def host_update(updater: CpuUpdater) -> HostUpdate:
         within: slice,
         state_buffers: StateBuffers,
         gradient: torch.Tensor,
-        hypers: Sequence[Hyper],
+        steps: Sequence[SegmentStep],
         grad_scale: float,
         part: Part,
         way_back: WayBack | None,
     ) -> int:
-        for buffers, span, group, first in _segments(unit, within, state_buffers, gradient):
-            hyper = hypers[group]
+        for buffers, span, hyper, first in _segments(unit, within, state_buffers, gradient, steps):
             run = None if way_back is None else way_back.part(slice(first, first + span.numel()))
             weight, where = buffers.weight, {}
             if unit.codec.compresses:
@@ -111,11 +113,11 @@ def _moved(state_buffers: StateBuffers, gradient: torch.Tensor, part: Part) -> i
     return moved + gradient.nbytes
 
 
-def device_update(unit: Unit, gradient: torch.Tensor, hypers: Sequence[Hyper], grad_scale: float) -> None:
+def device_update(unit: Unit, gradient: torch.Tensor, steps: Sequence[SegmentStep], grad_scale: float) -> None:
     """Update of a GPU-tier unit on the compute stream."""
     whole = slice(0, unit.codec.numel)
-    for state_buffers, span, group, _ in _segments(unit, whole, unit.state.state_buffers(whole), gradient):
-        _update_on_device(state_buffers, span, hypers[group], grad_scale)
+    for state_buffers, span, hyper, _ in _segments(unit, whole, unit.state.state_buffers(whole), gradient, steps):
+        _update_on_device(state_buffers, span, hyper, grad_scale)
 
 
 def _update_on_device(state_buffers: StateBuffers, gradient: torch.Tensor, hyper: Hyper, grad_scale: float) -> None:

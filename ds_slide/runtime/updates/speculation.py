@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from ds_slide.compression.codec import SegmentStep
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.rule import Hyper, Part
 from ds_slide.runtime.device import PASSED, Marker
@@ -43,12 +44,12 @@ class Speculation:
     state buffers are written and exchanged by `run` and `end` alone, before the future of the step's update is kept."""
 
     def __init__(
-        self, unit: Unit, way_back: WayBack, hypers: Sequence[Hyper], grad_scale: float, *, in_vain: bool = False
+        self, unit: Unit, way_back: WayBack, steps: Sequence[SegmentStep], grad_scale: float, *, in_vain: bool = False
     ) -> None:
         """`in_vain`: it is taken back, whatever the step brings."""
         self.unit = unit
         self._way_back = way_back
-        self._hypers = tuple(hypers)
+        self._steps = tuple(steps)
         self._grad_scale = grad_scale
         self._in_vain = in_vain
         self._is_over = False
@@ -79,14 +80,14 @@ class Speculation:
         self._done += 1
         return moved
 
-    def agrees(self, hypers: Sequence[Hyper], grad_scale: float) -> bool:
+    def agrees(self, steps: Sequence[SegmentStep], grad_scale: float) -> bool:
         """Whether it is the update with these."""
-        return not self._in_vain and self._hypers == tuple(hypers) and self._grad_scale == grad_scale
+        return not self._in_vain and self._steps == tuple(steps) and self._grad_scale == grad_scale
 
-    def end(self, update: HostUpdate, copy: Copy, hypers: Sequence[Hyper], grad_scale: float) -> bool:
-        """Let it count if it has begun, and is the update with `hypers` and `grad_scale`: do what is left of it.
+    def end(self, update: HostUpdate, copy: Copy, steps: Sequence[SegmentStep], grad_scale: float) -> bool:
+        """Let it count if it has begun, and is the update with `steps` and `grad_scale`: do what is left of it.
         -> whether it counts; otherwise the unit has its old bits."""
-        if not (self._done and self.agrees(hypers, grad_scale)):
+        if not (self._done and self.agrees(steps, grad_scale)):
             self.take_back(update, copy)
             return False
         done, left = self._way_back.runs[: self._done], self._way_back.runs[self._done :]
@@ -131,7 +132,7 @@ class Speculation:
     def _do(self, update: HostUpdate, part: Part, run: slice, *, for_good: bool = False) -> int:
         buffers, gradient = self.unit.state.state_buffers(run), self._state("gradient", run)
         way_back = None if for_good else self._way_back
-        return update(self.unit, run, buffers, gradient, self._hypers, self._grad_scale, part, way_back)
+        return update(self.unit, run, buffers, gradient, self._steps, self._grad_scale, part, way_back)
 
     def _state(self, name: str, items: slice) -> torch.Tensor:
         return self.unit.state.raw(name, items)
@@ -166,11 +167,14 @@ class Speculating:
 
     def begin(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float) -> None:
         """The unit's gradient of this step is on its way, and will be final. `hypers`: none where it is not known which
-        step that will be."""
+        step that will be. A way back is for whole segments: a unit with parameters that are off has none."""
         if unit.way_back is None or not unit.is_uploaded or not hypers or not self._is_promising():
             return
+        steps = unit.trained.coming(hypers)
+        if not unit.trained.covers(steps):
+            return
         in_vain = self._random.random() < self._in_vain
-        unit.speculation = Speculation(unit, unit.way_back, hypers, grad_scale, in_vain=in_vain)
+        unit.speculation = Speculation(unit, unit.way_back, steps, grad_scale, in_vain=in_vain)
 
     def _is_promising(self) -> bool:
         if self._wanted != "auto":
@@ -212,9 +216,9 @@ class Speculating:
         self._lane.submit(speculation.unit.order, PASSED, run, "update taken back")
         return future
 
-    def end(self, speculation: Speculation | None, hypers: Sequence[Hyper], grad_scale: float) -> bool:
+    def end(self, speculation: Speculation | None, steps: Sequence[SegmentStep], grad_scale: float) -> bool:
         """By the update lane: whether the update of the step is this one, and has been done."""
-        return speculation is not None and speculation.end(self._update, self._updater.copy_, hypers, grad_scale)
+        return speculation is not None and speculation.end(self._update, self._updater.copy_, steps, grad_scale)
 
     # ---- the outcome of steps
 
@@ -223,7 +227,7 @@ class Speculating:
         counts."""
         self._calm_steps = self._calm_steps + 1 if grad_scale == expected else 0
         begun = [each for unit in units if (each := unit.speculation) is not None and each.numel_done]
-        agreed = [each.agrees(hypers, grad_scale) for each in begun]
+        agreed = [each.agrees(each.unit.trained.coming(hypers), grad_scale) for each in begun]
         done, trained = sum(each.numel_done for each in begun), sum(unit.codec.numel for unit in units)
         self._statistics["blocks"], self._statistics["share"] = len(begun), done / max(trained, 1)
         self._statistics["steps"] += bool(begun)

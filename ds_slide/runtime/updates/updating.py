@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ds_slide.compression.codec import SegmentStep
 from ds_slide.optim.rule import Hyper, Part
 from ds_slide.runtime.device import Marker
 from ds_slide.runtime.transfers.handoff import Failures
@@ -44,17 +45,17 @@ class Updating:
     def queue(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, held: Held) -> None:
         """Update the unit, by the compute thread, from its held gradient. What has been done ahead is done if it is the
         same update, and so has no second pass."""
-        speculation = unit.speculation
+        speculation, steps = unit.speculation, unit.trained.begin(hypers)
         two_passes = (
             self.passes.two
             and unit.state.in_memory
-            and all(hyper.two_passes for hyper in hypers)
-            and not (speculation is not None and speculation.agrees(hypers, grad_scale))
+            and all(step.hyper.two_passes for step in steps)
+            and not (speculation is not None and speculation.agrees(steps, grad_scale))
         )
         ready, update = unit.arrived.wait(), unit.open_update(self._failures, two_passes=two_passes)
         for index, span in enumerate(unit.spans):
             gradient = functools.partial(held.load, span)
-            self.start(unit, index, update, ready, gradient, hypers, grad_scale, speculation=speculation)
+            self.start(unit, index, update, ready, gradient, steps, grad_scale, speculation=speculation)
         unit.speculation = None  # after an interrupt before this a checkpoint is loaded, and nothing may be done ahead
 
     def start(
@@ -64,7 +65,7 @@ class Updating:
         update: Update,
         ready: Marker,
         gradient: Callable[[], torch.Tensor],
-        hypers: Sequence[Hyper],
+        steps: Sequence[SegmentStep],
         grad_scale: float,
         after: Callable[[], None] | None = None,
         *,
@@ -78,11 +79,11 @@ class Updating:
 
         def apply(leased: Leased, part: Part) -> int:
             with self.passes.timed():
-                return self._apply(unit, span, leased(), gradient(), hypers, grad_scale, part, None)
+                return self._apply(unit, span, leased(), gradient(), steps, grad_scale, part, None)
 
         def run(leased: Leased) -> int:
             moved = 0
-            if not self.speculating.end(speculation, hypers, grad_scale):
+            if not self.speculating.end(speculation, steps, grad_scale):
                 moved = apply(leased, "weights" if update.two_passes else "whole")
             update.finish(index)
             if after is not None:

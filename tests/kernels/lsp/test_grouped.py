@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from ds_slide.compression.codec import CHANGE_DTYPE, Masters
+from ds_slide.compression.codec import CHANGE_DTYPE, Masters, SegmentStep
 from ds_slide.compression.lsp.codec import Lsp, Pair
 from ds_slide.compression.lsp.projector import random_projector
 from ds_slide.config import CompressionConfig
 from ds_slide.kernels.launch import Compiled, aligned, launch
 from ds_slide.kernels.lsp import grouped_apply
-from ds_slide.model.layout import ParameterInfo, build_layout, pieces
+from ds_slide.model.layout import ParameterInfo, Segment, build_layout, pieces
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.reference import encode_split
 from ds_slide.optim.rounding import step_key
@@ -129,6 +129,11 @@ def test_gradients_of_two_data_types() -> None:
     torch.testing.assert_close(summed, wanted, rtol=1e-13, atol=0.0)
 
 
+def steps_of(made: Lsp, hypers: Sequence[AdamWHyper]) -> list[SegmentStep]:
+    """An update of all matrices."""
+    return [SegmentStep(segment, hypers[segment.group]) for segment in made.segments]
+
+
 @pytest.mark.parametrize("of", [block, odd, many])
 @pytest.mark.parametrize("kind", ["split", "bf16", "fp32"])
 def test_apply(of: Callable[[], Lsp], kind: str) -> None:
@@ -162,7 +167,7 @@ def test_rounding_knows_names_and_steps_but_no_units() -> None:
         change = torch.zeros(made.numel, device=DEVICE)
         matrix = made.matrices[-1]
         matrix.within(change).copy_(values(matrix.d, matrix.d, seed=1).clamp(-1, 1))
-        made.apply([change], slice(0, made.numel), Masters(weight), [AdamWHyper(lr=1e-3, step=step)])
+        made.apply([change], slice(0, made.numel), Masters(weight), steps_of(made, [AdamWHyper(lr=1e-3, step=step)]))
         results.append(matrix.of_weights(weight))
     first, again, later, by_itself = results
     assert_same_bits(again, first)
@@ -188,16 +193,28 @@ def test_parts_of_several_ranks_are_those_of_the_whole(ranks: int, monkeypatch: 
     assert out.count_nonzero() == expected.count_nonzero()
     weight, hypers = values(alone.layout.slot_numel, seed=1), [AdamWHyper(lr=1e-3)] * 2
     found, whole = weight.clone(), weight.clone()
-    made.apply(parts, slice(0, made.numel), Masters(found), hypers)
-    alone.apply([expected.float()], slice(0, alone.numel), Masters(whole), hypers)
+    made.apply(parts, slice(0, made.numel), Masters(found), steps_of(made, hypers))
+    alone.apply([expected.float()], slice(0, alone.numel), Masters(whole), steps_of(alone, hypers))
     assert_same_bits(found, whole)
+
+
+def test_a_matrix_without_a_step_keeps_its_bits() -> None:
+    """What the change has of it is that of an earlier update."""
+    made, hyper = codec([(64, 64), (32, 96)]), AdamWHyper(lr=1e-3, weight_decay=0.1)
+    weight = torch.full((made.layout.slot_numel,), -0.0, device=DEVICE)
+    change = values(made.numel, seed=1)
+    first, second = made.matrices
+    stop = second.encoded.offset
+    made.apply([change], slice(0, made.numel), Masters(weight), [SegmentStep(Segment(0, 0, stop), hyper)])
+    assert first.of_weights(weight).any()
+    assert_same_bits(second.of_weights(weight), torch.full_like(second.of_weights(weight), -0.0))
 
 
 def test_each_group_has_the_decay_of_its_hypers() -> None:
     made, hypers = odd(), [AdamWHyper(lr=1e-3, weight_decay=decay) for decay in (0.0, 100.0)]
     weight = torch.ones(made.layout.slot_numel, device=DEVICE)
     change = torch.zeros(made.numel, device=DEVICE)
-    assert made.apply([change], slice(0, made.numel), Masters(weight), hypers) == 4 * made.numel
+    assert made.apply([change], slice(0, made.numel), Masters(weight), steps_of(made, hypers)) == 4 * made.numel
     for matrix in made.matrices:
         assert (matrix.of_weights(weight) == hypers[matrix.entry.group or 0].constants().decay).all()
 

@@ -1,0 +1,73 @@
+"""Which parameters of a unit an update moves, and how many updates each has had.
+
+`requires_grad` is read when an update begins. A parameter that is off keeps weight, master and states as they are, and
+its count stands still: plain torch's optimizer counts per parameter, and AdamW corrects its moments by that count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ds_slide.compression.codec import SegmentStep
+from ds_slide.model.layout import Entry, Segment, align_up
+from ds_slide.optim.rule import Hyper, at_step
+
+
+class Trained:
+    """The trainable parameters of a unit. The thread that begins an update (compute) owns it."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], entries: Sequence[Entry], segments: Sequence[Segment]):
+        """`entries`, `segments`: places in the state buffers of the optimizer, in the order of `parameters`."""
+        self.parameters = list(parameters)
+        self._entries = list(entries)
+        self._segments = tuple(segments)
+        self.counts = [0] * len(self.parameters)
+        """Updates that each parameter has had."""
+        self.latest: tuple[SegmentStep, ...] = ()
+        """The update that was begun last."""
+
+    @property
+    def is_off(self) -> bool:
+        """Whether no parameter requires a gradient."""
+        return not any(parameter.requires_grad for parameter in self.parameters)
+
+    def begin(self, hypers: Sequence[Hyper]) -> tuple[SegmentStep, ...]:
+        """Fix the update that begins now, and count it."""
+        self.latest = self.coming(hypers)
+        self.counts = [
+            count + parameter.requires_grad for count, parameter in zip(self.counts, self.parameters, strict=True)
+        ]
+        return self.latest
+
+    def coming(self, hypers: Sequence[Hyper]) -> tuple[SegmentStep, ...]:
+        """Return the steps of an update that would begin now. `hypers`: by optimizer group."""
+        counts = set(self.counts)
+        if len(counts) == 1 and all(parameter.requires_grad for parameter in self.parameters):
+            step = counts.pop() + 1
+            return tuple(SegmentStep(each, at_step(hypers[each.group], step)) for each in self._segments)
+        return tuple(self._of_each_entry(hypers))
+
+    def _of_each_entry(self, hypers: Sequence[Hyper]) -> list[SegmentStep]:
+        """Neighbours of one group and one count share a step: an update has fewer and longer runs then."""
+        steps: list[SegmentStep] = []
+        made: dict[tuple[int, int], Hyper] = {}
+        for parameter, entry, count in zip(self.parameters, self._entries, self.counts, strict=True):
+            start, stop = entry.offset, entry.offset + align_up(entry.partition_numel)
+            if not parameter.requires_grad or start == stop:
+                continue
+            assert entry.group is not None
+            key = entry.group, count + 1
+            if key not in made:
+                made[key] = at_step(hypers[entry.group], count + 1)
+            last = steps[-1] if steps else None
+            if last and last.segment.stop == start and last.segment.group == entry.group and last.hyper is made[key]:
+                steps[-1] = SegmentStep(Segment(entry.group, last.segment.start, stop), made[key])
+            else:
+                steps.append(SegmentStep(Segment(entry.group, start, stop), made[key]))
+        return steps
+
+    def covers(self, steps: Sequence[SegmentStep]) -> bool:
+        """Whether `steps` are on the segments of the unit, so that nothing is left out or cut."""
+        return [each.segment for each in steps] == list(self._segments)
