@@ -139,8 +139,8 @@ class SubGroups:
         if found != expected:
             raise SlideError(
                 f"the checkpoint's {what} holds sub-groups of {found} elements on this rank, but the model needs "
-                f"{expected}; load it with the model, the number of ranks and the zero_optimization.sub_group_size "
-                "that it was saved with"
+                f"{expected}; load it with the model, the parameters that require a gradient, the number of ranks and "
+                "the zero_optimization.sub_group_size that it was saved with"
             )
 
 

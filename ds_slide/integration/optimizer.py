@@ -36,6 +36,7 @@ from ds_slide.integration import parameters as protocol
 from ds_slide.integration.access import StateAccess, end_access
 from ds_slide.integration.assemble import assemble, runtime_settings
 from ds_slide.integration.contract import check_supported, gradient_dtype
+from ds_slide.integration.newcomers import Newcomers, OptimizerGroups
 from ds_slide.integration.other_engines import part_in_backward
 from ds_slide.integration.parameter_offload import Coordinator, ParameterOffload
 from ds_slide.integration.stock_names import leaf_parameters, missing
@@ -44,6 +45,7 @@ from ds_slide.model.precision import Precision
 from ds_slide.model.structure import PrecisionOf
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.gradients.norm_watch import NormWatch
+from ds_slide.runtime.unfreezing import Limits, give_states
 
 _COUNTS = "ds_slide_update_counts"
 """Key of a checkpoint's optimizer states: updates of each parameter that was off in some steps, by its name."""
@@ -66,11 +68,13 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         ZeROOptimizer.__init__(self)
         check_supported(kwargs, init_optimizer, module, slide)
         ownership.end_earlier_engine(module)
+        self._slide = slide
         self.async_save = slide.async_save
         self.require_manifest = slide.checkpoint.require_manifest
         self.names_said_to_be_refused: set[str] = set()
         self._set_stock_attributes(module, init_optimizer, param_names, timers, kwargs)
         protocol.convert(module, self.dp_process_group, self.dtype)
+        self._groups = OptimizerGroups.of(init_optimizer, module)
         self._make_sub_groups()
         for child in module.modules():
             _init_external_params(child)
@@ -103,15 +107,28 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         """Make the model's parameters, and what asks for their states, those of the runtime."""
         self.protocol = protocol.ParameterProtocol(self.runtime, self.dp_process_group)
         self.access = StateAccess(self.runtime, self.protocol.places, self.dp_process_group, self.rule)
-        self.sub_groups = SubGroups(
-            self.fp16_groups, self._group_ids, self.protocol.places, self.runtime, self.rule.state_names
-        )
+        self._serve_sub_groups()
         self._empty_parameter_groups()
         self._link_all_hp_params()
         self._norm_watch = NormWatch(self.runtime)
         self.parameter_offload = ParameterOffload(self.runtime, module, self.protocol)
         plain_copy.teach(module, self.protocol.whole_weights)
         ownership.enter(self, module)
+        self.newcomers = self.runtime.newcomers = Newcomers(module, self.protocol.places, self.train_later)
+
+    def train_later(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give these parameters, which were frozen at first, optimizer states, and a place in the sub-groups."""
+        names = {parameter: self.protocol.places[parameter][1].name for parameter in parameters}
+        groups = {parameter: self._groups.index_of(parameter, names[parameter]) for parameter in parameters}
+        give_states(self.runtime, groups, Limits(self._slide.host_memory, self._slide.gpu_memory))
+        self.protocol.refresh()
+        self._cut_into_sub_groups(self._groups.with_later(self.trainable_param_groups, groups))
+        self._serve_sub_groups()
+
+    def _serve_sub_groups(self) -> None:
+        self.sub_groups = SubGroups(
+            self.fp16_groups, self._group_ids, self.protocol.places, self.runtime, self.rule.state_names
+        )
 
     def _set_stock_attributes(
         self, module: nn.Module, init_optimizer: Any, param_names: Any, timers: Any, kwargs: dict[str, Any]
@@ -163,7 +180,10 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         return leaf_parameters(self.module, self.fp16_groups)
 
     def _make_sub_groups(self) -> None:
-        self.trainable_param_groups = self._get_trainable_parameter_groups()
+        self._cut_into_sub_groups(self._get_trainable_parameter_groups())
+
+    def _cut_into_sub_groups(self, trainable: list[dict[str, Any]]) -> None:
+        self.trainable_param_groups = trainable
         self.fp16_groups, self._group_ids = [], []
         for group in self.trainable_param_groups:
             for sub_group in self._create_fp16_sub_groups(group["params"]):
@@ -268,6 +288,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             raise SlideError("step(closure) is not supported with ZeRO stage 3; call step() without arguments")
         self.runtime.interruptions.require_gradients()
         self._norm_watch.check(wait=False)
+        self.newcomers.require_no_gradient()
         self.protocol.release()  # of forwards without a backward
         if self.runtime.deferred:
             self._step_held()
@@ -496,6 +517,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             if saving is not None:
                 saving.wait()
         finally:
+            if self.runtime.newcomers is not None:
+                self.newcomers.close()
             self.runtime.close()
             self.kernels.undo()
             zero_grad.detach(self.optimizer)

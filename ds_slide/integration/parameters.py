@@ -214,15 +214,19 @@ class ParameterProtocol:
     def __init__(self, runtime: SlideRuntime, group: Any) -> None:
         self._runtime = runtime
         self._group = group
-        self.places: dict[nn.Parameter, tuple[Unit, Entry]] = {
-            parameter: (unit, entry)
-            for unit in runtime.units
-            for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True)
-        }
+        self.places: dict[nn.Parameter, tuple[Unit, Entry]] = {}
+        self.refresh()
         self._until_backward_ends: list[Any] = []
         """Gathered because a module outside of theirs has read them in its forward: nobody else lets go of them."""
         for parameter in self.places:
             self._install(parameter)
+
+    def refresh(self) -> None:
+        """Take the places of the parameters from their units, in which more of them may be trainable now."""
+        for unit in self._runtime.units:
+            self.places |= {
+                parameter: (unit, entry) for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True)
+            }
 
     def _install(self, parameter: Any) -> None:
         def all_gather(param_list: Iterable[Any] | None = None, async_op: bool = False, hierarchy: int = 0) -> None:

@@ -13,7 +13,7 @@ gradient in some step shifts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -70,7 +70,8 @@ class UnitLayout:
     """Layout of a unit on one rank; the same on every rank. Every offset and total is a multiple of ALIGNMENT."""
 
     entries: tuple[Entry, ...]
-    """Trainable entries, sorted stably by group, then the frozen ones in the order given."""
+    """Trainable entries, sorted stably by group, behind them those that have become trainable later, then the frozen
+    ones in the order given."""
     world_size: int
     trainable_numel: int
     """Local elements with gradient and states: [0, trainable_numel) of the local state buffers."""
@@ -112,10 +113,26 @@ def build_layout(parameters: Sequence[ParameterInfo], world_size: int) -> UnitLa
     """Lay `parameters` out for `world_size` ranks. Raises ValueError when `world_size` is below one."""
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; a layout needs at least one rank")
+    return _in_order(sorted(parameters, key=_group_order), world_size)
 
+
+def with_later(layout: UnitLayout, groups: Mapping[str, int]) -> UnitLayout:
+    """Return `layout` with the frozen entries that `groups` names, by optimizer group, trainable.
+
+    They follow the entries that were trainable before, whose places stay the same.
+    """
+    infos = [
+        ParameterInfo(entry.name, entry.shape, entry.numel, groups.get(entry.name, entry.group))
+        for entry in layout.entries
+    ]
+    trainable = sum(entry.trainable for entry in layout.entries)
+    return _in_order([*infos[:trainable], *sorted(infos[trainable:], key=_group_order)], layout.world_size)
+
+
+def _in_order(parameters: Sequence[ParameterInfo], world_size: int) -> UnitLayout:
     entries: list[Entry] = []
     offset = slot_offset = 0
-    for info in sorted(parameters, key=_group_order):
+    for info in parameters:
         partition_numel = -(-info.numel // world_size)
         entries.append(Entry(info.name, info.shape, info.numel, info.group, partition_numel, offset, slot_offset))
         offset += align_up(partition_numel)
@@ -140,7 +157,7 @@ def _group_order(info: ParameterInfo) -> tuple[bool, int]:
 
 
 def _segments(entries: Iterable[Entry]) -> tuple[Segment, ...]:
-    """One segment per group; entries are sorted by group, so each group is one contiguous range."""
+    """One segment for each run of entries of one group: one per group where all were trainable from the start."""
     segments = []
     for group, run in groupby(entries, key=lambda entry: entry.group):
         members = list(run)

@@ -203,7 +203,7 @@ def _wire(
     if streamed:
         announce = announcer(ssd, settings)
         window = Window(device, workers.h2d, failures, streamed, slots, uploads.fill, *announce)
-    stagings = _stagings(context)
+    stagings = make_stagings(allocator, ranks.world_size, failures)
     ranks.connect(stagings[0].packed, stagings[0].own, settings.gradient_dtype)
     gradients = Gradients(
         device=device,
@@ -317,20 +317,25 @@ def _watchdog(
     )
 
 
-def _stagings(context: BuildContext) -> list[Staging]:
-    packed = context.allocator.buffers(STAGED)
-    own = packed if context.ranks.world_size == 1 else context.allocator.buffers(STAGED_PARTS)
-    return [Staging(*buffers, context.failures) for buffers in zip(packed, own, strict=True)]
+def make_stagings(allocator: Allocator, world_size: int, failures: Failures) -> list[Staging]:
+    """GPU buffers for gradients, as the plan of `allocator` has them."""
+    packed = allocator.buffers(STAGED)
+    own = packed if world_size == 1 else allocator.buffers(STAGED_PARTS)
+    return [Staging(*buffers, failures) for buffers in zip(packed, own, strict=True)]
 
 
 def _rings(context: BuildContext) -> Callable[[Unit], BufferPool]:
-    """Through which buffers the gradient of a unit passes."""
-    block, outer_unit, pieces = (
-        context.allocator.pool(what, context.failures) for what in (BLOCK_RING, OUTER_RING, PIECES_RING)
-    )
+    """Through which buffers the gradient of a unit passes. Looked up each time: a larger pool may take the place of one
+    when more is trained (`ds_slide.runtime.unfreezing`)."""
+    for what in (BLOCK_RING, OUTER_RING, PIECES_RING):
+        context.allocator.pool(what, context.failures)
+    pools = context.allocator.pools
 
-    block, outer_unit = (pool if pool.addresses else pieces for pool in (block, outer_unit))
-    return lambda unit: outer_unit if unit.spec.kind == "outer" else block
+    def ring(unit: Unit) -> BufferPool:
+        pool = pools[OUTER_RING if unit.spec.kind == "outer" else BLOCK_RING]
+        return pool if pool.addresses else pools[PIECES_RING]
+
+    return ring
 
 
 def _make_rows(context: BuildContext, units: Sequence[Unit], workers: Workers, gradients: Gradients) -> MakeRows | None:

@@ -14,7 +14,7 @@ import atexit
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -49,6 +49,14 @@ from ds_slide.store.tiers import Ways
 HOLD_HINT = (
     'set "ds_slide": {"defer_updates": true}, which keeps gradients in host memory (2 bytes a parameter) until step()'
 )
+
+
+class Newcomers(Protocol):
+    """Finds parameters that require a gradient and did not when the engine was built."""
+
+    def look(self) -> None:
+        """Before a forward with gradients: give them states, or raise SlideError."""
+        ...
 
 
 class SlideRuntime:
@@ -94,6 +102,7 @@ class SlideRuntime:
         self.on_output_gradient: OnGradient = self._begin_backward
         """Called with each gradient that reaches an output of the model; the integration puts DeepSpeed's prologue
         here."""
+        self.newcomers: Newcomers | None = None
         by_storage = {} if self._window is None else self._window.by_storage
         self._saved = SavedWeights(by_storage, self._bound, self)
         self.hooks: list[BlockHooks | RootHooks | OuterHooks | WideHooks | CacheHooks] = []
@@ -235,6 +244,8 @@ class SlideRuntime:
                 f"weights are being updated under backward; call engine.step() first, or {HOLD_HINT}"
             )
         self._doubts.begin_forward(args, kwargs)
+        if self.newcomers is not None and torch.is_grad_enabled():
+            self.newcomers.look()
         self.parts.spare.begin_forward(args, kwargs)
 
     def _end_forward(self) -> None:

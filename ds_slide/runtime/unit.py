@@ -117,11 +117,7 @@ class Unit:
         """`codec`: of its gradient. `held_dtype`: in which that is held in host memory or on SSD, None where it is
         not."""
         self.spec = spec
-        self.layout = layout
-        self.parameters = list(parameters)
-        self.state = state
         self.dtype = state.dtype_of("weight")
-        self.codec = codec
         self.converts_gradient = held_dtype not in (None, codec.dtype)
         """The held gradient's buffer has another data type, so even the first micro-batch is converted by the CPU."""
         self.parts: list[Unit] = []
@@ -167,9 +163,19 @@ class Unit:
         self.square_sum_on: Literal["device", "host"] | None = None
         """Where the square sum of the current gradient is; None: nobody has computed it yet."""
         self.host_square_sum = 0.0
-        self.spans = state.optimizer.spans(_spans(codec.numel, spec.kind, layout.world_size))
+        self.lay_out(layout, parameters, state, codec)
+
+    def lay_out(
+        self, layout: UnitLayout, parameters: Sequence[nn.Parameter], state: UnitState, codec: GradientCodec
+    ) -> None:
+        """Set what depends on which parameters are trainable: once, and when more of them are. No update is pending."""
+        self.layout = layout
+        self.parameters = list(parameters)
+        self.state = state
+        self.codec = codec
+        self.spans = state.optimizer.spans(_spans(codec.numel, self.spec.kind, layout.world_size))
         """Parts of the trainable state buffers that go down, through the update and up again one behind the other."""
-        self.span_updated = [updated] * len(self.spans)
+        self.span_updated = [self.updated] * len(self.spans)
         self.trainable = [
             (parameter, entry)
             for parameter, entry in zip(self.parameters, layout.entries, strict=True)

@@ -53,6 +53,13 @@ class HostMemory:
             self._tensors.append(whole)
         return whole.view(dtype)
 
+    def give_back(self, tensor: torch.Tensor, *, transfers: bool) -> None:
+        """Let go of a tensor of `tensor`, whose memory is freed with its last user."""
+        if not tensor.numel():
+            return
+        self._tensors = [each for each in self._tensors if each.data_ptr() != tensor.data_ptr()]
+        self._count(-tensor.nbytes, self._page_lock and transfers)
+
     def untouched_bytes(self) -> int:
         """Bytes of the tensors, all of them still in use, that the operating system counts as free."""
         return untouched_bytes((tensor.data_ptr(), tensor.numel()) for tensor in self._tensors)

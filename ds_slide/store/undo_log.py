@@ -25,6 +25,8 @@ _LINE = 64
 class UndoLog:
     """Of a unit, or of one of its `runs` of elements. Each array is for the elements in their order."""
 
+    memory: torch.Tensor
+    """What all arrays lie in."""
     runs: Sequence[slice]
     specs: Sequence[StateBufferSpec]
     new_weight: torch.Tensor | None
@@ -56,13 +58,17 @@ class UndoLog:
         if not _is_invertible(specs):
             copied = arrays.pop("weight").view(weight) if "weight" in arrays else torch.empty(0, dtype=weight)
             return cls(
-                runs, specs, new_weight, StateBuffers(copied, {s.name: arrays[s.name].view(s.dtype) for s in specs})
+                memory,
+                runs,
+                specs,
+                new_weight,
+                StateBuffers(copied, {s.name: arrays[s.name].view(s.dtype) for s in specs}),
             )
         slices, first_slices, number = arrays.pop("slices"), {}, 0
         for run in runs:
             first_slices[run.start] = number
             number += _slices(run)
-        return cls(runs, specs, new_weight, None, list(arrays.values()), slices, first_slices)
+        return cls(memory, runs, specs, new_weight, None, list(arrays.values()), slices, first_slices)
 
     def part(self, span: slice) -> UndoLog:
         """Of one of the runs."""
@@ -71,7 +77,7 @@ class UndoLog:
         slices = None
         if self.slices is not None and self.first_slices is not None:
             slices = self.slices[self.first_slices[span.start] * SLICE_BYTES :]
-        return UndoLog([span], self.specs, new_weight, old, [each[span] for each in self.low], slices)
+        return UndoLog(self.memory, [span], self.specs, new_weight, old, [each[span] for each in self.low], slices)
 
     @property
     def nbytes(self) -> int:

@@ -156,10 +156,16 @@ class Run:
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def start(
-        self, model: nn.Module, *, accumulation: int = 1, slide: Mapping[str, Any] | None = None, **more: Any
+        self,
+        model: nn.Module,
+        *,
+        accumulation: int = 1,
+        slide: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> Any:
-        """An engine of this system. `slide`: keys of "ds_slide" beside those of the run. `more`: of the DeepSpeed
-        config."""
+        """An engine of this system. `slide`: keys of "ds_slide" beside those of the run. `arguments`: more of
+        `deepspeed.initialize`'s. `more`: of the DeepSpeed config."""
         self.start_values.append({name: p.detach().clone() for name, p in model.named_parameters()})
         if self.system == "plain":
             engine: Any = PlainEngine(model, self.clip, accumulation)
@@ -175,7 +181,7 @@ class Run:
             }
             if self.system == "slide":
                 config["ds_slide"] = {"enabled": True, **self.slide, **(slide or {})}
-            engine = self._stack.enter_context(engine_for(model, config))
+            engine = self._stack.enter_context(engine_for(model, config, **(arguments or {})))
         self._engines.append(engine)
         return engine
 

@@ -140,6 +140,14 @@ class Gradients:
             unit.square_sum_on = None
         return True
 
+    def use(self, stagings: Sequence[Staging]) -> None:
+        """Pack gradients in these buffers from now on. No gradient is on its way."""
+        self._stagings, self._turn = list(stagings), 0
+
+    def holds(self, nbytes: int) -> bool:
+        """Whether the buffers take `nbytes` of packed gradients."""
+        return all(staging.packed.numel() >= nbytes for staging in self._stagings)
+
     def square_sums_of(self, unit: Unit, on_device: torch.Tensor) -> SquareSums:
         """The square sums of a unit's held gradient, once the lanes have drained; `on_device`: `sums`."""
         if not unit.gradient_ready:

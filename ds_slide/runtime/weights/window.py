@@ -43,6 +43,10 @@ class Slot:
     def holds(self, unit: Unit) -> bool:
         return self.unit is unit and self.version == unit.version
 
+    def drop_views(self, unit: Unit) -> None:
+        """Make the views of `unit` anew when it is bound next."""
+        self._views.pop(unit.order, None)
+
     def views(self, unit: Unit) -> list[torch.Tensor]:
         """Parameter views of `unit` in this buffer, made once."""
         if unit.order not in self._views:
@@ -105,6 +109,12 @@ class Window:
             self._slots_of = {order: slot for order, slot in self._slots_of.items() if slot in kept}
             self.by_storage.clear()
             self.by_storage.update((slot.buffer.untyped_storage().data_ptr(), slot) for slot in self.slots)
+
+    def lay_out_anew(self, unit: Unit) -> None:
+        """The places of the unit's parameters have changed. Its version has, too, so that it is fetched again."""
+        with self._lock:
+            for slot in self.slots:
+                slot.drop_views(unit)
 
     def nbytes(self) -> int:
         """Bytes of the slots."""

@@ -1,0 +1,300 @@
+"""Optimizer states for parameters that were frozen when the engine was built and require a gradient later.
+
+The weights stay where they are. A unit gets longer state buffers, of which the beginning is the old ones, and a longer
+buffer for its gradient; new moments are zero and new masters are the weights. Only where some of its frozen parameters
+stay frozen, or go to several optimizer groups, do the weights behind the trainable ones change their order.
+
+The memory is planned like that of the start, and is refused before any of it is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from ds_slide.compression.identity import Identity
+from ds_slide.errors import SlideError
+from ds_slide.model.layout import UnitLayout, align_up, with_later
+from ds_slide.plan.allocations import (
+    BLOCK_RING,
+    OUTER_RING,
+    PIECES_RING,
+    STAGED,
+    STAGED_PARTS,
+    of_unit,
+    state_buffer_of,
+)
+from ds_slide.plan.memory import Plan
+from ds_slide.plan.probe.host_room import host_room
+from ds_slide.plan.probe.local_ranks import local_ranks
+from ds_slide.runtime import running
+from ds_slide.runtime.allocator import Allocator
+from ds_slide.runtime.build import make_stagings
+from ds_slide.runtime.deferred_interrupt import deferred_interrupt
+from ds_slide.runtime.engine import SlideRuntime
+from ds_slide.runtime.tier_moves import move
+from ds_slide.runtime.unit import Unit
+from ds_slide.store.in_memory import HeldInMemory, InMemory, KeptOnGpu, StatesInMemory
+from ds_slide.store.spare_buffers import SpareBuffers
+from ds_slide.store.state import UnitState
+from ds_slide.store.tiers import GradientSink
+
+Groups = Mapping[nn.Parameter, int]
+"""Optimizer groups of the parameters that are to be trained from now on."""
+Item = TypeVar("Item")
+
+_FREEZE = "leave more parameters frozen"
+AT_START = "let it require a gradient when deepspeed.initialize is called, and freeze it afterwards"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the JSON block allows, in bytes; None where it says nothing."""
+
+    host_memory: int | None
+    gpu_memory: int | None
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A unit as it is to be."""
+
+    unit: Unit
+    layout: UnitLayout
+    codec: Identity
+    order: Sequence[int]
+    """The place of each entry among those of before."""
+    names: Sequence[str]
+    """What is trained from now on."""
+
+    @property
+    def moves_weights(self) -> bool:
+        return list(self.order) != sorted(self.order)
+
+    def reordered(self, items: Sequence[Item]) -> list[Item]:
+        return [items[place] for place in self.order]
+
+
+def give_states(runtime: SlideRuntime, groups: Groups, limits: Limits) -> None:
+    """Give the parameters of `groups` states, before a forward. SlideError, and nothing done, where that cannot be.
+
+    Collective: all ranks call it with the same parameters.
+    """
+    changes = [_change(unit, groups) for unit in runtime.units if any(each in groups for each in unit.parameters)]
+    for change in changes:
+        _require_possible(runtime, change)
+    ranks = runtime.parts.ranks
+    if ranks.world_size > 1:
+        names = sorted(name for change in changes for name in change.names)
+        ranks.require_equal({"the list of parameters": names}, "what is trained from now on")
+    _demote(runtime, changes)
+    plan = _planned(runtime, changes)
+    _require_room(runtime, plan, limits, changes[0].names[0])
+    with deferred_interrupt(), torch.inference_mode(False):
+        _settle(runtime, changes)
+        try:
+            for change in changes:
+                _give(runtime, change, plan)
+            _fit_buffers(runtime, plan)
+        except torch.OutOfMemoryError as error:
+            raise SlideError(f"GPU tier: no memory for parameters that are trained from now on: {error}") from error
+        runtime.parts.plan = plan
+        runtime.device.synchronize()  # new memory was zeroed on this thread's stream
+
+
+def _change(unit: Unit, groups: Groups) -> _Change:
+    by_name = {
+        entry.name: groups[parameter]
+        for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True)
+        if parameter in groups
+    }
+    layout = with_later(unit.layout, by_name)
+    place = {entry.name: number for number, entry in enumerate(unit.layout.entries)}
+    codec = Identity(layout, unit.codec.dtype)
+    return _Change(unit, layout, codec, [place[entry.name] for entry in layout.entries], list(by_name))
+
+
+# ---- what stands against it ------------------------------------------------------------------------------------------
+
+
+def _require_possible(runtime: SlideRuntime, change: _Change) -> None:
+    unit, name = change.unit, change.names[0]
+    reason, way_out = None, AT_START
+    if not isinstance(unit.codec, Identity) or (
+        unit.spec.kind != "outer" and any(each.codec.compresses for each in runtime.units)
+    ):
+        reason = "ds_slide.compression is set, and it chooses the matrices when the engine is built"
+    elif not all(buffer.tensor is not None for buffer in unit.state.buffers.values()):
+        reason = f"{unit.name} is on SSD"
+    elif unit.chunk_rows:
+        reason = f"the rows of {unit.name} pass through the GPU (ds_slide.stream_head)"
+    elif runtime.accumulation.is_open:
+        reason, way_out = "a backward is under way", "change requires_grad between engine.step() and the next forward"
+    elif change.moves_weights and any(each.awaits_backward for each in runtime.units):
+        reason = "the backward of an earlier forward is still to come"
+        way_out = "change requires_grad between engine.step() and the next forward"
+    if reason is not None:
+        raise SlideError(
+            f"parameter {name} requires a gradient since deepspeed.initialize, but optimizer states cannot be made for "
+            f"it: {reason}; {way_out}"
+        )
+
+
+def _demote(runtime: SlideRuntime, changes: Sequence[_Change]) -> None:
+    """Bring units that are on the GPU for now back to where they are planned."""
+    promoted = {unit.order for unit in runtime.units if unit.home is not None}
+    stay = promoted - {change.unit.order for change in changes}
+    if stay != promoted and move(runtime, frozenset(stay | runtime.parts.plan.placement.on_gpu)) is None:
+        raise SlideError(
+            f"parameter {changes[0].names[0]} requires a gradient since deepspeed.initialize, but gradients of its "
+            "unit are accumulated on the GPU; change requires_grad between engine.step() and the next forward"
+        )
+
+
+def _planned(runtime: SlideRuntime, changes: Sequence[_Change]) -> Plan:
+    plan = runtime.parts.plan
+    units, changed = list(plan.units), frozenset(change.unit.order for change in changes)
+    for change in changes:
+        size = units[change.unit.order]
+        units[change.unit.order] = replace(size, layout=change.layout, codec=change.codec)
+    # A way back is as long as the unit's states. Without one its updates begin when the norm is known.
+    logs, spares = plan.placement.undo_logs - changed, plan.placement.spare_states - changed
+    return Plan.of(units, plan.needs, replace(plan.placement, undo_logs=logs, spare_states=spares))
+
+
+def _require_room(runtime: SlideRuntime, plan: Plan, limits: Limits, name: str) -> None:
+    parts = runtime.parts
+    # While a unit's state buffers are copied, the old ones are there as well.
+    longest = max(size.state_bytes for size in parts.plan.units)
+    more = plan.host_bytes - parts.plan.host_bytes + longest
+    if not parts.device.is_cuda:
+        more += plan.gpu_bytes - parts.plan.gpu_bytes
+    room = host_room(local_ranks(), running.untouched_host_bytes())
+    (free,) = parts.ranks.least([room.nbytes])
+    taken, own = running.taken(), parts.taken
+    sentence = f"parameter {name} and what else requires a gradient since deepspeed.initialize need"
+    if more > free:
+        raise SlideError(f"host tier: {sentence} {more:,} bytes, but {free:,} are free ({room.source}); {_FREEZE}")
+    host = plan.host_state_bytes + taken.host_states - own.host_states
+    if limits.host_memory is not None and host > limits.host_memory:
+        raise SlideError(
+            f"host tier: {sentence} {host:,} bytes for all states, but ds_slide.host_memory is "
+            f"{limits.host_memory:,}; {_FREEZE}, or allow more"
+        )
+    gpu = plan.gpu_bytes + taken.gpu - own.gpu
+    if limits.gpu_memory is not None and gpu > limits.gpu_memory:
+        raise SlideError(
+            f"GPU tier: {sentence} {gpu:,} bytes for all buffers and states, but ds_slide.gpu_memory is "
+            f"{limits.gpu_memory:,}; {_FREEZE}, or allow more"
+        )
+
+
+# ---- one unit --------------------------------------------------------------------------------------------------------
+
+
+def _settle(runtime: SlideRuntime, changes: Sequence[_Change]) -> None:
+    """Wait until no lane, no rank and no stream has to do with the units, or with the buffers of gradients."""
+    runtime.take_back(runtime.units)
+    for change in changes:
+        runtime.settle(change.unit)
+    runtime.begin_writing()
+    workers = runtime.parts.workers
+    for lane in (workers.d2h, workers.update, workers.h2d, workers.outer_h2d):
+        lane.drain()
+    runtime.parts.ranks.join()
+    runtime.device.synchronize()
+
+
+def _give(runtime: SlideRuntime, change: _Change, plan: Plan) -> None:
+    unit, counts, before = change.unit, change.unit.trained.counts, change.unit.codec.numel
+    _release_way_back(runtime, unit)
+    state = _longer(runtime, change, plan)
+    if change.moves_weights:
+        _move_weights(change)
+    unit.lay_out(change.layout, change.reordered(unit.parameters), state, change.codec)
+    unit.trained.counts = [*counts, *[0] * (len(unit.trainable) - len(counts))]
+    if state.has("remainder") and state.dtype_of("remainder").is_floating_point:  # the masters of fp16 weights
+        later = slice(before, unit.codec.numel)
+        state.write("remainder", later, state.raw("weight", later).float())
+    if change.moves_weights:
+        _show(runtime, unit)
+
+
+def _longer(runtime: SlideRuntime, change: _Change, plan: Plan) -> UnitState:
+    """Return the states of the unit with room for all that is trained."""
+    unit, memory, old = change.unit, runtime.parts.memory, change.unit.state
+    entries = of_unit(plan.units[unit.order], unit.order, plan.needs, plan.placement)
+    allocator = Allocator(entries, memory, runtime.device)
+
+    def longer(name: str) -> InMemory:
+        before = old.buffers[name].tensor
+        assert before is not None
+        made = allocator.tensor(state_buffer_of(unit.name, name), before.dtype)
+        made[: before.numel()].copy_(before)
+        if old.buffers[name].tier == "host":
+            memory.give_back(before, transfers=name == "gradient")
+        return InMemory(made, old.buffers[name].tier)
+
+    states = StatesInMemory(old.specs, {spec.name: longer(spec.name) for spec in old.specs})
+    sink: GradientSink = old.gradient
+    if old.has("gradient"):
+        sink = (KeptOnGpu if old.buffers["gradient"].tier == "gpu" else HeldInMemory)(longer("gradient"))
+    return UnitState(old.specs, old.weights, states, sink)
+
+
+def _move_weights(change: _Change) -> None:
+    """Bring the weights into the new order. On the GPU they get other memory: graphs may have saved the old one."""
+    unit, buffer = change.unit, change.unit.state.weights.buffer
+    assert isinstance(buffer, InMemory)
+    old, moved = buffer.tensor, buffer.tensor.clone()
+    for entry, before in zip(change.layout.entries, change.reordered(unit.layout.entries), strict=True):
+        numel = align_up(entry.partition_numel)
+        moved[entry.offset : entry.offset + numel].copy_(old[before.offset : before.offset + numel])
+    if buffer.tier == "gpu":
+        unit.resident = moved if unit.resident is old else unit.resident
+        buffer.tensor = moved
+    else:
+        old.copy_(moved)  # other ranks have it mapped
+    if unit.resident is not None and unit.resident is not moved:
+        unit.resident = torch.empty_like(unit.resident)
+
+
+def _show(runtime: SlideRuntime, unit: Unit) -> None:
+    """Tell those who know the places of the unit's parameters of the new ones."""
+    if runtime.parts.window is not None:
+        runtime.parts.window.lay_out_anew(unit)
+    runtime.weights_changed(unit)
+    runtime.parts.adopt(unit)
+    if unit.resident is not None:
+        runtime.bind_resident(unit)
+
+
+def _release_way_back(runtime: SlideRuntime, unit: Unit) -> None:
+    way_back, unit.way_back = unit.way_back, None
+    memory = runtime.parts.memory
+    if isinstance(way_back, SpareBuffers):
+        for name, buffer in way_back.spare.items():
+            memory.give_back(buffer.tensor, transfers=name == "weight")
+    elif way_back is not None:
+        memory.give_back(way_back.memory, transfers=False)
+
+
+# ---- buffers that units share ----------------------------------------------------------------------------------------
+
+
+def _fit_buffers(runtime: SlideRuntime, plan: Plan) -> None:
+    """Replace the buffers through which gradients pass where a gradient is longer now."""
+    parts = runtime.parts
+    if not parts.gradients.holds(plan.entry(STAGED).piece):
+        entries = [each for each in plan.allocations if each.what in (STAGED, STAGED_PARTS)]
+        allocator = Allocator(entries, parts.memory, runtime.device)
+        parts.gradients.use(make_stagings(allocator, parts.ranks.world_size, parts.failures))
+    for what in (BLOCK_RING, OUTER_RING, PIECES_RING):
+        entry, pool = plan.entry(what), parts.pools[what]
+        if entry.count and (entry.count > len(pool.addresses) or entry.piece > pool.buffer_bytes):
+            parts.pools[what] = Allocator([entry], parts.memory, runtime.device).pool(what, parts.failures)
+            pool.close()
