@@ -47,7 +47,6 @@ Groups = Mapping[nn.Parameter, int]
 """Optimizer groups of the parameters that are to be trained from now on."""
 Item = TypeVar("Item")
 
-_FREEZE = "leave more parameters frozen"
 AT_START = "let it require a gradient when deepspeed.initialize is called, and freeze it afterwards"
 
 
@@ -176,20 +175,22 @@ def _require_room(runtime: SlideRuntime, plan: Plan, limits: Limits, name: str) 
     room = host_room(local_ranks(), running.untouched_host_bytes())
     (free,) = parts.ranks.least([room.nbytes])
     taken, own = running.taken(), parts.taken
-    sentence = f"parameter {name} and what else requires a gradient since deepspeed.initialize need"
     if more > free:
-        raise SlideError(f"host tier: {sentence} {more:,} bytes, but {free:,} are free ({room.source}); {_FREEZE}")
+        raise SlideError(
+            f"host tier: parameter {name} and what else is unfrozen need {more:,} bytes, but {free:,} are free "
+            f"({room.source}); leave more parameters frozen"
+        )
     host = plan.host_state_bytes + taken.host_states - own.host_states
     if limits.host_memory is not None and host > limits.host_memory:
         raise SlideError(
-            f"host tier: {sentence} {host:,} bytes for all states, but ds_slide.host_memory is "
-            f"{limits.host_memory:,}; {_FREEZE}, or allow more"
+            f"host tier: with parameter {name} and what else is unfrozen all states need {host:,} bytes, but "
+            f"ds_slide.host_memory is {limits.host_memory:,}; leave more parameters frozen, or allow more"
         )
     gpu = plan.gpu_bytes + taken.gpu - own.gpu
     if limits.gpu_memory is not None and gpu > limits.gpu_memory:
         raise SlideError(
-            f"GPU tier: {sentence} {gpu:,} bytes for all buffers and states, but ds_slide.gpu_memory is "
-            f"{limits.gpu_memory:,}; {_FREEZE}, or allow more"
+            f"GPU tier: with parameter {name} and what else is unfrozen buffers and states need {gpu:,} bytes, but "
+            f"ds_slide.gpu_memory is {limits.gpu_memory:,}; leave more parameters frozen, or allow more"
         )
 
 
