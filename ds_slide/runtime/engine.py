@@ -559,10 +559,9 @@ class SlideRuntime:
         for unit in self.units:
             if unit.resident is None or not unit.is_uploaded or not unit.layout.trainable_numel:
                 continue
-            if unit.codec.compresses:
-                if unit.updated is unit.applied:  # without a gradient there was no update, and no new change
-                    continue
-                unit.applied = unit.updated
+            if unit.updated is unit.applied:  # frozen, or without a gradient: no update, and nothing new to bring
+                continue
+            unit.applied = unit.updated
             self._unbind(unit)
             self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free)
 

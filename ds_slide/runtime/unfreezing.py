@@ -89,7 +89,7 @@ def give_states(runtime: SlideRuntime, groups: Groups, limits: Limits) -> None:
     ranks = runtime.parts.ranks
     if ranks.world_size > 1:
         names = sorted(name for change in changes for name in change.names)
-        ranks.require_equal({"the list of parameters": names}, "what is trained from now on")
+        ranks.require_equal({"the list of parameters": names}, f"what is trained from now on ({names[0]}, ...)")
     _demote(runtime, changes)
     plan = _planned(runtime, changes)
     _require_room(runtime, plan, limits, changes[0].names[0])

@@ -128,7 +128,7 @@ class Unit:
         self.updated = self.completed = updated
         self.arrived = updated
         self.applied = updated
-        """The last update whose change has been sent to the weights: of a unit whose gradients are compressed."""
+        """The last update that has been brought to the weights on the GPU: of a unit that is there all the time."""
         self.version = 0
         """Counts the weights' generations; a slot that holds an older one has to be filled again. The same on all
         ranks: whatever changes weights is called on all of them."""
@@ -210,8 +210,8 @@ class Unit:
 
     @property
     def trains(self) -> bool:
-        """Whether it, or a part of it, has trainable parameters."""
-        return bool(self.trainable) or any(part.trainable for part in self.parts)
+        """Whether a parameter of it, or of a part of it, has states and requires a gradient now."""
+        return not self.trained.is_off or any(not part.trained.is_off for part in self.parts)
 
     @property
     def awaits_backward(self) -> bool:

@@ -9,8 +9,9 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from harness import ds_config, engine_for, on_ssd
+from harness import batches, ds_config, engine_for, llama, on_ssd, train
 from loops import Net, Run, assert_right, inputs, made, outcome, run_loop
+from moving import movable, promote
 from torch import nn
 
 from ds_slide.errors import SlideError
@@ -211,6 +212,39 @@ def test_a_checkpoint_loads_where_all_of_it_is_trained_from_the_start(clip, tmp_
         _train(engine, batches[5:])
         found = _bits(model, engine.optimizer.rule.state_names)
     assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def test_a_unit_that_is_on_the_gpu_for_now_goes_back_first():
+    expected, found = [], []
+    for results, promotes in ((expected, False), (found, True)):
+        model = made(Net)
+        _biases_and_head(model)
+        with engine_for(model, ds_config({"window": 2})) as engine:
+            runtime, batches = engine.optimizer.runtime, [x.bfloat16() for x in inputs(10)]
+            _train(engine, batches[:2])
+            if promotes:
+                assert len(promote(runtime, *movable(runtime)).promoted) > 3
+            results.append(_in_two_stages(engine, batches[2:], _and_norms))
+            assert not any(unit.home for unit in runtime.units)
+    assert not [name for name in expected[0] if not torch.equal(found[0][name], expected[0][name])]
+
+
+def test_a_streamed_head_is_frozen_like_the_rest_and_not_unfrozen():
+    config, data = ds_config({"window": 2, "stream_head": True}), batches(3)
+    with engine_for(llama(), config) as engine:
+        head = engine.module.lm_head.weight
+        train(engine, data[:1])
+        head.requires_grad_(False)
+        before = safe_get_full_fp32_param(head).clone()
+        train(engine, data[1:])
+        assert torch.equal(safe_get_full_fp32_param(head), before)
+    model = llama()
+    model.lm_head.requires_grad_(False)
+    with engine_for(model, config) as engine:
+        train(engine, data[:1])
+        model.lm_head.requires_grad_(True)
+        with pytest.raises(SlideError, match=r"lm_head\.weight requires a gradient.* \(ds_slide\.stream_head\)"):
+            train(engine, data[1:])
 
 
 def test_each_group_has_its_own_decay():

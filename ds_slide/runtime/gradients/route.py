@@ -111,7 +111,7 @@ class Gradients:
         buffer still holds. `source`: where the gradient comes from if not from the parameters.
         """
         unit.finalized = True
-        if not unit.codec.numel or self._is_left_out(unit):
+        if not unit.codec.numel or (source is None and self._is_left_out(unit)):
             return
         if final:
             self._updating.speculating.begin(unit, self.hypers, self.grad_scale)
