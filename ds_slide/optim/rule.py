@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +65,13 @@ class Hyper(Protocol):
 
 def at_step(hyper: Hyper, step: int) -> Hyper:
     """Return `hyper` as it is in update number `step`."""
-    return hyper if hyper.step == step else dataclasses.replace(hyper, step=step)  # type: ignore[type-var]
+    return hyper if hyper.step == step else _replaced(hyper, step)  # type: ignore[arg-type]
+
+
+# Units that were frozen together ask for the same few in each step.
+@functools.lru_cache(maxsize=64)
+def _replaced(hyper: Hyper, step: int) -> Hyper:
+    return dataclasses.replace(hyper, step=step)  # type: ignore[type-var]
 
 
 HyperOf = Callable[[Mapping[str, Any], int, Any], Hyper]

@@ -51,22 +51,19 @@ class Trained:
 
     def _of_each_entry(self, hypers: Sequence[Hyper]) -> list[SegmentStep]:
         """Neighbours of one group and one count share a step: an update has fewer and longer runs then."""
-        steps: list[SegmentStep] = []
-        made: dict[tuple[int, int], Hyper] = {}
+        runs: list[tuple[int, int, int, int]] = []  # group, count, start, stop
         for parameter, entry, count in zip(self.parameters, self._entries, self.counts, strict=True):
             start, stop = entry.offset, entry.offset + align_up(entry.partition_numel)
             if not parameter.requires_grad or start == stop:
                 continue
             assert entry.group is not None
-            key = entry.group, count + 1
-            if key not in made:
-                made[key] = at_step(hypers[entry.group], count + 1)
-            last = steps[-1] if steps else None
-            if last and last.segment.stop == start and last.segment.group == entry.group and last.hyper is made[key]:
-                steps[-1] = SegmentStep(Segment(entry.group, last.segment.start, stop), made[key])
-            else:
-                steps.append(SegmentStep(Segment(entry.group, start, stop), made[key]))
-        return steps
+            if runs and runs[-1][:2] == (entry.group, count) and runs[-1][3] == start:
+                start = runs.pop()[2]
+            runs.append((entry.group, count, start, stop))
+        return [
+            SegmentStep(Segment(group, start, stop), at_step(hypers[group], count + 1))
+            for group, count, start, stop in runs
+        ]
 
     def covers(self, steps: Sequence[SegmentStep]) -> bool:
         """Whether `steps` are on the segments of the unit, so that nothing is left out or cut."""
