@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_slide.model.layout import ALIGNMENT, Entry, ParameterInfo, Segment, UnitLayout, build_layout, piece
+from ds_slide.model.layout import ALIGNMENT, Entry, ParameterInfo, Segment, UnitLayout, build_layout, piece, with_later
 
 # No deadline: a loaded machine is slow, not wrong.
 properties = settings(deadline=None)
@@ -199,3 +199,24 @@ def test_no_parameters() -> None:
 def test_world_size_must_be_positive() -> None:
     with pytest.raises(ValueError, match="world_size is 0"):
         build_layout([], 0)
+
+
+@properties
+@given(parameter_lists(), world_sizes, st.data())
+def test_what_is_trainable_later_follows_what_was(
+    parameters: list[ParameterInfo], world_size: int, data: st.DataObject
+) -> None:
+    before = build_layout(parameters, world_size)
+    frozen = [entry.name for entry in before.entries if not entry.trainable]
+    later = {name: data.draw(st.integers(0, 3)) for name in frozen if data.draw(st.booleans())}
+    after, trained = with_later(before, later), len(before.entries) - len(frozen)
+    assert after.entries[:trained] == before.entries[:trained]
+    assert {entry.name: entry.group for entry in after.entries} == {
+        entry.name: later.get(entry.name, entry.group) for entry in before.entries
+    }
+    assert (after.local_numel, after.slot_numel) == (before.local_numel, before.slot_numel)
+    assert_packed(ranges(after, "local"), after.local_numel)
+    assert_packed(ranges(after, "slot"), after.slot_numel)
+    covered = [(segment.start, segment.stop) for segment in after.segments]
+    assert [start for start, _ in covered] == [0, *(stop for _, stop in covered)][: len(covered)]
+    assert (covered[-1][1] if covered else 0) == after.trainable_numel
