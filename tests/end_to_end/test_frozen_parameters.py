@@ -74,14 +74,15 @@ def outer_modules_on_and_off(run: Run) -> None:
         _train(engine, [x])
 
 
-def all_but_the_head(run: Run) -> None:
-    """The blocks get no gradient at all, after steps with momentum."""
+def all_but_the_head(run: Run) -> float:
+    """The blocks get no gradient at all, after steps with momentum. -> the norm, which is the head's alone."""
     model = made(Net)
     engine = run.start(model)
     for number, x in enumerate(inputs(STEPS)):
         model.blocks.requires_grad_(number < 4)
         model.inp.requires_grad_(number < 4)
         _train(engine, [x])
+    return float(engine.get_global_grad_norm())
 
 
 def with_accumulation(run: Run) -> None:
