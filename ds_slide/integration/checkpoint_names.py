@@ -35,7 +35,8 @@ def require_same_parameters(engine: Any, path: Path, file: str) -> None:
     groups, frozen = content.get(PARAM_SHAPES), content.get(FROZEN_PARAM_SHAPES)
     if groups is None:
         return
-    saved = {name: True for group in groups for name in group} | dict.fromkeys(frozen or (), False)
+    # What was frozen for a while when it was saved is in both, and has optimizer states.
+    saved = dict.fromkeys(frozen or (), False) | {name: True for group in groups for name in group}
     own = {
         engine.param_names[parameter]: place[1].trainable
         for parameter, place in engine.optimizer.protocol.places.items()
