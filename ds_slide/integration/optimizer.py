@@ -221,6 +221,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         """The loss with its scale, before each backward, also of one whose first backward has ended with an exception,
         and that has no prologue any more."""
         self.runtime.interruptions.notice()
+        # The engine's module may have been called, not the engine: its output announces no backward.
+        self.runtime.begin_backward(self._hypers(), 1.0 / float(self.loss_scale))
         return super().scale_if_loss(value)
 
     def backward_prologue(self) -> None:

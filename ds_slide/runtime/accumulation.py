@@ -64,6 +64,12 @@ class Accumulation:
         and is a part of that."""
         self._is_nested = True
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether the model has been called from inside of the backward. What blocks get there adds up to what they
+        have, so without held gradients no update can begin before the backward ends."""
+        return self._is_nested
+
     def is_another(self, task: int) -> bool:
         """Whether one is open that `task` does not belong to, so that it has ended with an exception."""
         return self.is_open and self._task != task and not self._is_nested

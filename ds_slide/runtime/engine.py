@@ -37,8 +37,9 @@ from ds_slide.runtime.transfers.handoff import Future, wait_on_stream
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.unit import Availability, Unit
 from ds_slide.runtime.updates.apply import device_update
+from ds_slide.runtime.weights.calls import in_backward
 from ds_slide.runtime.weights.function_transforms import require_no_transform
-from ds_slide.runtime.weights.hooks import BlockHooks, OuterHooks, RootHooks, RootState, in_backward
+from ds_slide.runtime.weights.hooks import BlockHooks, OuterHooks, RootHooks, RootState
 from ds_slide.runtime.weights.outputs import OnGradient
 from ds_slide.runtime.weights.rows import StreamedRows
 from ds_slide.runtime.weights.saved_weights import SavedWeights
@@ -196,6 +197,8 @@ class SlideRuntime:
     def _bind_slot(self, unit: Unit, direction: str) -> Slot:
         assert self._window is not None
         self.take_back((unit,))
+        if self._window.is_full_for(unit):
+            self._give_up_slot()
         slot = self._window.acquire(unit, direction)  # type: ignore[arg-type]
         assert slot.ready is not None
         self._bound[unit.order] = slot
@@ -214,11 +217,20 @@ class SlideRuntime:
             self._unbind(unit)
             self._window.release(slot)
 
+    def _give_up_slot(self) -> None:
+        """Unbind the block that was bound first of those that do not compute. It has no boundary, or others run before
+        that; its weights are bound again when its backward asks for them."""
+        for slot in self._bound.values():
+            if slot.unit is not None and slot.unit.can_give_up_slot:
+                self._unbind_slot(slot.unit)
+                return
+
     def _release_all(self) -> None:
         """Release all slots after an exception: nobody computes any more with what is bound."""
         self.parts.spare.end_forward()
         self.take_back(self.units)
         for unit in self.units:
+            unit.computing = unit.raw = 0
             self._unbind_slot(unit)
         if self._window is not None:
             self._window.release_all()
@@ -236,6 +248,7 @@ class SlideRuntime:
         for hooks in self.hooks:
             if isinstance(hooks, BlockHooks | WideHooks):
                 hooks.close_left_open()
+        self.interruptions.nest()
         self.interruptions.begin_forward(with_gradient=torch.is_grad_enabled())
         self.take_back(self.units)
         if self._unstepped:
@@ -244,12 +257,15 @@ class SlideRuntime:
                 f"weights are being updated under backward; call engine.step() first, or {HOLD_HINT}"
             )
         self._doubts.begin_forward(args, kwargs)
+        if in_backward():
+            return  # what the backward under way has kept, and has moved, stays as it is
         if self.newcomers is not None and torch.is_grad_enabled():
             self.newcomers.look()
         self.parts.spare.begin_forward(args, kwargs)
 
     def _end_forward(self) -> None:
-        self.parts.spare.end_forward()
+        if not in_backward():
+            self.parts.spare.end_forward()
         for unit in self.blocks:  # only after an exception: a block that was entered and never left
             if unit.order in self._bound and not unit.in_backward:
                 self._unbind_slot(unit)
@@ -258,10 +274,17 @@ class SlideRuntime:
         require_no_transform()
         if (compute := self.parts.recorder.compute) is not None:
             compute.enter(("forward", unit.order), self.device.mark(timed=True))
+        self.interruptions.nest()
+        if unit.finalized and not self.deferred:
+            raise SlideError(
+                f"a forward of {unit.name} began in a hook of a backward that has updated its weights already, because "
+                f"with clipping off weights are updated under backward; {HOLD_HINT}"
+            )
         if with_backward:
             unit.uses += 1
         if unit.is_streamed and unit.order not in self._bound:
-            trains = self.parts.trains and (with_backward or self._root.expects_backward())
+            expects_backward = torch.is_grad_enabled() and self._root.expects_backward()
+            trains = self.parts.trains and (with_backward or expects_backward)
             self._bind_slot(unit, "forward" if trains else "inference")
         for resident in (unit, *unit.parts):
             self.bind_if_fetched(resident)
@@ -312,12 +335,13 @@ class SlideRuntime:
     def leave_backward(self, unit: Unit) -> None:
         if (compute := self.parts.recorder.compute) is not None:
             compute.leave(("backward", unit.order), self.device.mark(timed=True))
-        unit.in_backward = False
-        self._unbind_slot(unit)
+        if not unit.raw:
+            unit.in_backward = False
+            self._unbind_slot(unit)
         if torch.is_grad_enabled():
             return  # of a backward with create_graph: the block's use ends with the backward of what that makes
         unit.uses_done += 1
-        if unit.uses_done >= unit.uses:
+        if unit.uses_done >= unit.uses and (self.deferred or not self.accumulation.is_nested):
             for finished in (*unit.parts, unit):
                 # A backward for the gradient of inputs alone must begin no update, and wait for no other rank.
                 if finished.has_gradient or not finished.trainable or self._has_gradients():

@@ -16,7 +16,8 @@ from ds_slide.runtime.accumulation import Accumulation
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.runtime.unit import Unit
-from ds_slide.runtime.weights.hooks import NO_TASK, RootState, graph_task
+from ds_slide.runtime.weights.calls import NO_TASK, graph_task
+from ds_slide.runtime.weights.hooks import RootState
 
 
 class Interruptions:
@@ -76,7 +77,7 @@ class Interruptions:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_unannounced(task))
 
     def nest(self) -> None:
-        """The engine is called, maybe from inside of a backward (gradient caching calls it in a hook)."""
+        """The engine or its model is called, maybe from inside of a backward (gradient caching calls it in a hook)."""
         if graph_task() != NO_TASK:
             self._accumulation.nest()
 

@@ -147,6 +147,10 @@ class Unit:
         self.left_out = 0
         """Backwards that have given no parameter of the model a gradient."""
         self.in_backward = False
+        self.computing = 0
+        """Forwards of it that are under way."""
+        self.raw = 0
+        """Recomputations that have saved its weights as they are, and whose backward has not ended."""
         self.finalized = False
         """This backward's gradient has left the parameters."""
         self.gradient_ready = False
@@ -217,9 +221,14 @@ class Unit:
     def awaits_backward(self) -> bool:
         return self.uses > self.uses_done
 
+    @property
+    def can_give_up_slot(self) -> bool:
+        """Whether its backward has begun, and what that needs of the weights can be bound again."""
+        return self.in_backward and not self.computing and not self.raw
+
     def count_uses_anew(self) -> None:
         """A backward has ended, or never will."""
-        self.uses = self.uses_done = 0
+        self.uses = self.uses_done = self.computing = self.raw = 0
         self.counting += 1
 
     def expect_backward_again(self) -> None:

@@ -10,7 +10,7 @@ from harness import VOCABULARY, Batch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_slide.runtime.weights.hooks import in_backward
+from ds_slide.runtime.weights.calls import in_backward
 from ds_slide.runtime.weights.saved_weights import hooks_around
 
 WIDTH, BLOCKS = 32, 4

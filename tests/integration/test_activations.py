@@ -39,7 +39,7 @@ from ds_slide.runtime.activations import spare_memory
 from ds_slide.runtime.activations.spare_memory import LOOKS, Budget
 from ds_slide.runtime.activations.states import RunningStates
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.weights.hooks import in_backward
+from ds_slide.runtime.weights.calls import in_backward
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_slide.runtime.activations.checkpointing import FLAG
 from ds_slide.runtime.activations.spare_memory import LOOKS
-from ds_slide.runtime.weights.hooks import in_backward
+from ds_slide.runtime.weights.calls import in_backward
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -44,7 +44,10 @@ _FIXED_MODULES = (
     "ds_slide.store.state_buffers",
     "ds_slide.store.ssd.extents",
     "ds_slide.runtime.settings",
+    "ds_slide.runtime.weights.calls",
     "ds_slide.runtime.weights.hooks",
+    "ds_slide.runtime.weights.uses",
+    "ds_slide.runtime.weights.written",
     "torch",
     "logging",
 )

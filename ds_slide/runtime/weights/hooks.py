@@ -6,8 +6,10 @@ the newest ready node first, and every node of the block is newer than its bound
 gradient that reaches an output, is a multi-grad hook. Nothing is inferred from which parameters received a
 gradient, so unused ones need no special case.
 
-Activation checkpointing recomputes a block inside backward. Such a forward is recognised by the running
-autograd graph task; it binds the weights like the block's backward, and leaves them bound for it.
+Activation checkpointing recomputes a block inside backward. Such a forward (`calls` recognises it) binds the weights
+like the block's backward, and leaves them bound for it.
+
+A block without a differentiable input has no boundary: its use ends with its last gradient (`uses`).
 """
 
 from __future__ import annotations
@@ -25,9 +27,13 @@ from torch.utils import _pytree as pytree
 
 from ds_slide.runtime.trees import add_tensors
 from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.weights.calls import Call, call_under_way, function_around, in_backward, is_in_vmap, unwrapped
+from ds_slide.runtime.weights.fields import differentiable, fields_in, tensors_of
 from ds_slide.runtime.weights.outputs import OnGradient, hook_outputs
 from ds_slide.runtime.weights.saved_weights import OpenHooks, SavedWeights, hooks_around
+from ds_slide.runtime.weights.uses import UseToken, WholeGradients, give_to, token_of_recomputation
 from ds_slide.runtime.weights.window import Slot
+from ds_slide.runtime.weights.written import Passed
 
 
 class BlockEvents(Protocol):
@@ -52,6 +58,7 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.done = inputs[0]
+        ctx.set_materialize_grads(False)  # an input that the block has not used gets no gradient, not zeros
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
@@ -61,19 +68,6 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def jvp(_ctx: Any, _done: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
-
-
-NO_TASK = -1
-
-
-def graph_task() -> int:
-    """The autograd graph that the calling thread is running, NO_TASK when there is none."""
-    return int(torch._C._current_graph_task_id())
-
-
-def in_backward() -> bool:
-    """Whether the calling thread is running an autograd graph (so a forward here is a recomputation)."""
-    return graph_task() != NO_TASK
 
 
 def _is_opaque(node: Any) -> bool:
@@ -95,20 +89,49 @@ def _mapped(function: Callable[[Any], Any], node: Any) -> Any:
     return function(node) if _is_opaque(node) else pytree.tree_map(function, node, is_leaf=_is_opaque)
 
 
-def _is_differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex())
-
-
-def _on_first_gradient(output: Any, call: Callable[[], None]) -> None:
-    """Call once in each backward, when the first gradient reaches a tensor of a module's output."""
-    if output is None or not torch.is_grad_enabled():
-        return
+def _gradients_enter(output: Any, given: Any, known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a module's output through which gradients reach it. Where the output has none in plain containers
+    they are looked for in its objects, and in those that it was `given` and may have changed; `known`: not these."""
     leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
-    outputs = [leaf for leaf in leaves if _is_differentiable(leaf)]
+    found = [leaf for leaf in leaves if differentiable(leaf)]
+    if found:
+        return found
+    if is_in_vmap():  # autograd is below vmap, so its wrappers require no gradient
+        tensors = [unwrapped(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return [tensor for tensor in tensors if differentiable(tensor)]
+    before = {id(tensor) for tensor in known}
+    inside = tensors_of(fields_in(output)) or tensors_of(fields_in(given))
+    return [tensor for tensor in inside if id(tensor) not in before]
+
+
+def _on_first_gradient(
+    output: Any, call: Callable[[], None], given: Any = None, known: Sequence[torch.Tensor] = ()
+) -> None:
+    """Call once in each backward, when the first gradient reaches a tensor of a module's output."""
+    if not torch.is_grad_enabled():
+        return
+    if isinstance(output, torch.Tensor) and output.requires_grad:  # mostly
+        output.register_hook(lambda _: call())
+        return
+    outputs = _gradients_enter(output, given, known)
     if len(outputs) == 1:
         outputs[0].register_hook(lambda _: call())
     elif outputs:
         register_multi_grad_hook(outputs, lambda _: call(), mode="any")
+
+
+class _Forward:
+    """One call of a block, from its beginning to its end. One is made for each, so what is rare is set where it is."""
+
+    call = Call.FORWARD
+    raw = False
+    """It saves weights as they are: they stay bound until its backward has ended."""
+    token: UseToken | None = None
+    """Of a use that no boundary ends."""
+    passed: Passed | None = None
+    """What has gone through the boundary."""
+    given: Any = None
+    """The arguments, where the block may return nothing and change them."""
 
 
 class BlockHooks:
@@ -121,6 +144,8 @@ class BlockHooks:
         self._saved = saved
         self._root = root
         self._open: OpenHooks | None = None
+        self._forward: _Forward | None = None
+        self._whole_gradients = WholeGradients(unit, events.leave_backward)
         module = unit.spec.module
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -131,6 +156,7 @@ class BlockHooks:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+        self._whole_gradients.give_up()
 
     def close_left_open(self) -> None:
         """Take the hooks for saved tensors away, if that has not happened: an interrupt (Ctrl-C) ends a forward without
@@ -141,44 +167,98 @@ class BlockHooks:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.close_left_open()
+        unit = self._unit
+        self._forward = forward = _Forward()
+        if in_backward():
+            forward.call = call_under_way()
+        elif self._whole_gradients.awaited:
+            self._whole_gradients.give_up()
         given: list[torch.Tensor] = []
         add_tensors(given, args, _is_opaque)
         add_tensors(given, kwargs, _is_opaque)
-        inputs = [tensor for tensor in given if _is_differentiable(tensor)]
-        counted = False
-        if in_backward():
-            self._events.enter_backward(self._unit)
+        inputs = [tensor for tensor in given if differentiable(tensor)]
+        with_graph = torch.is_grad_enabled()
+        counted = forward.call is Call.FORWARD and (with_graph or self._root.expects_backward())
+        context = None
+        if counted and not with_graph:
+            context = function_around(self._root.call)
+            counted = context is not None
+        counted = counted and (bool(inputs) or unit.trains or not with_graph)
+        if forward.call is Call.FORWARD:
+            self._events.enter_forward(unit, with_backward=counted)
         else:
-            counted = (bool(inputs) or self._unit.trains) and self._root.expects_backward()
-            self._events.enter_forward(self._unit, with_backward=counted)
-        if inputs and torch.is_grad_enabled():
-            leave = self._events.leave_backward
-            if counted:
-                token = UseToken(self._unit)
-                done = functools.partial(token.fire, leave)
-            else:
-                done = functools.partial(leave, self._unit)
-            through = _Boundary.apply(done, *inputs)
-            if len(inputs) == 1 and args and args[0] is inputs[0]:  # mostly the hidden states are the only one
-                args = (through[0], *args[1:])
-            else:
-                rest = iter(through)
-                args, kwargs = _mapped(lambda leaf: next(rest) if _is_differentiable(leaf) else leaf, (args, kwargs))
+            self._events.enter_backward(unit)
+        unit.computing += 1
+        token = UseToken(unit) if counted else None
+        if context is not None and token is not None:
+            give_to(context, token)
+        elif with_graph:
+            if forward.call is Call.REENTRANT:
+                token = token_of_recomputation(unit)
+            args, kwargs = self._through_boundary(forward, inputs, token, args, kwargs)
         # Weights that are on the GPU all the time are saved as they are. What a re-entrant recomputation saves needs no
-        # reference either: the weights stay bound until its backward has ended.
-        if self._unit.is_streamed and torch.is_grad_enabled() and (not in_backward() or hooks_around() is not None):
-            self._open = self._saved.open()
+        # reference either: the weights stay bound until its backward has ended. One block can stay so; of several
+        # that are recomputed together, the others may have to give their slots up.
+        if unit.is_streamed and with_graph:
+            stays = forward.call is Call.REENTRANT and forward.passed is not None and hooks_around() is None
+            if stays and not self._saved.has_raw():
+                forward.raw = True
+                unit.raw += 1
+            else:
+                self._open = self._saved.open()
         return args, kwargs
+
+    def _through_boundary(
+        self, forward: _Forward, inputs: list[torch.Tensor], token: UseToken | None, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        fields = fields_in(args, kwargs) if not inputs else []
+        inputs = inputs or tensors_of(fields)
+        if fields or not inputs:
+            forward.given = (args, kwargs)
+        if not inputs or is_in_vmap():
+            forward.token = token
+            return args, kwargs
+        through = _Boundary.apply(functools.partial(self._leave_backward, forward, token), *inputs)
+        forward.passed = Passed(inputs, through, fields)
+        if fields:
+            return args, kwargs
+        if len(inputs) == 1 and args and args[0] is inputs[0]:  # mostly the hidden states are the only one
+            return (through[0], *args[1:]), kwargs
+        rest = iter(through)
+        return _mapped(lambda leaf: next(rest) if differentiable(leaf) else leaf, (args, kwargs))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         self.close_left_open()
-        if in_backward():
+        unit, forward = self._unit, self._forward
+        if forward is None:  # another hook has raised before `_before`
             return
-        self._events.leave_forward(self._unit)
-        _on_first_gradient(output, self._enter_backward)
+        self._forward = None
+        unit.computing = max(0, unit.computing - 1)
+        passed, given = forward.passed, forward.given
+        forward.passed = forward.given = None  # the boundary's node has `forward`, and must not hold itself
+        known: Sequence[torch.Tensor] = ()
+        if passed is not None:
+            known = passed.inputs
+            passed.hand_back()
+        if forward.call is Call.FORWARD:
+            self._events.leave_forward(unit)
+        elif forward.call is Call.SAVED_TENSORS or passed is not None:
+            return  # the block's backward has begun, and its boundary will end it
+        _on_first_gradient(output, functools.partial(self._enter_backward, forward.token), given, known)
 
-    def _enter_backward(self) -> None:
+    def _enter_backward(self, token: UseToken | None) -> None:
+        """Begin the backward. `token`: of the use that ends with the block's last gradient."""
         self._events.enter_backward(self._unit)
+        if token is not None:
+            self._whole_gradients.end(token)
+
+    def _leave_backward(self, forward: _Forward, token: UseToken | None) -> None:
+        if forward.raw:
+            self._unit.raw = max(0, self._unit.raw - 1)
+        if token is None:
+            self._events.leave_backward(self._unit)
+        else:
+            token.fire(self._events.leave_backward)
 
 
 class OuterHooks:
@@ -209,52 +289,28 @@ class OuterHooks:
             self._bind(unit)
 
 
-class UseToken:
-    """Stands for one use of a unit in a graph. A graph that is dropped without a backward takes its use back:
-    otherwise the unit would wait for it, and keep its gradients on the GPU until backward has ended."""
-
-    __slots__ = ("_counting", "_fired", "_unit")
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-        self._counting = unit.counting
-        self._fired = -1
-
-    def fire(self, leave_backward: Callable[[Unit], None]) -> None:
-        # A backward with create_graph leaves the use to the one that follows.
-        self._fired = -1 if torch.is_grad_enabled() else self._unit.left_out
-        leave_backward(self._unit)
-
-    def __del__(self) -> None:
-        if not hasattr(self, "_fired"):  # torch.compile makes one without its constructor
-            return
-        is_done = self._fired == self._unit.left_out
-        if not is_done and self._counting == self._unit.counting:
-            self._unit.uses = max(0, self._unit.uses - 1)
-
-
 class RootState:
     """Whether a forward of the whole model is under way, and whether a backward will follow it."""
 
     def __init__(self) -> None:
         self.active = False
         self._with_gradient = False
-        self._call: FrameType | None = None
+        self.call: FrameType | None = None
 
     def begin(self, call: FrameType | None) -> None:
         """Begin a forward. `call`: of the model; None where that is not known."""
-        self.active, self._with_gradient, self._call = True, torch.is_grad_enabled(), call
+        self.active, self._with_gradient, self.call = True, torch.is_grad_enabled(), call
 
     def end(self) -> None:
-        self.active, self._call = False, None
+        self.active, self.call = False, None
 
     def is_left_open(self) -> bool:
         """Whether an interrupt (Ctrl-C) has ended the forward, of which no hook is told: its call is not on the stack
         any more."""
-        if not self.active or self._call is None:
+        if not self.active or self.call is None:
             return False
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not self._call:
+        while frame is not None and frame is not self.call:
             frame = frame.f_back
         return frame is None
 
@@ -291,12 +347,12 @@ class RootHooks:
             handle.remove()
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not in_backward() and (not self._root.active or self._root.is_left_open()):
+        if call_under_way() is Call.FORWARD and (not self._root.active or self._root.is_left_open()):
             self._begin(args, kwargs)
             self._root.begin(None if torch.compiler.is_compiling() else sys._getframe(1))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not in_backward():
+        if call_under_way() is Call.FORWARD:
             if not self._root.active:
                 return None
             self._root.end()

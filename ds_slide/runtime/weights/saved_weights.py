@@ -130,6 +130,10 @@ class SavedWeights:
         reference = self._reference(tensor)
         return None if reference is None else reference._replace(version=None)
 
+    def has_raw(self) -> bool:
+        """Whether a graph has weights of a bound block as they are."""
+        return any(slot.unit is not None and slot.unit.raw for slot in self._bound.values())
+
     def _reference(self, tensor: torch.Tensor) -> SlotReference | ParameterReference | None:
         if tensor.layout is not torch.strided or tensor._is_zerotensor():  # forward mode saves zeros without memory
             return None

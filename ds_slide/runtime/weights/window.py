@@ -120,6 +120,11 @@ class Window:
         """Bytes of the slots."""
         return sum(slot.buffer.numel() * slot.buffer.element_size() for slot in self.slots)
 
+    def is_full_for(self, unit: Unit) -> bool:
+        """Whether a bound slot has to be given up before `unit` can have one."""
+        with self._lock:
+            return self._slot_of(unit) is None and all(slot.bound for slot in self.slots)
+
     def acquire(self, unit: Unit, direction: Direction) -> Slot:
         """The slot that holds `unit`, bound once more; requests what `direction` needs next."""
         with self._lock:
@@ -129,8 +134,8 @@ class Window:
                 slot = self._request(unit, keep=())
                 if slot is None:
                     raise SlideError(
-                        f"no slot of the window is free for {unit.name}: all {len(self.slots)} hold blocks whose "
-                        "backward has begun and not ended; raise ds_slide.window"
+                        f"no slot of the window is free for {unit.name}: all {len(self.slots)} hold blocks that "
+                        "compute at this moment, because blocks call blocks; raise ds_slide.window"
                     )
             slot.bound += 1
             self.prefetch(unit, direction)

@@ -1,0 +1,108 @@
+"""Tells what a forward of a block is for: a new forward, or the recomputation of an earlier one.
+
+Both happen while an autograd graph runs. Activation checkpointing recomputes a block from the backward of an
+autograd.Function (its re-entrant form) or from an unpack hook of saved tensors (its other form). A hook of a tensor or
+of a module, or a callback at the end of backward, may begin a new forward: gradient caching embeds its mini-batches
+again in such a hook. Only the Python stack tells these apart: autograd enters Python once for each of them.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction, Function
+
+NO_TASK = -1
+
+_BACKWARDS = (BackwardCFunction.apply.__code__, BackwardCFunction.apply_boxed.__code__)
+_APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+UNPACK = "unpack"
+"""Occurs in the name of every unpack hook that recomputes: torch's, DeepSpeed's, and that of a block's own hooks."""
+
+
+class Call(enum.Enum):
+    """What a forward of a block is for."""
+
+    FORWARD = enum.auto()
+    """It makes a new graph, or none."""
+    REENTRANT = enum.auto()
+    """A Function's backward recomputes the block, and will run the new graph itself."""
+    SAVED_TENSORS = enum.auto()
+    """An unpack hook recomputes the block for its saved tensors, and drops the new graph."""
+
+
+def graph_task() -> int:
+    """The autograd graph that the calling thread is running, NO_TASK when there is none."""
+    task: int = torch._C._current_graph_task_id()
+    return task
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is running an autograd graph."""
+    running: bool = torch._C._current_graph_task_id() != NO_TASK
+    return running
+
+
+def call_under_way() -> Call:
+    """What the forward is for that the caller is in. Outside of backward this looks at no frame."""
+    if not in_backward():
+        return Call.FORWARD
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code in _BACKWARDS:
+            return Call.REENTRANT
+        if UNPACK in code.co_name:
+            return Call.SAVED_TENSORS
+        if code is _ENGINE:
+            break
+        frame = frame.f_back
+    return Call.FORWARD
+
+
+def recomputing_nodes() -> Iterator[Any]:
+    """The nodes of Functions whose backward is on the stack, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _BACKWARDS:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+def function_around(end: FrameType | None) -> Any:
+    """The context of the outermost Function whose forward is on the stack; None where there is none.
+
+    A Function turns gradients off for its forward. One that recomputes (re-entrant checkpointing, a reversible layer)
+    will run it again in backward; a `torch.no_grad()` of the script will not. `end`: the frame where the search ends.
+    """
+    found = None
+    inner: FrameType | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not end:
+        if frame.f_code is _APPLY and inner is not None and inner.f_code.co_argcount:
+            context = inner.f_locals.get(inner.f_code.co_varnames[0])
+            found = context if isinstance(context, BackwardCFunction) else found
+        inner, frame = frame, frame.f_back
+    return found
+
+
+def is_in_vmap() -> bool:
+    """Whether `torch.func.vmap` is the innermost transform of torch.func under way."""
+    functorch = torch._C._functorch
+    if functorch.maybe_current_level() is None:
+        return False
+    return bool(functorch.peek_interpreter_stack().key() == functorch.TransformType.Vmap)
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor within the wrappers of torch.func."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor

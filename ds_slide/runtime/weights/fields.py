@@ -1,0 +1,130 @@
+"""Differentiable tensors inside objects that a block gets: a dataclass, a namespace, a graph batch.
+
+A block's inputs pass through an identity (`_Boundary`), so what it makes of them has to reach the block. Tuples, lists
+and dictionaries among the arguments are made anew. An object is not: the caller may hand one and the same object to all
+blocks, and look at it afterwards. So its fields hold what came out of the identity as long as the block computes, and
+get back what they held when the block has ended, unless the block has put something else there.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+DEPTH = 8
+"""Of objects within objects that are looked into; a batch of torch_geometric has its tensors at 5."""
+MOST_OBJECTS = 256
+"""That are looked into for one call. What lies behind them is left as it is: that costs speed and memory, no bits."""
+
+_PLAIN = (str, bytes, int, float, complex, type(None))
+_CLOSED = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, torch.device)
+
+
+class Field(NamedTuple):
+    """A place in an object. `held`: a differentiable tensor, or a tuple with some."""
+
+    write: Callable[[Any, Any, Any], None]
+    read: Callable[[Any, Any], Any]
+    owner: Any
+    key: Any
+    held: Any
+
+
+def differentiable(leaf: Any) -> bool:
+    """Whether `leaf` is a tensor that can have a gradient."""
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def fields_in(*trees: Any) -> list[Field]:
+    """The fields of objects in `trees` that hold differentiable tensors."""
+    found: list[Field] = []
+    seen: set[int] = set()
+    level = list(trees)
+    for _ in range(DEPTH):
+        level = [inner for node in level for inner in _look(node, found, seen)]
+        if not level:
+            break
+    return found
+
+
+def tensors_of(fields: Sequence[Field]) -> list[torch.Tensor]:
+    """Each tensor once, in the order of the fields."""
+    leaves = (leaf for field in fields for leaf in _leaves(field.held) if differentiable(leaf))
+    return list({id(leaf): leaf for leaf in leaves}.values())
+
+
+def put(fields: Sequence[Field], instead: Mapping[int, torch.Tensor]) -> list[Any]:
+    """Put other tensors into the fields. `instead`: by `id` of what they take the place of. -> what the fields hold."""
+    held = [_replaced(field.held, instead) for field in fields]
+    for field, value in zip(fields, held, strict=True):
+        field.write(field.owner, field.key, value)
+    return held
+
+
+def restore(fields: Sequence[Field], held: Sequence[Any]) -> None:
+    """Give the fields back what they held before `put`, where they still hold what that put there."""
+    for field, value in zip(fields, held, strict=True):
+        if field.read(field.owner, field.key) is value:
+            field.write(field.owner, field.key, field.held)
+
+
+def _look(node: Any, found: list[Field], seen: set[int]) -> Iterator[Any]:
+    """Add the fields of `node` to `found`. -> what else it holds."""
+    if isinstance(node, _PLAIN) or isinstance(node, _CLOSED) or id(node) in seen or len(seen) >= MOST_OBJECTS:
+        return
+    seen.add(id(node))
+    if isinstance(node, tuple):  # nothing can be put into it: what holds it gets another one
+        yield from node
+        return
+    for write, read, owner, key, value in _places(node):
+        leaves = _leaves(value)
+        if any(differentiable(leaf) for leaf in leaves):
+            found.append(Field(write, read, owner, key, value))
+        yield from (leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
+
+
+def _places(node: Any) -> Iterator[tuple[Any, Any, Any, Any, Any]]:
+    if isinstance(node, list):
+        for index, value in enumerate(list.__iter__(node)):
+            yield list.__setitem__, _item, node, index, value
+    if isinstance(node, dict):
+        for key, value in list(dict.items(node)):
+            yield dict.__setitem__, _item, node, key, value
+    if isinstance(own := getattr(node, "__dict__", None), dict):
+        for key, value in list(own.items()):
+            yield dict.__setitem__, _item, own, key, value
+    for name in _slots(type(node)):
+        if (value := getattr(node, name, None)) is not None:
+            yield object.__setattr__, getattr, node, name, value
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if isinstance(base.__dict__.get(name), types.MemberDescriptorType):
+                yield name
+
+
+def _item(owner: Any, key: Any) -> Any:
+    if isinstance(owner, dict):
+        return dict.get(owner, key)
+    return list.__getitem__(owner, key) if key < len(owner) else None
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What a value consists of, taken apart where it is a tuple."""
+    return [leaf for each in value for leaf in _leaves(each)] if isinstance(value, tuple) else [value]
+
+
+def _replaced(value: Any, instead: Mapping[int, torch.Tensor]) -> Any:
+    if isinstance(value, tuple):
+        parts = [_replaced(each, instead) for each in value]
+        if hasattr(value, "_make"):
+            return value._make(parts)
+        return tuple(parts) if type(value) is tuple else value
+    return instead.get(id(value), value)

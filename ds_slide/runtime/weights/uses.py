@@ -1,0 +1,124 @@
+"""The end of each use of a unit: every forward that counts one has something in its graph that ends it.
+
+A block with a differentiable input ends its use at its boundary. One without (a tower that reads the batch, the first
+block behind frozen embeddings) has no such place: its use ends when its last parameter has got its gradient. A block
+that a Function computes without gradients (re-entrant checkpointing) ends it when that Function's backward has run.
+A graph that is dropped without a backward takes its uses along.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.weights.calls import graph_task, recomputing_nodes
+
+LeaveBackward = Callable[[Unit], None]
+_USES = "_ds_slide_uses"
+"""Attribute of a Function's context: the tokens of the blocks in its forward."""
+
+
+class UseToken:
+    """Stands for one use of a unit in a graph. A graph that is dropped without a backward takes its use back:
+    otherwise the unit would wait for it, and keep its gradients on the GPU until backward has ended."""
+
+    __slots__ = ("_counting", "_fired", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self._counting = unit.counting
+        self._fired = -1
+
+    @property
+    def is_open(self) -> bool:
+        return self._fired != self.unit.left_out and self._counting == self.unit.counting
+
+    def fire(self, leave_backward: LeaveBackward) -> None:
+        # A backward with create_graph leaves the use to the one that follows.
+        self._fired = -1 if torch.is_grad_enabled() else self.unit.left_out
+        leave_backward(self.unit)
+
+    def __del__(self) -> None:
+        # torch.compile makes one without its constructor.
+        if hasattr(self, "_fired") and self.is_open:
+            self.unit.uses = max(0, self.unit.uses - 1)
+
+
+def give_to(context: Any, token: UseToken) -> None:
+    """Let the token live as long as the Function's node does."""
+    vars(context).setdefault(_USES, []).append(token)
+
+
+def token_of_recomputation(unit: Unit) -> UseToken | None:
+    """The use that the recomputation under way will end; None in a second backward of one graph."""
+    for node in recomputing_nodes():
+        for token in vars(node).get(_USES, ()):
+            if token.unit is unit and token.is_open:
+                vars(node)[_USES].remove(token)
+                return token
+    return None
+
+
+class WholeGradients:
+    """Ends uses of a unit when all of its parameters that a backward reaches have got their gradients.
+
+    Autograd adds up what a parameter gets from all calls of a block before it hands that over, once in each backward.
+    """
+
+    def __init__(self, unit: Unit, leave_backward: LeaveBackward) -> None:
+        self._unit = unit
+        self._leave_backward = leave_backward
+        self.awaited: dict[int, _WholeGradient] = {}
+        """By graph task: a hook of one backward may run another one."""
+
+    def end(self, token: UseToken) -> None:
+        """End `token` then. Called when the block's backward begins, with its weights bound."""
+        task = graph_task()
+        if task not in self.awaited:
+            self.awaited[task] = _WholeGradient(self._unit, functools.partial(self._arrived, task))
+        if token.is_open and token not in self.awaited[task].tokens:
+            self.awaited[task].tokens.append(token)
+
+    def _arrived(self, task: int) -> None:
+        whole = self.awaited.pop(task)
+        whole.give_up()
+        for token in whole.tokens:
+            token.fire(self._leave_backward)
+
+    def give_up(self) -> None:
+        """Wait for nothing any more: the backwards have ended, with an exception perhaps."""
+        while self.awaited:
+            self.awaited.popitem()[1].give_up()
+
+
+class _WholeGradient:
+    """The gradients of one unit in one backward. Calls `arrived` with the last one, if there are any."""
+
+    def __init__(self, unit: Unit, arrived: Callable[[], None]) -> None:
+        self.tokens: list[UseToken] = []
+        self._task = graph_task()
+        self._arrived = arrived
+        trainable = [parameter for each in (unit, *unit.parts) for parameter, _ in each.trainable]
+        awaited = [parameter for parameter in trainable if parameter.requires_grad and _will_get_gradient(parameter)]
+        self._missing = len(awaited)
+        self._handles = [parameter.register_post_accumulate_grad_hook(self._count) for parameter in awaited]
+
+    def _count(self, _parameter: torch.Tensor) -> None:
+        if graph_task() == self._task:
+            self._missing -= 1
+            if not self._missing:
+                self._arrived()
+
+    def give_up(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _will_get_gradient(parameter: nn.Parameter) -> bool:
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return bool(torch._C._will_engine_execute_node(node))
