@@ -57,6 +57,8 @@ class Generations:
         """That ``count`` counters need."""
     def publish(self, index: int, value: int) -> None:
         """The owner: what it wrote before is seen by those whose wait this ends."""
+    def store(self, index: int, value: int) -> None:
+        """As `publish`, for one of several counters that change together: nobody wakes up before the next event."""
     def close(self) -> None:
         """The owner: nothing will be published any more; waits for more than there is end."""
     def value(self, index: int) -> int: ...
@@ -68,6 +70,13 @@ class Generations:
         a signal wants its handler (then wait again)."""
     def interrupt(self) -> None:
         """End all waits on this object, those under way and those to come. For any thread."""
+    def changes(self) -> int:
+        """A number that every event changes, for waits that look at several counters: read it, look at them, then
+        `wait_change`, again and again."""
+    def wait_change(self, seen: int) -> None:
+        """Sleep until `changes` is not ``seen`` any more, or a signal wants its handler, or for no reason."""
+    def poke(self) -> None:
+        """An event that changes no counter: all who wait look again. For any thread."""
 
 class Lease:
     """One buffer of a Pool until released or dropped; a writable buffer of unsigned bytes.

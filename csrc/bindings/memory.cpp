@@ -57,6 +57,7 @@ void register_generations(py::module_& module) {
            }),
            py::arg("slab"), py::arg("count"), py::keep_alive<1, 2>())
       .def("publish", &Generations::publish, py::arg("index"), py::arg("value"), Release())
+      .def("store", &Generations::store, py::arg("index"), py::arg("value"))
       .def("close", &Generations::close, Release())
       .def("value", &Generations::value, py::arg("index"))
       .def_property_readonly("closed", &Generations::closed)
@@ -67,7 +68,10 @@ void register_generations(py::module_& module) {
             return name_of(self.wait(index, at_least));
           },
           py::arg("index"), py::arg("at_least"))
-      .def("interrupt", &Generations::interrupt, Release());
+      .def("interrupt", &Generations::interrupt, Release())
+      .def("changes", &Generations::changes)
+      .def("wait_change", &Generations::wait_change, py::arg("seen"), Release())
+      .def("poke", &Generations::poke, Release());
 }
 
 }  // namespace

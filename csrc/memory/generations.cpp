@@ -51,6 +51,8 @@ void Generations::publish(std::size_t index, std::uint32_t value) {
   announce();
 }
 
+void Generations::store(std::size_t index, std::uint32_t value) { counter(index).store(value); }
+
 void Generations::close() noexcept {
   _closed->store(1);
   announce();
@@ -60,6 +62,14 @@ void Generations::interrupt() noexcept {
   _interrupted.store(true);
   announce();  // the waits of other processes wake up too, look, and sleep again
 }
+
+std::uint32_t Generations::changes() const noexcept { return _changes->load(); }
+
+void Generations::wait_change(std::uint32_t seen) noexcept {
+  if (_changes->load() == seen) futex(_changes, FUTEX_WAIT, seen);
+}
+
+void Generations::poke() noexcept { announce(); }
 
 std::uint32_t Generations::value(std::size_t index) const { return counter(index).load(); }
 

@@ -30,6 +30,8 @@ class Generations {
 
   /// Raise counter `index` to `value`. Throws std::out_of_range for a counter that there is not, as all do.
   void publish(std::size_t index, std::uint32_t value);
+  /// As `publish`, for one of several counters that change together: nobody wakes up before the next event.
+  void store(std::size_t index, std::uint32_t value);
   /// Nothing will be published any more.
   void close() noexcept;
 
@@ -41,6 +43,16 @@ class Generations {
   Outcome wait(std::size_t index, std::uint32_t at_least);
   /// End all waits of this object, those under way and those to come. For any thread.
   void interrupt() noexcept;
+
+  // For waits that look at several counters, maybe of several owners:
+  //   read `changes`, look at the counters, and if need be `wait_change`, again and again.
+
+  /// A number that every event changes.
+  [[nodiscard]] std::uint32_t changes() const noexcept;
+  /// Block until `changes` is not `seen` any more, or a signal handler is to run, or for no reason.
+  void wait_change(std::uint32_t seen) noexcept;
+  /// An event that changes no counter: all who wait look again. For any thread.
+  void poke() noexcept;
 
  private:
   using Word = std::atomic<std::uint32_t>;

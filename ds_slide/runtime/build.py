@@ -41,10 +41,13 @@ from ds_slide.runtime.build_ssd import announcer, open_ssd, provide_buffers
 from ds_slide.runtime.build_units import TakeWeights, begin_codecs, join_parts, load_weights, make_unit
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.engine import SlideRuntime
+from ds_slide.runtime.gradients.agreement import Agreement
 from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.sources import Staging
 from ds_slide.runtime.parts import Parts
+from ds_slide.runtime.ranks.board import open_board
 from ds_slide.runtime.ranks.collectives import Ranks
+from ds_slide.runtime.ranks.conductor import Conductor
 from ds_slide.runtime.ranks.peers import Peers
 from ds_slide.runtime.ranks.watchdog import Watchdog
 from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
@@ -100,6 +103,10 @@ def build_runtime(
     if sharing is not None:
         shared = SharedWeights(ranks, sharing, memory, len(unit_plans), failures)
     threads, cores = _update_threads(settings)
+    conductor = Conductor.of(ranks)
+    announcements = None
+    if conductor is not None and settings.trains:
+        announcements = open_board(ranks, Agreement.width(len(unit_plans)))
     context = BuildContext(plan, settings, ranks, device, failures, recorder, memory, allocator, shared, threads, cores)
     ssd = open_ssd(context, unit_plans)
     on_ssd = SsdParts() if ssd is None else ssd.parts
@@ -116,6 +123,7 @@ def build_runtime(
         if shared is not None:
             shared.map_others([unit for unit in units if not unit.is_gathered])
         parts = _wire(module, context, units, adopt, ssd, empty, started)
+        parts.announcements = announcements
         allocator.require_all_given()
         runtime = SlideRuntime(module, parts, availability)
         if settings.slide.gpu_states == "auto":

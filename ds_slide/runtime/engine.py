@@ -27,11 +27,13 @@ from ds_slide.runtime.accumulation import Accumulation
 from ds_slide.runtime.activations.checkpointing import CacheHooks
 from ds_slide.runtime.device import Marker
 from ds_slide.runtime.ended import ENDED, free_memory, why_incomplete
+from ds_slide.runtime.gradients.agreement import Agreement, Contribution
 from ds_slide.runtime.gradients.holding import Doubts, hold_gradients
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.interruptions import Interruptions
 from ds_slide.runtime.learning import Learning
 from ds_slide.runtime.parts import Parts
+from ds_slide.runtime.ranks.conductor import Conductor
 from ds_slide.runtime.totals import Totals
 from ds_slide.runtime.transfers.handoff import Future, wait_on_stream
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
@@ -88,6 +90,7 @@ class SlideRuntime:
             self._release_all,
             deferred=parts.deferred,
         )
+        self._agreement = self._agreement_of(parts)
         self._bound: dict[int, Slot] = {}
         self._visited: Unit | None = None
         """Bound for the graph of a backward, until another block is."""
@@ -110,6 +113,13 @@ class SlideRuntime:
         self.attach()
         self.bind_residents()
         self._at_exit = running.close_at_exit(self)
+
+    def _agreement_of(self, parts: Parts) -> Agreement | None:
+        """What agrees with the other ranks which units have gradients; None where all run the same modules."""
+        conductor = parts.ranks.conductor
+        if parts.announcements is None or not isinstance(conductor, Conductor):
+            return None
+        return Agreement(conductor, parts.announcements, parts.ranks.engine, parts.units, self, parts.failures)
 
     def attach(self) -> None:
         """Put the hooks into the model, in place of those that are there: without them the model computes with what
@@ -308,6 +318,8 @@ class SlideRuntime:
         self.passes.begin_backward()  # `begin_backward` may be called before the forward, too
         self._require_only_backward()
         self.interruptions.begin_backward_of_block()
+        if self._agreement is not None and not torch.is_grad_enabled():  # not inside of what is computed again
+            self._agreement.look()
         self.parts.spare.activations.enter_backward(unit.order)
         if (compute := self.parts.recorder.compute) is not None:
             compute.enter(("backward", unit.order), self.device.mark(timed=True))
@@ -346,6 +358,8 @@ class SlideRuntime:
                 # A backward for the gradient of inputs alone must begin no update, and wait for no other rank.
                 if finished.has_gradient or not finished.trainable or self._has_gradients():
                     self._finalize(finished)
+            if self._agreement is not None:
+                self._agreement.look()
 
     def _has_gradients(self) -> bool:
         """Whether the backward under way has given any parameter a gradient."""
@@ -389,15 +403,20 @@ class SlideRuntime:
         for unit in self.units:
             unit.in_backward = False
             self._unbind_slot(unit)
-            is_missing = trains and self._final and not unit.finalized and not unit.gradient_ready
-            if unit.has_gradient or is_missing:
-                self._finalize(unit)
+            is_absent = trains and self._agreement is None and not unit.finalized and self.counts_as_zero(unit)
+            if unit.has_gradient or is_absent:
+                self._finalize(unit, at_end=True)
             unit.count_uses_anew() if trains else unit.expect_backward_again()
             unit.finalized = False
         self._doubts.end_backward()
-        if not trains:
+        if not trains:  # other ranks may have had no such backward; where they had, see `join`
             self.accumulation.leave_out()
             return
+        if self._agreement is not None:
+            self._agreement.end()
+        self._end_taken_backward()
+
+    def _end_taken_backward(self) -> None:
         self.accumulation.close(at_boundary=self._final)
         if not self.deferred and self._final:
             self._unstepped = True
@@ -405,30 +424,43 @@ class SlideRuntime:
             if self._window is not None:
                 self._window.prefetch(None, "forward")
 
+    def join(self) -> None:
+        """Take part, before a step, in the ends of backwards in which other ranks had gradients and this one none."""
+        if self._agreement is not None:
+            self.parts.ranks.meet("a step")
+
     def begin_streamed_gradient(self, unit: Unit, gradient: StreamedGradient) -> None:
         """Take the gradient of `unit` from there from now on, while its backward is still making it."""
         self._finalize(unit, gradient)
 
-    def _finalize(self, unit: Unit, source: StreamedGradient | None = None) -> None:
+    def _finalize(self, unit: Unit, source: StreamedGradient | None = None, *, at_end: bool = False) -> None:
+        """Take the gradients of `unit`. `at_end`: of backward, when nothing more comes."""
         if unit.finalized and not self.deferred:
             raise SlideError(
                 f"{unit.name} received gradients again after its update had begun (used more than once under "
                 f"re-entrant checkpointing, or a streamed head more than once in one backward); {HOLD_HINT}"
             )
+        if (source is not None or unit.has_gradient) and not self.accumulation.has_gradients:
+            self._hold_in_doubt()
+            self.accumulation.has_gradients = True
+        if self._agreement is None:
+            self._take(unit, source, final=self._final)
+        elif unit.has_gradient and unit.codec.numel:
+            unit.finalized = self.accumulation.has_taken = True
+            self._agreement.announce(unit, at_end=at_end)
+
+    def _take(self, unit: Unit, source: StreamedGradient | None = None, *, final: bool) -> None:
         self.take_back((unit,))  # one more gradient of the same step is added to those of before
         if unit.codec.compresses:
             # Of a unit that no forward has used: the next update overwrites the change, which is then lost.
             self.bind_if_fetched(unit)
-        if self._final:
+        if final:
             self.learning.look(unit, self.step_count)
         before = unit.arrived, unit.updated
         # A unit without gradients is taken for zero, which makes no mixture as long as it is only held.
         counts = source is not None or unit.has_gradient
-        if counts and not self.accumulation.has_gradients:
-            self._hold_in_doubt()
-            self.accumulation.has_gradients = True
         try:
-            self.gradients.finalize(unit, final=self._final, source=source)
+            self.gradients.finalize(unit, final=final, source=source)
         finally:
             if self.deferred:
                 # Not where packing has failed, for which memory may have been short.
@@ -445,6 +477,42 @@ class SlideRuntime:
             hold_gradients(self.parts, why)
             self.interruptions.deferred = True
 
+    # What the agreement of the ranks asks for.
+
+    def contribution(self, unit: Unit) -> Contribution:
+        """Take the gradients out of the unit's parameters."""
+        packed = self.gradients.pack_early(unit)
+        gradients = unit.take_gradients()
+        return Contribution(gradients) if packed is None else Contribution([None] * len(gradients), packed)
+
+    def drop_contribution(self, contribution: Contribution) -> None:
+        """It is not averaged."""
+        if contribution.packed is not None:
+            self.gradients.drop(contribution.packed)
+
+    def take_agreed(self, unit: Unit, *, final: bool) -> None:
+        """Average what `Unit.gradients` gives, and send it on its way."""
+        finalized = unit.finalized  # since it was announced, or not: its backward may have ended
+        self._take(unit, final=final)
+        unit.finalized = finalized
+
+    def forget_agreed(self, unit: Unit) -> None:
+        """What was just averaged belongs to gradients that this rank has dropped."""
+        unit.gradient_ready = False
+        self.learning.discard()
+
+    def counts_as_zero(self, unit: Unit) -> bool:
+        """Whether a unit that no rank has a gradient of is updated as if that was zero."""
+        return self._final and not unit.gradient_ready and bool(unit.codec.numel)
+
+    def is_final(self) -> bool:
+        """Whether the backward under way is the last one before the step."""
+        return self._final
+
+    def end_joined_backward(self) -> None:
+        """A backward has ended in which this rank had no gradient."""
+        self._end_taken_backward()
+
     # ---- step ------------------------------------------------------------------------------------------------
 
     @property
@@ -457,6 +525,7 @@ class SlideRuntime:
 
         Combined in the order of the units, so that the value does not depend on which lane finished first.
         """
+        self.join()
         with self.parts.recorder.stalled("the gradients of the step"):
             self.parts.workers.d2h.drain()
             self.parts.workers.update.drain()
@@ -472,6 +541,7 @@ class SlideRuntime:
 
     def norm_on_device(self) -> torch.Tensor:
         """Gradient norm of the last backward as a 0-d fp32 device tensor, without waiting for it."""
+        self.join()
         self._note_flags()
         sums = self.gradients.sums
         if not any(unit.gradient_ready for unit in self.units):  # else they are the last step's
@@ -526,6 +596,8 @@ class SlideRuntime:
         self.take_back(self.units)
         self.speculating.skip_step()
         self.learning.discard()
+        if self._agreement is not None:
+            self._agreement.abandon()
         for unit in self.units:
             unit.gradient_ready = False
         self.accumulation.clear()
@@ -718,6 +790,8 @@ class SlideRuntime:
     def close(self) -> None:
         """Run what is queued, end the threads, remove the hooks. Harmless when called twice."""
         running.leave(self)
+        if self._agreement is not None:
+            self._agreement.leave()
         atexit.unregister(self._at_exit)
         if not self.has_ended:
             self.spoiled = self.why_spoiled()

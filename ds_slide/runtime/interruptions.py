@@ -43,7 +43,7 @@ class Interruptions:
         self._release = release
         self.deferred = deferred
         """Gradients wait for the step."""
-        self._issued = 0
+        self._begun = 0
         """Collectives before the forward that began last."""
 
     def begin_forward(self, *, with_gradient: bool) -> None:
@@ -53,7 +53,7 @@ class Interruptions:
         self._accumulation.require_weights()
         if with_gradient:
             self._accumulation.require_gradients()
-        self._issued = self._ranks.issued
+        self._begun = self._ranks.begun
 
     def begin_backward(self) -> None:
         """SlideError likewise. Harmless outside of a backward, and for one that has begun already."""
@@ -154,7 +154,7 @@ class Interruptions:
     def _end_with_the_others(self) -> None:
         """Other ranks are in the middle of what has ended here: the next collective of this one would be taken for its
         part in that, and gradients of different blocks be added up."""
-        if self._ranks.world_size > 1 and self._ranks.issued != self._issued:
+        if self._ranks.world_size > 1 and self._ranks.begun != self._begun:
             self._failures.end(
                 f"backward() on rank {self._ranks.rank} ended with an exception in the middle of what all ranks do "
                 "together, so that no rank can go on: end all ranks and resume from the last checkpoint"

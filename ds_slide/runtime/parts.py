@@ -11,6 +11,7 @@ from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime.activations.spare_memory import SpareMemory
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.gradients.route import Gradients
+from ds_slide.runtime.ranks.board import Board
 from ds_slide.runtime.ranks.collectives import Ranks
 from ds_slide.runtime.ranks.watchdog import Watchdog
 from ds_slide.runtime.transfers.handoff import Failures
@@ -58,6 +59,8 @@ class Parts:
     make_rows: MakeRows | None = None
     """Makes the rows of the outer module that pass through the GPU."""
     watchdog: Watchdog | None = None
+    announcements: Board | None = None
+    """Where ranks that may run different modules announce their gradients; None where all have to run the same."""
 
     @property
     def deferred(self) -> bool:

@@ -20,6 +20,7 @@ from ds_slide.store.spare_buffers import WayBack
 from ds_slide.store.state import UnitState
 
 if TYPE_CHECKING:
+    from ds_slide.runtime.gradients.sources import Staging
     from ds_slide.runtime.updates.speculation import Speculation
 
 Availability = Callable[[Sequence[nn.Parameter], bool], None]
@@ -153,6 +154,12 @@ class Unit:
         """Recomputations that have saved its weights as they are, and whose backward has not ended."""
         self.finalized = False
         """This backward's gradient has left the parameters."""
+        self.taken: list[torch.Tensor | None] | None = None
+        """Gradients that are averaged although they are not, or no more, those of the parameters."""
+        self.packed: Staging | None = None
+        """Where they are packed, if they are."""
+        self.is_postponed = False
+        """Gradients of its last backward wait until other ranks have theirs."""
         self.gradient_ready = False
         """The held gradient is the sum of this accumulation window's gradients so far."""
         self.resident: torch.Tensor | None = None
@@ -248,7 +255,9 @@ class Unit:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether autograd has left a gradient in any of its parameters."""
+        """Whether autograd has left a gradient in any of its parameters, or one was taken out of them."""
+        if self.taken is not None or self.packed is not None:
+            return self.packed is not None or any(gradient is not None for gradient in self.gradients())
         return any(parameter.grad is not None for parameter, _ in self.trainable)
 
     def mark_changed(self) -> None:
@@ -257,9 +266,24 @@ class Unit:
         torch.autograd.graph.increment_version(changed)
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """What the trainable parameters have; None where one has none. Sparse ones (of embeddings) become dense, and
-        those of a backward with `create_graph` leave their graph."""
+        """What the trainable parameters have, or what was taken out of them; None where one has none. Sparse ones (of
+        embeddings) become dense, and those of a backward with `create_graph` leave their graph."""
+        if self.taken is not None:
+            return self.taken
         return [None if parameter.grad is None else _dense(parameter.grad) for parameter, _ in self.trainable]
+
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """The parameters' gradients, which they have no more."""
+        gradients = self.gradients()
+        for parameter, _ in self.trainable:
+            parameter.grad = None
+        return gradients
+
+    def drop_gradients(self) -> None:
+        """What `gradients` gives is on its way."""
+        if self.taken is None:
+            self.take_gradients()
+        self.taken = None
 
     def slot_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """One view per parameter, in its own shape, of a buffer in slot layout (of `slot_numel` elements, or more).

@@ -117,7 +117,7 @@ def test_a_rank_is_killed_in_the_middle_of_a_step(launcher: Launcher) -> None:
 
 
 def test_a_rank_ends_its_engine_while_the_other_trains(launcher: Launcher, disk: Path, tmp_path: Path) -> None:
-    """The other one is inside gloo, which nothing wakes as long as this process lives."""
+    """The other one waits for it at a meeting of the ranks, as long as this process lives."""
     os.mkfifo(fifo := tmp_path / "fifo")
     start = on_ssd(disk, share_weights=False)  # for shared ones it would wait in a lane, and be woken
     runs = launcher.begin_ranks(
@@ -267,12 +267,12 @@ def test_a_rank_is_killed_in_a_forward_of_the_second_engine(launcher: Launcher) 
 
 
 def test_a_rank_calls_the_two_engines_in_another_order(launcher: Launcher) -> None:
-    """Both gather as many weights as the other, of blocks alike: their bits are mixed, and nothing hangs."""
+    """Both gather as many weights as the other, of blocks alike: nothing would hang, and their bits be mixed."""
     edges = ["infer", 1]  # once, after the last step
     first, second = [edges, ["refer", 1], ["infer", 1]], [edges, ["infer", 1], ["refer", 1]]
     runs = beside(launcher, ["train_beside", 3], first=first, second=second)
     for run in runs:
-        check(sentence_of(run), "the ranks have called different collectives in this step")
+        check(sentence_of(run), "the ranks have come to different places of the program: rank 0 to gathering")
 
 
 def test_a_rank_ends_one_engine_while_the_other_rank_uses_it(launcher: Launcher, tmp_path: Path) -> None:

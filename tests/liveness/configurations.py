@@ -137,6 +137,27 @@ SHARED = [
 if not HAS_SHARED_WEIGHTS:
     SHARED.clear()
 
+_DIFFER = replace(_SHARED.in_memory(), shared=True, differ=True, blocks=3, steps=3)
+
+DIFFERENT = [
+    replace(_DIFFER, name="ranks that differ"),
+    replace(_DIFFER, name="ranks that differ, under backward", held=False),
+    replace(_DIFFER, name="ranks that differ, accumulation", accumulation=2),
+    replace(_DIFFER, name="ranks that differ, speculation", speculates=True, clips_first=False),
+    replace(_DIFFER, name="ranks that differ, three ranks", ranks=3),
+    replace(_DIFFER, name="ranks that differ, three ranks, under backward", ranks=3, held=False),
+    replace(_DIFFER, name="ranks that differ, one queue of collectives each", one_at_a_time=True),
+    replace(_DIFFER, name="ranks that differ, skipped steps", between="overflow"),
+    replace(_DIFFER, name="ranks that differ, checkpoints between steps", between="all", held=False),
+    replace(_DIFFER, name="ranks that differ, inference on one rank", inference=True, only_rank_0_infers=True),
+    replace(_DIFFER, name="ranks that differ, states on SSD", chunks_on_ssd=True, held=False),
+    replace(_DIFFER, name="ranks that differ, gradients on SSD", gradients_on_ssd=True, chunks_on_ssd=True),
+    replace(_DIFFER, name="ranks that differ, closed", ending="close"),
+]
+"""Ranks that read each other's weights, and use other blocks than the others."""
+if not HAS_SHARED_WEIGHTS:
+    DIFFERENT.clear()
+
 BESIDE = [
     replace(configuration, name=f"{configuration.name}, beside a reference", reference=True)
     for configuration in (
@@ -145,6 +166,7 @@ BESIDE = [
         replace(_TWO.in_memory(), name="two GPUs, one queue of collectives each", one_at_a_time=True),
         replace(_TWO.in_memory(), name="two ranks in memory, closed", ending="close"),
         replace(_SHARED.in_memory(), name="shared weights", shared=True),
+        replace(_DIFFER, name="ranks that differ"),
         replace(_SHARED, name="shared weights, states on SSD, closed", weights_on_ssd=False, ending="close"),
     )
 ]
@@ -152,4 +174,4 @@ BESIDE = [
 if not HAS_SHARED_WEIGHTS:
     BESIDE.clear()
 
-ALL = [*EXHAUSTIVE, *TWO_PASSES, *SPECULATIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *BESIDE]
+ALL = [*EXHAUSTIVE, *TWO_PASSES, *SPECULATIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *DIFFERENT, *BESIDE]

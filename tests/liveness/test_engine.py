@@ -9,6 +9,7 @@ from liveness.configurations import (
     ALL,
     BESIDE,
     DEFAULTS,
+    DIFFERENT,
     EXHAUSTIVE,
     ON_SSD,
     SHARED,
@@ -43,7 +44,7 @@ def test_all_schedules(configuration: Configuration) -> None:
 
 @pytest.mark.parametrize(
     "configuration",
-    [*TWO_PASSES, *SPECULATIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *BESIDE],
+    [*TWO_PASSES, *SPECULATIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *DIFFERENT, *BESIDE],
     ids=lambda each: each.name,
 )
 def test_lanes_of_any_speed(configuration: Configuration) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from ds_slide.runtime.unit import Update
 from ds_slide.runtime.weights.window import Window
-from liveness.configurations import HANG_1, SHARED
+from liveness.configurations import DIFFERENT, HANG_1, SHARED
 from liveness.explore import explore_by_chance, explore_orders
 
 
@@ -85,3 +86,41 @@ def test_weights_that_are_read_before_they_are_published_are_found(monkeypatch: 
     (finding, *_) = explore_by_chance(SHARED[0], 100).findings
     assert finding.outcome.kind == "error"
     assert "other bits than in memory" in finding.outcome.message
+
+
+@needs_shared
+def test_a_unit_that_is_averaged_before_all_have_announced_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 enters what it has itself: the other rank gives zeros, and its own gradient one average too late."""
+    from ds_slide.runtime.gradients.agreement import Agreement
+
+    count = Agreement._count
+
+    def announced(agreement: Agreement, rank: int, order: int) -> int:
+        return max(1, count(agreement, rank, order))
+
+    monkeypatch.setattr(Agreement, "_count", announced)
+    assert explore_by_chance(DIFFERENT[0], 100).findings
+
+
+@needs_shared
+def test_ranks_that_do_not_wait_for_the_end_of_backward_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_slide.runtime.ranks.conductor import Conductor
+
+    monkeypatch.setattr(Conductor, "_takes_part", lambda *_: True)
+    assert explore_by_chance(DIFFERENT[0], 100).findings
+
+
+@needs_shared
+def test_a_waiting_rank_that_follows_no_log_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other: one in an average, one for the rank that is behind."""
+    from ds_slide.runtime.ranks.conductor import PACE, Conductor
+
+    def keep_pace(conductor: Conductor, waiting: int, failures: Any) -> None:
+        own = conductor._pace(conductor._count)
+        if waiting >= PACE and not conductor._is_in_entry:
+            conductor.board.until(lambda: not conductor._is_ahead(own), failures, "ranks that are behind")
+
+    monkeypatch.setattr(Conductor, "keep_pace", keep_pace)
+    many = replace(DIFFERENT[0], name="six blocks", blocks=6, differ=False)
+    (finding, *_) = explore_by_chance(many, 100).findings
+    assert finding.outcome.kind == "deadlock"

@@ -73,6 +73,8 @@ class Configuration:
     shared: bool = False
     """Weights of the ranks in memory that all of them read, else they are gathered."""
     only_rank_0_infers: bool = False
+    differ: bool = False
+    """Each rank uses other blocks and outer modules in each micro-batch, and some micro-batches on one rank none."""
     reference: bool = False
     """A second engine without an optimizer, of which a forward precedes each one of the training."""
     one_at_a_time: bool = False
@@ -91,7 +93,7 @@ class Configuration:
             outer_chunks_on_ssd=False,
             gradients_on_ssd=False,
             speculates=False,
-            shared=self.only_rank_0_infers,
+            shared=self.only_rank_0_infers or self.differ,
             one_at_a_time=False,
             ending="read",
         )

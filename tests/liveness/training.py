@@ -29,6 +29,8 @@ class Training:
         self.model = model
         self.runtime = runtime
         self.rank = rank
+        self.number = 0
+        """Of the micro-batch."""
         self.seen: list[int] = []
         """Checksums of the weights that were computed with."""
 
@@ -37,12 +39,13 @@ class Training:
         for step in range(configuration.steps):
             for micro in range(configuration.accumulation):
                 runtime.set_final(micro + 1 == configuration.accumulation)
+                self.number = step * configuration.accumulation + micro
                 if self.reference is not None:
                     with torch.no_grad():
                         self.reference._forward(with_backward=False)
                 self._forward(with_backward=True)
                 runtime.begin_backward(self._hypers())
-                self._backward(step * configuration.accumulation + micro)
+                self._backward(self.number)
                 runtime.end_backward()
             if self.configuration.between == "overflow" and step % 2:
                 runtime.square_sum()
@@ -82,9 +85,17 @@ class Training:
     def _forward(self, *, with_backward: bool) -> None:
         self.model(lambda: self._units_forward(with_backward))
 
+    def _uses(self, unit: Any) -> bool:
+        """Whether the micro-batch of this rank uses the unit."""
+        if not self.configuration.differ:
+            return True
+        if self.number % 3 == 2 and self.rank == self.number % 2:
+            return False  # none at all
+        return bool((5 * self.number + 2 * self.rank + unit.order) % 3)
+
     def _units_forward(self, with_backward: bool) -> None:
         runtime = self.runtime
-        for unit in runtime.units:
+        for unit in filter(self._uses, runtime.units):
             if unit.spec.kind == "outer":
                 runtime.bind_if_fetched(unit)
                 self._look(unit)
@@ -95,7 +106,7 @@ class Training:
 
     def _backward(self, number: int) -> None:
         runtime = self.runtime
-        for unit in reversed(runtime.units):
+        for unit in filter(self._uses, reversed(runtime.units)):
             if unit.spec.kind == "block":
                 runtime.enter_backward(unit)
                 if self.configuration.checkpointing:

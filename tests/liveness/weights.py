@@ -22,6 +22,7 @@ class _Counters:
     def __init__(self, count: int) -> None:
         self.values = [0] * count
         self.closed = False
+        self.changes = 0
 
 
 class Generations:
@@ -48,10 +49,26 @@ class Generations:
     def publish(self, index: int, value: int) -> None:
         self._do("publish")
         self._counters.values[index] = value
+        self._counters.changes += 1
+
+    def store(self, index: int, value: int) -> None:
+        self._counters.values[index] = value
+
+    def changes(self) -> int:
+        return self._counters.changes
+
+    def wait_change(self, seen: int) -> None:
+        if self._counters.changes == seen and (scheduler := active()) is not None:
+            scheduler.do(Operation("a change of the board", self, lambda: self._counters.changes != seen))
+
+    def poke(self) -> None:
+        self._do("poke")
+        self._counters.changes += 1
 
     def close(self) -> None:
         self._do("close")
         self._counters.closed = True
+        self._counters.changes += 1
 
     def interrupt(self) -> None:
         self._do("interrupt")

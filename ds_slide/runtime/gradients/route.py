@@ -85,6 +85,8 @@ class Gradients:
         self._failures = failures
         self._stagings = list(stagings)
         self._turn = 0
+        self._early: set[Staging] = set()
+        """Staging buffers with gradients that are not averaged yet."""
         self._ring = ring
         self._square_sum = square_sum
         self._updating = updating
@@ -126,8 +128,7 @@ class Gradients:
                 at_once=lambda: send(self._submit_update),
             )
         )
-        for parameter, _ in unit.trainable:
-            parameter.grad = None
+        unit.drop_gradients()
         unit.gradient_ready = True
 
     def _is_left_out(self, unit: Unit) -> bool:
@@ -330,12 +331,36 @@ class Gradients:
 
     def _reduced(self, unit: Unit) -> Packed:
         """`_reduce` in the next staging buffer, which is given back where that fails: memory may be short."""
-        staging = self._take_staging()
+        staging = unit.packed or self._take_staging()
+        self._early.discard(staging)
         try:
             return self._reduce(unit, staging)
         except BaseException:
             staging.free.keep(self._device.mark())
             raise
+
+    def pack_early(self, unit: Unit) -> Staging | None:
+        """Pack the gradients of a unit that is averaged later, so that they do not lie on the GPU as autograd left
+        them. None where no staging buffer can be had at once, or none would be left for what is averaged before."""
+        if (
+            unit.codec.compresses
+            or len(self._early) + 1 >= len(self._stagings)
+            or not self._next_staging().free.is_kept
+        ):
+            return None
+        staging = self._take_staging()
+        self._early.add(staging)
+        try:
+            self._encode_for_ranks(unit, staging)
+        except BaseException:
+            self.drop(staging)
+            raise
+        return staging
+
+    def drop(self, staging: Staging) -> None:
+        """What was packed early is not averaged."""
+        self._early.discard(staging)
+        staging.free.keep(self._device.mark())
 
     def _accumulate(self, arrival: _Arrival, held: Held, piece: slice, gradient: torch.Tensor) -> int:
         """Add the elements `piece` of a gradient to those that are held; the last piece comes last."""
@@ -349,8 +374,14 @@ class Gradients:
             arrival.unit.square_sum_on = "host"
         return (2 * total.element_size() + gradient.element_size()) * gradient.numel()
 
+    def _next_staging(self) -> Staging:
+        """The one whose turn it is. One that was packed early waits for other ranks, and is passed over."""
+        while self._stagings[self._turn] in self._early:
+            self._turn = (self._turn + 1) % len(self._stagings)
+        return self._stagings[self._turn]
+
     def _take_staging(self) -> Staging:
-        staging = self._stagings[self._turn]
+        staging = self._next_staging()
         self._turn = (self._turn + 1) % len(self._stagings)
         wait_on_stream(staging.free, self._device, self._stalled)
         staging.free = Future(self._failures, "a GPU buffer for a gradient")
@@ -367,11 +398,17 @@ class Gradients:
                 summed = self._add_square_sums(unit, summed, own)
             return Packed(staging.free, own, summed)
         packed = _of_dtype(staging.packed, codec.dtype)[: ranks * codec.numel]
+        if unit.packed is None:
+            self._encode_for_ranks(unit, staging)
+        self._ranks.reduce_gradients(unit, packed, own, self._device.mark())
+        return Packed(staging.free, own, None)
+
+    def _encode_for_ranks(self, unit: Unit, staging: Staging) -> None:
+        codec = unit.codec
+        packed = _of_dtype(staging.packed, codec.dtype)[: self._ranks.world_size * codec.numel]
         summed = codec.encode_for_ranks(unit.gradients(), packed)
         if codec.compresses:
             self._add_square_sums(unit, summed, packed)
-        self._ranks.reduce_gradients(unit, packed, own, self._device.mark())
-        return Packed(staging.free, own, None)
 
 
 def _of_dtype(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

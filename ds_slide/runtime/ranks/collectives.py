@@ -1,5 +1,9 @@
 """The ranks that share the states (ZeRO-3 data parallelism), and the collectives between them.
 
+Ranks of one machine may run different modules: rank 0 decides on the order of their averages of gradients
+(`ds_slide.runtime.ranks.conductor`). What follows is the order of all other collectives, and of all of them where the
+ranks are on several machines.
+
 The rule without which several ranks would wait for ever: one order of collectives, the same on all ranks, whatever the
 threads do.
 
@@ -24,7 +28,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,6 +40,16 @@ from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.runtime.unit import Unit
 
 _NOWHERE = Device(torch.device("cpu"))
+
+
+class Meets(Protocol):
+    """Who decides on the order of collectives (`ds_slide.runtime.ranks.conductor.Conductor`)."""
+
+    announced: int
+    """Collectives that this rank has asked for."""
+
+    def meet(self, what: str, failures: Failures) -> None:
+        """Wait until all ranks have come to this one. SlideError on all of them where they have come to others."""
 
 
 @dataclass(eq=False)
@@ -50,6 +64,9 @@ class Channel:
     """Collectives so far, of all engines."""
     digest: int = 0
     """A digest of what they were, in order: the same on all ranks."""
+    conductor: Meets | None = None
+    """Who decides on their order; None where the program does."""
+    has_asked_for_conductor: bool = False
 
 
 _channels: dict[tuple[int, ...], Channel] = {}
@@ -89,13 +106,32 @@ class Ranks:
         self._group = self._channel.group
         self._stream = self._channel.stream
         self._channel.engines += 1
-        self._engine = self._channel.engines
+        self.engine = self._channel.engines
+        """The number of its engine."""
         self._failures: Failures | None = None
 
     @property
     def issued(self) -> int:
         """Collectives so far, of all engines."""
         return self._channel.issued
+
+    @property
+    def begun(self) -> int:
+        """Collectives so far, and those that this rank has asked for."""
+        return self._channel.issued + (0 if self.conductor is None else self.conductor.announced)
+
+    @property
+    def conductor(self) -> Meets | None:
+        return self._channel.conductor
+
+    @property
+    def has_asked_for_conductor(self) -> bool:
+        """Whether it is known if there is one."""
+        return self._channel.has_asked_for_conductor
+
+    def conduct(self, conductor: Meets | None) -> None:
+        """Have `conductor` decide on the order of collectives, of all engines of this process."""
+        self._channel.conductor, self._channel.has_asked_for_conductor = conductor, True
 
     @property
     def digest(self) -> int:
@@ -135,12 +171,18 @@ class Ranks:
         """Make the compute stream wait for the collectives stream."""
         self._device.wait(self.mark())
 
+    def meet(self, what: str) -> None:
+        """Wait until all ranks have come to `what`, if anybody decides on the order of collectives."""
+        if self.conductor is not None:
+            self.conductor.meet(f"{what} (engine {self.engine})", self._failures or Failures())
+
     @contextmanager
     def _issue(self, what: str, *after: Marker) -> Iterator[None]:
         """One collective on the collectives stream, behind `after`. On the CPU accelerator it blocks."""
         channel = self._channel
+        self.meet(what)
         channel.issued += 1
-        channel.digest = zlib.crc32(f"{self._engine}: {what}".encode(), channel.digest)
+        channel.digest = zlib.crc32(f"{self.engine}: {what}".encode(), channel.digest)
         sentence = f"collective {channel.issued} of rank {self.rank}: {what}"
         with self.on_stream(), nullcontext() if self._failures is None else self._failures.collective(sentence):
             for marker in after:

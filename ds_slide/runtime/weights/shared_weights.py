@@ -5,12 +5,14 @@ begins with a counter for each unit: the generation of the weights that are comp
 for the counters of the other ranks, asleep in the kernel, never for a collective.
 
 Why nobody overwrites what another rank still reads. An update to version n + 1 needs the average of the gradients of
-all ranks, and a rank enters that collective after its own backward of the unit, so after the GPU copy of version n that
-the backward used was complete. What it has asked for since, of version n, may be torn, but is never bound: binding
-compares versions, and the rank's own version has become n + 1 before it binds again. A change of weights, of which none
-may be missed, has been applied by then: a rank that has not used the unit waits for it before it enters the collective
-(`SlideRuntime._finalize`). Writes from outside (loading, `safe_set_*`) have no such collective before them:
-`SlideRuntime.begin_writing` is one.
+all ranks. A rank enters that collective, on its compute stream, when it has announced the unit after its own backward
+of it, or at the end of its whole backward, with zeros, if it has not. Both are later than the last use of version n,
+also of a unit that it used in forward alone, so the GPU copy that was used is complete. What it has asked for since, of
+version n, may be torn, but is never bound: binding compares versions, and the rank's own version has become n + 1 when
+it enters, before it binds again. A unit that is used once more between its announcement and its average has version n,
+whole, because no update can have begun. A change of weights, of which none may be missed, has been applied by then: a
+rank that has not used the unit waits for it before it enters the collective (`SlideRuntime._take`). Writes from outside
+(loading, `safe_set_*`) have no such collective before them: `SlideRuntime.begin_writing` is one.
 """
 
 from __future__ import annotations

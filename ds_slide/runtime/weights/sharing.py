@@ -70,6 +70,15 @@ def open_sharing(
         return None
 
 
+def share(ranks: Ranks) -> Sharing | None:
+    """Memory files of the ranks, for what is better with them and goes without; None where they cannot be shared.
+    Collective."""
+    try:
+        return _share(ranks)
+    except _Impossible:
+        return None
+
+
 class _Impossible(Exception):
     """Why the ranks share no memory, the same on all of them."""
 

@@ -210,7 +210,7 @@ class Window:
             yield from (unit for unit in reversed(order[:position]) if unit.awaits_backward)
             for unit in order:
                 # Its weights are about to change: fetching them now would fetch them twice.
-                if unit.awaits_backward:
+                if unit.awaits_backward or unit.is_postponed:
                     return
                 yield unit
 

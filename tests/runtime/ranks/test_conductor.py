@@ -1,0 +1,153 @@
+"""The order that ranks agree on, with threads for the ranks and members that only note what they are asked for."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from ds_slide import _native
+from ds_slide.errors import SlideError
+from ds_slide.runtime.ranks.board import TEXT_BYTES, Board
+from ds_slide.runtime.ranks.conductor import RING, Conductor, Entry, Kind, _Row
+from ds_slide.runtime.transfers.handoff import Failures
+
+
+@dataclass
+class Backward:
+    """A member that has ended when it says so. Rank 0 enters unit 5 at each end."""
+
+    conductor: Conductor
+    ended: list[int]
+    """The last backward that each rank has ended."""
+    engine: int = 1
+    backward: int = 1
+    seen: list[str] = field(default_factory=list)
+
+    def lead(self) -> None:
+        pass
+
+    def average(self, entry: Entry) -> None:
+        self.seen.append(f"unit {entry.unit}")
+
+    def has_ended(self, rank: int) -> bool:
+        return self.ended[rank] == self.backward
+
+    def lead_end(self) -> None:
+        self.conductor.append(entry := Entry(Kind.UNIT, self.engine, 5))
+        self.average(entry)
+
+    def close(self) -> None:
+        self.backward += 1
+        self.seen.append("closed")
+
+    def joined(self) -> None:
+        self.seen.append("joined")
+
+    def end(self) -> None:
+        self.ended[self.conductor.board.rank] = self.backward
+        self.conductor.end(self, self.backward, Failures())
+
+
+def ranks_of(count: int) -> list[Backward]:
+    numbers = count * len(_Row) + 1 + RING
+    slab = _native.Slab(_native.Generations.bytes(numbers), False, False)
+    texts, ended = mmap.mmap(-1, count * TEXT_BYTES), [0] * count
+    members = []
+    for rank in range(count):
+        board = Board(_native.Generations(slab, numbers), texts, rank, count, len(_Row))
+        members.append(Backward(Conductor(board), ended))
+        members[-1].conductor.enter(members[-1])
+    return members
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """What each call returns, or the SlideError that it raises."""
+
+    def result(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except SlideError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(timeout=30) for future in [pool.submit(result, call) for call in calls]]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_come_to_the_end_and_then_to_a_step(ranks: int) -> None:
+    members = ranks_of(ranks)
+
+    def step(member: Backward) -> None:
+        member.end()
+        member.conductor.meet("a step", Failures())
+
+    for _ in range(3):
+        assert together(*(lambda member=each: step(member) for each in members)) == [None] * ranks
+    assert all(each.seen == ["unit 5", "closed"] * 3 for each in members)
+
+
+@pytest.mark.parametrize("idle", [0, 1, 2])
+def test_a_rank_without_a_backward_takes_part_in_those_of_others(idle: int) -> None:
+    members = ranks_of(3)
+
+    def step(member: Backward) -> None:
+        if member is not members[idle]:
+            member.end()
+        member.conductor.meet("a step", Failures())
+
+    assert together(*(lambda member=each: step(member) for each in members)) == [None] * 3
+    for rank, member in enumerate(members):
+        assert member.seen == ["unit 5", "closed"] + ["joined"] * (rank == idle)
+
+
+@pytest.mark.parametrize("stray", [0, 1, 2])
+def test_a_rank_at_another_place_is_named_on_all_and_later_meetings_take_place(stray: int) -> None:
+    members = ranks_of(3)
+    places = ["a gather", "a gather", "a gather"]
+    places[stray] = "a step"
+
+    def meet(member: Backward) -> None:
+        member.conductor.meet(places[member.conductor.board.rank], Failures())
+
+    sentences = together(*(lambda member=each: meet(member) for each in members))
+    assert len(set(sentences)) == 1
+    first, second = places[0], "a step" if stray else "a gather"
+    assert f"rank 0 to {first}, rank {stray or 1} to {second};" in sentences[0]
+    places[:] = ["a gather"] * 3
+    assert together(*(lambda member=each: meet(member) for each in members)) == [None] * 3
+
+
+def test_inside_of_an_entry_nothing_meets() -> None:
+    (member, _) = ranks_of(2)
+    with member.conductor.entry():
+        member.conductor.meet("a sum", Failures())
+        member.conductor.look()
+
+
+def test_only_a_rank_that_is_ahead_waits_for_the_pace() -> None:
+    first, second = ranks_of(2)
+    for _ in range(3):
+        second.conductor.announce()
+    first.conductor.keep_pace(9, Failures())  # behind: it goes on
+    second.conductor.keep_pace(1, Failures())  # ahead, with little waiting
+    waits = threading.Thread(target=second.conductor.keep_pace, args=(9, Failures()))
+    waits.start()
+    assert waits.is_alive()
+    first.conductor.announce()
+    waits.join(30)
+    assert not waits.is_alive()
+
+
+def test_a_rank_that_waits_itself_is_not_waited_for() -> None:
+    """It may be at the end of a backward of fewer modules."""
+    first, second = ranks_of(2)
+    for _ in range(3):
+        second.conductor.announce()
+    first.conductor._come_to("the end", Failures())
+    second.conductor.keep_pace(9, Failures())
