@@ -64,7 +64,9 @@ class SlideZeroOffload(ParameterOffload, DeepSpeedZeRoOffload):
         settings = forward_settings(slide, ds_config, self.dtype)
         self.runtime, self.kernels = assemble(module, {}, settings, dp_process_group)
         try:
-            self.protocol = protocol.ParameterProtocol(self.runtime, dp_process_group)
+            self.protocol = protocol.ParameterProtocol(
+                self.runtime, dp_process_group, int(kwargs.get("param_persistence_threshold", 100_000))
+            )
             ParameterOffload.__init__(self, self.runtime, module, self.protocol)
             plain_copy.teach(module, self.protocol.whole_weights)
             ownership.enter(self, module)

@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry
 from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.weights.residents import AS_THEY_ARE
 
 Places = Mapping[nn.Parameter, tuple[Unit, Entry]]
 
@@ -61,10 +62,12 @@ class Newcomers:
     def look(self) -> None:
         """Give parameters that are on now states. SlideError for one that is in no unit, with its name."""
         self._walk()
-        for name, parameter in self._strangers:
-            if parameter.requires_grad:
-                raise _is_in_no_unit(name, parameter)
-        if on := [parameter for parameter in self._frozen if parameter.requires_grad]:
+        with AS_THEY_ARE():
+            for name, parameter in self._strangers:
+                if parameter.requires_grad:
+                    raise _is_in_no_unit(name, parameter)
+            on = [parameter for parameter in self._frozen if parameter.requires_grad]
+        if on:
             self._train(on)
             self._leave_out_trained()
 

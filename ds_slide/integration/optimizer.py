@@ -46,6 +46,7 @@ from ds_slide.model.structure import PrecisionOf
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.gradients.norm_watch import NormWatch
 from ds_slide.runtime.unfreezing import Limits, give_states
+from ds_slide.runtime.weights.residents import AS_THEY_ARE
 
 _COUNTS = "ds_slide_update_counts"
 """Key of a checkpoint's optimizer states: updates of each parameter that was off in some steps, by its name."""
@@ -105,7 +106,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def _take_over(self, module: nn.Module) -> None:
         """Make the model's parameters, and what asks for their states, those of the runtime."""
-        self.protocol = protocol.ParameterProtocol(self.runtime, self.dp_process_group)
+        self.protocol = protocol.ParameterProtocol(self.runtime, self.dp_process_group, self._most_elements_of_small)
         self.access = StateAccess(self.runtime, self.protocol.places, self.dp_process_group, self.rule)
         self._serve_sub_groups()
         self._empty_parameter_groups()
@@ -165,6 +166,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.zenflow = False
         self.use_muon = False
         self.persistent_parameters: list[nn.Parameter] = []
+        self._most_elements_of_small = int(kwargs.get("param_persistence_threshold", 100_000))
         self.offload_param = False
         self.params_in_nvme_and_cpu = False
         self.model_parallel_group = None
@@ -288,14 +290,15 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         """Apply or queue the update; skip it when the gradients are not finite (`overflow`)."""
         if closure is not None:
             raise SlideError("step(closure) is not supported with ZeRO stage 3; call step() without arguments")
-        self.runtime.interruptions.require_gradients()
-        self._norm_watch.check(wait=False)
-        self.newcomers.require_no_gradient()
-        self.protocol.release()  # of forwards without a backward
-        if self.runtime.deferred:
-            self._step_held()
-        else:
-            self._step_under_way()
+        with AS_THEY_ARE():
+            self.runtime.interruptions.require_gradients()
+            self._norm_watch.check(wait=False)
+            self.newcomers.require_no_gradient()
+            self.protocol.release()  # of forwards without a backward
+            if self.runtime.deferred:
+                self._step_held()
+            else:
+                self._step_under_way()
 
     def _step_held(self) -> None:
         scaled_norm = math.sqrt(self.runtime.square_sum())
@@ -328,9 +331,10 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         """Forget the gradients of the accumulation window, if there are any that step() has not taken."""
         self._epilogue_ran_this_backward = False
         self.runtime.forget_gradients()
-        for group in self.fp16_groups:
-            for parameter in group:
-                parameter.grad = None
+        with AS_THEY_ARE():
+            for group in self.fp16_groups:
+                for parameter in group:
+                    parameter.grad = None
 
     def slide_stats(self) -> dict[str, Any]:
         """Statistics of the newest finished step (see `ds_slide.report.statistics`); empty before the first."""
@@ -521,6 +525,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         finally:
             if self.runtime.newcomers is not None:
                 self.newcomers.close()
+                self.runtime.newcomers = None  # the runtime lives as long as the model, and this engine need not
             self.runtime.close()
             self.kernels.undo()
             zero_grad.detach(self.optimizer)

@@ -56,7 +56,7 @@ from ds_slide.runtime.transfers.pool import BufferPool
 from ds_slide.runtime.transfers.ssd import SsdParts, SsdStates, moved_bytes
 from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
 from ds_slide.runtime.transfers.uploads import Uploads
-from ds_slide.runtime.unit import Availability, Empty, Unit
+from ds_slide.runtime.unit import Empty, Unit
 from ds_slide.runtime.updates.apply import host_update
 from ds_slide.runtime.updates.passes import Passes
 from ds_slide.runtime.updates.speculation import Speculating
@@ -64,6 +64,7 @@ from ds_slide.runtime.updates.threads import update_cores
 from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.runtime.updates.updating import Updating
 from ds_slide.runtime.weights.gathers import Gathers
+from ds_slide.runtime.weights.residents import Availability
 from ds_slide.runtime.weights.rows import MakeRows, RowBuffers, RowEvents, StreamedRows
 from ds_slide.runtime.weights.shared_weights import SharedWeights
 from ds_slide.runtime.weights.sharing import Sharing

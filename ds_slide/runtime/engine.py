@@ -37,12 +37,13 @@ from ds_slide.runtime.ranks.conductor import Conductor
 from ds_slide.runtime.totals import Totals
 from ds_slide.runtime.transfers.handoff import Future, wait_on_stream
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
-from ds_slide.runtime.unit import Availability, Unit
+from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.updates.apply import device_update
 from ds_slide.runtime.weights.calls import in_backward
 from ds_slide.runtime.weights.function_transforms import require_no_transform
 from ds_slide.runtime.weights.hooks import BlockHooks, OuterHooks, RootHooks, RootState
 from ds_slide.runtime.weights.outputs import OnGradient
+from ds_slide.runtime.weights.residents import AS_THEY_ARE, Availability, Binding, Residents
 from ds_slide.runtime.weights.rows import StreamedRows
 from ds_slide.runtime.weights.saved_weights import SavedWeights
 from ds_slide.runtime.weights.wide_hooks import WideHooks
@@ -76,6 +77,7 @@ class SlideRuntime:
         self.learning = Learning(parts.units, self.settle, parts.ranks, parts.device)
         self.step_count = 0
         self._availability = availability
+        self.residents = Residents(availability)
         self._window = parts.window
         self.rows: StreamedRows | None = None if parts.make_rows is None else parts.make_rows(self)
         """The weight of the outer module that is not on the GPU as a whole, for the module that computes with it."""
@@ -182,6 +184,7 @@ class SlideRuntime:
             else:
                 self.wait(future)
         self._bind(unit, unit.slot_views(unit.resident))
+        self.residents.bound(unit, computing=self._root.active or in_backward())
 
     def bind_if_fetched(self, unit: Unit) -> None:
         """Bind a resident unit before a module that owns parameters of it runs: its new weights may be on their way."""
@@ -195,14 +198,15 @@ class SlideRuntime:
                 self._unbind(unit)
 
     def _bind(self, unit: Unit, views: Sequence[torch.Tensor]) -> None:
+        self._availability(unit.parameters, Binding.COMPUTING)
         for parameter, view in zip(unit.parameters, views, strict=True):
             parameter.data = view
-        self._availability(unit.parameters, True)
 
     def _unbind(self, unit: Unit) -> None:
+        self.residents.leave(unit)
         for parameter in unit.parameters:
             parameter.data = self.parts.empty.tensors[unit.parameter_dtype]
-        self._availability(unit.parameters, False)
+        self._availability(unit.parameters, Binding.ABSENT)
 
     def _bind_slot(self, unit: Unit, direction: str) -> Slot:
         assert self._window is not None
@@ -246,6 +250,7 @@ class SlideRuntime:
             self._window.release_all()
         if self.rows is not None:
             self.rows.give_up()
+        self.residents.end_computing()
 
     def wait(self, future: Future) -> None:
         """Make the compute stream wait for a transfer, and book the time it stands still."""
@@ -266,6 +271,7 @@ class SlideRuntime:
                 "a forward began after backward() at an accumulation boundary and before engine.step(), but the "
                 f"weights are being updated under backward; call engine.step() first, or {HOLD_HINT}"
             )
+        self.residents.begin_computing()
         self._doubts.begin_forward(args, kwargs)
         if in_backward():
             return  # what the backward under way has kept, and has moved, stays as it is
@@ -279,6 +285,8 @@ class SlideRuntime:
         for unit in self.blocks:  # only after an exception: a block that was entered and never left
             if unit.order in self._bound and not unit.in_backward:
                 self._unbind_slot(unit)
+        if not in_backward() and not (self.parts.trains and self._module.training and torch.is_grad_enabled()):
+            self.residents.end_computing()  # otherwise a backward is to come, and its end is the end
 
     def enter_forward(self, unit: Unit, *, with_backward: bool) -> None:
         require_no_transform()
@@ -354,12 +362,22 @@ class SlideRuntime:
             return  # of a backward with create_graph: the block's use ends with the backward of what that makes
         unit.uses_done += 1
         if unit.uses_done >= unit.uses and (self.deferred or not self.accumulation.is_nested):
-            for finished in (*unit.parts, unit):
-                # A backward for the gradient of inputs alone must begin no update, and wait for no other rank.
-                if finished.has_gradient or not finished.trainable or self._has_gradients():
-                    self._finalize(finished)
-            if self._agreement is not None:
-                self._agreement.look()
+            with AS_THEY_ARE():
+                self._finalize_block(unit)
+
+    def end_use(self, unit: Unit) -> None:
+        """A gradient of the unit has come by another way than the backward of its module."""
+        unit.uses_done += 1
+        if unit.uses_done >= unit.uses and unit.spec.kind == "block" and self.accumulation.is_open:
+            self._finalize_block(unit)
+
+    def _finalize_block(self, unit: Unit) -> None:
+        for finished in (*unit.parts, unit):
+            # A backward for the gradient of inputs alone must begin no update, and wait for no other rank.
+            if finished.has_gradient or not finished.trainable or self._has_gradients():
+                self._finalize(finished)
+        if self._agreement is not None:
+            self._agreement.look()
 
     def _has_gradients(self) -> bool:
         """Whether the backward under way has given any parameter a gradient."""
@@ -380,6 +398,7 @@ class SlideRuntime:
                 self.bind_resident(unit)  # of a graph that is older than a step: no forward has bound it since
         self.interruptions.begin_backward()
         self._doubts.of_another = of_another
+        self.residents.begin_computing()
         self.gradients.hypers, self.gradients.grad_scale = tuple(hypers), grad_scale
 
     def _require_only_backward(self) -> None:
@@ -399,7 +418,20 @@ class SlideRuntime:
             return  # what follows a backward that has ended with an exception, as its end
         # The end of an accumulation may be announced without a backward, and counts.
         ends_sum = not self.accumulation.is_open and self.accumulation.micro_batches > 0
-        trains = ends_sum or self._has_gradients()
+        with AS_THEY_ARE():
+            trains = ends_sum or self._has_gradients()
+            self._end_units(trains=trains)
+        self.residents.end_computing()
+        self._doubts.end_backward()
+        if not trains:  # other ranks may have had no such backward; where they had, see `join`
+            self.accumulation.leave_out()
+            return
+        if self._agreement is not None:
+            self._agreement.end()
+        self._end_taken_backward()
+
+    def _end_units(self, *, trains: bool) -> None:
+        """Take the gradients that units still have. `trains`: the backward has given some."""
         for unit in self.units:
             unit.in_backward = False
             self._unbind_slot(unit)
@@ -408,13 +440,6 @@ class SlideRuntime:
                 self._finalize(unit, at_end=True)
             unit.count_uses_anew() if trains else unit.expect_backward_again()
             unit.finalized = False
-        self._doubts.end_backward()
-        if not trains:  # other ranks may have had no such backward; where they had, see `join`
-            self.accumulation.leave_out()
-            return
-        if self._agreement is not None:
-            self._agreement.end()
-        self._end_taken_backward()
 
     def _end_taken_backward(self) -> None:
         self.accumulation.close(at_boundary=self._final)
@@ -469,6 +494,19 @@ class SlideRuntime:
                 self.accumulation.has_taken |= unit.updated is not before[1]
         if self._window is not None and unit.is_streamed and not self.deferred:
             self._window.prefetch(unit, "backward")
+
+    def take_left_gradient(self, unit: Unit) -> None:
+        """Take the gradients that a graph without an output of the model's forward has left in the unit's parameters.
+        SlideError where its update has begun without them."""
+        try:
+            self.require_held(f"a backward() that reaches {unit.name} and no output of the engine's forward")
+            before = self.accumulation.has_taken, self.accumulation.has_gradients
+            self._finalize(unit)
+            self.accumulation.has_taken, self.accumulation.has_gradients = before
+            unit.finalized = False
+        finally:
+            for parameter, _ in unit.trainable:
+                parameter.grad = None
 
     def _hold_in_doubt(self) -> None:
         """Let gradients wait for the step from now on where the first update of the backward may not be meant."""

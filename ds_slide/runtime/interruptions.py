@@ -18,6 +18,7 @@ from ds_slide.runtime.transfers.handoff import Failures
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.weights.calls import NO_TASK, graph_task
 from ds_slide.runtime.weights.hooks import RootState
+from ds_slide.runtime.weights.residents import AS_THEY_ARE
 
 
 class Interruptions:
@@ -144,9 +145,10 @@ class Interruptions:
     def _recover(self) -> None:
         self._end_with_the_others()
         self._leave_units(Unit.count_uses_anew)
-        for unit in self._units:
-            for parameter, _ in unit.trainable:
-                parameter.grad = None
+        with AS_THEY_ARE():
+            for unit in self._units:
+                for parameter, _ in unit.trainable:
+                    parameter.grad = None
         if not self._accumulation.interrupt(deferred=self.deferred):
             for unit in self._units:
                 unit.gradient_ready = False

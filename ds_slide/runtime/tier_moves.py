@@ -248,6 +248,7 @@ def _copies(runtime: SlideRuntime, moving: Sequence[Unit]) -> Iterator[Copy]:
 def _show(runtime: SlideRuntime, unit: Unit) -> None:
     """The state buffers of `unit` are others: everybody who has known them gets to know these."""
     runtime.weights_changed(unit)
+    runtime.residents.leave(unit)
     runtime.parts.adopt(unit)
     if unit.resident is not None:
         runtime.bind_resident(unit)

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ds_slide.runtime.gradients.sources import Staging
     from ds_slide.runtime.updates.speculation import Speculation
 
-Availability = Callable[[Sequence[nn.Parameter], bool], None]
-
 
 def _nothing(_version: int) -> None:
     """Of weights that no other rank reads."""

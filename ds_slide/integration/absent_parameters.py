@@ -1,0 +1,353 @@
+"""Parameters between forwards: a script that computes with one gets its present value, or one sentence.
+
+Outside of forward and backward the class of a parameter is one with `__torch_function__`, made once for each class of
+parameters. Inside it is the parameter's own class, so nothing is intercepted there. A torch function gets in place of
+such a parameter:
+
+    a question (shape, dtype, grad, repr, ...)      the parameter as it is
+    a small parameter                               a copy of its value, whose gradient comes back to the parameter
+    a larger one that is on the accelerator         the parameter as it is
+    a larger one that is not                        a SlideError
+    a function that writes (`clamp_`, `out=`, ...)  a copy, which then becomes the weights and the masters
+
+`p.data`, `p.detach()` and views are an `Alias`: it reads the present value of its parameter and writes to it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from ds_slide.runtime.weights.residents import AS_THEY_ARE
+
+VALUES = "ds_slide_values"
+"""Attribute of a parameter: the `Values` of its engine."""
+
+
+class Values(Protocol):
+    """Reads and writes the parameters of one engine."""
+
+    def is_readable(self, parameter: Any) -> bool:
+        """Whether `present` gives its value."""
+
+    def is_small(self, parameter: Any) -> bool:
+        """Whether it is as small as what stock keeps on the accelerator."""
+
+    def is_gathered(self, parameter: Any) -> bool:
+        """Whether a script has the whole parameter, in memory of its own."""
+
+    def present(self, parameter: Any, *, together: bool) -> tuple[torch.Tensor, bool]:
+        """Return its value in its shape, and whether that is the memory which the model computes with. SlideError where
+        there is none. `together`: all ranks do the same, as all writes are done."""
+
+    def write(self, parameter: Any, value: torch.Tensor) -> None:
+        """Make `value` its weights and masters."""
+
+    def bringer(self, parameter: Any) -> Callable[[torch.Tensor], None]:
+        """Return a hook for a copy of its value, which brings the gradient of the copy to the parameter."""
+
+
+# ---- classes ---------------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """Mixed into the class of a parameter between forwards."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented if _is_for_others(types) else _dispatch(func, args, kwargs or {})
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        leave((self,))  # torch writes the class of other tensors before their elements
+        try:
+            return repr(self)
+        finally:
+            watch((self,))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with AS_THEY_ARE():
+            own: Any = OWN[type(self)]
+            return own.__reduce_ex__(self, protocol)
+
+
+class _Classes(dict[type, type]):
+    """The watched class, or the own class, for each class of parameters: for a watched class too."""
+
+    def __missing__(self, own: type) -> type:
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__new__": _make_plain}
+        watched: type = type(own)(own.__name__, (Watched, own), names)
+        for kind in (own, watched):
+            OWN[kind], WATCHED[kind] = own, watched
+        return self[own]
+
+
+OWN, WATCHED = _Classes(), _Classes()
+
+
+def _make_plain(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """Make an ordinary parameter where a script calls the class of another one."""
+    own = OWN[cls]
+    return own.__new__(own, *args, **kwargs)
+
+
+def watch(parameters: Iterable[Any]) -> None:
+    """Intercept what is computed with the parameters from now on. Harmless for those that are watched."""
+    for parameter in parameters:
+        parameter.__class__ = WATCHED[parameter.__class__]
+
+
+def leave(parameters: Iterable[Any]) -> None:
+    """Give the parameters their own class back. Harmless for those that have it."""
+    for parameter in parameters:
+        parameter.__class__ = OWN[parameter.__class__]
+
+
+class Alias(torch.Tensor):
+    """A view of a parameter. Its own elements are a snapshot, which only says what the view covers."""
+
+    parameter: Any
+    start: int | None
+    """Bytes from the first element of the parameter. None: the whole parameter, whose shape the snapshot lacks."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented if _is_for_others(types) else _dispatch(func, args, kwargs or {})
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        if _without_value(self) is None:
+            text: str = _dispatch(torch.Tensor.__repr__, (self,), {})
+            return text
+        return repr(self.as_subclass(torch.Tensor))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+def _alias(snapshot: torch.Tensor, parameter: Any, start: int | None) -> Alias:
+    alias = snapshot.as_subclass(Alias)
+    alias.parameter, alias.start = parameter, start
+    return alias
+
+
+def _parameter_of(original: Any) -> Any:
+    """The parameter that an alias, or the parameter itself, stands for."""
+    return original.parameter if isinstance(original, Alias) else original
+
+
+def _is_for_others(types: Sequence[type]) -> bool:
+    """Whether a tensor with a `__torch_function__` of its own, such as logits not computed yet, is to come first."""
+    default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+    others: list[Any] = [each for each in types if not issubclass(each, Watched | Alias)]
+    return any(getattr(each.__torch_function__, "__func__", default) is not default for each in others)
+
+
+# ---- kinds of functions ----------------------------------------------------------------------------------------------
+
+_GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_COMPUTED = {getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
+_QUESTIONS = frozenset(
+    "size dim ndimension numel nelement stride storage_offset is_contiguous is_floating_point is_complex is_signed "
+    "is_inference is_pinned is_shared is_same_size is_set_to element_size data_ptr untyped_storage storage "
+    "storage_type _typed_storage get_device __len__ __dir__ __dlpack_device__ __setstate__ register_hook "
+    "register_post_accumulate_grad_hook retain_grad requires_grad_ detach_ share_memory_ pin_memory is_coalesced "
+    "dense_dim sparse_dim dim_order is_conj is_neg is_distributed _is_view _is_zerotensor _use_count "
+    "_has_compatible_shallow_copy_type".split()
+)
+_KEEPING_ELEMENTS = frozenset("detach to type float double half bfloat16 cuda cpu".split())
+_BACKWARD = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+_IN_PLACE = {
+    f"__i{name}__" for name in "add sub mul matmul truediv floordiv div mod pow and or xor lshift rshift".split()
+} | {"__setitem__"}
+_BY_MODULES = {
+    nn.Module._apply.__code__,
+    nn.Module._save_to_state_dict.__code__,
+    nn.Module._load_from_state_dict.__code__,
+}
+
+
+def _is_question(func: Any, name: str) -> bool:
+    if name in ("__get__", "__set__", "__delete__"):
+        return func not in _COMPUTED and func != _SET_DATA
+    return name in _QUESTIONS
+
+
+def _is_called_by_module() -> bool:
+    """Whether `nn.Module.to`, `state_dict` or `load_state_dict` calls: they go with ZeRO-3's empty parameters."""
+    frame = sys._getframe(3)  # that has called the torch function
+    caller = frame.f_back
+    return frame.f_code in _BY_MODULES or (caller is not None and caller.f_code in _BY_MODULES)
+
+
+def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+    in_place = name in _IN_PLACE if name.startswith("__") else name.endswith("_")
+    return in_place or kwargs.get("out") is not None or kwargs.get("inplace") is True
+
+
+def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    name = getattr(func, "__name__", "")
+    if _is_question(func, name) or _is_called_by_module():
+        with AS_THEY_ARE():
+            return func(*args, **kwargs)
+    if func in _BACKWARD:
+        return _backward(func, args, kwargs)
+    if func == _SET_DATA:
+        return _set_data(*args)
+    if (name in _KEEPING_ELEMENTS or func == _GET_DATA) and (parameter := _without_value(args[0])) is not None:
+        with AS_THEY_ARE():
+            result = func(*args, **kwargs)
+            return _alias(result.detach(), parameter, None) if isinstance(result, torch.Tensor) else result
+    call = _Call(writes=_writes(name, kwargs))
+    with AS_THEY_ARE():
+        given, named = call.given(args), call.given(kwargs)
+        result = func(*given, **named)
+        call.write_back()
+        return call.result(result)
+
+
+def _without_value(of: Any) -> Any:
+    """The parameter of `of`, a parameter or an alias, where it is a large one that is not there."""
+    parameter = _parameter_of(of)
+    if not isinstance(parameter, Watched):
+        return None
+    values: Values | None = vars(parameter).get(VALUES)
+    return None if values is None or values.is_readable(parameter) else parameter
+
+
+def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call `func` with the parameters themselves, which graphs know by these objects. Torch functions go on being
+    intercepted in the backward."""
+    found = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, Watched)]
+    leave(found)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        watch(found)
+
+
+def _set_data(to: Any, value: torch.Tensor) -> None:
+    """Do `to.data = value`. An empty value changes the data type alone, as `module.to` does."""
+    values: Values | None = vars(to).get(VALUES) if isinstance(to, Watched) else None
+    with AS_THEY_ARE():
+        if values is None or not value.numel() or values.is_gathered(to):
+            torch.Tensor.data.__set__(to, value)  # type: ignore[attr-defined]
+            return
+        there = bool(to.numel())
+        value = _Call(writes=False).given(value)
+        values.write(to, value.detach())
+        if value.dtype != to.dtype:
+            to.data = value if there else value.new_empty(0, device=to.device)
+
+
+# ---- computing -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _StandIn:
+    """What a torch function gets in place of a parameter or an alias."""
+
+    original: Any
+    parameter: Any
+    given: torch.Tensor
+    whole: torch.Tensor
+    """All of the parameter, of which `given` may be a view."""
+    version: int | None
+    """The version of `whole` before the call. None where views and writes are plain torch's."""
+
+
+class _Call:
+    """One call of a torch function, with stand-ins in its arguments."""
+
+    def __init__(self, *, writes: bool) -> None:
+        self._writes = writes
+        self._stand_ins: list[_StandIn] = []
+
+    def given(self, node: Any) -> Any:
+        """`node`, an argument or a container of some, with stand-ins for parameters and aliases."""
+        if isinstance(node, Watched | Alias):
+            for known in self._stand_ins:
+                if known.original is node:
+                    return known.given
+            self._stand_ins.append(self._stand_in(node))
+            return self._stand_ins[-1].given
+        if type(node) in (tuple, list):
+            return type(node)([self.given(each) for each in node])
+        if type(node) is dict:
+            return {key: self.given(each) for key, each in node.items()}
+        return node
+
+    def _stand_in(self, original: Any) -> _StandIn:
+        is_alias = isinstance(original, Alias)
+        parameter = _parameter_of(original)
+        values: Values | None = vars(parameter).get(VALUES)
+        is_watched = issubclass(type(parameter), Watched)
+        if values is None or not is_watched or values.is_gathered(parameter):
+            whole = parameter.data if is_alias else parameter
+            return _StandIn(original, parameter, _seen(original, whole), whole, None)
+        if is_alias and original.requires_grad and (torch.is_grad_enabled() or not self._writes):
+            snapshot = original.as_subclass(torch.Tensor)  # which a graph has
+            return _StandIn(original, parameter, snapshot, snapshot, None)
+        whole, in_use = values.present(parameter, together=self._writes)
+        gets_gradient = not is_alias and parameter.requires_grad and torch.is_grad_enabled()
+        if in_use and not self._writes and not (gets_gradient and values.is_small(parameter)):
+            here: torch.Tensor = whole if is_alias else parameter
+            return _StandIn(original, parameter, _seen(original, here), here, here._version)
+        with torch.inference_mode(False), torch.no_grad():
+            whole = whole.clone() if in_use else whole
+        if gets_gradient:
+            whole.requires_grad_().register_post_accumulate_grad_hook(values.bringer(parameter))
+        return _StandIn(original, parameter, _seen(original, whole), whole, whole._version)
+
+    def write_back(self) -> None:
+        """Make the weights what the function has written."""
+        for each in self._stand_ins:
+            if each.version is not None and each.version != each.whole._version:
+                vars(each.parameter)[VALUES].write(each.parameter, each.whole.detach())
+
+    def result(self, node: Any) -> Any:
+        """`node`, a result, with the originals of stand-ins, and aliases for views of them."""
+        if isinstance(node, torch.Tensor):
+            return self._result(node)
+        if type(node) in (tuple, list):
+            return type(node)([self.result(each) for each in node])
+        if isinstance(node, np.ndarray):
+            node.setflags(write=False)  # a write there would reach a copy
+        return node
+
+    def _result(self, tensor: torch.Tensor) -> torch.Tensor:
+        for each in self._stand_ins:
+            if tensor is each.given:
+                original: torch.Tensor = each.original
+                return original
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return tensor
+        for each in self._stand_ins:
+            start = tensor.data_ptr() - each.whole.data_ptr()
+            if each.version is not None and 0 <= start < each.whole.nbytes:
+                return _alias(tensor, each.parameter, start)
+        return tensor
+
+
+def _seen(original: Any, whole: torch.Tensor) -> torch.Tensor:
+    """The elements of `whole` that `original` is, or views."""
+    if not isinstance(original, Alias) or original.start is None:
+        return whole
+    flat = whole.reshape(-1).view(original.dtype)
+    start = flat.storage_offset() + original.start // flat.element_size()
+    return flat.as_strided(original.size(), original.stride(), start)

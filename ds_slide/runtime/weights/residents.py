@@ -1,0 +1,79 @@
+"""What the parameters of a unit hold, and who may be looking at them.
+
+Blocks that pass through the window are COMPUTING from bind to unbind and ABSENT otherwise. Units that stay on the GPU
+keep their weights between forwards too; they are KEPT then, so that the integration can tell a script's writes from
+the model's reads. A write to the GPU's copy alone would be undone by the next update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from ds_slide.runtime.unit import Unit
+
+AS_THEY_ARE: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Around what the engine does with parameters that are KEPT or ABSENT: 0.25 us, where each access to `grad` of one that
+the integration watches would cost 2 us."""
+
+
+class Binding(Enum):
+    """What the parameters of a unit hold."""
+
+    COMPUTING = auto()
+    """The weights, for a forward or backward."""
+    KEPT = auto()
+    """The weights, between forwards."""
+    ABSENT = auto()
+    """Nothing."""
+
+
+Availability = Callable[[Sequence[nn.Parameter], Binding], None]
+"""Is told what parameters hold: before they are given weights, and after these are taken from them."""
+
+
+class Residents:
+    """The units that are on the GPU all the time and whose parameters hold weights now, by `Unit.order`."""
+
+    def __init__(self, availability: Availability) -> None:
+        self._availability = availability
+        self._computing: dict[int, Unit] = {}
+        self._kept: dict[int, Unit] = {}
+
+    def bound(self, unit: Unit, *, computing: bool) -> None:
+        """The unit's parameters have been given its weights, and are COMPUTING so far."""
+        to, other = (self._computing, self._kept) if computing else (self._kept, self._computing)
+        other.pop(unit.order, None)
+        to[unit.order] = unit
+        if not computing:
+            self._availability(unit.parameters, Binding.KEPT)
+
+    def is_kept(self, unit: Unit) -> bool:
+        """Whether the unit's parameters have its weights between forwards."""
+        return unit.order in self._kept
+
+    def leave(self, unit: Unit) -> None:
+        """The unit's weights are about to be taken from its parameters. Harmless for other units."""
+        self._computing.pop(unit.order, None)
+        if self._kept.pop(unit.order, None) is not None:
+            self._availability(unit.parameters, Binding.COMPUTING)
+
+    def begin_computing(self) -> None:
+        """A forward or backward begins."""
+        for unit in self._kept.values():
+            self._availability(unit.parameters, Binding.COMPUTING)
+        self._computing.update(self._kept)
+        self._kept.clear()
+
+    def end_computing(self) -> None:
+        """The forward or backward has ended."""
+        for unit in self._computing.values():
+            self._availability(unit.parameters, Binding.KEPT)
+        self._kept.update(self._computing)
+        self._computing.clear()
