@@ -145,18 +145,22 @@ class Case:
         return (self.batch(rank, number) for number in range(self.steps * self.accumulation))
 
 
-def train(case: Case, rank: int) -> Run:
+def train(case: Case, rank: int, device: str = "cpu") -> Run:
     """One rank of `case` on DS-Slide."""
     with running("slide", case.clip, {"window": 2, **case.slide}) as run:
         engine = run.start(made(case.build), accumulation=case.accumulation)
         for batch in case.batches(rank):
-            loss = engine(**batch)
+            loss = engine(**{name: _on(device, value) for name, value in batch.items()})
             loss = loss if isinstance(loss, torch.Tensor) else loss.loss
             engine.backward(loss)
             engine.step()
         run.returned = float(engine.get_global_grad_norm())
         run._read_masters()
     return run
+
+
+def _on(device: str, value: Any) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def reference(case: Case, ranks: int) -> Run:

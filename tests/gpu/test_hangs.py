@@ -8,17 +8,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 
 HERE = Path(__file__).resolve().parent
 ON_CPU = os.environ.get("SLIDE_GPU_TESTS_DEVICE") == "cpu"
@@ -43,40 +39,13 @@ def two_ranks(tmp_path: Path) -> Runs:
     """Exit code, log and seconds of each rank."""
 
     def run(fault: str, slide: dict[str, Any]) -> list[tuple[int, str, float]]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        if ON_CPU:
-            shared["DS_ACCELERATOR"] = "cpu"
         options = json.dumps({"hang_timeout": HANG_TIMEOUT_S, **slide})
-        command = [sys.executable, str(HERE / "two_ranks_worker.py"), fault, options]
-        logs = [tmp_path / f"rank{rank}" for rank in range(2)]
-        started = time.monotonic()
-        processes = []
-        for rank, log in enumerate(logs):
-            environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with log.open("w") as file:
-                processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment))
-        with ThreadPoolExecutor() as waiting:
-            ends = list(waiting.map(lambda process: end_of(process, started), processes))
-        ends = [
-            (code, log.read_text(errors="replace"), seconds) for (code, seconds), log in zip(ends, logs, strict=True)
-        ]
+        ends = run_ranks([str(HERE / "two_ranks_worker.py"), fault, options], tmp_path)
         for rank, (code, log, seconds) in enumerate(ends):
             print(f"rank {rank}: exit code {code} after {seconds:.1f} s; {last_line(log)}")
         return ends
 
     return run
-
-
-def end_of(process: subprocess.Popen[bytes], started: float) -> tuple[int, float]:
-    """Exit code, and seconds since `started`; a process that hangs is killed."""
-    try:
-        code = process.wait(200)
-    finally:
-        process.kill()
-    return code, time.monotonic() - started
 
 
 def last_line(log: str) -> str:
