@@ -30,6 +30,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_linear() -> Iterator[None]:
+    """`zero.Init` puts a linear function of its own in the place of torch's for good. It rounds otherwise, so the bits
+    of a module's trainings would depend on the modules that ran before."""
+    linear = torch.nn.functional.linear
+    yield
+    torch.nn.functional.linear = linear
+
+
 @pytest.fixture
 def over_fuse(tmp_path: Path) -> Iterator[Path]:
     """A directory of another file system, which a process of its own serves: it has no nameless files, and one that is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ds_slide.integration.checkpoint_save import is_publisher
 logger = logging.getLogger(__name__)
 
 _MODEL, _OPTIMIZER = "*_model_states.pt", "*_optim_states.pt"
+_RANK = re.compile(r"zero_pp_rank_(\d+)_")
 
 
 def universal_tag(engine: Any, directory: Path, tag: Any, *, everything: bool) -> str:
@@ -103,7 +105,8 @@ def _checked(directory: Path, tag: str) -> str:
 
 def saved_ranks(path: Path) -> int:
     """Number of ranks that have saved the tag at `path`."""
-    return len(list(path.glob(_OPTIMIZER)))
+    # By their numbers: the Hub's cache has each file twice, as a blob and as a link to it.
+    return len(set(_RANK.findall(" ".join(file.name for file in path.glob(_OPTIMIZER)))))
 
 
 def _verify(engine: Any, directory: Path, tag: str, every_rank: Callable[[Path], bool]) -> None:

@@ -118,7 +118,14 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     *(
         Symbol("deepspeed.checkpoint.constants", name)
-        for name in ("DS_VERSION", "FP32_FLAT_GROUPS", "FROZEN_PARAM_FRAGMENTS", "OPTIMIZER_STATE_DICT", "PARAM")
+        for name in (
+            "DS_VERSION",
+            "FP32_FLAT_GROUPS",
+            "FROZEN_PARAM_FRAGMENTS",
+            "FROZEN_PARAM_SHAPES",
+            "OPTIMIZER_STATE_DICT",
+            "PARAM",
+        )
     ),
     # optimizer.py: what it calls
     *_methods(

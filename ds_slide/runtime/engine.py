@@ -465,7 +465,7 @@ class SlideRuntime:
                 f"{unit.name} received gradients again after its update had begun (used more than once under "
                 f"re-entrant checkpointing, or a streamed head more than once in one backward); {HOLD_HINT}"
             )
-        if (source is not None or unit.has_gradient) and not self.accumulation.has_gradients:
+        if not self.accumulation.has_gradients and (source is not None or self._has_gradients()):
             self._hold_in_doubt()
             self.accumulation.has_gradients = True
         if self._agreement is None:

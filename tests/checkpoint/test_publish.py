@@ -83,6 +83,7 @@ def test_every_rank_looks_for_the_tag_after_it_was_put_back(engine, saves, monke
     """The others may be faster than the publisher in every step that they take together."""
     (saves / replaced_name("tag")).mkdir()
     monkeypatch.setattr(checkpoint_tag, "saved_ranks", lambda _path: 1)
+    monkeypatch.setattr(checkpoint_tag, "ranks", lambda: 1)
     publishing = True
 
     def together(step: Callable[[], Any]) -> list[Any]:

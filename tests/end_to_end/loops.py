@@ -210,10 +210,15 @@ Loop = Callable[[Run], Any]
 
 @contextmanager
 def running(system: System, clip: float, slide: Mapping[str, Any]) -> Iterator[Run]:
-    """A run whose engines are destroyed at the end, the newest first."""
+    """A run whose engines are destroyed at the end, the newest first. Stock leaves its own `F.linear` behind, which has
+    no forward mode and rounds otherwise; torch's returns."""
     run = Run(system, clip, slide)
-    with run._stack:
-        yield run
+    linear = nn.functional.linear
+    try:
+        with run._stack:
+            yield run
+    finally:
+        nn.functional.linear = linear
 
 
 def run_loop(loop: Loop, system: System, *, clip: float = 1.0, slide: Mapping[str, Any] | None = None) -> Run:

@@ -6,22 +6,11 @@ their own; an engine that is destroyed must leave nothing behind, and two engine
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import two_ranks
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_linear() -> Iterator[None]:
-    """`zero.Init` puts a linear function of its own in the place of torch's for good. It rounds otherwise, so the bits
-    of a module's trainings would depend on the modules that ran before."""
-    linear = torch.nn.functional.linear
-    yield
-    torch.nn.functional.linear = linear
 
 
 @pytest.fixture

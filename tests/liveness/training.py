@@ -44,9 +44,10 @@ class Training:
                     with torch.no_grad():
                         self.reference._forward(with_backward=False)
                 self._forward(with_backward=True)
-                runtime.begin_backward(self._hypers())
-                self._backward(self.number)
-                runtime.end_backward()
+                with torch.no_grad():  # as autograd runs a backward that makes no graph
+                    runtime.begin_backward(self._hypers())
+                    self._backward(self.number)
+                    runtime.end_backward()
             if self.configuration.between == "overflow" and step % 2:
                 runtime.square_sum()
                 runtime.discard_gradients()

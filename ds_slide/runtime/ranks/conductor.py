@@ -185,7 +185,7 @@ class Conductor:
             self.look()
             return self._place != before or not self._is_ahead(own)
 
-        self.board.until(others_have_come, failures, "ranks that are behind in this backward")
+        self.board.until(others_have_come, failures, "the other ranks in backward, which are behind")
 
     def _is_ahead(self, own: int) -> bool:
         for rank in self.board.others:
