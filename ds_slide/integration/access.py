@@ -19,7 +19,7 @@ from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.runtime.ended import ENDED
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.unit import SquareSum, Unit
 
 Places = dict[nn.Parameter, tuple[Unit, Entry]]
 
@@ -94,7 +94,7 @@ class StateAccess:
             # The others have none; what lies there is the last step's.
             unit.state.zero_gradient()
         unit.state.write("gradient", slice(entry.offset, entry.offset + own.numel()), own)
-        unit.square_sum_on = None
+        unit.square_sum = SquareSum()
         unit.gradient_ready = True
 
     def set_full_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:

@@ -125,6 +125,7 @@ SYMBOLS: tuple[Symbol, ...] = (
             "FROZEN_PARAM_SHAPES",
             "OPTIMIZER_STATE_DICT",
             "PARAM",
+            "PARAM_SHAPES",
         )
     ),
     # optimizer.py: what it calls

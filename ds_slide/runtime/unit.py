@@ -28,6 +28,16 @@ def _nothing(_version: int) -> None:
     """Of weights that no other rank reads."""
 
 
+@dataclass
+class SquareSum:
+    """The square sum of one held gradient. Each gradient has its own: what the update lane adds up late, of one that
+    `zero_grad` has dropped meanwhile, must not count for the next."""
+
+    place: Literal["device", "host"] | None = None
+    """Where it is; None: nothing has computed it yet."""
+    on_host: float = 0.0
+
+
 class Update:
     """Futures of one update of a unit: one for each span, kept when it has its new weights, and `done`, which is kept
     with the last of them. `completed`: every span has its new states, too; an update in two passes leaves them, and the
@@ -169,9 +179,8 @@ class Unit:
         """From updates that begin before the norm is known; None where there is none."""
         self.speculation: Speculation | None = None
         """Such an update, from the finalization of its gradient until it counts or is taken back."""
-        self.square_sum_on: Literal["device", "host"] | None = None
-        """Where the square sum of the current gradient is; None: nobody has computed it yet."""
-        self.host_square_sum = 0.0
+        self.square_sum = SquareSum()
+        """Of the current gradient."""
         self.lay_out(layout, parameters, state, codec)
 
     def lay_out(

@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,44 @@ def test_micro_batches_of_an_accumulation_stay(clip: float) -> None:
 def test_what_is_no_micro_batch_goes_before_an_accumulation(zero: Zero, clip: float) -> None:
     loop = functools.partial(before_an_accumulation, zero)
     assert_right(run_loop(loop, "slide", clip=clip), run_loop(loop, "plain", clip=clip))
+
+
+def test_a_sum_that_comes_late_is_not_of_the_next_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update lane adds up two gradients of a block when these are dropped and the next one is on its way."""
+    sent, is_next = 0, threading.Event()
+
+    def delay(engine: Any) -> None:
+        runtime = engine.optimizer.runtime
+        gradients, block = runtime.gradients, runtime.blocks[0]
+        send, accumulate = gradients._send_to_host, gradients._accumulate
+
+        def counted(unit: Any, *arguments: Any) -> None:
+            nonlocal sent
+            send(unit, *arguments)
+            sent += unit is block
+            if sent == 3:
+                is_next.set()
+
+        def late(arrival: Any, *arguments: Any) -> int:
+            assert arrival.unit is not block or is_next.wait(60)
+            return accumulate(arrival, *arguments)
+
+        monkeypatch.setattr(gradients, "_send_to_host", counted)
+        monkeypatch.setattr(gradients, "_accumulate", late)
+
+    def loop(run: Run) -> float:
+        engine = run.start(made(Net))
+        if run.system == "slide":
+            delay(engine)
+        for x in inputs(2):
+            engine(50 * x).backward()
+        engine.zero_grad()
+        engine.backward(engine(inputs()[0]))
+        engine.step()
+        return float(engine.get_global_grad_norm())
+
+    assert_right(run_loop(loop, "slide"), run_loop(loop, "plain"))
+    assert sent == 3
 
 
 @pytest.mark.parametrize("zero", [of_engine, of_optimizer])

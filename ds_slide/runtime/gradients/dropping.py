@@ -9,7 +9,7 @@ import torch
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry
 from ds_slide.runtime.engine import HOLD_HINT, SlideRuntime
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.unit import SquareSum, Unit
 
 
 def drop_gradients(runtime: SlideRuntime, given: Collection[int], *, to_none: bool) -> None:
@@ -50,4 +50,4 @@ def _zero(runtime: SlideRuntime, unit: Unit, entries: Sequence[Entry]) -> None:
         for entry in entries:
             span = slice(entry.offset, entry.offset + entry.partition_numel)
             unit.state.write("gradient", span, zero.expand(entry.partition_numel))
-    unit.square_sum_on = None
+    unit.square_sum = SquareSum()

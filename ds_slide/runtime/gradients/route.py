@@ -30,7 +30,7 @@ from ds_slide.runtime.totals import SquareSums
 from ds_slide.runtime.transfers.handoff import Failures, Future, wait_on_stream
 from ds_slide.runtime.transfers.pool import BufferPool, Lease
 from ds_slide.runtime.transfers.stream_worker import StreamWorker
-from ds_slide.runtime.unit import Unit, Update
+from ds_slide.runtime.unit import SquareSum, Unit, Update
 from ds_slide.runtime.updates.speculation import Speculation
 from ds_slide.runtime.updates.update_worker import HOLDING, UpdateWorker
 from ds_slide.runtime.updates.updating import Updating
@@ -53,6 +53,8 @@ class _Arrival:
     final: bool
     adds: bool
     """It is converted to the data type of the held gradient, or added to it, by the CPU."""
+    square_sum: SquareSum
+    """Of what is held then. By that time `unit` may have that of a later gradient."""
     speculation: Speculation | None
     """The update that may begin when it is held."""
 
@@ -96,7 +98,7 @@ class Gradients:
         """The factor that such gradients get where nothing is clipped."""
         self.sums = torch.zeros(3, num_units, dtype=torch.float64, device=device.torch)
         """Square sums by `Unit.order`: in the first row those of what this rank has of every unit's gradient;
-        `Unit.square_sum_on` says which entries count. Written on the collectives stream where there are several ranks.
+        `Unit.square_sum` says which entries count. Written on the collectives stream where there are several ranks.
         Of units whose gradients are compressed, in the other rows those of this rank's own gradients, and of what
         these were compressed to, of all micro-batches of a step added up. Written on the compute stream."""
         self.square_sums = self.sums[0]
@@ -136,9 +138,9 @@ class Gradients:
         out: all of them have to call the same collectives, whatever their flags are."""
         if self._ranks.world_size > 1 or not unit.trained.is_off or any(each is not None for each in unit.gradients()):
             return False
-        if not unit.gradient_ready and unit.square_sum_on is not None:
+        if not unit.gradient_ready and unit.square_sum.place is not None:
             self.sums[:, unit.order] = 0.0  # that of an earlier step
-            unit.square_sum_on = None
+            unit.square_sum = SquareSum()
         return True
 
     def use(self, stagings: Sequence[Staging]) -> None:
@@ -154,9 +156,9 @@ class Gradients:
         if not unit.gradient_ready:
             return SquareSums(0.0, 0.0, 0.0)
         found = SquareSums(*on_device[:, unit.order].tolist())
-        if unit.square_sum_on == "device":
+        if unit.square_sum.place == "device":
             return found
-        held = self._held_square_sum(unit) if unit.square_sum_on is None else unit.host_square_sum
+        held = self._held_square_sum(unit) if unit.square_sum.place is None else unit.square_sum.on_host
         return found._replace(held=held)
 
     def _held_square_sum(self, unit: Unit) -> float:
@@ -179,16 +181,16 @@ class Gradients:
                     reduced.release(self._device.mark())
                 self.square_sums[unit.order] = self._square_sum(state_buffer)
             unit.arrived = Future.kept(self._failures, self._ranks.mark())
-        unit.square_sum_on = "device"
+        unit.square_sum = SquareSum("device")
 
     def add_square_sum(self, unit: Unit, part: torch.Tensor) -> None:
         """Add the square sum of one more part of a gradient whose source had no sum when its transfer began."""
-        if unit.square_sum_on == "device":
+        if unit.square_sum.place == "device":
             self.square_sums[unit.order] += self._square_sum(part)
 
     def _send_to_host(self, unit: Unit, final: bool, source: Source, submit: Callable[[_Arrival], None]) -> None:
         adds = unit.gradient_ready or unit.converts_gradient
-        unit.square_sum_on = None if adds else "device"
+        unit.square_sum = SquareSum(None if adds else "device")
         try:
             with self._ranks.on_stream():
                 if not adds:
@@ -201,7 +203,10 @@ class Gradients:
             before = unit.arrived, unit.completed
             unit.arrived = Future(self._failures, f"the gradient of {unit.name} in host memory")
             first = not unit.gradient_ready
-            submit(_Arrival(unit, source, packed, unit.arrived, before, first, final, adds, unit.speculation))
+            arrived, square_sum = unit.arrived, unit.square_sum
+            submit(
+                _Arrival(unit, source, packed, arrived, before, first, final, adds, square_sum, unit.speculation)
+            )
         except BaseException as error:  # an interrupt: whether the lane has the gradient is not known
             self._failures.record("compute", error)
             raise
@@ -370,8 +375,8 @@ class Gradients:
         with held.sum(first=arrival.first and not piece.start) as total:
             self._updater.accumulate_(total[piece], gradient)
         if arrival.final and piece.stop == total.numel():
-            arrival.unit.host_square_sum = self._updater.sum_of_squares(total)
-            arrival.unit.square_sum_on = "host"
+            arrival.square_sum.on_host = self._updater.sum_of_squares(total)
+            arrival.square_sum.place = "host"
         return (2 * total.element_size() + gradient.element_size()) * gradient.numel()
 
     def _next_staging(self) -> Staging:

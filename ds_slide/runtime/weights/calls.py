@@ -19,7 +19,10 @@ from torch.autograd.function import BackwardCFunction, Function
 
 NO_TASK = -1
 
-_BACKWARDS = (BackwardCFunction.apply.__code__, BackwardCFunction.apply_boxed.__code__)
+# torch 2.13 calls `apply_boxed`; releases until 2.11 have `apply` alone.
+_BACKWARDS = tuple(
+    getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if hasattr(BackwardCFunction, name)
+)
 _APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 UNPACK = "unpack"
