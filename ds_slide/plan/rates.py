@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ds_slide.errors import SlideError
 from ds_slide.plan.ceilings.figures import Ceilings
@@ -50,6 +50,8 @@ class Rates:
     update: float
     ssd: float | None
     """Reads and writes together, of all disks; None: not known."""
+    _known: dict[Operation, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Seconds of operations that were asked for: a search asks for the same ones a million times."""
 
     @classmethod
     def of(cls, ceilings: Ceilings, *, on_gpu: bool) -> Rates:
@@ -85,7 +87,10 @@ class Rates:
 
     def computes(self, operations: Counter[Operation]) -> float:
         """Seconds of what computes, one operation after the other, each as long as its arithmetic or its bytes take."""
-        return sum(self._seconds(operation) * count for operation, count in operations.items())
+        known = self._known
+        for operation in operations.keys() - known.keys():
+            known[operation] = self._seconds(operation)
+        return sum(known[operation] * count for operation, count in operations.items())
 
     def launches(self, operations: Counter[Operation]) -> float:
         """Seconds of the host that has a GPU do them, under the engine."""

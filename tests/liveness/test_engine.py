@@ -50,7 +50,7 @@ def test_all_schedules(configuration: Configuration) -> None:
 def test_lanes_of_any_speed(configuration: Configuration) -> None:
     """Each lane the slowest of all, and a few random orders."""
     small = configuration.blocks < 5
-    check(explore_orders(configuration), explore_by_chance(configuration, 20 if small else 4))
+    check(explore_orders(configuration), explore_by_chance(configuration, 8 if small else 4))
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ def test_it_grows_with_what_a_library_takes(ahead: Path, whole: int) -> None:
     assert measure_process(on_gpu=False).resident_bytes - whole == pytest.approx(128 << 20, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_time_of_the_host_is_that_under_an_engine_which_is_no_part_of_the_memory(whole: int) -> None:
     found = measure_process(on_gpu=False, under_engine=True)
     # On a processor an operation is also computed in that time.

@@ -204,9 +204,7 @@ class Gradients:
             unit.arrived = Future(self._failures, f"the gradient of {unit.name} in host memory")
             first = not unit.gradient_ready
             arrived, square_sum = unit.arrived, unit.square_sum
-            submit(
-                _Arrival(unit, source, packed, arrived, before, first, final, adds, square_sum, unit.speculation)
-            )
+            submit(_Arrival(unit, source, packed, arrived, before, first, final, adds, square_sum, unit.speculation))
         except BaseException as error:  # an interrupt: whether the lane has the gradient is not known
             self._failures.record("compute", error)
             raise
