@@ -452,7 +452,7 @@ class SlideRuntime:
     def join(self) -> None:
         """Take part, before a step, in the ends of backwards in which other ranks had gradients and this one none."""
         if self._agreement is not None:
-            self.parts.ranks.meet("a step")
+            self.parts.ranks.meet("a step", in_step=True)
 
     def begin_streamed_gradient(self, unit: Unit, gradient: StreamedGradient) -> None:
         """Take the gradient of `unit` from there from now on, while its backward is still making it."""
@@ -546,6 +546,10 @@ class SlideRuntime:
     def is_final(self) -> bool:
         """Whether the backward under way is the last one before the step."""
         return self._final
+
+    def is_only(self) -> bool:
+        """Whether none may come before the step beside the backward under way."""
+        return self._final and not self.deferred
 
     def end_joined_backward(self) -> None:
         """A backward has ended in which this rank had no gradient."""

@@ -67,7 +67,7 @@ class Totals:
         values = torch.tensor([exact, digest, *chain.from_iterable(zip(*more, strict=True))], dtype=torch.float64)
         if self._ranks.world_size > 1:
             self._values.copy_(values)
-            self._ranks.sum_(self._values, _WHAT, self._device.mark())
+            self._ranks.sum_(self._values, _WHAT, self._device.mark(), in_step=True)
             self._ranks.join()
             values = self._values.cpu()
             self._require_equal(digest, float(values[1]))
@@ -89,7 +89,7 @@ class Totals:
             self._values[1].fill_(digest)
             if len(self._compressed):
                 self._values[2:].copy_(own[:, self._compressed].reshape(-1))
-        self._ranks.sum_(self._values, _WHAT)
+        self._ranks.sum_(self._values, _WHAT, in_step=True)
         with self._ranks.on_stream():
             if self._expected is None and self._ranks.world_size > 1:
                 self._seen.copy_(self._values[:2], non_blocking=True)

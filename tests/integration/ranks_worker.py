@@ -24,6 +24,7 @@ from ds_slide.plan import ssd_settings
 from ds_slide.plan.memory import Budgets
 from ds_slide.plan.sharing import StepTimes
 from ds_slide.runtime.activations import spare_memory
+from ds_slide.runtime.ranks.conductor import Conductor
 
 STEPS = 4
 LESS_MEMORY = 1_700_000
@@ -166,12 +167,26 @@ class Moving:
         return loss
 
 
+def ends_of_backwards() -> list[bool]:
+    """Of each backward that has ended by the log of rank 0, whether it was settled, from now on."""
+    ends: list[bool] = []
+    close = Conductor._close
+
+    def noted(conductor: Conductor, member: Any, *, settled: bool = False) -> None:
+        ends.append(settled)
+        close(conductor, member, settled=settled)
+
+    Conductor._close = noted  # type: ignore[method-assign]
+    return ends
+
+
 def main(rank: int, folder: Path) -> None:
     ssd_settings.CHUNK_NUMEL = 4096  # several chunks a block
     # Spare memory goes to states: which of the lanes stands still is a matter of chance here.
     spare_memory._times = lambda *_, **__: StepTimes(compute=1.0, stall=1.0, lane=0.5)
     with two_ranks.as_rank(rank, folder) as results:
         callers = threads_by_collective()
+        ends, settled = ends_of_backwards(), results.setdefault("settled", {})
         for name, (slide, settings) in RUNS.items():
             data = batches(2 * STEPS * settings.get("accumulation", 1))
             # Every rank draws other weights: rank 0's have to win.
@@ -202,6 +217,7 @@ def main(rank: int, folder: Path) -> None:
             assert slide is None or bool(plan().placement.gradients_on_ssd) == (name == "ssd-gradients")
             assert name != "ssd-less-memory" or plan().placement.chunks_on_ssd
             results[name] = {"losses": result.losses, "norms": result.norms, "states": result.states}
+            settled[name], ends[:] = list(ends), []
         results["callers"] = dict(callers)
 
 

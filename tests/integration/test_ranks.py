@@ -60,6 +60,13 @@ def test_no_lane_calls_a_collective(seen: list[dict[str, Any]]) -> None:
         assert strange == []
 
 
+def test_ranks_of_the_same_modules_wait_for_each_other_once_a_step_without_clipping(seen: list[dict[str, Any]]) -> None:
+    """Their backwards end settled, behind which a step has no meetings (`ds_slide.runtime.ranks.conductor`)."""
+    for results in seen:
+        assert results["settled"]["immediate"] == [True] * STEPS
+        assert results["settled"]["clipping"] == [False] * STEPS
+
+
 @pytest.mark.parametrize("name", SLIDE_RUNS)
 def test_all_ranks_have_the_same_weights(of_ranks: RankResults, name: str) -> None:
     first, second = of_ranks(name)

@@ -60,6 +60,9 @@ class Engine(Protocol):
     def is_final(self) -> bool:
         """Whether the backward under way is the last one before the step."""
 
+    def is_only(self) -> bool:
+        """Whether none may come before the step beside the backward under way."""
+
     def end_joined_backward(self) -> None:
         """A backward has ended in which this rank had no gradient."""
 
@@ -82,7 +85,7 @@ class Agreement:
         self._units = units
         self._of = engine
         self._failures = failures
-        self._backward = 1
+        self.backward = 1
         self._announced = [0] * len(units)
         self._averaged = [0] * len(units)
         """Contributions to this backward, by `Unit.order`."""
@@ -112,7 +115,7 @@ class Agreement:
         self._announced[unit.order] = count
         unit.is_postponed = True
         self._board.put(_FIRST_UNIT + unit.order, self._cell(count))
-        self._conductor.announce()
+        self._conductor.announce(self)
 
     def look(self) -> None:
         """Average what can be, and let ranks that are behind catch up where much is waiting."""
@@ -121,8 +124,8 @@ class Agreement:
 
     def end(self) -> None:
         """All that this rank has is announced. Average what is left on any rank, with all ranks."""
-        self._board.put(_ENDED, self._backward)
-        self._conductor.end(self, self._backward, self._failures)
+        self._board.put(_ENDED, self.backward)
+        self._conductor.end(self, self._failures)
 
     def abandon(self) -> None:
         """Drop what is announced in a backward that has not ended. What rank 0 enters all the same, before it comes to
@@ -134,11 +137,11 @@ class Agreement:
         self._conductor.leave(self)
 
     def _cell(self, count: int) -> int:
-        return self._backward << 8 | count
+        return self.backward << 8 | count
 
     def _count(self, rank: int, order: int) -> int:
         cell = self._board.get(rank, _FIRST_UNIT + order)
-        return cell & 255 if cell >> 8 == self._backward & 0xFFFFFF else 0
+        return cell & 255 if cell >> 8 == self.backward & 0xFFFFFF else 0
 
     # ---- what the log makes of it ------------------------------------------------------------------------------------
 
@@ -162,14 +165,14 @@ class Agreement:
                 self._enter(unit.order)
 
     def _enter(self, order: int) -> None:
-        entry = Entry(Kind.UNIT, self.engine, order, self._backward & TAG, self._of.is_final())
+        entry = Entry(Kind.UNIT, self.engine, order, self.backward & TAG, self._of.is_final())
         self._conductor.append(entry)
         self.average(entry)
 
     def average(self, entry: Entry) -> None:
         """Take part in an entry for a unit, with zeros where this rank has nothing."""
         unit = self._units[entry.unit]
-        is_dropped = entry.backward != self._backward & TAG
+        is_dropped = entry.backward != self.backward & TAG
         waiting = None if is_dropped else self._waiting.get(unit.order)
         if not is_dropped:
             self._averaged[unit.order] += 1
@@ -186,9 +189,15 @@ class Agreement:
         if is_dropped:
             self._of.forget_agreed(unit)
 
+    def is_settled(self) -> bool:
+        """Whether this rank has announced and averaged all units, in a backward that none follows before the step."""
+        if not self.is_open or self._waiting or not self._of.is_only():
+            return False
+        return not any(self._of.counts_as_zero(unit) for unit in self._units)
+
     def has_ended(self, rank: int) -> bool:
         """Whether that rank waits at the end of the backward that is open here."""
-        return self._board.get(rank, _ENDED) == self._backward & 0xFFFFFFFF
+        return self._board.get(rank, _ENDED) == self.backward & 0xFFFFFFFF
 
     def close(self) -> None:
         """The backward has ended, on all ranks."""
@@ -199,7 +208,7 @@ class Agreement:
         self._waiting.clear()
         self._announced = [0] * len(self._units)
         self._averaged = [0] * len(self._units)
-        self._backward += 1
+        self.backward += 1
 
     def joined(self) -> None:
         """It has, and this rank took part in the end alone."""

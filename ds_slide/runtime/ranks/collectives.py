@@ -48,8 +48,9 @@ class Meets(Protocol):
     announced: int
     """Collectives that this rank has asked for."""
 
-    def meet(self, what: str, failures: Failures) -> None:
-        """Wait until all ranks have come to this one. SlideError on all of them where they have come to others."""
+    def meet(self, what: str, failures: Failures, *, step_of: int | None = None) -> None:
+        """Wait until all ranks have come to this one. SlideError on all of them where they have come to others.
+        `step_of`: the engine that it is a part of a step of, if it is one."""
 
 
 @dataclass(eq=False)
@@ -171,16 +172,18 @@ class Ranks:
         """Make the compute stream wait for the collectives stream."""
         self._device.wait(self.mark())
 
-    def meet(self, what: str) -> None:
-        """Wait until all ranks have come to `what`, if anybody decides on the order of collectives."""
+    def meet(self, what: str, *, in_step: bool = False) -> None:
+        """Wait until all ranks have come to `what`, if anybody decides on the order of collectives. `in_step`: it is a
+        part of a step."""
         if self.conductor is not None:
-            self.conductor.meet(f"{what} (engine {self.engine})", self._failures or Failures())
+            step_of = self.engine if in_step else None
+            self.conductor.meet(f"{what} (engine {self.engine})", self._failures or Failures(), step_of=step_of)
 
     @contextmanager
-    def _issue(self, what: str, *after: Marker) -> Iterator[None]:
+    def _issue(self, what: str, *after: Marker, in_step: bool = False) -> Iterator[None]:
         """One collective on the collectives stream, behind `after`. On the CPU accelerator it blocks."""
         channel = self._channel
-        self.meet(what)
+        self.meet(what, in_step=in_step)
         channel.issued += 1
         channel.digest = zlib.crc32(f"{self.engine}: {what}".encode(), channel.digest)
         sentence = f"collective {channel.issued} of rank {self.rank}: {what}"
@@ -214,10 +217,10 @@ class Ranks:
             packed.div_(self.world_size)
             dist.reduce_scatter_tensor(own, packed, group=self._group)
 
-    def sum_(self, values: torch.Tensor, what: str, *after: Marker) -> torch.Tensor:
-        """Sum `values` over the ranks, in place."""
+    def sum_(self, values: torch.Tensor, what: str, *after: Marker, in_step: bool = False) -> torch.Tensor:
+        """Sum `values` over the ranks, in place. `in_step`: as a part of a step."""
         if self.world_size > 1:
-            with self._issue(f"summing {what}", *after):
+            with self._issue(f"summing {what}", *after, in_step=in_step):
                 dist.all_reduce(values, group=self._group)
         return values
 

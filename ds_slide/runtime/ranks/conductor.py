@@ -11,6 +11,10 @@ Two kinds of collectives meet here.
   raise one sentence, all of them, before anything is issued. A rank that is outside of a backward when others have
   come to the end of theirs takes part in that end, with zeros.
 
+The host runs ahead of its GPU, and a wait for another rank's host takes some of that lead. So with clipping off a
+backward can be settled: it is the only one before its step, and every unit has been averaged. Rank 0 then waits for
+nobody at the end, and the step has no meetings. Of three waits in a step one is left, of ranks ahead of rank 0.
+
 Why nothing waits in a circle. Take the first entry of the log (a unit, an end, a meeting) that some rank never
 completes, and the ranks that have not come to it.
 
@@ -97,6 +101,11 @@ class Member(Protocol):
     """What an engine does for the log (`ds_slide.runtime.gradients.agreement.Agreement`)."""
 
     engine: int
+    backward: int
+    """The number of the backward that is open, or that comes next."""
+
+    def is_settled(self) -> bool:
+        """Whether this rank has announced and averaged all units, in a backward that none follows before the step."""
 
     def lead(self) -> None:
         """Enter and average the units that all ranks have announced. On rank 0."""
@@ -132,6 +141,8 @@ class Conductor:
         self._count = 0
         """Announcements in the backward that is open."""
         self._is_in_entry = False
+        self._settled: set[int] = set()
+        """Engines whose last backward ended settled: their next step has no meetings."""
 
     @classmethod
     def of(cls, ranks: Ranks) -> Conductor | None:
@@ -150,6 +161,7 @@ class Conductor:
 
     def leave(self, member: Member) -> None:
         self._members.pop(member.engine & 511, None)
+        self._settled.discard(member.engine & 511)
 
     @property
     def leads(self) -> bool:
@@ -167,8 +179,9 @@ class Conductor:
         else:
             self._follow()
 
-    def announce(self) -> None:
+    def announce(self, member: Member) -> None:
         """This rank has announced one more gradient: `Board.put` has told of it."""
+        self._settled.discard(member.engine & 511)
         self.announced += 1
         self._count += 1
         self._tell_pace(min(self._count, AT_REST - 1))
@@ -221,21 +234,29 @@ class Conductor:
         """Take part in the averages that the log has next. -> the entry behind them, if there is another kind."""
         while self._place != self.board.get_more(0):
             entry = Entry.of(self.board.get_more(1 + self._place % RING))
-            if entry.kind is not Kind.UNIT:
+            if entry.kind is Kind.UNIT:
+                self._pass()
+                self._members[entry.engine].average(entry)
+            elif entry.kind is Kind.END and self._has_left(entry):
+                self._pass()
+            else:
                 return entry
-            self._pass()
-            self._members[entry.engine].average(entry)
         return None
+
+    def _has_left(self, entry: Entry) -> bool:
+        """Whether an exception has ended, on this rank, the backward whose settled end this is."""
+        member = self._members.get(entry.engine)
+        return entry.final and member is not None and 0 < (member.backward - entry.backward & TAG) <= TAG // 2
 
     def _pass(self) -> None:
         self._place = self._place + 1 & MASK
 
     # ---- ends and meetings -------------------------------------------------------------------------------------------
 
-    def end(self, member: Member, backward: int, failures: Failures) -> None:
-        """Wait until the backward of this member has ended on all ranks, and all of its gradients are averaged. The
-        member has told on its own board that it has."""
-        what = f"the end of backward number {backward} (engine {member.engine})"
+    def end(self, member: Member, failures: Failures) -> None:
+        """Wait until the backward of this member has ended on all ranks, or is settled, and all of its gradients are
+        averaged. The member has told on its own board that it has ended here."""
+        what = f"the end of backward number {member.backward} (engine {member.engine})"
         self._come_to(what, failures)
         if self.leads:
             self._lead_end(member, what, failures)
@@ -250,18 +271,20 @@ class Conductor:
             self._raise(entry.unit, failures)
         assert entry.kind is Kind.END and entry.engine == member.engine & 511, entry
         self._pass()
-        self._close(member)
+        self._close(member, settled=entry.final)
         return True
 
     def _lead_end(self, member: Member, what: str, failures: Failures) -> None:
-        def all_have_come() -> bool:
+        def nothing_is_left() -> bool:
             self.look()
-            return all(self._takes_part(member, rank, failures) for rank in self.board.others)
+            return member.is_settled() or all(self._takes_part(member, rank, failures) for rank in self.board.others)
 
-        self.board.until(all_have_come, failures, f"the other ranks in {what}")
-        member.lead_end()
-        self.append(Entry(Kind.END, member.engine))
-        self._close(member)
+        self.board.until(nothing_is_left, failures, f"the other ranks in {what}")
+        settled = member.is_settled()
+        if not settled:
+            member.lead_end()
+        self.append(Entry(Kind.END, member.engine, backward=member.backward, final=settled))
+        self._close(member, settled=settled)
 
     def _takes_part(self, member: Member, rank: int, failures: Failures) -> bool:
         """Whether a rank has come to the end of this backward, or to a meeting from outside of any."""
@@ -276,16 +299,19 @@ class Conductor:
     def _is_at_later_meeting(self, rank: int) -> bool:
         return self.board.get(rank, _Row.MEETINGS) != self._meetings
 
-    def _close(self, member: Member) -> None:
+    def _close(self, member: Member, *, settled: bool = False) -> None:
+        if settled:
+            self._settled.add(member.engine & 511)
         self._ends += 1
         self._count = 0
         self._tell_pace(0)
         member.close()
 
-    def meet(self, what: str, failures: Failures) -> None:
+    def meet(self, what: str, failures: Failures, *, step_of: int | None = None) -> None:
         """Wait until all ranks have come to this place of the program. SlideError on all of them where they have not
-        come to the same one. Inside of an entry nothing: that is the place."""
-        if self._is_in_entry:
+        come to the same one. Inside of an entry nothing: that is the place. `step_of`: it is in a step of that engine,
+        which has no meetings behind a settled backward."""
+        if self._is_in_entry or (step_of is not None and step_of & 511 in self._settled):
             return
         is_outside = not in_backward()
         self.board.put(_Row.IS_OUTSIDE, is_outside)

@@ -29,6 +29,11 @@ class Backward:
     backward: int = 1
     seen: list[str] = field(default_factory=list)
 
+    settles: bool = False
+
+    def is_settled(self) -> bool:
+        return self.settles
+
     def lead(self) -> None:
         pass
 
@@ -51,7 +56,7 @@ class Backward:
 
     def end(self) -> None:
         self.ended[self.conductor.board.rank] = self.backward
-        self.conductor.end(self, self.backward, Failures())
+        self.conductor.end(self, Failures())
 
 
 def ranks_of(count: int) -> list[Backward]:
@@ -90,6 +95,58 @@ def test_all_come_to_the_end_and_then_to_a_step(ranks: int) -> None:
     for _ in range(3):
         assert together(*(lambda member=each: step(member) for each in members)) == [None] * ranks
     assert all(each.seen == ["unit 5", "closed"] * 3 for each in members)
+
+
+def test_behind_a_settled_backward_only_a_rank_ahead_of_rank_0_waits() -> None:
+    """Each rank alone: a wait for the other one would not end."""
+    first, second = ranks_of(2)
+    first.settles = True
+    for _ in range(3):
+        for member in (first, second):
+            member.end()
+            for what in ("a step", "a sum"):
+                member.conductor.meet(what, Failures(), step_of=member.engine)
+    assert first.seen == second.seen == ["closed"] * 3
+
+
+def test_a_step_meets_again_behind_a_backward_that_is_not_settled() -> None:
+    first, second = ranks_of(2)
+    first.settles = True
+    for member in (first, second):
+        member.end()
+        member.conductor.announce(member)
+    first.settles = False
+
+    def step(member: Backward) -> None:
+        member.end()
+        member.conductor.meet(f"a step of rank {member.conductor.board.rank}", Failures(), step_of=member.engine)
+
+    sentences = together(lambda: step(first), lambda: step(second))
+    assert sentences[0] == sentences[1] and "a step of rank 1" in sentences[0]
+
+
+def test_another_engine_and_what_is_no_step_meet_behind_a_settled_backward() -> None:
+    first, second = ranks_of(2)
+    first.settles = True
+    for member in (first, second):
+        member.end()
+    for number in (None, 2):
+        sentences = together(
+            lambda of=number: first.conductor.meet("one place", Failures(), step_of=of),
+            lambda of=number: second.conductor.meet("another", Failures(), step_of=of),
+        )
+        assert sentences[0] == sentences[1] and "another" in sentences[0]
+
+
+def test_a_rank_that_an_exception_took_out_of_a_settled_backward_goes_on() -> None:
+    first, second = ranks_of(2)
+    first.settles = True
+    first.end()
+    second.backward += 1  # abandoned
+    first.settles = False
+    assert together(first.end, second.end) == [None] * 2
+    assert first.backward == second.backward == 3
+    assert second.seen == ["unit 5", "closed"]
 
 
 @pytest.mark.parametrize("idle", [0, 1, 2])
@@ -133,13 +190,13 @@ def test_inside_of_an_entry_nothing_meets() -> None:
 def test_only_a_rank_that_is_ahead_waits_for_the_pace() -> None:
     first, second = ranks_of(2)
     for _ in range(3):
-        second.conductor.announce()
+        second.conductor.announce(second)
     first.conductor.keep_pace(9, Failures())  # behind: it goes on
     second.conductor.keep_pace(1, Failures())  # ahead, with little waiting
     waits = threading.Thread(target=second.conductor.keep_pace, args=(9, Failures()))
     waits.start()
     assert waits.is_alive()
-    first.conductor.announce()
+    first.conductor.announce(first)
     waits.join(30)
     assert not waits.is_alive()
 
@@ -148,6 +205,6 @@ def test_a_rank_that_waits_itself_is_not_waited_for() -> None:
     """It may be at the end of a backward of fewer modules."""
     first, second = ranks_of(2)
     for _ in range(3):
-        second.conductor.announce()
+        second.conductor.announce(second)
     first.conductor._come_to("the end", Failures())
     second.conductor.keep_pace(9, Failures())
