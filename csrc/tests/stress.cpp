@@ -354,6 +354,42 @@ void generations() {
   for (std::thread& reader : readers) reader.join();
 }
 
+/// Ranks at a board: each writes its row, tells the others, and waits until all have come to the same round.
+void boards() {
+  constexpr std::uint32_t kLast = 2000;
+  Slab memory(Generations::bytes(2 * kCallers), false, false);
+  // Plain memory, by round and rank. Two rounds are enough: a rank writes the next but one when all have
+  // read.
+  std::vector<std::uint32_t> texts(2 * kCallers);
+  std::vector<std::thread> ranks;
+  for (std::size_t rank = 0; rank < kCallers; ++rank) {
+    ranks.emplace_back([&, rank] {
+      Generations board(memory.data(), 2 * kCallers);
+      auto const all_have_come = [&](std::uint32_t round) {
+        for (std::size_t other = 0; other < kCallers; ++other) {
+          if (board.value(2 * other + 1) < round) return false;
+        }
+        return true;
+      };
+      for (std::uint32_t round = 1; round <= kLast; ++round) {
+        texts[round % 2 * kCallers + rank] = round;
+        board.store(2 * rank, round);
+        board.publish(2 * rank + 1, round);
+        for (;;) {
+          std::uint32_t const seen = board.changes();
+          if (all_have_come(round)) break;
+          board.wait_change(seen);
+        }
+        for (std::size_t other = 0; other < kCallers; ++other) {
+          require(board.value(2 * other) >= round, "a number that was stored before was not seen");
+          require(texts[round % 2 * kCallers + other] == round, "a text was read that was not there");
+        }
+      }
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+}
+
 /// Waits that nothing reaches: closing ends those of all, interrupting those of one object, at any moment.
 void ended_generations() {
   for (int round = 0; round < 100 * kRounds; ++round) {
@@ -441,6 +477,7 @@ int main() {
   pooled();
   closed_pool();
   generations();
+  boards();
   ended_generations();
   shared_slabs();
   std::puts("stress: passed");
