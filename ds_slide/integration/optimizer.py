@@ -392,11 +392,11 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             require_no_update(unit, "saving or loading a checkpoint")
         for unit in self.runtime.units:
             self.runtime.settle(unit)
-        self.runtime.unbind_residents()
+        self.runtime.resident_weights.unbind_all()
 
     def checkpoint_event_epilogue(self) -> None:
         self.runtime.reload_weights()
-        self.runtime.bind_residents()
+        self.runtime.resident_weights.bind_all()
 
     mapped_files: MappedFiles | None = None
     """The files of the load that runs (see checkpoint_load)."""

@@ -278,7 +278,7 @@ class ParameterProtocol:
         if unit.resident is None or parameter.dtype != unit.parameter_dtype or not self._runtime.is_in_forward:
             return False
         state_buffers.require_stepped(self._runtime, unit, "gathering a parameter")
-        self._runtime.bind_resident(unit)
+        self._runtime.resident_weights.bind(unit)
         return True
 
     def gather(self, parameters: Iterable[Any]) -> None:
@@ -308,7 +308,7 @@ class ParameterProtocol:
                     self.values.gathered.add(parameter)
                     continue
                 if parameter.ds_status != ZeroParamStatus.AVAILABLE:
-                    self._runtime.bind_resident(unit)
+                    self._runtime.resident_weights.bind(unit)
                 absent_parameters.leave((parameter,))
                 self.values.gathered.add(parameter)
                 here = parameter.dtype == unit.parameter_dtype

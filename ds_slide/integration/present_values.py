@@ -65,7 +65,7 @@ class PresentValues:
             if unit.resident is None:
                 with torch.inference_mode(False), torch.no_grad():
                     return self._read(parameter).to(parameter.dtype), False
-            self._runtime.bind_resident(unit)
+            self._runtime.resident_weights.bind(unit)
         with AS_THEY_ARE():
             return parameter.data, True
 

@@ -139,7 +139,7 @@ def build_runtime(
     try:
         # The buffers were zeroed on this thread's stream; the lanes' streams know nothing of it.
         device.synchronize()
-        runtime.fill_residents()
+        runtime.resident_weights.fill_all()
         if runtime.parts.watchdog is not None:
             runtime.parts.watchdog.start()
         runtime.start()

@@ -19,13 +19,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ds_slide.compression.codec import Masters, SegmentStep
 from ds_slide.errors import SlideError
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime import running
 from ds_slide.runtime.accumulation import Accumulation
 from ds_slide.runtime.activations.checkpointing import CacheHooks
-from ds_slide.runtime.device import Marker
 from ds_slide.runtime.ended import ENDED, free_memory, why_incomplete
 from ds_slide.runtime.gradients.agreement import Agreement, Contribution
 from ds_slide.runtime.gradients.holding import Doubts, hold_gradients
@@ -36,14 +34,15 @@ from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.ranks.conductor import Conductor
 from ds_slide.runtime.totals import Totals
 from ds_slide.runtime.transfers.handoff import Future, wait_on_stream
-from ds_slide.runtime.transfers.stream_worker import StreamWorker
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.updates.apply import device_update
+from ds_slide.runtime.weights.bindings import Bindings
 from ds_slide.runtime.weights.calls import in_backward
 from ds_slide.runtime.weights.function_transforms import require_no_transform
 from ds_slide.runtime.weights.hooks import BlockHooks, OuterHooks, RootHooks, RootState
 from ds_slide.runtime.weights.outputs import OnGradient
-from ds_slide.runtime.weights.residents import AS_THEY_ARE, Availability, Binding, Residents
+from ds_slide.runtime.weights.resident_weights import ResidentWeights
+from ds_slide.runtime.weights.residents import AS_THEY_ARE, Availability
 from ds_slide.runtime.weights.rows import StreamedRows
 from ds_slide.runtime.weights.saved_weights import SavedWeights
 from ds_slide.runtime.weights.wide_hooks import WideHooks
@@ -76,8 +75,8 @@ class SlideRuntime:
         self.gradients = parts.gradients
         self.learning = Learning(parts.units, self.settle, parts.ranks, parts.device)
         self.step_count = 0
-        self._availability = availability
-        self.residents = Residents(availability)
+        self.bindings = Bindings(parts, availability)
+        self.residents = self.bindings.residents
         self._window = parts.window
         self.rows: StreamedRows | None = None if parts.make_rows is None else parts.make_rows(self)
         """The weight of the outer module that is not on the GPU as a whole, for the module that computes with it."""
@@ -93,10 +92,7 @@ class SlideRuntime:
             deferred=parts.deferred,
         )
         self._agreement = self._agreement_of(parts)
-        self._bound: dict[int, Slot] = {}
-        self._visited: Unit | None = None
-        """Bound for the graph of a backward, until another block is."""
-        self._fetched: dict[int, Future] = {}
+        self.resident_weights = ResidentWeights(parts, self.bindings, lambda: self._root.active or in_backward())
         self._unstepped = False
         self._final = True
         self._doubts = Doubts(module)
@@ -110,10 +106,10 @@ class SlideRuntime:
         here."""
         self.newcomers: Newcomers | None = None
         by_storage = {} if self._window is None else self._window.by_storage
-        self._saved = SavedWeights(by_storage, self._bound, self)
+        self._saved = SavedWeights(by_storage, self.bindings.slots, self)
         self.hooks: list[BlockHooks | RootHooks | OuterHooks | WideHooks | CacheHooks] = []
         self.attach()
-        self.bind_residents()
+        self.resident_weights.bind_all()
         self._at_exit = running.close_at_exit(self)
 
     def _agreement_of(self, parts: Parts) -> Agreement | None:
@@ -130,7 +126,7 @@ class SlideRuntime:
         outer_units = [unit for unit in self.units if unit.spec.kind == "outer"]
         self.hooks = [
             *(BlockHooks(unit, self, self._saved, self._root) for unit in self.blocks),
-            *OuterHooks.on(self._module, outer_units, self.bind_if_fetched),
+            *OuterHooks.on(self._module, outer_units, self.resident_weights.bind_if_fetched),
             *WideHooks.on(self._module, self.units, self.device.torch.type),
             RootHooks(
                 self._module,
@@ -168,86 +164,11 @@ class SlideRuntime:
         """Whether one of the whole model is under way."""
         return self._root.active
 
-    def bind_residents(self) -> None:
-        """Give the units that never leave the GPU their weights."""
-        for unit in self.units:
-            if unit.resident is not None:
-                self.bind_resident(unit)
-
-    def bind_resident(self, unit: Unit) -> None:
-        """Give one such unit its weights; waits, on the compute stream, for those that are on their way."""
-        assert unit.resident is not None
-        if (future := self._fetched.pop(unit.order, None)) is not None:
-            if unit.is_gathered and unit.is_uploaded:
-                with self.parts.recorder.stalled(future.what):
-                    self.device.wait(self.parts.gathers.into(unit, unit.resident, future.wait()))
-            else:
-                self.wait(future)
-        self._bind(unit, unit.slot_views(unit.resident))
-        self.residents.bound(unit, computing=self._root.active or in_backward())
-
-    def bind_if_fetched(self, unit: Unit) -> None:
-        """Bind a resident unit before a module that owns parameters of it runs: its new weights may be on their way."""
-        if unit.order in self._fetched:
-            self.bind_resident(unit)
-
-    def unbind_residents(self) -> None:
-        """Empty the parameters of outer modules, as ZeRO-3 expects while checkpoints are saved and loaded."""
-        for unit in self.units:
-            if unit.resident is not None:
-                self._unbind(unit)
-
-    def _bind(self, unit: Unit, views: Sequence[torch.Tensor]) -> None:
-        self._availability(unit.parameters, Binding.COMPUTING)
-        for parameter, view in zip(unit.parameters, views, strict=True):
-            parameter.data = view
-
-    def _unbind(self, unit: Unit) -> None:
-        self.residents.leave(unit)
-        for parameter in unit.parameters:
-            parameter.data = self.parts.empty.tensors[unit.parameter_dtype]
-        self._availability(unit.parameters, Binding.ABSENT)
-
-    def _bind_slot(self, unit: Unit, direction: str) -> Slot:
-        assert self._window is not None
-        self.take_back((unit,))
-        if self._window.is_full_for(unit):
-            self._give_up_slot()
-        slot = self._window.acquire(unit, direction)  # type: ignore[arg-type]
-        assert slot.ready is not None
-        self._bound[unit.order] = slot
-        if unit.is_gathered:
-            with self.parts.recorder.stalled(slot.ready.what):
-                self.device.wait(self.parts.gathers.into_slot(unit, slot))
-        else:
-            self.wait(slot.ready)
-        self._bind(unit, slot.views(unit))
-        return slot
-
-    def _unbind_slot(self, unit: Unit) -> None:
-        slot = self._bound.pop(unit.order, None)
-        if slot is not None:
-            assert self._window is not None
-            self._unbind(unit)
-            self._window.release(slot)
-
-    def _give_up_slot(self) -> None:
-        """Unbind the block that was bound first of those that do not compute. It has no boundary, or others run before
-        that; its weights are bound again when its backward asks for them."""
-        for slot in self._bound.values():
-            if slot.unit is not None and slot.unit.can_give_up_slot:
-                self._unbind_slot(slot.unit)
-                return
-
     def _release_all(self) -> None:
         """Release all slots after an exception: nobody computes any more with what is bound."""
         self.parts.spare.end_forward()
         self.take_back(self.units)
-        for unit in self.units:
-            unit.computing = unit.raw = 0
-            self._unbind_slot(unit)
-        if self._window is not None:
-            self._window.release_all()
+        self.bindings.release_all(self.units)
         if self.rows is not None:
             self.rows.give_up()
         self.residents.end_computing()
@@ -283,8 +204,8 @@ class SlideRuntime:
         if not in_backward():
             self.parts.spare.end_forward()
         for unit in self.blocks:  # only after an exception: a block that was entered and never left
-            if unit.order in self._bound and not unit.in_backward:
-                self._unbind_slot(unit)
+            if unit.order in self.bindings.slots and not unit.in_backward:
+                self.bindings.unbind_slot(unit)
         if not in_backward() and not (self.parts.trains and self._module.training and torch.is_grad_enabled()):
             self.residents.end_computing()  # otherwise a backward is to come, and its end is the end
 
@@ -300,19 +221,19 @@ class SlideRuntime:
             )
         if with_backward:
             unit.uses += 1
-        if unit.is_streamed and unit.order not in self._bound:
+        if unit.is_streamed and unit.order not in self.bindings.slots:
             expects_backward = torch.is_grad_enabled() and self._root.expects_backward()
             trains = self.parts.trains and (with_backward or expects_backward)
-            self._bind_slot(unit, "forward" if trains else "inference")
+            self.bindings.bind_slot(unit, "forward" if trains else "inference")
         for resident in (unit, *unit.parts):
-            self.bind_if_fetched(resident)
+            self.resident_weights.bind_if_fetched(resident)
         self.parts.spare.activations.times.enter(unit.order)
 
     def leave_forward(self, unit: Unit) -> None:
         if (compute := self.parts.recorder.compute) is not None:
             compute.leave(("forward", unit.order), self.device.mark(timed=True))
         if not unit.in_backward:
-            self._unbind_slot(unit)
+            self.bindings.unbind_slot(unit)
             is_wide = any(part.dtype == torch.float32 for part in (unit, *unit.parts))
             if is_wide and torch.is_autocast_enabled(self.device.torch.type):
                 # Autocast would keep the copies in lower precision that it has made of the block's weights, on the GPU,
@@ -334,30 +255,19 @@ class SlideRuntime:
         unit.in_backward = True
         if not unit.is_streamed:
             return None
-        if self._visited is not None:
-            self._end_visit(unit)
-        slot = self._bound.get(unit.order)
-        return self._bind_slot(unit, "backward") if slot is None else slot
+        return self.bindings.bind_for_backward(unit)
 
     def visit(self, unit: Unit) -> Slot:
-        """Bind a block for a node of a graph that a backward with `create_graph` has made. Such nodes go through the
-        blocks from the first to the last, before the blocks' own backward begins."""
+        """A node of a graph that a backward with `create_graph` has made needs the weights of a block."""
         self.interruptions.begin_backward_of_block()
-        self._end_visit(unit)
-        self._visited = unit
-        return self._bind_slot(unit, "backward")
-
-    def _end_visit(self, successor: Unit) -> None:
-        unit, self._visited = self._visited, None
-        if unit is not None and unit is not successor and not unit.in_backward:
-            self._unbind_slot(unit)
+        return self.bindings.visit(unit)
 
     def leave_backward(self, unit: Unit) -> None:
         if (compute := self.parts.recorder.compute) is not None:
             compute.leave(("backward", unit.order), self.device.mark(timed=True))
         if not unit.raw:
             unit.in_backward = False
-            self._unbind_slot(unit)
+            self.bindings.unbind_slot(unit)
         if torch.is_grad_enabled():
             return  # of a backward with create_graph: the block's use ends with the backward of what that makes
         unit.uses_done += 1
@@ -394,8 +304,7 @@ class SlideRuntime:
         `of_another`: why the step that follows may be another engine's (`Doubts.of_another`)."""
         if in_backward():
             self._require_only_backward()
-            for unit in [unit for unit in self.units if unit.order in self._fetched]:
-                self.bind_resident(unit)  # of a graph that is older than a step: no forward has bound it since
+            self.resident_weights.bind_fetched()  # of a graph older than a step: no forward has bound them since
         self.interruptions.begin_backward()
         self._doubts.of_another = of_another
         self.residents.begin_computing()
@@ -434,7 +343,7 @@ class SlideRuntime:
         """Take the gradients that units still have. `trains`: the backward has given some."""
         for unit in self.units:
             unit.in_backward = False
-            self._unbind_slot(unit)
+            self.bindings.unbind_slot(unit)
             is_absent = trains and self._agreement is None and not unit.finalized and self.counts_as_zero(unit)
             if unit.has_gradient or is_absent:
                 self._finalize(unit, at_end=True)
@@ -445,7 +354,7 @@ class SlideRuntime:
         self.accumulation.close(at_boundary=self._final)
         if not self.deferred and self._final:
             self._unstepped = True
-            self._fetch_outer_units()
+            self.resident_weights.fetch_updated()
             if self._window is not None:
                 self._window.prefetch(None, "forward")
 
@@ -478,7 +387,7 @@ class SlideRuntime:
         self.take_back((unit,))  # one more gradient of the same step is added to those of before
         if unit.codec.compresses:
             # Of a unit that no forward has used: the next update overwrites the change, which is then lost.
-            self.bind_if_fetched(unit)
+            self.resident_weights.bind_if_fetched(unit)
         if final:
             self.learning.look(unit, self.step_count)
         before = unit.arrived, unit.updated
@@ -627,7 +536,7 @@ class SlideRuntime:
                 )
             )
         if self.deferred:
-            self._fetch_outer_units()
+            self.resident_weights.fetch_updated()
             if self._window is not None:
                 self._window.prefetch(None, "forward")
 
@@ -681,65 +590,13 @@ class SlideRuntime:
         unit.mark_changed()
         if not unit.is_gathered:
             return
-        assert unit.resident is not None
-        self._unbind(unit)  # as in `_fetch_outer_units`
-        gathered = self.parts.gathers.into(unit, unit.resident, self.device.mark())
-        self._fetched[unit.order] = Future.kept(self.parts.failures, gathered, f"the gathered weights of {unit.name}")
-
-    def _fetch_outer_units(self) -> None:
-        """Bring what updates have written for units that are on the GPU to their buffers there, behind what compute has
-        submitted.
-
-        Until the next forward binds them again they are partitioned: whoever looks at them in between has to gather
-        them, and so cannot see the old weights.
-        """
-        h2d, free = self.parts.workers.outer_h2d, self.device.mark()
-        for unit in self.units:
-            if unit.resident is None or not unit.is_uploaded or not unit.layout.trainable_numel:
-                continue
-            if unit.updated is unit.applied:  # frozen, or without a gradient: no update, and nothing new to bring
-                continue
-            unit.applied = unit.updated
-            self._unbind(unit)
-            self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free)
-
-    def _fetch(self, unit: Unit, resident: torch.Tensor, h2d: StreamWorker, free: Marker) -> Future:
-        future = Future(self.parts.failures, f"the new weights of {unit.name} on the GPU")
-        parts, version = list(zip(unit.spans, unit.span_updated, strict=True)), unit.version
-        steps = unit.trained.latest
-        if self.parts.ranks.world_size > 1 or unit.codec.compresses:
-            parts = [(slice(0, unit.codec.numel), unit.updated)]  # as a whole
-        masters = Masters(resident, unit.remainder_on_gpu)
-
-        def job() -> None:
-            h2d.wait(free, f"the buffer of {unit.name} on the GPU")
-            for span, updated in parts:
-                updated.wait()
-                unit.await_others(version)
-                start = self.device.mark(h2d.stream, timed=True)
-                moved = self._fill_span(unit, span, masters, steps)
-                end = self.device.mark(h2d.stream, timed=True)
-                h2d.meter.add_interval(start, end, moved, ("weights", unit.order))
-            future.keep(end)
-
-        h2d.submit(job)
-        return future
-
-    def _fill_span(self, unit: Unit, span: slice, masters: Masters, steps: Sequence[SegmentStep]) -> int:
-        shared = self.parts.shared
-        if unit.codec.compresses and shared is not None:
-            return unit.codec.apply(shared.parts[unit.order], span, masters, steps)
-        if self.parts.ranks.world_size > 1:
-            return self.parts.uploads.fill(unit, masters.weight)
-        # A view: what is written for a unit that is on the GPU is in memory.
-        written = unit.state.written.buffer.read(slice(0, unit.codec.numel))
-        return unit.codec.apply([written], span, masters, steps)
+        self.resident_weights.gather(unit)
 
     # ---- reading and writing states --------------------------------------------------------------------------
 
     def is_bound(self, unit: Unit) -> bool:
         """Whether the unit's parameters point into a slot right now."""
-        return unit.order in self._bound
+        return unit.order in self.bindings.slots
 
     def require_held(self, what: str) -> None:
         """Raise when gradients are not kept for `what`."""
@@ -767,12 +624,11 @@ class SlideRuntime:
         if unit.chunk_rows:
             # A forward that has been submitted may still be reading the state buffer.
             self.parts.workers.outer_h2d.drain()
-        if (future := self._fetched.get(unit.order)) is not None:
-            future.synchronize()
+        self.resident_weights.await_fetched(unit)
 
     def take_back(self, units: Sequence[Unit]) -> None:
         """Give the units the bits that they had before updates that no step has confirmed, and wait for that."""
-        self.speculating.take_back(units, lambda unit: None if self._window is None else self._window.forget(unit))
+        self.bindings.take_back(units)
 
     def reload_weights(self) -> None:
         """The state buffers may have been written from outside (a checkpoint was loaded): every GPU copy is renewed."""
@@ -795,39 +651,7 @@ class SlideRuntime:
         unit.version += 1
         unit.publish(unit.version)
         unit.state.drain()
-        self._fetched.pop(unit.order, None)
-        several = self.parts.ranks.world_size > 1
-        if unit.resident is not None and (several or unit.resident is not unit.state.weights.buffer.tensor):
-            self.parts.workers.outer_h2d.drain()
-            self._renew(unit, unit.resident)
-            self.device.synchronize()
-
-    def fill_residents(self) -> None:
-        """Fill the outer modules, once, when the units of all ranks have their weights: they need the others' parts."""
-        for unit in self.units:
-            if self.parts.ranks.world_size > 1 and unit.resident is not None:
-                self._renew(unit, unit.resident)
-        self.device.synchronize()
-
-    def _renew(self, unit: Unit, resident: torch.Tensor) -> None:
-        """Upload new weights by the compute thread itself, while no lane has to do with the unit."""
-        if unit.codec.compresses:
-            self._gather_masters(unit)
-            return
-        if unit.is_uploaded:
-            unit.await_others(unit.version)
-            self.parts.uploads.fill(unit, resident)
-        if unit.is_gathered:
-            self.device.wait(self.parts.gathers.into(unit, resident, self.device.mark()))
-
-    def _gather_masters(self, unit: Unit) -> None:
-        """Give every rank the others' parts of weights that all of them have whole."""
-        for buffer in (unit.state.weights.buffer, *unit.state.masters.values()):
-            assert buffer.tensor is not None
-            for entry in unit.layout.entries:
-                own = buffer.read(slice(entry.offset, entry.offset + entry.partition_numel))
-                whole = self.parts.ranks.gather(own, f"the weights of {entry.name}")
-                buffer.tensor[entry.slot_offset : entry.slot_offset + entry.numel].copy_(whole[: entry.numel])
+        self.resident_weights.renew(unit)
 
     def close(self) -> None:
         """Run what is queued, end the threads, remove the hooks. Harmless when called twice."""
@@ -842,7 +666,7 @@ class SlideRuntime:
             self.take_back(self.units)
         if self.rows is not None:
             self.rows.close()
-        self.unbind_residents()
+        self.resident_weights.unbind_all()
         why = self.parts.failures.message
         try:
             with self.parts.failures.waiting("the engine to end"):

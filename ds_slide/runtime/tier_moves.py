@@ -251,7 +251,7 @@ def _show(runtime: SlideRuntime, unit: Unit) -> None:
     runtime.residents.leave(unit)
     runtime.parts.adopt(unit)
     if unit.resident is not None:
-        runtime.bind_resident(unit)
+        runtime.resident_weights.bind(unit)
     runtime.parts.failures.progressed()
 
 

@@ -271,7 +271,7 @@ def _show(runtime: SlideRuntime, unit: Unit) -> None:
     runtime.weights_changed(unit)
     runtime.parts.adopt(unit)
     if unit.resident is not None:
-        runtime.bind_resident(unit)
+        runtime.resident_weights.bind(unit)
 
 
 def _release_way_back(runtime: SlideRuntime, unit: Unit) -> None:

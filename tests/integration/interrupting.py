@@ -140,7 +140,7 @@ def check_that_nothing_is_left(engine: Any) -> None:
     runtime = engine.optimizer.runtime
     assert hooks_around() is None
     assert [slot.bound for slot in runtime._window.slots] == [0] * len(runtime._window.slots)
-    assert runtime._bound == {}
+    assert runtime.bindings.slots == {}
     assert all(parameter.grad is None for parameter in engine.module.parameters())
     for staging in runtime.gradients._stagings:
         runtime.wait(staging.free)

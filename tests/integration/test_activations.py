@@ -38,7 +38,7 @@ from ds_slide.plan.sharing import StepTimes
 from ds_slide.runtime.activations import spare_memory
 from ds_slide.runtime.activations.spare_memory import LOOKS, Budget
 from ds_slide.runtime.activations.states import RunningStates
-from ds_slide.runtime.engine import SlideRuntime
+from ds_slide.runtime.weights.bindings import Bindings
 from ds_slide.runtime.weights.calls import in_backward
 
 transformers = pytest.importorskip("transformers")
@@ -153,13 +153,13 @@ def with_hooks_inside(model: nn.Module) -> nn.Module:
 def test_what_a_block_saves_is_what_is_computed_again(monkeypatch: pytest.MonkeyPatch, reentrant: bool) -> None:
     """Neither what its forward waits for weights, nor what comes behind the last saved tensor, to which torch's
     re-entrant recomputation would go on."""
-    bind_slot, wait = SlideRuntime._bind_slot, 0.2
+    bind_slot, wait = Bindings.bind_slot, 0.2
 
-    def late(self: SlideRuntime, unit: Any, direction: str) -> Any:
+    def late(self: Bindings, unit: Any, direction: str) -> Any:
         time.sleep(wait if direction == "forward" else 0.0)
         return bind_slot(self, unit, direction)
 
-    monkeypatch.setattr(SlideRuntime, "_bind_slot", late)
+    monkeypatch.setattr(Bindings, "bind_slot", late)
     model = with_hooks_inside(checkpointed(llama(num_hidden_layers=2), reentrant))
     with engine_for(model, config_of({"gpu_memory": OWN_BYTES})) as engine:
         train(engine, batches(LOOKS[0]))

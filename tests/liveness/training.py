@@ -79,9 +79,9 @@ class Training:
                 runtime.settle(unit)
             if hasattr(runtime, "begin_writing"):
                 runtime.begin_writing()
-            runtime.unbind_residents()
+            runtime.resident_weights.unbind_all()
             runtime.reload_weights()
-            runtime.bind_residents()
+            runtime.resident_weights.bind_all()
 
     def _forward(self, *, with_backward: bool) -> None:
         self.model(lambda: self._units_forward(with_backward))
@@ -98,7 +98,7 @@ class Training:
         runtime = self.runtime
         for unit in filter(self._uses, runtime.units):
             if unit.spec.kind == "outer":
-                runtime.bind_if_fetched(unit)
+                runtime.resident_weights.bind_if_fetched(unit)
                 self._look(unit)
             else:
                 runtime.enter_forward(unit, with_backward=with_backward)

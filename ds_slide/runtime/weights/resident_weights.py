@@ -1,0 +1,168 @@
+"""The weights of units that stay on the GPU: bound all the time, and renewed there after each update.
+
+    update on the host   `fetch_updated` submits a copy up, behind what compute has submitted
+    update on the GPU    in place; where ranks have a part each, `gather` collects the others' parts
+    next use             `bind` waits for either on the compute stream
+
+From the update to the next use the parameters are partitioned: a script that looks at them in between has to gather
+them, and so cannot see the old weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ds_slide.compression.codec import Masters, SegmentStep
+from ds_slide.runtime.device import Marker
+from ds_slide.runtime.parts import Parts
+from ds_slide.runtime.transfers.handoff import Future, wait_on_stream
+from ds_slide.runtime.transfers.stream_worker import StreamWorker
+from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.weights.bindings import Bindings
+
+
+class ResidentWeights:
+    """All methods are called by the thread that computes."""
+
+    def __init__(self, parts: Parts, bindings: Bindings, computes: Callable[[], bool]) -> None:
+        """`computes`: whether a forward or backward of the model is under way."""
+        self._parts = parts
+        self._device = parts.device
+        self._bindings = bindings
+        self._computes = computes
+        self._fetched: dict[int, Future] = {}
+        """New weights on their way, by `Unit.order`."""
+
+    # ---- binding -----------------------------------------------------------------------------------------------------
+
+    def bind_all(self) -> None:
+        """Give all these units their weights."""
+        for unit in self._parts.units:
+            if unit.resident is not None:
+                self.bind(unit)
+
+    def bind(self, unit: Unit) -> None:
+        """Give one such unit its weights; waits, on the compute stream, for those that are on their way."""
+        assert unit.resident is not None
+        if (future := self._fetched.pop(unit.order, None)) is not None:
+            stalled = self._parts.recorder.stalled
+            if unit.is_gathered and unit.is_uploaded:
+                with stalled(future.what):
+                    self._device.wait(self._parts.gathers.into(unit, unit.resident, future.wait()))
+            else:
+                wait_on_stream(future, self._device, stalled)
+        self._bindings.bind(unit, unit.slot_views(unit.resident))
+        self._bindings.residents.bound(unit, computing=self._computes())
+
+    def bind_if_fetched(self, unit: Unit) -> None:
+        """Bind such a unit before a module that owns parameters of it runs: its new weights may be on their way."""
+        if unit.order in self._fetched:
+            self.bind(unit)
+
+    def bind_fetched(self) -> None:
+        """Bind all whose new weights are on their way."""
+        for unit in [unit for unit in self._parts.units if unit.order in self._fetched]:
+            self.bind(unit)
+
+    def unbind_all(self) -> None:
+        """Empty the parameters of all these units, as ZeRO-3 expects while checkpoints are saved and loaded."""
+        for unit in self._parts.units:
+            if unit.resident is not None:
+                self._bindings.unbind(unit)
+
+    # ---- after an update ---------------------------------------------------------------------------------------------
+
+    def gather(self, unit: Unit) -> None:
+        """An update on the GPU has changed this rank's part: collect the others'."""
+        assert unit.resident is not None
+        self._bindings.unbind(unit)
+        gathered = self._parts.gathers.into(unit, unit.resident, self._device.mark())
+        self._fetched[unit.order] = Future.kept(self._parts.failures, gathered, f"the gathered weights of {unit.name}")
+
+    def fetch_updated(self) -> None:
+        """Bring what updates of the host have written to the buffers on the GPU, behind what compute has submitted."""
+        h2d, free = self._parts.workers.outer_h2d, self._device.mark()
+        for unit in self._parts.units:
+            if unit.resident is None or not unit.is_uploaded or not unit.layout.trainable_numel:
+                continue
+            if unit.updated is unit.applied:  # frozen, or without a gradient: no update, and nothing new to bring
+                continue
+            unit.applied = unit.updated
+            self._bindings.unbind(unit)
+            self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free)
+
+    def _fetch(self, unit: Unit, resident: torch.Tensor, h2d: StreamWorker, free: Marker) -> Future:
+        future = Future(self._parts.failures, f"the new weights of {unit.name} on the GPU")
+        parts, version = list(zip(unit.spans, unit.span_updated, strict=True)), unit.version
+        steps = unit.trained.latest
+        if self._parts.ranks.world_size > 1 or unit.codec.compresses:
+            parts = [(slice(0, unit.codec.numel), unit.updated)]  # as a whole
+        masters = Masters(resident, unit.remainder_on_gpu)
+
+        def job() -> None:
+            h2d.wait(free, f"the buffer of {unit.name} on the GPU")
+            for span, updated in parts:
+                updated.wait()
+                unit.await_others(version)
+                start = self._device.mark(h2d.stream, timed=True)
+                moved = self._fill_span(unit, span, masters, steps)
+                end = self._device.mark(h2d.stream, timed=True)
+                h2d.meter.add_interval(start, end, moved, ("weights", unit.order))
+            future.keep(end)
+
+        h2d.submit(job)
+        return future
+
+    def _fill_span(self, unit: Unit, span: slice, masters: Masters, steps: Sequence[SegmentStep]) -> int:
+        shared = self._parts.shared
+        if unit.codec.compresses and shared is not None:
+            return unit.codec.apply(shared.parts[unit.order], span, masters, steps)
+        if self._parts.ranks.world_size > 1:
+            return self._parts.uploads.fill(unit, masters.weight)
+        # A view: what is written for a unit that is on the GPU is in memory.
+        written = unit.state.written.buffer.read(slice(0, unit.codec.numel))
+        return unit.codec.apply([written], span, masters, steps)
+
+    # ---- written from outside ----------------------------------------------------------------------------------------
+
+    def await_fetched(self, unit: Unit) -> None:
+        """Wait for new weights of the unit that are on their way."""
+        if (future := self._fetched.get(unit.order)) is not None:
+            future.synchronize()
+
+    def renew(self, unit: Unit) -> None:
+        """The unit's state buffers have been written, while no lane has to do with it: upload them. Collective."""
+        self._fetched.pop(unit.order, None)
+        several = self._parts.ranks.world_size > 1
+        if unit.resident is not None and (several or unit.resident is not unit.state.weights.buffer.tensor):
+            self._parts.workers.outer_h2d.drain()
+            self._fill(unit, unit.resident)
+            self._device.synchronize()
+
+    def fill_all(self) -> None:
+        """Fill the buffers, once, when the units of all ranks have their weights: they need the others' parts."""
+        for unit in self._parts.units:
+            if self._parts.ranks.world_size > 1 and unit.resident is not None:
+                self._fill(unit, unit.resident)
+        self._device.synchronize()
+
+    def _fill(self, unit: Unit, resident: torch.Tensor) -> None:
+        if unit.codec.compresses:
+            self._gather_masters(unit)
+            return
+        if unit.is_uploaded:
+            unit.await_others(unit.version)
+            self._parts.uploads.fill(unit, resident)
+        if unit.is_gathered:
+            self._device.wait(self._parts.gathers.into(unit, resident, self._device.mark()))
+
+    def _gather_masters(self, unit: Unit) -> None:
+        """Give every rank the others' parts of weights that all of them have whole."""
+        for buffer in (unit.state.weights.buffer, *unit.state.masters.values()):
+            assert buffer.tensor is not None
+            for entry in unit.layout.entries:
+                own = buffer.read(slice(entry.offset, entry.offset + entry.partition_numel))
+                whole = self._parts.ranks.gather(own, f"the weights of {entry.name}")
+                buffer.tensor[entry.slot_offset : entry.slot_offset + entry.numel].copy_(whole[: entry.numel])
