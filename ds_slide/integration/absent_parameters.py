@@ -102,13 +102,13 @@ def _make_plain(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def watch(parameters: Iterable[Any]) -> None:
-    """Intercept what is computed with the parameters from now on. Harmless for those that are watched."""
+    """Intercept what is computed with the parameters from now on. Watched parameters stay as they are."""
     for parameter in parameters:
         parameter.__class__ = WATCHED[parameter.__class__]
 
 
 def leave(parameters: Iterable[Any]) -> None:
-    """Give the parameters their own class back. Harmless for those that have it."""
+    """Give the parameters their own class back. Parameters that have it stay as they are."""
     for parameter in parameters:
         parameter.__class__ = OWN[parameter.__class__]
 
@@ -222,7 +222,7 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _without_value(of: Any) -> Any:
-    """The parameter of `of`, a parameter or an alias, where it is a large one that is not there."""
+    """Return the parameter behind `of`, a parameter or an alias, if it is large and absent; otherwise None."""
     parameter = _parameter_of(of)
     if not isinstance(parameter, Watched):
         return None

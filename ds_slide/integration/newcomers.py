@@ -60,7 +60,7 @@ class Newcomers:
         self._leave_out_trained()
 
     def look(self) -> None:
-        """Give parameters that are on now states. SlideError for one that is in no unit, with its name."""
+        """Give optimizer states to parameters that require a gradient now. SlideError names one that is in no unit."""
         self._walk()
         with AS_THEY_ARE():
             for name, parameter in self._strangers:

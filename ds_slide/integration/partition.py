@@ -55,7 +55,7 @@ class Partition(torch.Tensor):
 
 
 def as_partition(view: torch.Tensor) -> Any:
-    """`view` itself as a Partition: whoever has a weak reference to it goes on following it."""
+    """Return `view` itself as a Partition, so that weak references to it stay valid."""
     view.__class__ = Partition
     return view
 

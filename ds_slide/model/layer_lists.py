@@ -193,7 +193,7 @@ def can_be_block(module: nn.Module) -> bool:
 
 
 def _siblings(path: str, module: nn.Module) -> Named:
-    """Composite layers in `module` of which there are at least two of one class."""
+    """Return the composite layers in `module` whose class occurs at least twice."""
     candidates = [each for each in _called(path, module) if _is_composite(each[1])]
     times = Counter(id(layer) for _, layer in candidates)
     kinds = Counter(_class_of(layer) for _, layer in candidates if times[id(layer)] == 1)

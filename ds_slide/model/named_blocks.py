@@ -63,7 +63,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _layers_of(where: str, path: str, module: nn.Module, ownership: Ownership) -> LayerList:
-    """What a module stands for: the elements of a container, also those of containers in it, or itself."""
+    """Return the modules that a path stands for: the module, or the elements of a container and of containers in it."""
     if not isinstance(module, CONTAINERS):
         if not can_be_block(module):
             kind = type(module).__name__

@@ -251,7 +251,7 @@ class _PythonsOwn(_Random):
 
 
 class _Training(Place):
-    """Which modules of the block are in training. `holder`: those whose dictionaries are no places."""
+    """Return which modules of the block are in training. `holder`: modules whose dictionaries are no places."""
 
     __slots__ = ()
 
@@ -337,7 +337,7 @@ class Found:
             self._walk_all(buffers.items(), label, MOST_DEPTH - 1)
 
     def module(self, module: nn.Module, label: str, depth: int = 0) -> None:
-        """Add the attributes and buffers of `module`, without those of the modules in it."""
+        """Add the attributes and buffers of `module` itself, not of its submodules."""
         own = vars(module)
         self.buffers_of(module, label)
         place = _OfBlock if id(own) == self.of_block else Attributes

@@ -5,9 +5,9 @@ A rank announces a unit when the unit's gradient is complete there, and keeps th
 backward where some do not. These contribute zeros, so that the average is the one that DDP finds with
 `find_unused_parameters`. A unit that no rank has a gradient of is treated as with one rank, alike on all of them.
 
-One unit's gradients that wait lie in a staging buffer, if that is free, those of others where autograd left them: a
-buffer is left for units that are averaged before. A unit that is used again after
-its announcement announces again: its contributions are averaged one by one, as many times as the rank with most.
+A gradient that waits lies in a staging buffer if one is free, and otherwise where autograd left it. One buffer stays
+free for units that are averaged meanwhile. A unit that is used again after its announcement announces again: its
+contributions are averaged one by one, and a rank that has fewer contributes zeros.
 """
 
 from __future__ import annotations

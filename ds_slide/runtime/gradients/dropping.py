@@ -15,8 +15,8 @@ from ds_slide.runtime.unit import SquareSum, Unit
 def drop_gradients(runtime: SlideRuntime, given: Collection[int], *, to_none: bool) -> None:
     """Drop the gradients of the parameters with the `id`s `given`.
 
-    `to_none`: a unit all of whose parameters are given has no gradient then, and the step leaves it alone. Otherwise
-    the gradients become zero, which a step applies. SlideError where they have been applied already.
+    `to_none`: if all parameters of a unit are given, the unit has no gradient afterwards, and the step leaves it
+    alone. Otherwise the gradients become zero, which a step applies. SlideError where they have been applied already.
     """
     runtime.interruptions.notice()
     runtime.accumulation.require_weights()

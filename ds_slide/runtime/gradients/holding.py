@@ -84,7 +84,7 @@ def hold_gradients(parts: Parts, why: str) -> None:
 
 
 def _goes_straight_to_its_update(unit: Unit) -> bool:
-    """Whether that is so where its states are in host memory or on SSD, to which a promoted unit goes back."""
+    """Whether the unit is updated as soon as its gradient arrives, once a promoted unit has gone back."""
     state: UnitState = unit.state if unit.home is None else unit.home
     return bool(unit.codec.numel) and not state.gradient.buffers
 

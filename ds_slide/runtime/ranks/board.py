@@ -21,7 +21,7 @@ MASK = (1 << 32) - 1
 
 
 class Board:
-    """One rank's view. `width`: numbers of a row. What a rank wrote before `publish` is seen by those who see that."""
+    """One rank's view. `width`: numbers of a row. A rank that sees a publication sees all that was written before."""
 
     def __init__(self, words: Any, texts: mmap.mmap, rank: int, world_size: int, width: int) -> None:
         """`words`: counters of all ranks (`_native.Generations`)."""
@@ -41,7 +41,7 @@ class Board:
         self._words.store(self._own + item, value & MASK)
 
     def publish(self, item: int, value: int) -> None:
-        """Write a number of the own row, and wake all who wait."""
+        """Write a number of the own row, and wake all ranks that wait."""
         self._words.publish(self._own + item, value & MASK)
 
     def get_more(self, item: int) -> int:
@@ -49,15 +49,15 @@ class Board:
         return int(self._words.value(self._more + item))
 
     def put_more(self, item: int, value: int) -> None:
-        """As `put`. Called by rank 0 alone."""
+        """Write a number behind the rows, which others may see late. Only rank 0 calls this."""
         self._words.store(self._more + item, value & MASK)
 
     def publish_more(self, item: int, value: int) -> None:
-        """As `publish`. Called by rank 0 alone."""
+        """Write a number behind the rows, and wake all ranks that wait. Only rank 0 calls this."""
         self._words.publish(self._more + item, value & MASK)
 
     def write_text(self, text: str) -> None:
-        """The own line, for those who see what is published next."""
+        """Write the line of this rank. A rank that sees the next publication sees the line."""
         start = self.rank * TEXT_BYTES
         self._texts[start : start + TEXT_BYTES] = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
 

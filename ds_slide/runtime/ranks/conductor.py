@@ -5,7 +5,7 @@ Two kinds of collectives meet here.
 * Averages of gradients. Each rank announces a unit when its backward has left the unit's gradient
   (`ds_slide.runtime.gradients.agreement`). Rank 0 enters a unit into the log, and issues its average, when it sees that
   all ranks have announced it; the others issue what the log says. All look at each of their hooks in backward, and
-  nobody waits. What is left is entered at the end of backward, which all ranks wait for.
+  no rank waits. What is left is entered at the end of backward, which all ranks wait for.
 * All others come in the order of the program (gathers, sums, exchanges). Each is a meeting: a rank says which one it
   has come to, and waits until rank 0 has seen all ranks at the same one. So ranks that have come to different ones
   raise one sentence, all of them, before anything is issued. A rank that is outside of a backward when others have
@@ -170,7 +170,7 @@ class Conductor:
     # ---- under backward ----------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Issue what all ranks have announced, as far as that is known here. Waits for nobody."""
+        """Issue what all ranks have announced, as far as that is known here. This never waits."""
         if self._is_in_entry:
             return
         if self.leads:

@@ -77,8 +77,8 @@ class Bindings:
             self._window.release(slot)
 
     def _give_up_slot(self) -> None:
-        """Unbind the block that was bound first of those that do not compute. It has no boundary, or others run before
-        that; its weights are bound again when its backward asks for them."""
+        """Unbind the first bound block that does not compute. Its backward binds its weights again when it needs
+        them."""
         for slot in self.slots.values():
             if slot.unit is not None and slot.unit.can_give_up_slot:
                 self.unbind_slot(slot.unit)

@@ -44,7 +44,7 @@ class ResidentWeights:
                 self.bind(unit)
 
     def bind(self, unit: Unit) -> None:
-        """Give one such unit its weights; waits, on the compute stream, for those that are on their way."""
+        """Give one such unit its weights. The compute stream waits for a copy that is under way."""
         assert unit.resident is not None
         if (future := self._fetched.pop(unit.order, None)) is not None:
             stalled = self._parts.recorder.stalled

@@ -39,7 +39,7 @@ class UseToken:
         return self._fired != self.unit.left_out and self._counting == self.unit.counting
 
     def fire(self, leave_backward: LeaveBackward) -> None:
-        # A backward with create_graph leaves the use to the one that follows.
+        # A backward with create_graph does not end the use: the backward that follows does.
         self._fired = -1 if torch.is_grad_enabled() else self.unit.left_out
         leave_backward(self.unit)
 
