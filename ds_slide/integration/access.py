@@ -123,7 +123,7 @@ class StateAccess:
 
     def _settle_gradient(self, unit: Unit) -> None:
         require_own_layout(unit, "the gradient")
-        self._runtime.require_held("reading or writing a gradient")
+        self._runtime.taking.require_held("reading or writing a gradient")
         self._runtime.settle(unit)
         self._runtime.parts.workers.update.drain()  # an accumulation may be under way
 

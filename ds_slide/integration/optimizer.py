@@ -260,7 +260,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def _coalesce_grad_reduction(self) -> bool:
         """Whether reduction is coalesced: set by `engine.coalesce_grad_reduction()` for the length of its block, and
         read when that begins."""
-        self.runtime.require_held("engine.coalesce_grad_reduction()")
+        self.runtime.taking.require_held("engine.coalesce_grad_reduction()")
         return self._coalescing
 
     @_coalesce_grad_reduction.setter

@@ -152,4 +152,4 @@ class _Bringer:
         follows."""
         with AS_THEY_ARE():
             if self._parameter.grad is not None and not self._runtime.accumulation.is_open:
-                self._runtime.take_left_gradient(self._unit)
+                self._runtime.taking.take_left_gradient(self._unit)

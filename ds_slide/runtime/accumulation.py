@@ -35,6 +35,8 @@ class Accumulation:
     """The state of the accumulation; called by the thread that computes."""
 
     def __init__(self) -> None:
+        self.steps = 0
+        """Optimizer steps so far, those of a checkpoint included."""
         self.micro_batches = 0
         """Backwards that have ended since the last step."""
         self.is_open = False

@@ -25,13 +25,12 @@ from ds_slide.runtime import running
 from ds_slide.runtime.accumulation import Accumulation
 from ds_slide.runtime.activations.checkpointing import CacheHooks
 from ds_slide.runtime.ended import ENDED, free_memory, why_incomplete
-from ds_slide.runtime.gradients.agreement import Agreement, Contribution
-from ds_slide.runtime.gradients.holding import Doubts, hold_gradients
+from ds_slide.runtime.gradients.holding import HOLD_HINT
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
+from ds_slide.runtime.gradients.taking import Taking
 from ds_slide.runtime.interruptions import Interruptions
 from ds_slide.runtime.learning import Learning
 from ds_slide.runtime.parts import Parts
-from ds_slide.runtime.ranks.conductor import Conductor
 from ds_slide.runtime.totals import Totals
 from ds_slide.runtime.transfers.handoff import Future, wait_on_stream
 from ds_slide.runtime.unit import Unit
@@ -48,10 +47,6 @@ from ds_slide.runtime.weights.saved_weights import SavedWeights
 from ds_slide.runtime.weights.wide_hooks import WideHooks
 from ds_slide.runtime.weights.window import Slot
 from ds_slide.store.tiers import Ways
-
-HOLD_HINT = (
-    'set "ds_slide": {"defer_updates": true}, which keeps gradients in host memory (2 bytes a parameter) until step()'
-)
 
 
 class Newcomers(Protocol):
@@ -74,13 +69,12 @@ class SlideRuntime:
         self.speculating = parts.updating.speculating
         self.gradients = parts.gradients
         self.learning = Learning(parts.units, self.settle, parts.ranks, parts.device)
-        self.step_count = 0
         self.bindings = Bindings(parts, availability)
         self.residents = self.bindings.residents
         self._window = parts.window
         self.rows: StreamedRows | None = None if parts.make_rows is None else parts.make_rows(self)
         """The weight of the outer module that is not on the GPU as a whole, for the module that computes with it."""
-        self._root = RootState()
+        self._root = root = RootState()
         self.accumulation = Accumulation()
         self.interruptions = Interruptions(
             self.accumulation,
@@ -91,11 +85,16 @@ class SlideRuntime:
             self._release_all,
             deferred=parts.deferred,
         )
-        self._agreement = self._agreement_of(parts)
-        self.resident_weights = ResidentWeights(parts, self.bindings, lambda: self._root.active or in_backward())
-        self._unstepped = False
-        self._final = True
-        self._doubts = Doubts(module)
+        self.resident_weights = ResidentWeights(parts, self.bindings, lambda: root.active or in_backward())
+        self.taking = Taking(
+            module,
+            parts,
+            self.accumulation,
+            self.interruptions,
+            self.learning,
+            self.bindings,
+            self.resident_weights,
+        )
         self.has_ended = False
         self.spoiled = ""
         """Why the weights that an ended engine has left are no whole weights; empty where they are."""
@@ -111,13 +110,6 @@ class SlideRuntime:
         self.attach()
         self.resident_weights.bind_all()
         self._at_exit = running.close_at_exit(self)
-
-    def _agreement_of(self, parts: Parts) -> Agreement | None:
-        """What agrees with the other ranks which units have gradients; None where all run the same modules."""
-        conductor = parts.ranks.conductor
-        if parts.announcements is None or not isinstance(conductor, Conductor):
-            return None
-        return Agreement(conductor, parts.announcements, parts.ranks.engine, parts.units, self, parts.failures)
 
     def attach(self) -> None:
         """Put the hooks into the model, in place of those that are there: without them the model computes with what
@@ -187,13 +179,13 @@ class SlideRuntime:
         self.interruptions.nest()
         self.interruptions.begin_forward(with_gradient=torch.is_grad_enabled())
         self.take_back(self.units)
-        if self._unstepped:
+        if self.taking.unstepped:
             raise SlideError(
                 "a forward began after backward() at an accumulation boundary and before engine.step(), but the "
                 f"weights are being updated under backward; call engine.step() first, or {HOLD_HINT}"
             )
         self.residents.begin_computing()
-        self._doubts.begin_forward(args, kwargs)
+        self.taking.doubts.begin_forward(args, kwargs)
         if in_backward():
             return  # what the backward under way has kept, and has moved, stays as it is
         if self.newcomers is not None and torch.is_grad_enabled():
@@ -245,10 +237,10 @@ class SlideRuntime:
     def enter_backward(self, unit: Unit) -> Slot | None:
         """The unit's weights are bound from here to `leave_backward`."""
         self.passes.begin_backward()  # `begin_backward` may be called before the forward, too
-        self._require_only_backward()
+        self.taking.require_only_backward()
         self.interruptions.begin_backward_of_block()
-        if self._agreement is not None and not torch.is_grad_enabled():  # not inside of what is computed again
-            self._agreement.look()
+        if not torch.is_grad_enabled():  # not inside of what is computed again
+            self.taking.look()
         self.parts.spare.activations.enter_backward(unit.order)
         if (compute := self.parts.recorder.compute) is not None:
             compute.enter(("backward", unit.order), self.device.mark(timed=True))
@@ -273,25 +265,13 @@ class SlideRuntime:
         unit.uses_done += 1
         if unit.uses_done >= unit.uses and (self.deferred or not self.accumulation.is_nested):
             with AS_THEY_ARE():
-                self._finalize_block(unit)
+                self.taking.finalize_block(unit)
 
     def end_use(self, unit: Unit) -> None:
         """A gradient of the unit has come by another way than the backward of its module."""
         unit.uses_done += 1
         if unit.uses_done >= unit.uses and unit.spec.kind == "block" and self.accumulation.is_open:
-            self._finalize_block(unit)
-
-    def _finalize_block(self, unit: Unit) -> None:
-        for finished in (*unit.parts, unit):
-            # A backward for the gradient of inputs alone must begin no update, and wait for no other rank.
-            if finished.has_gradient or not finished.trainable or self._has_gradients():
-                self._finalize(finished)
-        if self._agreement is not None:
-            self._agreement.look()
-
-    def _has_gradients(self) -> bool:
-        """Whether the backward under way has given any parameter a gradient."""
-        return self.accumulation.has_gradients or any(unit.has_gradient for unit in self.units)
+            self.taking.finalize_block(unit)
 
     def _begin_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         self.interruptions.begin_backward()
@@ -303,23 +283,16 @@ class SlideRuntime:
         """Prepare for the first gradient. `hypers`, `grad_scale`: of the coming step, if it clips nothing.
         `of_another`: why the step that follows may be another engine's (`Doubts.of_another`)."""
         if in_backward():
-            self._require_only_backward()
+            self.taking.require_only_backward()
             self.resident_weights.bind_fetched()  # of a graph older than a step: no forward has bound them since
         self.interruptions.begin_backward()
-        self._doubts.of_another = of_another
+        self.taking.doubts.of_another = of_another
         self.residents.begin_computing()
         self.gradients.hypers, self.gradients.grad_scale = tuple(hypers), grad_scale
 
-    def _require_only_backward(self) -> None:
-        if self._unstepped:
-            raise SlideError(
-                "a backward() that is not the only one before its engine.step() needs held gradients, because with "
-                f"clipping off weights are updated under backward; {HOLD_HINT}"
-            )
-
     def set_final(self, final: bool) -> None:
         """Whether the backward under way is the last one before the step."""
-        self._final = final
+        self.taking.final = final
 
     def end_backward(self) -> None:
         """Take, after the last gradient, what no boundary has announced (outer modules, blocks with frozen inputs)."""
@@ -328,155 +301,37 @@ class SlideRuntime:
         # The end of an accumulation may be announced without a backward, and counts.
         ends_sum = not self.accumulation.is_open and self.accumulation.micro_batches > 0
         with AS_THEY_ARE():
-            trains = ends_sum or self._has_gradients()
-            self._end_units(trains=trains)
+            trains = ends_sum or self.taking.has_gradients()
+            self.taking.finalize_rest(trains=trains)
         self.residents.end_computing()
-        self._doubts.end_backward()
-        if not trains:  # other ranks may have had no such backward; where they had, see `join`
+        self.taking.doubts.end_backward()
+        if not trains:  # other ranks may have had no such backward; where they had, see `Taking.join`
             self.accumulation.leave_out()
             return
-        if self._agreement is not None:
-            self._agreement.end()
-        self._end_taken_backward()
-
-    def _end_units(self, *, trains: bool) -> None:
-        """Take the gradients that units still have. `trains`: the backward has given some."""
-        for unit in self.units:
-            unit.in_backward = False
-            self.bindings.unbind_slot(unit)
-            is_absent = trains and self._agreement is None and not unit.finalized and self.counts_as_zero(unit)
-            if unit.has_gradient or is_absent:
-                self._finalize(unit, at_end=True)
-            unit.count_uses_anew() if trains else unit.expect_backward_again()
-            unit.finalized = False
-
-    def _end_taken_backward(self) -> None:
-        self.accumulation.close(at_boundary=self._final)
-        if not self.deferred and self._final:
-            self._unstepped = True
-            self.resident_weights.fetch_updated()
-            if self._window is not None:
-                self._window.prefetch(None, "forward")
-
-    def join(self) -> None:
-        """Take part, before a step, in the ends of backwards in which other ranks had gradients and this one none."""
-        if self._agreement is not None:
-            self.parts.ranks.meet("a step", in_step=True)
+        self.taking.end()
 
     def begin_streamed_gradient(self, unit: Unit, gradient: StreamedGradient) -> None:
         """Take the gradient of `unit` from there from now on, while its backward is still making it."""
-        self._finalize(unit, gradient)
-
-    def _finalize(self, unit: Unit, source: StreamedGradient | None = None, *, at_end: bool = False) -> None:
-        """Take the gradients of `unit`. `at_end`: of backward, when nothing more comes."""
-        if unit.finalized and not self.deferred:
-            raise SlideError(
-                f"{unit.name} received gradients again after its update had begun (used more than once under "
-                f"re-entrant checkpointing, or a streamed head more than once in one backward); {HOLD_HINT}"
-            )
-        if not self.accumulation.has_gradients and (source is not None or self._has_gradients()):
-            self._hold_in_doubt()
-            self.accumulation.has_gradients = True
-        if self._agreement is None:
-            self._take(unit, source, final=self._final)
-        elif unit.has_gradient and unit.codec.numel:
-            unit.finalized = self.accumulation.has_taken = True
-            self._agreement.announce(unit, at_end=at_end)
-
-    def _take(self, unit: Unit, source: StreamedGradient | None = None, *, final: bool) -> None:
-        self.take_back((unit,))  # one more gradient of the same step is added to those of before
-        if unit.codec.compresses:
-            # Of a unit that no forward has used: the next update overwrites the change, which is then lost.
-            self.resident_weights.bind_if_fetched(unit)
-        if final:
-            self.learning.look(unit, self.step_count)
-        before = unit.arrived, unit.updated
-        # A unit without gradients is taken for zero, which makes no mixture as long as it is only held.
-        counts = source is not None or unit.has_gradient
-        try:
-            self.gradients.finalize(unit, final=final, source=source)
-        finally:
-            if self.deferred:
-                # Not where packing has failed, for which memory may have been short.
-                self.accumulation.has_taken |= counts and unit.arrived is not before[0]
-            else:
-                self.accumulation.has_taken |= unit.updated is not before[1]
-        if self._window is not None and unit.is_streamed and not self.deferred:
-            self._window.prefetch(unit, "backward")
-
-    def take_left_gradient(self, unit: Unit) -> None:
-        """Take the gradients that a graph without an output of the model's forward has left in the unit's parameters.
-        SlideError where its update has begun without them."""
-        try:
-            self.require_held(f"a backward() that reaches {unit.name} and no output of the engine's forward")
-            before = self.accumulation.has_taken, self.accumulation.has_gradients
-            self._finalize(unit)
-            self.accumulation.has_taken, self.accumulation.has_gradients = before
-            unit.finalized = False
-        finally:
-            for parameter, _ in unit.trainable:
-                parameter.grad = None
-
-    def _hold_in_doubt(self) -> None:
-        """Let gradients wait for the step from now on where the first update of the backward may not be meant."""
-        why = None if self.deferred else self._doubts.why(at_boundary=self._final)
-        if why is not None:
-            hold_gradients(self.parts, why)
-            self.interruptions.deferred = True
-
-    # What the agreement of the ranks asks for.
-
-    def contribution(self, unit: Unit) -> Contribution:
-        """Take the gradients out of the unit's parameters."""
-        packed = self.gradients.pack_early(unit)
-        gradients = unit.take_gradients()
-        return Contribution(gradients) if packed is None else Contribution([None] * len(gradients), packed)
-
-    def drop_contribution(self, contribution: Contribution) -> None:
-        """It is not averaged."""
-        if contribution.packed is not None:
-            self.gradients.drop(contribution.packed)
-
-    def take_agreed(self, unit: Unit, *, final: bool) -> None:
-        """Average what `Unit.gradients` gives, and send it on its way."""
-        finalized = unit.finalized  # since it was announced, or not: its backward may have ended
-        self._take(unit, final=final)
-        unit.finalized = finalized
-
-    def forget_agreed(self, unit: Unit) -> None:
-        """What was just averaged belongs to gradients that this rank has dropped."""
-        unit.gradient_ready = False
-        self.learning.discard()
-
-    def counts_as_zero(self, unit: Unit) -> bool:
-        """Whether a unit that no rank has a gradient of is updated as if that was zero."""
-        return self._final and not unit.gradient_ready and bool(unit.codec.numel)
-
-    def is_final(self) -> bool:
-        """Whether the backward under way is the last one before the step."""
-        return self._final
-
-    def is_only(self) -> bool:
-        """Whether none may come before the step beside the backward under way."""
-        return self._final and not self.deferred
-
-    def end_joined_backward(self) -> None:
-        """A backward has ended in which this rank had no gradient."""
-        self._end_taken_backward()
+        self.taking.finalize(unit, gradient)
 
     # ---- step ------------------------------------------------------------------------------------------------
 
     @property
+    def step_count(self) -> int:
+        """Optimizer steps so far, those of a checkpoint included."""
+        return self.accumulation.steps
+
+    @property
     def deferred(self) -> bool:
         """Whether gradients wait for the step."""
-        return self.parts.updating.deferred
+        return self.taking.deferred
 
     def square_sum(self) -> float:
         """Square sum of the held gradients over all units and ranks (fp64). Waits for backward to end.
 
         Combined in the order of the units, so that the value does not depend on which lane finished first.
         """
-        self.join()
+        self.taking.join()
         with self.parts.recorder.stalled("the gradients of the step"):
             self.parts.workers.d2h.drain()
             self.parts.workers.update.drain()
@@ -492,7 +347,7 @@ class SlideRuntime:
 
     def norm_on_device(self) -> torch.Tensor:
         """Gradient norm of the last backward as a 0-d fp32 device tensor, without waiting for it."""
-        self.join()
+        self.taking.join()
         self._note_flags()
         sums = self.gradients.sums
         if not any(unit.gradient_ready for unit in self.units):  # else they are the last step's
@@ -512,9 +367,9 @@ class SlideRuntime:
             self.accumulation.interrupt_step()
             raise
         self.passes.end_step()
-        self._unstepped = False
+        self.taking.unstepped = False
         self.accumulation.clear()
-        self.step_count += 1
+        self.accumulation.steps += 1
         self.parts.recorder.end_step(self.step_count)
         self.parts.spare.end_step()
 
@@ -542,13 +397,12 @@ class SlideRuntime:
 
     def discard_gradients(self) -> None:
         """Forget the gradients of this accumulation window (overflow, `zero_grad`)."""
-        if self._unstepped:
+        if self.taking.unstepped:
             raise SlideError(f"the gradients cannot be discarded: their updates are under way; {HOLD_HINT}")
         self.take_back(self.units)
         self.speculating.skip_step()
         self.learning.discard()
-        if self._agreement is not None:
-            self._agreement.abandon()
+        self.taking.abandon()
         for unit in self.units:
             unit.gradient_ready = False
         self.accumulation.clear()
@@ -564,7 +418,7 @@ class SlideRuntime:
 
     def resume_after(self, step: int, counts: Mapping[str, int]) -> None:
         """Go on after step number `step`. `counts`: updates of the parameters that have had others, by name."""
-        self.step_count = step
+        self.accumulation.steps = step
         for unit in self.units:
             unit.trained.counts = [counts.get(entry.name, step) for _, entry in unit.trainable]
 
@@ -598,11 +452,6 @@ class SlideRuntime:
         """Whether the unit's parameters point into a slot right now."""
         return unit.order in self.bindings.slots
 
-    def require_held(self, what: str) -> None:
-        """Raise when gradients are not kept for `what`."""
-        if not self.deferred:
-            raise SlideError(f"{what} needs the gradients between backward() and step(); {HOLD_HINT}")
-
     def require_running(self, what: str) -> None:
         """SlideError where the engine has ended: its optimizer states are gone."""
         if self.has_ended:
@@ -611,7 +460,7 @@ class SlideRuntime:
     def why_spoiled(self) -> str:
         """Why the weights, as they are now, are not those of a step; empty where they are."""
         why = self.interruptions.why_spoiled()
-        if not why and self._unstepped:
+        if not why and self.taking.unstepped:
             why = "it has updated weights under a backward() that no engine.step() has followed"
         return why
 
@@ -656,8 +505,7 @@ class SlideRuntime:
     def close(self) -> None:
         """Run what is queued, end the threads, remove the hooks. Harmless when called twice."""
         running.leave(self)
-        if self._agreement is not None:
-            self._agreement.leave()
+        self.taking.leave()
         atexit.unregister(self._at_exit)
         if not self.has_ended:
             self.spoiled = self.why_spoiled()

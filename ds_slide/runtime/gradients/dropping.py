@@ -8,7 +8,8 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry
-from ds_slide.runtime.engine import HOLD_HINT, SlideRuntime
+from ds_slide.runtime.engine import SlideRuntime
+from ds_slide.runtime.gradients.holding import HOLD_HINT
 from ds_slide.runtime.unit import SquareSum, Unit
 
 

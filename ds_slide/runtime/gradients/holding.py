@@ -27,6 +27,10 @@ from ds_slide.store.in_memory import HeldInMemory, InMemory
 from ds_slide.store.page_locks import require_page_locks
 from ds_slide.store.state import UnitState
 
+HOLD_HINT = (
+    'set "ds_slide": {"defer_updates": true}, which keeps gradients in host memory (2 bytes a parameter) until step()'
+)
+
 
 class Doubts:
     """Reasons why the backward under way may not be followed by this engine's step. Used by the compute thread."""

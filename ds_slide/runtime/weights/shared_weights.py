@@ -11,7 +11,7 @@ also of a unit that it used in forward alone, so the GPU copy that was used is c
 version n, may be torn, but is never bound: binding compares versions, and the rank's own version has become n + 1 when
 it enters, before it binds again. A unit that is used once more between its announcement and its average has version n,
 whole, because no update can have begun. A change of weights, of which none may be missed, has been applied by then: a
-rank that has not used the unit waits for it before it enters the collective (`SlideRuntime._take`). Writes from outside
+rank that has not used the unit waits for it before it enters the collective (`Taking`). Writes from outside
 (loading, `safe_set_*`) have no such collective before them: `SlideRuntime.begin_writing` is one.
 """
 

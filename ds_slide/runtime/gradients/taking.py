@@ -1,0 +1,239 @@
+"""Takes the gradients of a backward out of the parameters, a unit as soon as all of its uses have ended.
+
+    leave_backward     `finalize_block`: the block, and its parts
+    end of backward    `finalize_rest`: outer modules, blocks with frozen inputs, units without a gradient
+    one rank           each goes its way at once (`Gradients.finalize`)
+    several ranks      each is announced, and goes its way when the ranks have agreed on it (`Agreement`)
+
+With clipping off an update begins with the gradient, so a second gradient of the same unit is refused.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ds_slide.errors import SlideError
+from ds_slide.runtime.accumulation import Accumulation
+from ds_slide.runtime.gradients.agreement import Agreement, Contribution
+from ds_slide.runtime.gradients.holding import HOLD_HINT, Doubts, hold_gradients
+from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
+from ds_slide.runtime.interruptions import Interruptions
+from ds_slide.runtime.learning import Learning
+from ds_slide.runtime.parts import Parts
+from ds_slide.runtime.ranks.conductor import Conductor
+from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.weights.bindings import Bindings
+from ds_slide.runtime.weights.resident_weights import ResidentWeights
+
+
+class Taking:
+    """All methods are called by the thread that computes."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: Parts,
+        accumulation: Accumulation,
+        interruptions: Interruptions,
+        learning: Learning,
+        bindings: Bindings,
+        resident_weights: ResidentWeights,
+    ) -> None:
+        self._parts = parts
+        self._units = parts.units
+        self._gradients = parts.gradients
+        self._accumulation = accumulation
+        self._interruptions = interruptions
+        self._learning = learning
+        self._bindings = bindings
+        self._resident_weights = resident_weights
+        self.doubts = Doubts(module)
+        self.final = True
+        """The backward under way is the last one before the step."""
+        self.unstepped = False
+        """A backward has updated weights, and its step has not come yet."""
+        self._agreement = self._agreement_of(parts)
+
+    def _agreement_of(self, parts: Parts) -> Agreement | None:
+        """What agrees with the other ranks which units have gradients; None where all run the same modules."""
+        conductor = parts.ranks.conductor
+        if parts.announcements is None or not isinstance(conductor, Conductor):
+            return None
+        return Agreement(conductor, parts.announcements, parts.ranks.engine, parts.units, self, parts.failures)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether gradients wait for the step."""
+        return self._parts.updating.deferred
+
+    def require_held(self, what: str) -> None:
+        """Raise when gradients are not kept for `what`."""
+        if not self.deferred:
+            raise SlideError(f"{what} needs the gradients between backward() and step(); {HOLD_HINT}")
+
+    def require_only_backward(self) -> None:
+        """SlideError where the weights have been updated under a backward whose step has not come yet."""
+        if self.unstepped:
+            raise SlideError(
+                "a backward() that is not the only one before its engine.step() needs held gradients, because with "
+                f"clipping off weights are updated under backward; {HOLD_HINT}"
+            )
+
+    def has_gradients(self) -> bool:
+        """Whether the backward under way has given any parameter a gradient."""
+        return self._accumulation.has_gradients or any(unit.has_gradient for unit in self._units)
+
+    # ---- a unit ------------------------------------------------------------------------------------------------------
+
+    def finalize_block(self, unit: Unit) -> None:
+        """The last use of a block in this backward has ended."""
+        for finished in (*unit.parts, unit):
+            # A backward for the gradient of inputs alone must begin no update, and wait for no other rank.
+            if finished.has_gradient or not finished.trainable or self.has_gradients():
+                self.finalize(finished)
+        self.look()
+
+    def finalize(self, unit: Unit, source: StreamedGradient | None = None, *, at_end: bool = False) -> None:
+        """Take the gradients of `unit`. `source`: where its backward is still making them. `at_end`: of backward, when
+        nothing more comes."""
+        if unit.finalized and not self.deferred:
+            raise SlideError(
+                f"{unit.name} received gradients again after its update had begun (used more than once under "
+                f"re-entrant checkpointing, or a streamed head more than once in one backward); {HOLD_HINT}"
+            )
+        if not self._accumulation.has_gradients and (source is not None or self.has_gradients()):
+            self._hold_in_doubt()
+            self._accumulation.has_gradients = True
+        if self._agreement is None:
+            self._take(unit, source, final=self.final)
+        elif unit.has_gradient and unit.codec.numel:
+            unit.finalized = self._accumulation.has_taken = True
+            self._agreement.announce(unit, at_end=at_end)
+
+    def _hold_in_doubt(self) -> None:
+        """Let gradients wait for the step from now on where the first update of the backward may not be meant."""
+        why = None if self.deferred else self.doubts.why(at_boundary=self.final)
+        if why is not None:
+            hold_gradients(self._parts, why)
+            self._interruptions.deferred = True
+
+    def _take(self, unit: Unit, source: StreamedGradient | None = None, *, final: bool) -> None:
+        self._bindings.take_back((unit,))  # one more gradient of the same step is added to those of before
+        if unit.codec.compresses:
+            # Of a unit that no forward has used: the next update overwrites the change, which is then lost.
+            self._resident_weights.bind_if_fetched(unit)
+        if final:
+            self._learning.look(unit, self._accumulation.steps)
+        before = unit.arrived, unit.updated
+        # A unit without gradients is taken for zero, which makes no mixture as long as it is only held.
+        counts = source is not None or unit.has_gradient
+        try:
+            self._gradients.finalize(unit, final=final, source=source)
+        finally:
+            if self.deferred:
+                # Not where packing has failed, for which memory may have been short.
+                self._accumulation.has_taken |= counts and unit.arrived is not before[0]
+            else:
+                self._accumulation.has_taken |= unit.updated is not before[1]
+        if self._parts.window is not None and unit.is_streamed and not self.deferred:
+            self._parts.window.prefetch(unit, "backward")
+
+    def take_left_gradient(self, unit: Unit) -> None:
+        """Take the gradients that a graph without an output of the model's forward has left in the unit's parameters.
+        SlideError where its update has begun without them."""
+        accumulation = self._accumulation
+        try:
+            self.require_held(f"a backward() that reaches {unit.name} and no output of the engine's forward")
+            before = accumulation.has_taken, accumulation.has_gradients
+            self.finalize(unit)
+            accumulation.has_taken, accumulation.has_gradients = before
+            unit.finalized = False
+        finally:
+            for parameter, _ in unit.trainable:
+                parameter.grad = None
+
+    # ---- the end of backward -----------------------------------------------------------------------------------------
+
+    def finalize_rest(self, *, trains: bool) -> None:
+        """Take what no boundary has announced. `trains`: the backward has given gradients."""
+        for unit in self._units:
+            unit.in_backward = False
+            self._bindings.unbind_slot(unit)
+            is_absent = trains and self._agreement is None and not unit.finalized and self.counts_as_zero(unit)
+            if unit.has_gradient or is_absent:
+                self.finalize(unit, at_end=True)
+            unit.count_uses_anew() if trains else unit.expect_backward_again()
+            unit.finalized = False
+
+    def end(self) -> None:
+        """The backward has ended, and all of its gradients are taken here: agree with the other ranks on the rest."""
+        if self._agreement is not None:
+            self._agreement.end()
+        self.end_joined_backward()
+
+    # ---- several ranks -----------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Send on their way the gradients that all ranks have announced."""
+        if self._agreement is not None:
+            self._agreement.look()
+
+    def join(self) -> None:
+        """Take part, before a step, in the ends of backwards in which other ranks had gradients and this one none."""
+        if self._agreement is not None:
+            self._parts.ranks.meet("a step", in_step=True)
+
+    def abandon(self) -> None:
+        """Drop what is announced in a backward that has not ended."""
+        if self._agreement is not None:
+            self._agreement.abandon()
+
+    def leave(self) -> None:
+        """The engine ends."""
+        if self._agreement is not None:
+            self._agreement.leave()
+
+    # What the agreement asks for (`ds_slide.runtime.gradients.agreement.Engine`).
+
+    def contribution(self, unit: Unit) -> Contribution:
+        """Take the gradients out of the unit's parameters."""
+        packed = self._gradients.pack_early(unit)
+        gradients = unit.take_gradients()
+        return Contribution(gradients) if packed is None else Contribution([None] * len(gradients), packed)
+
+    def drop_contribution(self, contribution: Contribution) -> None:
+        """It is not averaged."""
+        if contribution.packed is not None:
+            self._gradients.drop(contribution.packed)
+
+    def take_agreed(self, unit: Unit, *, final: bool) -> None:
+        """Average what `Unit.gradients` gives, and send it on its way."""
+        finalized = unit.finalized  # since it was announced, or not: its backward may have ended
+        self._take(unit, final=final)
+        unit.finalized = finalized
+
+    def forget_agreed(self, unit: Unit) -> None:
+        """What was just averaged belongs to gradients that this rank has dropped."""
+        unit.gradient_ready = False
+        self._learning.discard()
+
+    def counts_as_zero(self, unit: Unit) -> bool:
+        """Whether a unit that no rank has a gradient of is updated as if that was zero."""
+        return self.final and not unit.gradient_ready and bool(unit.codec.numel)
+
+    def is_final(self) -> bool:
+        """Whether the backward under way is the last one before the step."""
+        return self.final
+
+    def is_only(self) -> bool:
+        """Whether none may come before the step beside the backward under way."""
+        return self.final and not self.deferred
+
+    def end_joined_backward(self) -> None:
+        """A backward has ended, on all ranks; this one may have had no gradient in it."""
+        self._accumulation.close(at_boundary=self.final)
+        if not self.deferred and self.final:
+            self.unstepped = True
+            self._resident_weights.fetch_updated()
+            if self._parts.window is not None:
+                self._parts.window.prefetch(None, "forward")
