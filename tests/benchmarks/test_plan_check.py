@@ -30,6 +30,7 @@ def compared(source: str) -> list[plan_check.Compared]:
     ]
 
 
+@pytest.mark.slow
 def test_forecasts_are_near_the_records_of_older_engines() -> None:
     found = [each for source in OLDER for each in compared(source)]
     found = [each for each in found if each.decided is None or each.decided[0] not in OF_OTHER_RULES]

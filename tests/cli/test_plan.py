@@ -39,6 +39,7 @@ def test_the_answer_as_json(ds_slide: Callable[..., Any], config: Callable[..., 
     assert {"ceilings", "notes", "largest_batch", "ssd_written_bytes_a_day", "gpu_peak_allocated_bytes"} <= set(answer)
 
 
+@pytest.mark.slow
 def test_what_is_decided_after_the_first_steps(ds_slide: Callable[..., Any], config: Callable[..., Path]) -> None:
     @functools.cache
     def plan(*options: object, **settings: Any) -> Any:

@@ -68,7 +68,7 @@ TIGHT = {
         "fewest buffers": FEWEST | {"io_backend": "threads"},
         "a slot for each block, delays": FEWEST | {"window": 9, "debug": {"lane_delay_ms": 2.0, "seed": 5}},
     }.items()
-    for clip, accumulation in (SCHEDULES if "delays" in name else SCHEDULES[1:3])
+    for clip, accumulation in SCHEDULES[1:3]
 }
 
 

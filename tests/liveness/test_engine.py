@@ -35,7 +35,7 @@ def check(*counts: Count) -> None:
     assert not findings, "\n".join(map(str, findings))
 
 
-@pytest.mark.parametrize("configuration", EXHAUSTIVE[1:3], ids=lambda each: each.name)
+@pytest.mark.parametrize("configuration", EXHAUSTIVE[1:2], ids=lambda each: each.name)
 def test_all_schedules(configuration: Configuration) -> None:
     count = explore_all(configuration, None)
     assert count.complete and count.states > 20

@@ -93,7 +93,6 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(
     ("of", "given", "dtype", "held", "missing"),
     [
-        (block, torch.bfloat16, torch.bfloat16, torch.bfloat16, ()),
         (block, torch.bfloat16, torch.bfloat16, torch.float32, (0, 4)),
         (odd, torch.bfloat16, torch.bfloat16, torch.bfloat16, (1,)),
         (odd, torch.float16, torch.float16, torch.float16, ()),
