@@ -12,8 +12,8 @@ Two kinds of collectives meet here.
   come to the end of theirs takes part in that end, with zeros.
 
 The host runs ahead of its GPU, and a wait for another rank's host takes some of that lead. So with clipping off a
-backward can be settled: it is the only one before its step, and every unit has been averaged. Rank 0 then waits for
-nobody at the end, and the step has no meetings. Of three waits in a step one is left, of ranks ahead of rank 0.
+backward can be settled: it is the only one before its step, and every unit has been averaged. Rank 0 then does not wait
+at the end, and the step has no meetings. Of three waits in a step one is left, of ranks ahead of rank 0.
 
 Why nothing waits in a circle. Take the first entry of the log (a unit, an end, a meeting) that some rank never
 completes, and the ranks that have not come to it.
@@ -26,6 +26,10 @@ completes, and the ranks that have not come to it.
 * An end or a meeting: rank 0 waits for the others, without having issued anything that they lack. Each of them comes
   to a meeting or an end itself, because all entries before are complete; a rank that has come stays until rank 0 has
   entered that. All of one kind: the entry is made. Otherwise: rank 0 takes part, or all raise.
+* A settled end: rank 0 makes the entry when all units are averaged and it has come to the end itself. The step behind
+  it issues its sum without a meeting. Every rank comes to that sum: before it, a rank waits for this entry alone, and
+  rank 0 for nothing. A GPU that spins in the sum holds up the next step of its own rank alone, and no rank waits for
+  another one's next step before it has issued the sum.
 * The wait of a rank that is ahead in its backward (`Conductor.keep_pace`): only a rank that is behind is waited for, by
   a count that each rank raises at each announcement and that is highest while it is at an end or a meeting. So these
   waits follow an order, and the rank that is behind all others never has one.
