@@ -149,15 +149,13 @@ class SlideRuntime:
         if self._window is not None:
             self._window.prefetch(None, "forward")
 
-    # ---- binding ---------------------------------------------------------------------------------------------
-
     @property
     def is_in_forward(self) -> bool:
         """Whether one of the whole model is under way."""
         return self._root.active
 
     def _release_all(self) -> None:
-        """Release all slots after an exception: nobody computes any more with what is bound."""
+        """Release all slots after an exception: nothing computes any more with what is bound."""
         self.parts.spare.end_forward()
         self.take_back(self.units)
         self.bindings.release_all(self.units)
@@ -442,9 +440,8 @@ class SlideRuntime:
         self.device.wait(unit.arrived.wait())
         device_update(unit, gradient, unit.trained.begin(hypers), grad_scale)
         unit.mark_changed()
-        if not unit.is_gathered:
-            return
-        self.resident_weights.gather(unit)
+        if unit.is_gathered:
+            self.resident_weights.gather(unit)
 
     # ---- reading and writing states --------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,14 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from conftest import ON_CPU
+from ports import free_port
 
 
 def run_ranks(command: Sequence[str], folder: Path, ranks: int = 2) -> list[tuple[int, str, float]]:
     """Run `python COMMAND` as each rank. -> exit code, log and seconds of each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared = {**os.environ, **rendezvous, "WORLD_SIZE": str(ranks)}
     if ON_CPU:
         shared["DS_ACCELERATOR"] = "cpu"
     logs = [folder / f"rank{rank}" for rank in range(ranks)]
