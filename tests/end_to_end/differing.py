@@ -43,6 +43,20 @@ class Towers(nn.Module):
         return self.head(hidden).float().pow(2).mean()
 
 
+class Forgetful(Towers):
+    """Every batch goes through the vision blocks, and `forgets` what comes out, or not: then they have no gradient."""
+
+    def forward(self, x: torch.Tensor, image: torch.Tensor, forgets: bool, **_: Any) -> torch.Tensor:
+        hidden = self.inp(x)
+        for block in self.vision:
+            image = block(image)
+        image = self.project(image)
+        hidden = hidden + (image.detach() if forgets else image)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden).float().pow(2).mean()
+
+
 class Routed(nn.Module):
     """A block that has the experts inside."""
 
@@ -116,6 +130,12 @@ def mixture(rank: int, number: int) -> Batch:
 
 def same_modules(rank: int, number: int) -> Batch:
     return _batch(_random(rank, number), image=True, expert=number % 3)
+
+
+def forgetful(rank: int, number: int) -> Batch:
+    """Every third batch of one rank, or of both, gives no gradient to what the batches before have given one."""
+    batch = dict(_batch(_random(rank, number), image=True))
+    return batch | {"forgets": number % 3 == 2 and (rank == number % 2 or number % 5 == 0)}
 
 
 def frozen(*names: str) -> Callable[[], nn.Module]:
@@ -201,6 +221,9 @@ CASES: dict[str, Case] = {
         for clip, accumulation in ((1.0, 1), (0.0, 1), (1.0, 2))
     },
     "default window": Case(mixture, slide={"window": "auto"}),
+    "expected in vain": Case(forgetful, Forgetful, steps=9, slide=DELAYS),
+    "expected in vain, clip 0.0": Case(forgetful, Forgetful, clip=0.0, steps=9, slide=DELAYS),
+    "expected in vain, accumulation": Case(forgetful, Forgetful, accumulation=2, steps=9, slide=DELAYS),
     # An entry of the log has four bits of the number of its backward.
     "twenty steps": Case(mixture, steps=20),
     "vision frozen": Case(images_on_one_rank, frozen("vision")),

@@ -14,7 +14,13 @@ from differing import ALL, CASES, LONG, VISION_LANGUAGE, reference
 from loops import TOLERANCE, distance
 
 HERE = Path(__file__).parent
-THREE_RANKS = ["mixture, clip 1.0, accumulation 2", "mixture, clip 0.0, accumulation 1", "llava", "only vision trained"]
+THREE_RANKS = [
+    "mixture, clip 1.0, accumulation 2",
+    "mixture, clip 0.0, accumulation 1",
+    "llava",
+    "only vision trained",
+    "expected in vain",
+]
 
 Seen = list[dict[str, Any]]
 Runs = Callable[[int, Sequence[str]], Seen]

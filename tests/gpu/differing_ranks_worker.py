@@ -41,4 +41,5 @@ if __name__ == "__main__":
     import ds_slide  # noqa: F401  (for a source tree on the path)
 
     torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_num_threads(4)  # plain torch's layers are tiny: with a thread for each of 32 cores it took minutes
     main(sys.argv[1:])

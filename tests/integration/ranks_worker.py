@@ -24,7 +24,7 @@ from ds_slide.plan import ssd_settings
 from ds_slide.plan.memory import Budgets
 from ds_slide.plan.sharing import StepTimes
 from ds_slide.runtime.activations import spare_memory
-from ds_slide.runtime.ranks.conductor import Conductor
+from ds_slide.runtime.ranks.conductor import Conductor, Entry
 
 STEPS = 4
 LESS_MEMORY = 1_700_000
@@ -167,6 +167,19 @@ class Moving:
         return loss
 
 
+def entries_of_rank_0() -> list[str]:
+    """What rank 0 enters into the log from now on: "UNIT", "ORDER", "END"."""
+    entries: list[str] = []
+    append = Conductor.append
+
+    def noted(conductor: Conductor, entry: Entry) -> None:
+        entries.append(entry.kind.name)
+        append(conductor, entry)
+
+    Conductor.append = noted  # type: ignore[method-assign]
+    return entries
+
+
 def ends_of_backwards() -> list[bool]:
     """Of each backward that has ended by the log of rank 0, whether it was settled, from now on."""
     ends: list[bool] = []
@@ -187,6 +200,7 @@ def main(rank: int, folder: Path) -> None:
     with two_ranks.as_rank(rank, folder) as results:
         callers = threads_by_collective()
         ends, settled = ends_of_backwards(), results.setdefault("settled", {})
+        entries, entered = entries_of_rank_0(), results.setdefault("entered", {})
         for name, (slide, settings) in RUNS.items():
             data = batches(2 * STEPS * settings.get("accumulation", 1))
             # Every rank draws other weights: rank 0's have to win.
@@ -218,6 +232,7 @@ def main(rank: int, folder: Path) -> None:
             assert name != "ssd-less-memory" or plan().placement.chunks_on_ssd
             results[name] = {"losses": result.losses, "norms": result.norms, "states": result.states}
             settled[name], ends[:] = list(ends), []
+            entered[name], entries[:] = list(entries), []
         results["callers"] = dict(callers)
 
 

@@ -67,6 +67,15 @@ def test_ranks_of_the_same_modules_wait_for_each_other_once_a_step_without_clipp
         assert results["settled"]["clipping"] == [False] * STEPS
 
 
+@pytest.mark.parametrize("name", ["immediate", "clipping", "accumulation"])
+def test_ranks_of_the_same_modules_agree_on_an_order_once_a_backward(seen: list[dict[str, Any]], name: str) -> None:
+    """From the second backward on: none of its averages waits until rank 0 has seen the others."""
+    entries = [entry for entry in seen[0]["entered"][name] if entry != "MEETING"]
+    after_first = entries[entries.index("END") + 1 :]
+    backwards = STEPS * (2 if name == "accumulation" else 1)
+    assert after_first == ["ORDER", "END"] * (backwards - 1)
+
+
 @pytest.mark.parametrize("name", SLIDE_RUNS)
 def test_all_ranks_have_the_same_weights(of_ranks: RankResults, name: str) -> None:
     first, second = of_ranks(name)

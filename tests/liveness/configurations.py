@@ -138,6 +138,7 @@ if not HAS_SHARED_WEIGHTS:
     SHARED.clear()
 
 _DIFFER = replace(_SHARED.in_memory(), shared=True, differ=True, blocks=3, steps=3)
+_FICKLE = replace(_DIFFER, differ=False, fickle=True, steps=4)
 
 DIFFERENT = [
     replace(_DIFFER, name="ranks that differ"),
@@ -153,6 +154,10 @@ DIFFERENT = [
     replace(_DIFFER, name="ranks that differ, states on SSD", chunks_on_ssd=True, held=False),
     replace(_DIFFER, name="ranks that differ, gradients on SSD", gradients_on_ssd=True, chunks_on_ssd=True),
     replace(_DIFFER, name="ranks that differ, closed", ending="close"),
+    replace(_FICKLE, name="gradients that are expected in vain"),
+    replace(_FICKLE, name="gradients that are expected in vain, under backward", held=False),
+    replace(_FICKLE, name="gradients that are expected in vain, three ranks", ranks=3, accumulation=2),
+    replace(_FICKLE, name="gradients that are expected in vain, one queue of collectives each", one_at_a_time=True),
 ]
 """Ranks that read each other's weights, and use other blocks than the others."""
 if not HAS_SHARED_WEIGHTS:

@@ -14,6 +14,8 @@ from ds_slide.runtime.weights.window import Window
 from liveness.configurations import DIFFERENT, HANG_1, SHARED
 from liveness.explore import explore_by_chance, explore_orders
 
+FICKLE = next(each for each in DIFFERENT if each.fickle)
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
@@ -108,6 +110,14 @@ def test_ranks_that_do_not_wait_for_the_end_of_backward_are_found(monkeypatch: p
 
     monkeypatch.setattr(Conductor, "_takes_part", lambda *_: True)
     assert explore_by_chance(DIFFERENT[0], 100).findings
+
+
+@needs_shared
+def test_a_rank_that_leaves_what_others_expect_of_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_slide.runtime.gradients.agreement import Agreement
+
+    monkeypatch.setattr(Agreement, "finish_order", Agreement.follow_order)
+    assert explore_by_chance(FICKLE, 20).findings
 
 
 @needs_shared

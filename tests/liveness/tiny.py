@@ -75,6 +75,9 @@ class Configuration:
     only_rank_0_infers: bool = False
     differ: bool = False
     """Each rank uses other blocks and outer modules in each micro-batch, and some micro-batches on one rank none."""
+    fickle: bool = False
+    """Each rank uses all of them, and in every other micro-batch gives some no gradient, not the same as the others.
+    Outer modules have none in every fourth."""
     reference: bool = False
     """A second engine without an optimizer, of which a forward precedes each one of the training."""
     one_at_a_time: bool = False
@@ -93,7 +96,7 @@ class Configuration:
             outer_chunks_on_ssd=False,
             gradients_on_ssd=False,
             speculates=False,
-            shared=self.only_rank_0_infers or self.differ,
+            shared=self.only_rank_0_infers or self.differ or self.fickle,
             one_at_a_time=False,
             ending="read",
         )

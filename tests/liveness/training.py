@@ -92,6 +92,16 @@ class Training:
             return True
         if self.number % 3 == 2 and self.rank == self.number % 2:
             return False  # none at all
+        return self._is_drawn(unit)
+
+    def _has_gradient(self, unit: Any) -> bool:
+        """Whether the backward of this rank comes to the unit."""
+        if self.configuration.fickle:
+            is_expected = not self.number % 4 or unit.spec.kind == "block"
+            return self._is_drawn(unit) if self.number % 2 else is_expected
+        return self._uses(unit)
+
+    def _is_drawn(self, unit: Any) -> bool:
         return bool((5 * self.number + 2 * self.rank + unit.order) % 3)
 
     def _units_forward(self, with_backward: bool) -> None:
@@ -107,7 +117,7 @@ class Training:
 
     def _backward(self, number: int) -> None:
         runtime = self.runtime
-        for unit in filter(self._uses, reversed(runtime.units)):
+        for unit in filter(self._has_gradient, reversed(runtime.units)):
             if unit.spec.kind == "block":
                 runtime.enter_backward(unit)
                 if self.configuration.checkpointing:

@@ -5,6 +5,10 @@ A rank announces a unit when the unit's gradient is complete there, and keeps th
 backward where some do not. These contribute zeros, so that the average is the one that DDP finds with
 `find_unused_parameters`. A unit that no rank has a gradient of is treated as with one rank, alike on all of them.
 
+Ranks that run the same modules announce the same units in the same order, backward after backward. A rank that begins a
+backward of the blocks of the last one expects that order, and says so. Where all ranks do, rank 0 enters it as a whole,
+and each rank averages its gradients when it has them, in that order. What comes out is the same.
+
 A gradient that waits lies in a staging buffer if one is free, and otherwise where autograd left it. One buffer stays
 free for units that are averaged meanwhile. A unit that is used again after its announcement announces again: its
 contributions are averaged one by one, and a rank that has fewer contributes zeros.
@@ -19,6 +23,7 @@ from typing import Protocol
 
 import torch
 
+from ds_slide.runtime.gradients.expected_order import ExpectedOrder
 from ds_slide.runtime.gradients.sources import Staging
 from ds_slide.runtime.ranks.board import Board
 from ds_slide.runtime.ranks.conductor import TAG, Conductor, Entry, Kind
@@ -36,7 +41,7 @@ class Contribution:
 
 MOST = 255
 """Contributions of a unit to one backward. What comes after the last but one is added up, and is the last."""
-_ENDED, _FIRST_UNIT = 0, 1
+_ENDED, _EXPECTED, _FIRST_UNIT = 0, 1, 3
 
 
 class Engine(Protocol):
@@ -91,6 +96,12 @@ class Agreement:
         """Contributions to this backward, by `Unit.order`."""
         self._waiting: dict[int, deque[Contribution]] = {}
         """Contributions that are not averaged yet."""
+        self._expected = ExpectedOrder(units)
+        self._left: deque[int] = deque()
+        """Units of the order that all ranks expect which are not averaged yet."""
+        self._left_of = Entry(Kind.ORDER)
+        """The entry of that order."""
+        self._has_come_to_end = False
         conductor.enter(self)
 
     @staticmethod
@@ -111,6 +122,9 @@ class Agreement:
         count = self._announced[unit.order] + 1
         if count >= MOST and not at_end:
             return
+        if not self.is_open:
+            self._say_expected()
+        self._expected.note(unit)
         self._waiting.setdefault(unit.order, deque()).append(self._of.contribution(unit))
         self._announced[unit.order] = count
         unit.is_postponed = True
@@ -124,6 +138,8 @@ class Agreement:
 
     def end(self) -> None:
         """All that this rank has is announced. Average what is left on any rank, with all ranks."""
+        self._has_come_to_end = True
+        self.finish_order()
         self._board.put(_ENDED, self.backward)
         self._conductor.end(self, self._failures)
 
@@ -131,7 +147,9 @@ class Agreement:
         """Drop what is announced in a backward that has not ended. What rank 0 enters all the same, before it comes to
         this place of the program, is averaged and dropped."""
         if self.is_open:
-            self.close()
+            self.finish_order()
+            self._expected.forget_noted()
+            self._end_backward()
 
     def leave(self) -> None:
         self._conductor.leave(self)
@@ -143,10 +161,65 @@ class Agreement:
         cell = self._board.get(rank, _FIRST_UNIT + order)
         return cell & 255 if cell >> 8 == self.backward & 0xFFFFFF else 0
 
+    # ---- the order that all ranks expect -----------------------------------------------------------------------------
+
+    def _say_expected(self) -> None:
+        first, second = self._expected.digest(self.backward) if self._conductor.has_one_engine else (0, 0)
+        self._board.put(_EXPECTED, first)
+        self._board.put(_EXPECTED + 1, second)
+
+    def _all_expect_the_same(self) -> bool:
+        """Whether all ranks have said, in this backward, that they expect what rank 0 does."""
+        said = [
+            (self._board.get(rank, _EXPECTED), self._board.get(rank, _EXPECTED + 1))
+            for rank in (0, *self._board.others)
+        ]
+        return self.is_open and any(said[0]) and len(set(said)) == 1
+
+    def _enter_order(self) -> None:
+        """Enter the order that all ranks expect, once in a backward. On rank 0."""
+        if any(self._averaged) or not self._all_expect_the_same():
+            return
+        entry = Entry(Kind.ORDER, self.engine, backward=self.backward & TAG, final=self._of.is_final())
+        self._conductor.append(entry)
+        self.begin_order(entry)
+
+    @property
+    def has_order_left(self) -> bool:
+        return bool(self._left)
+
+    def begin_order(self, entry: Entry) -> None:
+        """Average, from now on, the units that all ranks expect, in their order. At once where this rank has come to
+        the end of that backward, or has left it."""
+        self._left_of = entry
+        self._left.extend(self._expected.order)
+        if self._has_come_to_end or entry.backward != self.backward & TAG:
+            self.finish_order()
+        else:
+            self.follow_order()
+
+    def follow_order(self) -> None:
+        """Average the next units of the order, as far as this rank has announced them."""
+        while self._left and self._left[0] in self._waiting:
+            self._average_next()
+
+    def finish_order(self) -> None:
+        """Average all that is left of the order, with zeros where this rank has nothing."""
+        while self._left:
+            self._average_next()
+
+    def _average_next(self) -> None:
+        order, of = self._left.popleft(), self._left_of
+        self.average(Entry(Kind.UNIT, self.engine, order, of.backward, of.final))
+
     # ---- what the log makes of it ------------------------------------------------------------------------------------
 
     def lead(self) -> None:
-        """Enter and average the units that all ranks have announced. On rank 0."""
+        """Enter and average the units that all ranks have announced, or the order that all expect. On rank 0."""
+        if not self._left:
+            self._enter_order()
+        if self._left:
+            return
         others = self._board.others
         for order in tuple(self._waiting):
             while self._averaged[order] < self._announced[order] and all(
@@ -201,6 +274,10 @@ class Agreement:
 
     def close(self) -> None:
         """The backward has ended, on all ranks."""
+        self._expected.adopt_noted()
+        self._end_backward()
+
+    def _end_backward(self) -> None:
         for order, contributions in self._waiting.items():
             self._units[order].is_postponed = False
             for contribution in contributions:
@@ -208,6 +285,7 @@ class Agreement:
         self._waiting.clear()
         self._announced = [0] * len(self._units)
         self._averaged = [0] * len(self._units)
+        self._has_come_to_end = False
         self.backward += 1
 
     def joined(self) -> None:

@@ -6,6 +6,9 @@ Two kinds of collectives meet here.
   (`ds_slide.runtime.gradients.agreement`). Rank 0 enters a unit into the log, and issues its average, when it sees that
   all ranks have announced it; the others issue what the log says. All look at each of their hooks in backward, and
   no rank waits. What is left is entered at the end of backward, which all ranks wait for.
+  Ranks that run the same modules expect the same units in the same order as in the backward before. When rank 0 sees
+  that all expect the same, it enters that order. From then on each rank issues its averages in this order at its own
+  hooks, without a look at the others, and zeros at its end for what did not come.
 * All others come in the order of the program (gathers, sums, exchanges). Each is a meeting: a rank says which one it
   has come to, and waits until rank 0 has seen all ranks at the same one. So ranks that have come to different ones
   raise one sentence, all of them, before anything is issued. A rank that is outside of a backward when others have
@@ -23,6 +26,10 @@ completes, and the ranks that have not come to it.
   its lanes, whose jobs come of collectives before this entry, which are complete. It does not wait for new weights of
   another rank, whose lanes may stand still while a GPU spins in this entry: it has announced, so its forward is over,
   and backward binds only versions that the forward has bound.
+* An order: rank 0 entered it when all ranks were in this backward. A rank then issues a unit of it at a hook, or at
+  its end, or when it leaves the backward, and until then waits only for its lanes, as above. The entries behind an
+  order are followed when all of its units are issued. There is none where a backward has gathers, or beside a second
+  engine, whose averages could have to come between.
 * An end or a meeting: rank 0 waits for the others, without having issued anything that they lack. Each of them comes
   to a meeting or an end itself, because all entries before are complete; a rank that has come stays until rank 0 has
   entered that. All of one kind: the entry is made. Otherwise: rank 0 takes part, or all raise.
@@ -55,6 +62,8 @@ from ds_slide.runtime.weights.calls import in_backward
 
 TAG = 15
 """The bits of a backward's number that an entry has."""
+_ENGINES = 255
+"""The bits of an engine's number that an entry has."""
 RING = 1 << 15
 """Entries that the log keeps. A rank is behind by those of one backward at most: it announces, or ends, after it has
 followed the log."""
@@ -81,6 +90,8 @@ class Kind(IntEnum):
     MEETING = 2
     APART = 3
     """The ranks have come to different places; `unit` is one that is not where rank 0 is."""
+    ORDER = 4
+    """All ranks expect the same units, in the same order."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +105,17 @@ class Entry:
     final: bool = False
 
     def packed(self) -> int:
-        return self.kind << 30 | self.final << 29 | (self.backward & TAG) << 25 | (self.engine & 511) << 16 | self.unit
+        place = _place_of(self.engine) << 16 | self.unit
+        return self.kind << 29 | self.final << 28 | (self.backward & TAG) << 24 | place
 
     @classmethod
     def of(cls, word: int) -> Entry:
-        return cls(Kind(word >> 30), word >> 16 & 511, word & 0xFFFF, word >> 25 & TAG, bool(word >> 29 & 1))
+        return cls(Kind(word >> 29), word >> 16 & _ENGINES, word & 0xFFFF, word >> 24 & TAG, bool(word >> 28 & 1))
+
+
+def _place_of(engine: int) -> int:
+    """What the log and the table of members have of the number of an engine."""
+    return engine & _ENGINES
 
 
 class Member(Protocol):
@@ -111,8 +128,21 @@ class Member(Protocol):
     def is_settled(self) -> bool:
         """Whether this rank has announced and averaged all units, in a backward that none follows before the step."""
 
+    @property
+    def has_order_left(self) -> bool:
+        """Whether units of an order are left to average here."""
+
+    def begin_order(self, entry: Entry) -> None:
+        """Average, from now on, the units that all ranks expect, in their order."""
+
+    def follow_order(self) -> None:
+        """Average the next units of the order, as far as this rank has announced them."""
+
+    def finish_order(self) -> None:
+        """Average all that is left of the order, with zeros where this rank has nothing."""
+
     def lead(self) -> None:
-        """Enter and average the units that all ranks have announced. On rank 0."""
+        """Enter and average the units that all ranks have announced, or the order that all expect. On rank 0."""
 
     def average(self, entry: Entry) -> None:
         """Take part in an entry for a unit."""
@@ -161,15 +191,23 @@ class Conductor:
         return conductor
 
     def enter(self, member: Member) -> None:
-        self._members[member.engine & 511] = member
+        self._members[_place_of(member.engine)] = member
 
     def leave(self, member: Member) -> None:
-        self._members.pop(member.engine & 511, None)
-        self._settled.discard(member.engine & 511)
+        self._members.pop(_place_of(member.engine), None)
+        self._settled.discard(_place_of(member.engine))
 
     @property
     def leads(self) -> bool:
         return self.board.rank == 0
+
+    @property
+    def has_one_engine(self) -> bool:
+        return len(self._members) == 1
+
+    @property
+    def _has_order_left(self) -> bool:
+        return any(member.has_order_left for member in self._members.values())
 
     # ---- under backward ----------------------------------------------------------------------------------------------
 
@@ -177,6 +215,8 @@ class Conductor:
         """Issue what all ranks have announced, as far as that is known here. This never waits."""
         if self._is_in_entry:
             return
+        for member in self._members.values():
+            member.follow_order()
         if self.leads:
             for member in self._members.values():
                 member.lead()
@@ -185,7 +225,7 @@ class Conductor:
 
     def announce(self, member: Member) -> None:
         """This rank has announced one more gradient: `Board.put` has told of it."""
-        self._settled.discard(member.engine & 511)
+        self._settled.discard(_place_of(member.engine))
         self.announced += 1
         self._count += 1
         self._tell_pace(min(self._count, AT_REST - 1))
@@ -194,7 +234,7 @@ class Conductor:
         """Wait for ranks that are behind, while gradients of `waiting` units or more would pile up here: their number
         is otherwise limited by GPU memory alone. `waiting`: how many there are."""
         own = self._pace(self._count)
-        if waiting < PACE or self._is_in_entry or not self._is_ahead(own):
+        if waiting < PACE or self._is_in_entry or self._has_order_left or not self._is_ahead(own):
             return
         before = self._place
 
@@ -236,11 +276,14 @@ class Conductor:
 
     def _follow(self) -> Entry | None:
         """Take part in the averages that the log has next. -> the entry behind them, if there is another kind."""
-        while self._place != self.board.get_more(0):
+        while self._place != self.board.get_more(0) and not self._has_order_left:
             entry = Entry.of(self.board.get_more(1 + self._place % RING))
             if entry.kind is Kind.UNIT:
                 self._pass()
                 self._members[entry.engine].average(entry)
+            elif entry.kind is Kind.ORDER:
+                self._pass()
+                self._members[entry.engine].begin_order(entry)
             elif entry.kind is Kind.END and self._has_left(entry):
                 self._pass()
             else:
@@ -273,7 +316,7 @@ class Conductor:
             return False
         if entry.kind is Kind.APART:
             self._raise(entry.unit, failures)
-        assert entry.kind is Kind.END and entry.engine == member.engine & 511, entry
+        assert entry.kind is Kind.END and entry.engine == _place_of(member.engine), entry
         self._pass()
         self._close(member, settled=entry.final)
         return True
@@ -305,7 +348,7 @@ class Conductor:
 
     def _close(self, member: Member, *, settled: bool = False) -> None:
         if settled:
-            self._settled.add(member.engine & 511)
+            self._settled.add(_place_of(member.engine))
         self._ends += 1
         self._count = 0
         self._tell_pace(0)
@@ -315,9 +358,10 @@ class Conductor:
         """Wait until all ranks have come to this place of the program. SlideError on all of them where they have not
         come to the same one. Inside of an entry nothing: that is the place. `step_of`: it is in a step of that engine,
         which has no meetings behind a settled backward."""
-        if self._is_in_entry or (step_of is not None and step_of & 511 in self._settled):
+        if self._is_in_entry or (step_of is not None and _place_of(step_of) in self._settled):
             return
         is_outside = not in_backward()
+        self._leave_order(what, is_outside=is_outside)
         self.board.put(_Row.IS_OUTSIDE, is_outside)
         meeting = self._meetings + 1 & MASK
         self._come_to(what, failures, meeting)
@@ -327,6 +371,16 @@ class Conductor:
             self.board.until(lambda: self._is_met(failures), failures, f"the other ranks in {what}")
         self._meetings = meeting
         self._tell_pace(self._count)
+
+    def _leave_order(self, what: str, *, is_outside: bool) -> None:
+        """The GPUs of the others may wait for the rest of an order, from which an exception has taken this rank."""
+        if self._has_order_left and not is_outside:
+            raise SlideError(
+                f"{what} came in the middle of a backward whose gradients the ranks average in an order that they have "
+                "agreed on; call it before or after backward()"
+            )
+        for member in self._members.values():
+            member.finish_order()
 
     def _lead_meeting(self, meeting: int, what: str, failures: Failures, *, is_outside: bool) -> None:
         def all_have_come() -> bool:

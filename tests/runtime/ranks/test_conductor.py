@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 from ds_slide import _native
 from ds_slide.errors import SlideError
@@ -30,6 +31,19 @@ class Backward:
     seen: list[str] = field(default_factory=list)
 
     settles: bool = False
+    has_order_left: bool = False
+
+    def begin_order(self, entry: Entry) -> None:
+        self.seen.append(f"order of {entry.backward}")
+        self.has_order_left = True
+
+    def follow_order(self) -> None:
+        pass
+
+    def finish_order(self) -> None:
+        if self.has_order_left:
+            self.seen.append("order finished")
+        self.has_order_left = False
 
     def is_settled(self) -> bool:
         return self.settles
@@ -55,6 +69,7 @@ class Backward:
         self.seen.append("joined")
 
     def end(self) -> None:
+        self.finish_order()
         self.ended[self.conductor.board.rank] = self.backward
         self.conductor.end(self, Failures())
 
@@ -185,6 +200,42 @@ def test_inside_of_an_entry_nothing_meets() -> None:
     with member.conductor.entry():
         member.conductor.meet("a sum", Failures())
         member.conductor.look()
+
+
+def test_what_is_behind_an_order_is_followed_when_the_order_is_finished() -> None:
+    first, second = ranks_of(2)
+    first.conductor.append(Entry(Kind.ORDER, first.engine, backward=1))
+    first.conductor.append(Entry(Kind.UNIT, first.engine, 7))
+    second.conductor.look()
+    assert second.seen == ["order of 1"]
+    assert together(first.end, second.end) == [None] * 2
+    assert second.seen == ["order of 1", "order finished", "unit 7", "unit 5", "closed"]
+
+
+def test_a_rank_outside_of_backward_finishes_an_order_before_it_meets_others() -> None:
+    first, second = ranks_of(2)
+    first.conductor.append(Entry(Kind.ORDER, first.engine, backward=1))
+    second.conductor.look()
+    meet = [lambda member=each: member.conductor.meet("a step", Failures()) for each in (first, second)]
+    assert together(*meet) == [None] * 2
+    assert second.seen == ["order of 1", "order finished"]
+
+
+def test_no_collective_comes_inside_of_an_order() -> None:
+    (member, _) = ranks_of(2)
+    member.has_order_left = True
+    tensor = torch.ones(1, requires_grad=True)
+    tensor.register_hook(lambda _: member.conductor.meet("saving a checkpoint", Failures()))
+    with pytest.raises(SlideError, match=r"saving a checkpoint came in the middle of a backward .* call it before"):
+        tensor.sum().backward()
+
+
+def test_a_rank_with_an_order_left_waits_for_no_pace() -> None:
+    (_, second) = ranks_of(2)
+    for _ in range(3):
+        second.conductor.announce(second)
+    second.has_order_left = True
+    second.conductor.keep_pace(9, Failures())
 
 
 def test_only_a_rank_that_is_ahead_waits_for_the_pace() -> None:

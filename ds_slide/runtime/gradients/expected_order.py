@@ -1,0 +1,53 @@
+"""The order in which a rank expects the gradients of a backward: that of the backward before, of the same blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from ds_slide.runtime.unit import Unit
+
+
+class ExpectedOrder:
+    """Of one rank. Called by the thread that computes."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._has_gathers = any(unit.is_gathered for unit in units)
+        """A gather must not come between averages whose order is fixed: other ranks may be at another one."""
+        self.order: tuple[int, ...] = ()
+        """`Unit.order` of the units of the last backward that ended, in the order of their gradients. Empty where it is
+        no order: a unit had several."""
+        self._noted: list[int] = []
+
+    def note(self, unit: Unit) -> None:
+        """The unit has a gradient now."""
+        self._noted.append(unit.order)
+
+    def adopt_noted(self) -> None:
+        """The backward has ended: the next one is expected to be like it."""
+        is_order = len(set(self._noted)) == len(self._noted)
+        self.order = tuple(self._noted) if is_order else ()
+        self._noted = []
+
+    def forget_noted(self) -> None:
+        """An exception has ended it, which other ranks may still be in."""
+        self._noted = []
+
+    def digest(self, backward: int) -> tuple[int, int]:
+        """Of the order and the number of the backward that begins, 32 bits each. (0, 0) where none is expected."""
+        if self._has_gathers or not self.order or not self._fits_forward():
+            return 0, 0
+        what = b"".join(number.to_bytes(4, "little") for number in (backward & 0xFFFFFFFF, *self.order))
+        found = blake2b(what, digest_size=8).digest()
+        return int.from_bytes(found[:4], "little"), int.from_bytes(found[4:], "little")
+
+    def _fits_forward(self) -> bool:
+        """Whether the forwards of this backward have used the same blocks. A block that is expected in vain would keep
+        the gradients behind it on the GPU until the end."""
+        expected = set(self.order)
+        return all(
+            (unit.order in expected) == (unit.uses > 0 and not unit.trained.is_off and bool(unit.codec.numel))
+            for unit in self._units
+            if unit.spec.kind == "block"
+        )
