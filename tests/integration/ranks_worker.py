@@ -31,6 +31,7 @@ LESS_MEMORY = 1_700_000
 RUNS = {
     "clipping": ({"window": 2}, {"clip": 1.0}),
     "immediate": ({"window": 2}, {"clip": 0.0}),
+    "immediate-gpu-states": ({"window": 2, "gpu_states": 900_000}, {"clip": 0.0}),
     "accumulation": ({"window": 2}, {"clip": 1.0, "accumulation": 2}),
     "delays": ({"window": 3, "debug": {"lane_delay_ms": 3.0, "seed": 5}}, {"clip": 1.0}),
     "speculative": ({"window": 2, "debug": {"speculate": True, "lane_delay_ms": 2.0, "seed": 7}}, {"clip": 1.9}),

@@ -21,6 +21,7 @@ SAME_BITS = {
     "speculative-gathered": "held",
     "speculative-by-one": "held",
     "gpu-states": "clipping",
+    "immediate-gpu-states": "immediate",
     "ssd": "clipping",
     "ssd-immediate": "immediate",
     "ssd-gradients": "clipping",
@@ -63,11 +64,20 @@ def test_no_lane_calls_a_collective(seen: list[dict[str, Any]]) -> None:
 def test_ranks_of_the_same_modules_wait_for_each_other_once_a_step_without_clipping(seen: list[dict[str, Any]]) -> None:
     """Their backwards end settled, behind which a step has no meetings (`ds_slide.runtime.ranks.conductor`)."""
     for results in seen:
-        assert results["settled"]["immediate"] == [True] * STEPS
+        for name in ("immediate", "immediate-gpu-states"):
+            assert results["settled"][name] == [True] * STEPS
         assert results["settled"]["clipping"] == [False] * STEPS
 
 
-@pytest.mark.parametrize("name", ["immediate", "clipping", "accumulation"])
+@pytest.mark.parametrize("name", ["immediate", "immediate-gpu-states"])
+def test_a_step_without_clipping_has_no_meeting(seen: list[dict[str, Any]], name: str) -> None:
+    """Nor has the forward behind it, where the weights that the step has changed on the GPU are gathered already."""
+    entries = seen[0]["entered"][name]
+    ends = [index for index, entry in enumerate(entries) if entry == "END"]
+    assert "MEETING" not in entries[ends[0] : ends[-1]]
+
+
+@pytest.mark.parametrize("name", ["immediate", "immediate-gpu-states", "clipping", "gpu-states", "accumulation"])
 def test_ranks_of_the_same_modules_agree_on_an_order_once_a_backward(seen: list[dict[str, Any]], name: str) -> None:
     """From the second backward on: none of its averages waits until rank 0 has seen the others."""
     entries = [entry for entry in seen[0]["entered"][name] if entry != "MEETING"]

@@ -13,8 +13,6 @@ class ExpectedOrder:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self._has_gathers = any(unit.is_gathered for unit in units)
-        """A gather must not come between averages whose order is fixed: other ranks may be at another one."""
         self.order: tuple[int, ...] = ()
         """`Unit.order` of the units of the last backward that ended, in the order of their gradients. Empty where it is
         no order: a unit had several."""
@@ -35,8 +33,10 @@ class ExpectedOrder:
         self._noted = []
 
     def digest(self, backward: int) -> tuple[int, int]:
-        """Of the order and the number of the backward that begins, 32 bits each. (0, 0) where none is expected."""
-        if self._has_gathers or not self.order or not self._fits_forward():
+        """Of the order and the number of the backward that begins, 32 bits each. (0, 0) where none is expected, or
+        backward gathers weights: between averages whose order is fixed, where other ranks may be at another one."""
+        gathers = any(unit.is_gathered and unit.is_streamed for unit in self._units)
+        if gathers or not self.order or not self._fits_forward():
             return 0, 0
         what = b"".join(number.to_bytes(4, "little") for number in (backward & 0xFFFFFFFF, *self.order))
         found = blake2b(what, digest_size=8).digest()

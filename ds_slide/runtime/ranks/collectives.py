@@ -197,12 +197,18 @@ class Ranks:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def gather_weights(
-        self, unit: Unit, own: torch.Tensor, gathered: torch.Tensor, buffer: torch.Tensor, *after: Marker
+        self,
+        unit: Unit,
+        own: torch.Tensor,
+        gathered: torch.Tensor,
+        buffer: torch.Tensor,
+        *after: Marker,
+        in_step: bool = False,
     ) -> Marker:
         """All-gather `own` ([local_numel]) into `gathered` ([>= world_size * local_numel], rank-major) and lay the
         whole parameters out in `buffer` ([>= slot_numel]). -> when that is done."""
         flat = gathered[: self.world_size * unit.layout.local_numel]
-        with self._issue(f"gathering the weights of {unit.name}", *after):
+        with self._issue(f"gathering the weights of {unit.name}", *after, in_step=in_step):
             dist.all_gather_into_tensor(flat, own, group=self._group)
         with self.on_stream():
             lay_out(unit, flat, buffer)

@@ -34,9 +34,9 @@ completes, and the ranks that have not come to it.
   to a meeting or an end itself, because all entries before are complete; a rank that has come stays until rank 0 has
   entered that. All of one kind: the entry is made. Otherwise: rank 0 takes part, or all raise.
 * A settled end: rank 0 makes the entry when all units are averaged and it has come to the end itself. The step behind
-  it issues its sum without a meeting. Every rank comes to that sum: before it, a rank waits for this entry alone, and
-  rank 0 for nothing. A GPU that spins in the sum holds up the next step of its own rank alone, and no rank waits for
-  another one's next step before it has issued the sum.
+  it issues its sum, and gathers what it updates on the GPU, without a meeting. Every rank comes to these, in the same
+  order: before them, a rank waits for this entry alone, and rank 0 for nothing. A GPU that spins in one holds up the
+  next step of its own rank alone, and no rank waits for another one's next step before it has issued them.
 * The wait of a rank that is ahead in its backward (`Conductor.keep_pace`): only a rank that is behind is waited for, by
   a count that each rank raises at each announcement and that is highest while it is at an end or a meeting. So these
   waits follow an order, and the rank that is behind all others never has one.

@@ -46,9 +46,9 @@ class Gathers:
         # The upload has waited for what computed with the slot before it, but not for what did so since.
         return self.into(unit, slot.buffer, uploaded, slot.free)
 
-    def into(self, unit: Unit, buffer: torch.Tensor, *after: Marker) -> Marker:
+    def into(self, unit: Unit, buffer: torch.Tensor, *after: Marker, in_step: bool = False) -> Marker:
         """Gather the unit into a buffer in slot layout, from its weights on the GPU or from what was uploaded."""
         assert self.scratch is not None
         buffer = buffer.view(unit.dtype)
         own = unit.state.weights.own_part(own_part(unit, buffer))
-        return self._ranks.gather_weights(unit, own, self.scratch.view(unit.dtype), buffer, *after)
+        return self._ranks.gather_weights(unit, own, self.scratch.view(unit.dtype), buffer, *after, in_step=in_step)

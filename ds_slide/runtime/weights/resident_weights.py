@@ -75,10 +75,10 @@ class ResidentWeights:
     # ---- after an update ---------------------------------------------------------------------------------------------
 
     def gather(self, unit: Unit) -> None:
-        """An update on the GPU has changed this rank's part: collect the others'."""
+        """An update on the GPU has changed this rank's part: collect the others', as a part of the step."""
         assert unit.resident is not None
         self._bindings.unbind(unit)
-        gathered = self._parts.gathers.into(unit, unit.resident, self._device.mark())
+        gathered = self._parts.gathers.into(unit, unit.resident, self._device.mark(), in_step=True)
         self._fetched[unit.order] = Future.kept(self._parts.failures, gathered, f"the gathered weights of {unit.name}")
 
     def fetch_updated(self) -> None:
