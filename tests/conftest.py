@@ -30,6 +30,20 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave all but every n-th parameter set of a thinned test to the slow run. A step that has no common divisor with
+    the sizes of a grid leaves each of its values in."""
+    seen: dict[str, int] = {}
+    for item in items:
+        if (marker := item.get_closest_marker("thinned")) is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        number = seen[test] = seen.get(test, -1) + 1
+        if number % marker.args[0]:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def own_linear() -> Iterator[None]:
     """`zero.Init` puts a linear function of its own in the place of torch's for good. It rounds otherwise, so the bits

@@ -60,6 +60,7 @@ def test_it_measures_this_machine_once(
         ds_slide("doctor", "--refresh", "--path", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_is_told_in_one_sentence_and_tried_again(
     ds_slide: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,6 +137,7 @@ def test_fit_answers_first(ds_slide: Callable[..., Any], config: Callable[..., P
     assert ran.code == 1 and ran.out.startswith("It does not fit. GPU tier")
 
 
+@pytest.mark.slow
 def test_values_of_trainer_and_several_ranks(ds_slide: Callable[..., Any], config: Callable[..., Path]) -> None:
     path = config(
         train_micro_batch_size_per_gpu="auto",
@@ -210,6 +211,7 @@ def test_what_is_refused_in_a_sentence(
     assert ran.code == 1 and message in ran.error and "Traceback" not in ran.error
 
 
+@pytest.mark.slow
 def test_the_process_is_as_large_as_the_ceilings_say(
     ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -250,6 +252,7 @@ def test_a_plot(ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_p
         assert ran.code == 0 and picture.read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_masters_of_compressed_matrices_are_exact_where_that_fits(
     ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -288,6 +291,7 @@ def test_ranks_that_an_engine_would_refuse_are_not_planned(
     assert ran.code == 1 and "ds_slide.share_weights is false and there are 2 ranks" in ran.out + ran.error
 
 
+@pytest.mark.slow
 def test_the_subspace_is_the_largest_that_hides(
     ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_path: Path
 ) -> None:

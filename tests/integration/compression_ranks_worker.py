@@ -30,10 +30,8 @@ DELAYS = {"lane_delay_ms": 3.0, "seed": 5}
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "clipping": ({"compression": LSP}, {"clip": 1.0}),
     "delays": ({"compression": LSP, "debug": DELAYS}, {"clip": 1.0}),
-    "two-passes": ({"compression": LSP, "debug": {"update_passes": 2}}, {"clip": 1.0}),
     "ssd": ({"compression": LSP, "host_memory": 0}, {"clip": 1.0}),
     "immediate": ({"compression": LSP}, {"clip": 0.0}),
-    "immediate-delays": ({"compression": LSP, "debug": DELAYS}, {"clip": 0.0}),
     "accumulation": ({"compression": LSP}, {"clip": 1.0, "accumulation": 2}),
     "8bit": ({"compression": LSP, "state_dtype": "8bit"}, {"clip": 1.0}),
     "fp32": ({"compression": LSP}, {"clip": 1.0, "bf16": None}),
@@ -42,7 +40,6 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"compression": ROUNDED, "host_memory": 0, "debug": DELAYS | {"update_passes": 2}},
         {"clip": 1.0},
     ),
-    "rounded-accumulation": ({"compression": ROUNDED}, {"clip": 1.0, "accumulation": 2}),
     "permutations": ({"compression": EXACT}, {"clip": 1.0}),
     "permutations-immediate": ({"compression": EXACT}, {"clip": 0.0}),
     "exact": ({}, {"clip": 1.0}),

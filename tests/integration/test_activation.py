@@ -325,6 +325,7 @@ class TestEngines:
         assert launched.returncode != 0
         assert frames and not [line for line in frames if "train.py" not in line], launched.stderr
 
+    @pytest.mark.slow
     def test_the_launcher_with_the_run_module_needs_no_metadata(self, script, tmp_path):
         config = config_file(tmp_path, {"enabled": True})
         arguments = ["--module", "ds_slide.run", script, "--deepspeed_config", config, "--note", "two words"]

@@ -57,6 +57,7 @@ def reference(name: str, reentrant: bool, schedule: str) -> Result:
 CASES = [("llama", schedule) for schedule in SCHEDULES] + [("qwen2", "clipping"), ("adapters", "clipping")]
 
 
+@pytest.mark.thinned(3)
 @FORMS
 @pytest.mark.parametrize(("name", "schedule"), CASES)
 def test_what_is_kept_changes_no_bit(name: str, schedule: str, reentrant: bool) -> None:
@@ -70,6 +71,7 @@ def test_what_is_kept_changes_no_bit(name: str, schedule: str, reentrant: bool) 
     assert report["keep"] == blocks
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.skipif(
     not hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable"), reason="options of transformers 5.24"
 )

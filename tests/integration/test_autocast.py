@@ -64,6 +64,7 @@ def reference(schedule: tuple[float, int], *, slide: bool = True, tied: bool = F
     return trained(model(tied=tied), config_of({} if slide else None, schedule), batches(STEPS * schedule[1]))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("schedule", "tied"),
     [*((schedule, False) for schedule in SCHEDULES.values()), (SCHEDULES["clipping"], True)],

@@ -94,6 +94,7 @@ def test_between_permutations_it_is_exact(slide: dict[str, Any], others: dict[st
     assert expected.norms == found.norms
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_fits")
 def test_blocks_learn_and_move_less() -> None:
     data, fast = batches(1) * 12, {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -131,6 +132,7 @@ def outside_the_blocks(name: str) -> bool:
     return "layers" not in name
 
 
+@pytest.mark.slow
 def test_four_micro_batches_are_near_one_of_their_size() -> None:
     data = batches(4 * STEPS)
     starts = range(0, len(data), 4)

@@ -19,10 +19,8 @@ WORKER = "compression_ranks_worker.py"
 # Run, and the run whose bits it has.
 SAME_BITS = {
     "delays": "clipping",
-    "two-passes": "clipping",
     "ssd": "clipping",
     "rounded-ssd": "rounded",
-    "immediate-delays": "immediate",
     "permutations": "exact",
     "permutations-immediate": "exact-immediate",
     "odd-delays": "odd",

@@ -246,6 +246,7 @@ def beside(
     return launcher.begin_ranks([*start, *first, *actions], [*start, *second, *actions])
 
 
+@pytest.mark.slow
 def test_a_rank_takes_its_time_in_one_of_two_engines(launcher: Launcher) -> None:
     """The other one waits in a collective of the first engine, and then of the second."""
     expected = results_of(beside(launcher, *REFERRED, second=[], limit_s=0.0))

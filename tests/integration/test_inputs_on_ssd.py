@@ -88,6 +88,7 @@ CASES = [("llama", schedule, None) for schedule in SCHEDULES]
 CASES += [("llama", "clipping", True), ("qwen2", "clipping", False), ("adapters", "clipping", True)]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("name", "schedule", "reentrant"), CASES)
 def test_no_bit_changes(name: str, schedule: str, reentrant: bool | None, handle: Handle, config: Any) -> None:
     """With states there, and dropout; the bytes are counted with the disk's."""

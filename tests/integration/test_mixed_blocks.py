@@ -48,6 +48,7 @@ def mix() -> Iterator[Callable[[], None]]:
         yield lambda: stack.enter_context(all_mixed())
 
 
+@pytest.mark.thinned(4)
 @ASKED
 @pytest.mark.parametrize(("name", "schedule"), CASES)
 def test_what_is_mixed_changes_no_bit(

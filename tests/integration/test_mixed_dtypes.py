@@ -85,6 +85,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thinned(4)
 @models
 @schedules
 @pytest.mark.parametrize("slide", PLACEMENTS.values(), ids=PLACEMENTS)

@@ -49,6 +49,7 @@ def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
     return handle_of(monkeypatch)
 
 
+@pytest.mark.thinned(4)
 @ASKED
 @pytest.mark.parametrize(("name", "schedule"), CASES)
 def test_what_moves_changes_no_bit(name: str, schedule: str, reentrant: bool | None, handle: Handle) -> None:

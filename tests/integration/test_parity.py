@@ -57,6 +57,7 @@ def run(slide: bool, clip: float, accumulation: int) -> Result:
     return trained(model(), config, data(accumulation))
 
 
+@pytest.mark.thinned(3)
 @by_schedule
 def test_losses(clip: float, accumulation: int) -> None:
     stock, slide = run(False, clip, accumulation), run(True, clip, accumulation)

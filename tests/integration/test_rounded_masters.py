@@ -34,6 +34,7 @@ def compressed(model: Any) -> torch.nn.Parameter:
     return model.model.layers[0].mlp.up_proj.weight
 
 
+@pytest.mark.slow
 def test_it_learns_as_with_exact_masters_and_repeats() -> None:
     data = batches(1) * 12
 

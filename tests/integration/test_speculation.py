@@ -108,6 +108,7 @@ def run(
         return found, engine.optimizer.slide_stats()["speculation"]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("slide", "other"), CASES.values(), ids=CASES)
 def test_speculation_changes_no_bit(slide: dict[str, Any], other: dict[str, Any]) -> None:
@@ -423,6 +424,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     yield from launched(tmp_path_factory.mktemp("runs"), "ahead_worker.py")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("way_back", "instant", "count"),
     [

@@ -289,6 +289,7 @@ def test_moments_that_are_written_are_not_read_ahead_before(compare: Compare, mo
     assert compare(case_of([train, change_one] * 3, disk_ms=1.0, chunk_numel=2048, slide=slide)) == []
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("accumulation", "spill"), [(2, False), (2, True), (1, True)])
 def test_a_block_that_is_unused_while_its_last_update_waits_for_the_disk(
     compare: Compare, accumulation: int, spill: bool

@@ -72,6 +72,7 @@ TIGHT = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("place", "schedule"), (CROSSED | TIGHT).values(), ids=CROSSED | TIGHT)
 def test_weights_and_moments_have_the_same_bits_as_in_memory(
     ssd_config: Callable[..., dict[str, Any]], place: dict[str, Any], schedule: tuple[float, int], tmp_path: Path

@@ -83,6 +83,7 @@ def test_placement_changes_no_bit(schedule: Schedule, slide: dict[str, Any]) -> 
     assert differences(run(schedule, {**STREAM, **slide}), streamed(schedule)) == []
 
 
+@pytest.mark.thinned(3)
 @schedules
 @pytest.mark.parametrize("delay", [0.0, 3.0])
 def test_states_on_ssd_change_no_bit(schedule: Schedule, delay: float, tmp_path: Path) -> None:

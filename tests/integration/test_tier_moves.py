@@ -99,6 +99,7 @@ def config(slide: dict[str, Any] | None = None, **settings: Any) -> dict[str, An
     return ds_config({"window": 3, "cpu_threads": 1, "gpu_states": 0, **(slide or {})}, **{"clip": 1.0, **settings})
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("slide", "settings", "make"), CASES.values(), ids=CASES)
 def test_moves_change_no_bit(
     slide: dict[str, Any], settings: dict[str, Any], make: Callable[[], nn.Module], disk: Path

@@ -1,4 +1,4 @@
-"""The order in which a rank expects the gradients of a backward: that of the backward before, of the same blocks."""
+"""A rank expects the gradients of a backward in the order of the backward before it, if both use the same blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ds_slide.runtime.unit import Unit
 
 
 class ExpectedOrder:
-    """Of one rank. Called by the thread that computes."""
+    """What one rank expects. Called by the thread that computes."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
@@ -29,12 +29,13 @@ class ExpectedOrder:
         self._noted = []
 
     def forget_noted(self) -> None:
-        """An exception has ended it, which other ranks may still be in."""
+        """An exception has ended the backward here; other ranks may still be in it."""
         self._noted = []
 
     def digest(self, backward: int) -> tuple[int, int]:
-        """Of the order and the number of the backward that begins, 32 bits each. (0, 0) where none is expected, or
-        backward gathers weights: between averages whose order is fixed, where other ranks may be at another one."""
+        """Return 64 bits of a digest of the order and of the number of the backward that begins, in two halves. (0, 0)
+        where no order is expected, or where backward gathers weights: a gather must not come between averages whose
+        order is fixed, because other ranks may be at another average."""
         gathers = any(unit.is_gathered and unit.is_streamed for unit in self._units)
         if gathers or not self.order or not self._fits_forward():
             return 0, 0

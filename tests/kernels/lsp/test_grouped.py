@@ -90,6 +90,7 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
     assert torch.equal(found.view(kind), expected.view(kind))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("of", "given", "dtype", "held", "missing"),
     [
@@ -133,6 +134,7 @@ def steps_of(made: Lsp, hypers: Sequence[AdamWHyper]) -> list[SegmentStep]:
     return [SegmentStep(segment, hypers[segment.group]) for segment in made.segments]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("of", [block, odd, many])
 @pytest.mark.parametrize("kind", ["split", "bf16", "fp32"])
 def test_apply(of: Callable[[], Lsp], kind: str) -> None:

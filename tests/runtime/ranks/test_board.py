@@ -89,11 +89,12 @@ def test_a_wait_is_for_other_ranks(boards: list[Board]) -> None:
 @pytest.mark.parametrize(
     "entry",
     [
-        Entry(Kind.UNIT, engine=511, unit=65535, backward=15, final=True),
+        Entry(Kind.UNIT, engine=255, unit=65535, backward=15, final=True),
         Entry(Kind.UNIT, engine=1, unit=3, backward=2),
         Entry(Kind.END, engine=7),
         Entry(Kind.MEETING),
         Entry(Kind.APART, unit=3),
+        Entry(Kind.ORDER, engine=255, backward=15, final=True),
     ],
 )
 def test_an_entry_fits_in_a_number(entry: Entry) -> None:

@@ -401,6 +401,7 @@ def started(script: str, parent: Path, backend: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_process_that_never_closes_exits_cleanly_with_transfers_under_way(tmp_path, backend):
     process = started("store.write(part, lambda: None); store.read(part, lambda: None)", tmp_path, backend)
@@ -409,6 +410,7 @@ def test_a_process_that_never_closes_exits_cleanly_with_transfers_under_way(tmp_
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_completions_that_arrive_during_the_interpreters_exit_do_not_abort_it(tmp_path, backend):
     """A thread that comes back from C++ into an interpreter that is gone ends the process with SIGABRT."""
