@@ -42,7 +42,7 @@ from ds_slide.runtime.weights.bindings import Bindings
 from ds_slide.runtime.weights.calls import in_backward
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.thinned(2)]
 
 
 @functools.cache

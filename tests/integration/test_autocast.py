@@ -35,7 +35,7 @@ from torch import nn
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.integration.early import check_json
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.thinned(2)]
 
 STEPS = 8
 # Of a loss around 5, as in test_parity: half a bf16 ulp of a logit. Measured: 2.8e-4.

@@ -43,7 +43,7 @@ from ds_slide.runtime.transfers.space import SpaceOnSsd
 from ds_slide.store.ssd.store import SsdStore
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.thinned(2)]
 
 ALL = {"gpu_memory": "1GiB", "host_memory": 0}
 """Whatever may go to SSD does."""

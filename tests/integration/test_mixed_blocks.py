@@ -36,7 +36,7 @@ from ds_slide.runtime.activations.mixing import _Forward
 from ds_slide.runtime.activations.spare_memory import LOOKS
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.thinned(2)]
 
 LIMITED = {"gpu_memory": "1GiB", "debug": {"mix": True}}
 

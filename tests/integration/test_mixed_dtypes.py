@@ -40,7 +40,7 @@ from torch import nn
 
 from ds_slide.errors import SlideConfigError
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.thinned(2)]
 
 STEPS = 4
 # What trains beside the adapters: nothing; a norm in every block, the last norm and the head, in bf16.

@@ -41,7 +41,7 @@ from ds_slide.runtime.activations.moved_inputs import INPUT_MODIFIED, MovedInput
 from ds_slide.runtime.activations.spare_memory import LOOKS, Budget, SpareMemory
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.thinned(2)]
 
 
 @pytest.fixture

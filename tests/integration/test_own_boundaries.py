@@ -9,7 +9,7 @@ from harness import Result, batches, differences, ds_config, engine_for, llama, 
 
 from ds_slide.errors import SlideError
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.thinned(2)]
 
 WINDOWS = (2, 3, 1, 2)
 # Weights of bf16 differ by single roundings after the first update (see test_parity.py).

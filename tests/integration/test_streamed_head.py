@@ -21,7 +21,7 @@ from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.patching.streamed_head import StreamedLinear
 from ds_slide.runtime.weights import rows
 
-pytestmark = pytest.mark.usefixtures("one_rank", "many_chunks")
+pytestmark = [pytest.mark.usefixtures("one_rank", "many_chunks"), pytest.mark.thinned(2)]
 
 STEPS = 3
 # Seven chunks of the head's 256 rows, the last one short, and no whole number of them in a span or in an SSD chunk.

@@ -18,7 +18,7 @@ from ds_slide.runtime.activations.spare_memory import LOOKS
 from ds_slide.runtime.weights.calls import in_backward
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.thinned(2)]
 
 
 @pytest.mark.parametrize(("name", "schedule"), CASES)

@@ -172,7 +172,7 @@ PIN_TWO = """
     a, b = _native.Slab(5000, True, False), _native.Slab(100, True, False)
     assert a.pinned and b.pinned
     a.close(); a.close()
-    print("closed")
+    print("closed", flush=True)
     del b
 """
 

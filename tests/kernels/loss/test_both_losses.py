@@ -18,7 +18,11 @@ from ds_slide.kernels.loss import cross_entropy_launch, products
 from ds_slide.kernels.loss import linear_cross_entropy as module
 from ds_slide.kernels.loss.streamed_linear import streamed_linear
 
-pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)]
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.parametrize("way", WAYS.values(), ids=WAYS),
+    pytest.mark.thinned(2),
+]
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 plain_and_all = pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["all"]], ids=["plain", "all"])
 

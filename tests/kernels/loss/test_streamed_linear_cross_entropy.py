@@ -25,7 +25,7 @@ from ds_slide.kernels.loss.streamed_linear import streamed_linear
 from ds_slide.kernels.loss.streamed_linear_cross_entropy import streamed_linear_cross_entropy
 from ds_slide.kernels.loss.weight_rows import WeightRows
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.thinned(2)]
 
 
 def compare(case: Case, step: int = STEP, scale: float = 0.0) -> None:

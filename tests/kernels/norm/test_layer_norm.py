@@ -14,7 +14,7 @@ from ds_slide.errors import SlideError
 from ds_slide.kernels.norm import launch as rows
 from ds_slide.kernels.norm.layer_norm import add_layer_norm, layer_norm
 
-pytestmark = pytest.mark.usefixtures("nearest_bfloat16", "poisoned_memory", "few_programs")
+pytestmark = [pytest.mark.usefixtures("nearest_bfloat16", "poisoned_memory", "few_programs"), pytest.mark.thinned(2)]
 
 
 def parameters(columns: int, dtype: torch.dtype, kind: str) -> list[torch.Tensor | None]:

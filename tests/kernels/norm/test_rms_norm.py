@@ -14,7 +14,7 @@ from ds_slide.errors import SlideError
 from ds_slide.kernels.norm import launch as module
 from ds_slide.kernels.norm.rms_norm import add_rms_norm, rms_norm
 
-pytestmark = pytest.mark.usefixtures("nearest_bfloat16", "poisoned_memory", "few_programs")
+pytestmark = [pytest.mark.usefixtures("nearest_bfloat16", "poisoned_memory", "few_programs"), pytest.mark.thinned(2)]
 ROUNDED = [torch.float16, torch.bfloat16]
 FLAVOURS = [
     pytest.param({"round_before_weight": True}, id="llama"),
