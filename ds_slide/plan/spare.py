@@ -29,6 +29,9 @@ UNMEASURED_SHARE = 1 / 4
 """Of the free GPU memory, that inputs of blocks may take in the first steps. A block that is recomputed saves 10 to 30
 times its input, so that with 36 blocks and a fused loss the rest takes no more than the inputs do, and all of it half
 of the memory."""
+LONGER_KEYS = 1.25
+"""The longest dimension, in lengths of a sequence, that is taken for one of its tokens. A dimension of a layer may be
+taken for one, too: then more memory is left free than is needed, until a batch of another length is measured."""
 LEAST_AHEAD, MOST_AHEAD = 2, 8
 """Inputs of blocks that are read from SSD ahead of their use. A disk of 3 GB/s reads one of 67 MB in 22 ms, beside 15
 of a block's backward. A disk that is slower than the blocks holds them up with any number."""
@@ -56,12 +59,29 @@ class Shape:
     tokens: int
     length: int
 
-    def growth(self, other: Shape) -> float:
-        """The most by which what was measured at this shape can grow at `other`; below 1 where that is smaller.
+    def has_square(self, sizes: Sequence[int]) -> bool:
+        """Whether a tensor of these sizes, of a batch of this shape, may have an element for each pair of tokens of a
+        sequence, as the probabilities of attention and its mask have. A prefix makes one of the dimensions longer."""
+        return sum(self.length <= size <= LONGER_KEYS * self.length for size in sizes) >= 2
 
-        Attention that saves its probabilities takes memory by tokens times length, everything else by tokens.
-        """
-        return other.tokens / self.tokens * max(1.0, other.length / self.length)
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes that a batch of this shape has taken. `square`: those of tensors with an element for each pair of tokens of
+    a sequence, which grow with tokens times length. All others grow with tokens at most."""
+
+    shape: Shape
+    nbytes: int
+    square: int
+
+    def at(self, shape: Shape) -> float:
+        """Return the most bytes that a batch of another shape can take."""
+        tokens, longer = shape.tokens / self.shape.tokens, max(1.0, shape.length / self.shape.length)
+        return tokens * (self.nbytes - self.square + self.square * longer)
+
+    def growth(self, shape: Shape) -> float:
+        """Return the most by which they can grow at another shape; below 1 where that is smaller."""
+        return self.at(shape) / self.nbytes if self.nbytes else shape.tokens / self.shape.tokens
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from ds_slide.plan.spare import (
     LEAST_AHEAD,
     MOST_AHEAD,
     Input,
+    Measured,
     Movable,
     Shape,
     Slots,
@@ -60,16 +61,35 @@ def test_as_much_is_given_back_as_is_missing(claimed: list[Movable], missing: fl
 shapes = st.builds(Shape, st.integers(1, 10**6), st.integers(1, 10**5))
 
 
-@given(shapes, shapes)
-def test_growth_bounds_what_is_linear_and_what_is_quadratic(known: Shape, other: Shape) -> None:
-    def linear(shape: Shape) -> float:
-        return float(shape.tokens)
+@given(shapes, shapes, st.integers(0, 100), st.integers(0, 100))
+def test_growth_bounds_what_is_linear_and_what_is_quadratic(
+    known: Shape, other: Shape, a_token: int, a_pair: int
+) -> None:
+    def square(shape: Shape) -> int:
+        return a_pair * shape.tokens * shape.length
 
-    def attention(shape: Shape) -> float:
-        return float(shape.tokens * shape.length)
+    def taken(shape: Shape) -> int:
+        return a_token * shape.tokens + square(shape)
 
-    for taken in (linear, attention):
-        assert taken(other) <= taken(known) * known.growth(other) * (1 + 1e-9)
+    most = Measured(known, taken(known), square(known)).at(other)
+    assert taken(other) <= most * (1 + 1e-9)
+    if other.length >= known.length:
+        assert most == pytest.approx(taken(other))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_square"),
+    [
+        ((2, 8, 96, 96), True),
+        ((2, 1, 96, 100), True),  # twenty tokens of a prefix would be too many
+        ((192, 2048), False),
+        ((2, 96, 2048), False),
+        ((2, 8, 96, 64), False),
+        ((192, 192), False),  # of a layer, or of tokens of both sequences, which no attention pairs
+    ],
+)
+def test_a_tensor_for_each_pair_of_tokens_is_known_by_its_sizes(sizes: tuple[int, ...], is_square: bool) -> None:
+    assert Shape(192, 96).has_square(sizes) is is_square
 
 
 # The input of a block of a 3 B model, 8 x 2048 tokens.

@@ -12,10 +12,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ds_slide.plan.keeping import Keepable, Kept, kept_within
-from ds_slide.plan.mixtures import Mixture, Run, mixtures
+from ds_slide.plan.mixtures import Mixture, mixtures
 from ds_slide.plan.spare import (
     Handling,
     Input,
+    Measured,
     Shape,
     movable_inputs,
     moved_within,
@@ -34,7 +35,7 @@ from ds_slide.runtime.activations.checkpointing import (
 )
 from ds_slide.runtime.activations.mixing import contexts
 from ds_slide.runtime.activations.moved_inputs import MovedInputs, input_of
-from ds_slide.runtime.activations.saved_bytes import counted
+from ds_slide.runtime.activations.saved_bytes import Saved, counted
 from ds_slide.runtime.activations.unchanged_weights import UnchangedWeights
 from ds_slide.runtime.device import Device
 from ds_slide.runtime.unit import Unit
@@ -44,18 +45,20 @@ BACKWARD_PASSES = 3
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The bytes of a block's saved tensors at a shape, and its mixtures. `again`: the part of its forward that a
-    recomputation runs."""
+class MeasuredBlock:
+    """What a call of a block saves, its mixtures, and the part of its forward that a recomputation runs. `squares`:
+    bytes, of what it saves and of what it was given, of tensors with an element for each pair of tokens."""
 
-    shape: Shape
-    nbytes: int
+    saved: Measured
     mixtures: tuple[Mixture, ...]
     again: float
+    squares: Measured
 
-    def at(self, shape: Shape) -> int:
-        """The most that they can take there."""
-        return int(self.nbytes * self.shape.growth(shape))
+    @classmethod
+    def of(cls, shape: Shape, saved: Saved, *, mixes: bool) -> MeasuredBlock:
+        squares = saved.square + saved.given_square
+        found = mixtures(saved.runs, saved.nbytes) if mixes else ()
+        return cls(Measured(shape, saved.nbytes, saved.square), found, saved.again, Measured(shape, squares, squares))
 
 
 def shape_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shape | None:
@@ -124,7 +127,7 @@ class Activations:
         """Of each block, in the newest forward."""
         self._most_calls: Counter[int] = Counter()
         """In one forward so far."""
-        self._measured: dict[Hashable, Measured] = {}
+        self._measured: dict[Hashable, MeasuredBlock] = {}
         """By kind of block, at the largest shape so far."""
         self._asked: set[Hashable] = set()
         """Kinds that are to be measured by the next recomputation of one of their blocks."""
@@ -152,7 +155,7 @@ class Activations:
         self._shape = shape
         if shape is not None:
             of = {kind: self._measured.get(kind) for kind in self._kind.values()}
-            self._asked = {kind for kind, known in of.items() if known is None or known.shape.growth(shape) > 1}
+            self._asked = {kind for kind, known in of.items() if known is None or known.saved.growth(shape) > 1}
         candidates = self.keepable(shape)
         self._kept = kept_within(room, candidates, first=self.keeps_first)
         self._free = free
@@ -256,10 +259,10 @@ class Activations:
             return function
         self._asked.discard(kind)
 
-        def report(nbytes: int, runs: Sequence[Run], again: float) -> None:
-            self._measured[kind] = Measured(shape, nbytes, mixtures(runs, nbytes) if self._mixes else (), again)
+        def report(saved: Saved) -> None:
+            self._measured[kind] = MeasuredBlock.of(shape, saved, mixes=self._mixes)
 
-        return counted(unit, function, report, will_end_early=will_end_early)
+        return counted(unit, function, shape, report, will_end_early=will_end_early)
 
     # ---- inputs ------------------------------------------------------------------------------------------------------
 
@@ -343,11 +346,20 @@ class Activations:
         for order in self._orders:
             if (measured := self._measured.get(self._kind[order])) is not None:
                 calls = self._expected_calls(order)
-                mixed = tuple(each.times(calls * measured.shape.growth(shape)) for each in measured.mixtures)
+                mixed = tuple(each.times(calls * measured.saved.growth(shape)) for each in measured.mixtures)
                 seconds = measured.again * self.times.seconds_of(order)
                 mixing_s = self.times.mixing_seconds_of(order)
-                found.append(Keepable(order, calls * measured.at(shape), seconds, mixed, mixing_s))
+                found.append(Keepable(order, calls * int(measured.saved.at(shape)), seconds, mixed, mixing_s))
         return found
+
+    def square_bytes(self, shape: Shape) -> float | None:
+        """Bytes of tensors with an element for each pair of tokens of a sequence, of the block that has the most of
+        them, in a batch of `shape`. None where a block has not been measured: the script's checkpointing may not reach
+        it."""
+        found = [self._measured.get(kind) for kind in set(self._kind.values())]
+        if not found or None in found:
+            return None
+        return max(each.squares.at(shape) for each in found if each is not None)
 
     def _expected_calls(self, order: int) -> int:
         """Calls of the block in one forward."""
@@ -361,7 +373,7 @@ class Activations:
     def _bytes_of(self, order: int, shape: Shape | None) -> int:
         """Bytes of the saved tensors of one call."""
         assert shape is not None
-        return self._measured[self._kind[order]].at(shape)
+        return int(self._measured[self._kind[order]].saved.at(shape))
 
     @property
     def kept_bytes(self) -> int:

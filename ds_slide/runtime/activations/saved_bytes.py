@@ -6,6 +6,7 @@ That takes no more memory than the backward that follows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,21 +14,36 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from ds_slide.plan.mixtures import Run
 from ds_slide.plan.operations import tensors_of
+from ds_slide.plan.spare import Shape
 from ds_slide.runtime.activations.mixing import Learning, Working
 from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.weights.calls import in_backward
 from ds_slide.runtime.weights.saved_weights import OpenHooks
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What a block has saved in one call. `square`: the bytes among them of tensors with an element for each pair of
+    tokens of a sequence. `given_square`: of such tensors that the block was given. `runs`: of operators that were
+    needed. `again`: the part of the forward's work that a recomputation does."""
+
+    nbytes: int
+    square: int
+    given_square: int
+    runs: Sequence[Run]
+    again: float
+
+
 def counted(
     unit: Unit,
     function: Callable[..., Any],
-    report: Callable[[int, Sequence[Run], float], None],
+    shape: Shape,
+    report: Callable[[Saved], None],
     *,
     will_end_early: bool = False,
 ) -> Callable[..., Any]:
-    """`function`, a block's forward, which counts in its recomputation, and tells `report`, the bytes of what it saves,
-    with the runs of operators that were needed for that, and the part of the forward's work that is done again.
+    """`function`, a block's forward, which counts in its recomputation, and tells `report` what it has saved. `shape`:
+    of the batch.
 
     Each storage counts once; those of weights and inputs do not, which are there anyway, nor that of the output, which
     is the next block's input. A recomputation that is not re-entrant ends at the last tensor that is needed: the last
@@ -44,15 +60,24 @@ def counted(
         if not in_backward():
             with forward:
                 return function(*inputs)
-        there = {_address(tensor) for tensor in tensors_of((inputs, getattr(function, "keywords", {})))}
+        given = list(tensors_of((inputs, getattr(function, "keywords", {}))))
+        given_squares = {_address(tensor): _nbytes(tensor) for tensor in given if shape.has_square(tensor.shape)}
+        there = {_address(tensor) for tensor in given}
         there |= {_address(parameter) for each in (unit, *unit.parts) for parameter in each.parameters}
         saved: dict[int, int] = {}
+        squares: set[int] = set()
         learning = Learning()
 
         def note(tensor: torch.Tensor) -> None:
             learning.saves()
             if (address := _address(tensor)) not in there:
-                saved[address] = tensor.untyped_storage().nbytes()
+                saved[address] = _nbytes(tensor)
+                if shape.has_square(tensor.shape):
+                    squares.add(address)
+
+        def found(part: float) -> Saved:
+            square = sum(nbytes for address, nbytes in saved.items() if address in squares)
+            return Saved(sum(saved.values()), square, sum(given_squares.values()), again, part)
 
         hooks = OpenHooks(note, _never)
         try:
@@ -60,14 +85,14 @@ def counted(
                 outputs = function(*inputs)
         except _StopRecomputationError:  # behind the last tensor that is needed; other exceptions come sooner
             again = learning.end()
-            report(sum(saved.values()), again, share(again))
+            report(found(share(again)))
             raise
         finally:
             hooks.close()
         for tensor in tensors_of(outputs):
             saved.pop(_address(tensor), None)
         again = learning.end()
-        report(sum(saved.values()), again, share(again) if will_end_early else 1.0)
+        report(found(share(again) if will_end_early else 1.0))
         return outputs
 
     return run
@@ -75,6 +100,10 @@ def counted(
 
 def _address(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
 
 
 def _never(_reference: Any) -> torch.Tensor:

@@ -23,6 +23,7 @@ from ds_slide.plan.spare import (
     MOST_MARGIN_SHARE,
     NO_SLOTS,
     Handling,
+    Measured,
     Movable,
     Shape,
     Slots,
@@ -43,6 +44,10 @@ WARM_UPS = tuple(step - 2 for step in LOOKS)
 FIRST_PAUSE = 20
 """Steps after which it is decided once more when states have gone back, for an evaluation perhaps. Twice as many each
 time: where they have to go back again and again, moving them costs more than it brings."""
+
+SQUARES_ALIVE = 3
+"""What a block makes for each pair of tokens is there as often while its backward runs: saved, as a gradient, and once
+more under way."""
 
 
 class GpuMemory(Protocol):
@@ -241,12 +246,18 @@ class SpareMemory:
         nothing moved; 0 as long as nothing has been measured."""
         if self._need is None:
             return 0.0
-        growth = 1.0 if shape is None else self._need.shape.growth(shape)
-        if growth >= 1.0 or not with_gradient:  # without gradients a batch needs little to begin with
-            return self._need.nbytes * growth
+        needed = self._need.nbytes if shape is None else self._measured(self._need).at(shape)
+        if needed >= self._need.nbytes or not with_gradient:  # without gradients a batch needs little to begin with
+            return needed
         # Of what it needs, the inputs of blocks certainly shrink with it.
         inputs = self.activations.input_bytes
         return self._need.nbytes - max(0, inputs(self._need.shape) - inputs(shape))
+
+    def _measured(self, need: Need) -> Measured:
+        """A batch's need, with the part of it that may grow with tokens times length: all, where that is not known."""
+        square = self.activations.square_bytes(need.shape)
+        whole = need.nbytes if square is None else min(need.nbytes, int(SQUARES_ALIVE * square))
+        return Measured(need.shape, need.nbytes, whole)
 
     def _give_back(self, missing: float) -> bool:
         """Take states from the GPU for a batch that needs their place, and slots of the window where that does not
@@ -304,10 +315,10 @@ class SpareMemory:
         peak = 0 if gpu is None else gpu.peak() - watched.base
         if known is None:
             self._need = Need(watched.shape, max(0, peak - watched.beside))
-        elif (growth := known.shape.growth(watched.shape)) > 1:
+        elif (most := self._measured(known).at(watched.shape)) > known.nbytes:
             # The peak may be that of an earlier batch, which kept more; the prediction is the most that it can be.
             measured = max(known.nbytes, peak - watched.beside)
-            self._need = Need(watched.shape, int(min(known.nbytes * growth, measured)))
+            self._need = Need(watched.shape, int(min(most, measured)))
         elif peak > watched.expected:
             more = peak - watched.expected  # as many tokens, more images
             self._need = replace(known, nbytes=int(known.nbytes + more))
@@ -394,7 +405,7 @@ class Watched:
     def with_forward(self, allocated: int, shape: Shape, beside: int, needed: float) -> Watched:
         if self.shape is None:
             return Watched(allocated, shape, beside, needed + beside)
-        is_larger = self.shape.growth(shape) > 1
+        is_larger = Measured(self.shape, 1, 1).growth(shape) > 1
         largest = shape if is_larger else self.shape
         if not is_larger:
             beside = max(self.beside, beside) if shape == self.shape else self.beside

@@ -193,6 +193,19 @@ def test_slots_go_where_states_do_not_suffice() -> None:
     run.forward((1, 2 * TOKENS))
 
 
+@pytest.mark.parametrize("square", [0.0, None], ids=["linear", "not known"])
+def test_a_longer_batch_takes_no_states_for_a_need_that_it_cannot_have(square: float | None) -> None:
+    """Memory that has been seen to hold nothing for each pair of tokens grows with their number."""
+    run = Run()
+    run.spare.activations.square_bytes = lambda _: square  # type: ignore[method-assign]
+    run.steps(LOOKS[0])
+    before = len(run.units.orders)
+    run.forward((1, 2 * TOKENS))
+    needed = TOKENS * BYTES_PER_TOKEN * (2 if square is not None else 4)
+    left = (TOTAL - MARGIN - RESIDENT - needed) // UNIT
+    assert len(run.units.orders) == min(before, left) < before
+
+
 def test_states_fill_what_not_even_another_batch_would_need() -> None:
     run = Run(stall=0.0)
     run.steps(10)
