@@ -46,8 +46,8 @@ FIRST_PAUSE = 20
 time: where they have to go back again and again, moving them costs more than it brings."""
 
 SQUARES_ALIVE = 3
-"""What a block makes for each pair of tokens is there as often while its backward runs: saved, as a gradient, and once
-more under way."""
+"""Copies of what a block makes for each pair of tokens that its backward holds at once: the saved one, its gradient,
+and one that an operator is making."""
 
 
 class GpuMemory(Protocol):
@@ -254,10 +254,11 @@ class SpareMemory:
         return self._need.nbytes - max(0, inputs(self._need.shape) - inputs(shape))
 
     def _measured(self, need: Need) -> Measured:
-        """A batch's need, with the part of it that may grow with tokens times length: all, where that is not known."""
-        square = self.activations.square_bytes(need.shape)
-        whole = need.nbytes if square is None else min(need.nbytes, int(SQUARES_ALIVE * square))
-        return Measured(need.shape, need.nbytes, whole)
+        """Return the need of a batch with the part of it that may grow with tokens times length. Where the blocks have
+        not been measured, that is all of it."""
+        of_a_block = self.activations.square_bytes(need.shape)
+        square = need.nbytes if of_a_block is None else min(need.nbytes, int(SQUARES_ALIVE * of_a_block))
+        return Measured(need.shape, need.nbytes, square)
 
     def _give_back(self, missing: float) -> bool:
         """Take states from the GPU for a batch that needs their place, and slots of the window where that does not

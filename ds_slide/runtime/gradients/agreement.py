@@ -164,6 +164,7 @@ class Agreement:
     # ---- the order that all ranks expect -----------------------------------------------------------------------------
 
     def _say_expected(self) -> None:
+        """Tell the other ranks which order this rank expects in the backward that begins."""
         first, second = self._expected.digest(self.backward) if self._conductor.has_one_engine else (0, 0)
         self._board.put(_EXPECTED, first)
         self._board.put(_EXPECTED + 1, second)

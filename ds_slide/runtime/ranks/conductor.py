@@ -203,6 +203,7 @@ class Conductor:
 
     @property
     def has_one_engine(self) -> bool:
+        """Whether this process averages the gradients of one engine alone."""
         return len(self._members) == 1
 
     @property
@@ -373,7 +374,8 @@ class Conductor:
         self._tell_pace(self._count)
 
     def _leave_order(self, what: str, *, is_outside: bool) -> None:
-        """The GPUs of the others may wait for the rest of an order, from which an exception has taken this rank."""
+        """Average the rest of an order whose backward an exception has ended here: the GPUs of other ranks may wait for
+        it. SlideError inside of such a backward."""
         if self._has_order_left and not is_outside:
             raise SlideError(
                 f"{what} came in the middle of a backward whose gradients the ranks average in an order that they have "

@@ -29,7 +29,6 @@ class Backward:
     engine: int = 1
     backward: int = 1
     seen: list[str] = field(default_factory=list)
-
     settles: bool = False
     has_order_left: bool = False
 
