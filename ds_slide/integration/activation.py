@@ -144,6 +144,7 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
             checkpoint,
             inference,
             monitor,
+            retrying_backward,
             training_engines,
             zero_grad,
         )
@@ -159,6 +160,7 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
                 zero_grad.attach(self)
                 training_engines.enter(self.optimizer)
                 backward_prologue.attach(self)
+                retrying_backward.attach(self)
             self.optimizer.engine_hooks = _hooks_of(self)
         except BaseException:
             _discard(self)

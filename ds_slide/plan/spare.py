@@ -6,7 +6,7 @@ Pure functions over what the first steps have shown. Bytes are those of the GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -18,6 +18,9 @@ tokens of a model 2,048 wide) may take a sixteenth more, and it cannot always us
 What differs from step to step without a longer batch (experts that get more tokens) has to fit in here, too."""
 MOST_MARGIN_SHARE = 4 * MARGIN_SHARE
 """Where torch has had to search for room again and again."""
+ROOMY = 1 / 8
+"""Of the GPU. Where a batch leaves less than this beside the margin, what it keeps can be given up, which costs the
+host some 10 us an operator."""
 FRAGMENTATION = 0.2
 """Of the activations: what torch's allocator holds beyond what is allocated, without those that are kept in spare
 memory: 0.15 to 0.20 (page main_2 of 2026-11-21), 0.9 GB beside 51.7 that were kept
@@ -68,20 +71,38 @@ class Shape:
 @dataclass(frozen=True)
 class Measured:
     """Bytes that a batch of this shape has taken. `square`: those of tensors with an element for each pair of tokens of
-    a sequence, which grow with tokens times length. All others grow with tokens at most."""
+    a sequence, which grow with tokens times length. `fixed`: those that no longer batch has more of, as gradients of
+    weights are. All others grow with tokens at most."""
 
     shape: Shape
     nbytes: int
     square: int
+    fixed: int = 0
 
     def at(self, shape: Shape) -> float:
         """Return the most bytes that a batch of another shape can take."""
         tokens, longer = shape.tokens / self.shape.tokens, max(1.0, shape.length / self.shape.length)
-        return tokens * (self.nbytes - self.square + self.square * longer)
+        fixed = min(self.fixed, self.nbytes - self.square) if tokens > 1 else 0
+        return fixed + tokens * (self.nbytes - fixed - self.square + self.square * longer)
 
     def growth(self, shape: Shape) -> float:
         """Return the most by which they can grow at another shape; below 1 where that is smaller."""
         return self.at(shape) / self.nbytes if self.nbytes else shape.tokens / self.shape.tokens
+
+
+LEAST_APART = 1.25
+"""Times as many tokens has one of two batches that tell what does not grow with tokens."""
+
+
+def fixed_bytes(points: Iterable[tuple[Shape, int]], most: int) -> int:
+    """Return what batches take however few tokens they have, by the bytes that two of them have taken: `most` at most,
+    and nothing where the batches tell nothing."""
+    ordered = sorted(points, key=lambda each: each[0].tokens)
+    if not ordered or ordered[-1][0].tokens < LEAST_APART * ordered[0][0].tokens:
+        return 0
+    (few, least), (many, largest) = ordered[0], ordered[-1]
+    a_token = max(0.0, (largest - least) / (many.tokens - few.tokens))
+    return max(0, min(most, int(least - a_token * few.tokens)))
 
 
 @dataclass(frozen=True)

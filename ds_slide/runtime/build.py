@@ -94,6 +94,7 @@ def build_runtime(
     waits = Waits(device)
     failures = Failures(waits)
     ranks.watched_by(failures)
+    device.expand_segments()
     if ranks.world_size > 1:
         ranks.require_equal(_choices(unit_plans, plan, settings), "what is to be where")
     recorder = StepRecorder(device, waits, _trace(unit_plans, settings, ranks, device), rank=ranks.rank)

@@ -7,6 +7,7 @@ hand-over between threads is carried by `Future` alone. The rest of the runtime 
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -41,6 +42,12 @@ class Marker:
 
 
 PASSED = Marker()
+
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""In which a script's user sets up torch's allocator."""
+LARGE_SEGMENT = 20 * 1024**2
+"""Bytes, as torch maps them for tensors of more than 1 MiB."""
 
 
 class Device:
@@ -103,6 +110,24 @@ class Device:
             total = int(total * torch.cuda.get_per_process_memory_fraction(self.torch))
         reserved = torch.cuda.memory_reserved(self.torch)
         return min(free + reserved, total) - self.allocated(), total
+
+    def expand_segments(self) -> bool:
+        """Have torch's allocator map memory where it needs it, unless the user has set the allocator up: otherwise
+        what lies between two live tensors serves no larger one. 14 B with adapters in 24 GiB ended with 2.8 GiB of
+        such memory. -> whether it does."""
+        if not self.is_cuda or any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+            return False
+        if torch.cuda.get_allocator_backend() != "native":
+            return False
+        configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        configure = configure or torch.cuda.memory._set_allocator_settings
+        configure("expandable_segments:True")
+        try:
+            torch.empty(LARGE_SEGMENT, dtype=torch.uint8, device=self.torch)
+        except RuntimeError:  # a driver without virtual memory
+            configure("expandable_segments:False")
+            return False
+        return True
 
     def allocated(self) -> int:
         """Bytes of tensors on the GPU, as torch counts them on the host."""

@@ -239,7 +239,7 @@ class SlideRuntime:
         self.interruptions.begin_backward_of_block()
         if not torch.is_grad_enabled():  # not inside of what is computed again
             self.taking.look()
-        self.parts.spare.activations.enter_backward(unit.order)
+        self.parts.spare.enter_backward(unit.order)
         if (compute := self.parts.recorder.compute) is not None:
             compute.enter(("backward", unit.order), self.device.mark(timed=True))
         unit.in_backward = True
@@ -260,6 +260,7 @@ class SlideRuntime:
             self.bindings.unbind_slot(unit)
         if torch.is_grad_enabled():
             return  # of a backward with create_graph: the block's use ends with the backward of what that makes
+        self.parts.spare.leave_backward(unit.order)
         unit.uses_done += 1
         if unit.uses_done >= unit.uses and (self.deferred or not self.accumulation.is_nested):
             with AS_THEY_ARE():

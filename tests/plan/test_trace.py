@@ -17,7 +17,7 @@ from ds_slide.plan.keeping import Kept
 from ds_slide.plan.mixtures import mixtures
 from ds_slide.plan.operations import UNDER_MODE, Operation
 from ds_slide.plan.trace import Segment, StepTrace, TracedUnit, kept_by_block, trace_step, with_kept
-from ds_slide.runtime.activations.mixing import contexts
+from ds_slide.runtime.activations.mixing import MixedCall
 
 pytest.importorskip("transformers")
 
@@ -106,7 +106,7 @@ def test_a_step_with_mixed_blocks_is_made_of_the_same_two(blocks: int, vocabular
     assert len(mixture.results) == 6  # all products but the last one
     for layer in mixing.model.layers:
         vars(layer)["_gradient_checkpointing_func"] = functools.partial(
-            CHECKPOINT, context_fn=functools.partial(contexts, mixture)
+            CHECKPOINT, context_fn=lambda: MixedCall(mixture).contexts()
         )
     kept = Kept(mixed=dict.fromkeys(range(1, blocks + 1), mixture))
     found, real = with_kept(again, whole, kept), traced(mixing)

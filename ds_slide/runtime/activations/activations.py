@@ -23,6 +23,7 @@ from ds_slide.plan.spare import (
     moves_unmeasured,
 )
 from ds_slide.report.log import log
+from ds_slide.runtime.activations.block_needs import BlockNeeds
 from ds_slide.runtime.activations.block_state import BlockState, WatchedCall
 from ds_slide.runtime.activations.call_times import CallTimes
 from ds_slide.runtime.activations.checkpointing import (
@@ -33,7 +34,8 @@ from ds_slide.runtime.activations.checkpointing import (
     mixing_form,
     recomputing_form,
 )
-from ds_slide.runtime.activations.mixing import contexts
+from ds_slide.runtime.activations.kept_calls import KeptCalls, WholeCall
+from ds_slide.runtime.activations.mixing import MixedCall
 from ds_slide.runtime.activations.moved_inputs import MovedInputs, input_of
 from ds_slide.runtime.activations.saved_bytes import Saved, counted
 from ds_slide.runtime.activations.unchanged_weights import UnchangedWeights
@@ -131,6 +133,12 @@ class Activations:
         """By kind of block, at the largest shape so far."""
         self._asked: set[Hashable] = set()
         """Kinds that are to be measured by the next recomputation of one of their blocks."""
+        self._calls_kept = KeptCalls()
+        self._may_give_up = False
+        """What the newest forward keeps can be given up."""
+        self._given_up = 0
+        """Bytes, since somebody has asked."""
+        self._needs: BlockNeeds | None = None
         self.times = CallTimes(device, self._kind)
         """Of the blocks' forwards."""
         self._handled = _statistics(0, Kept(), 0)
@@ -138,10 +146,20 @@ class Activations:
 
     # ---- a forward ---------------------------------------------------------------------------------------------------
 
-    def begin(self, shape: Shape | None, room: float, free: float | None = None) -> None:
+    def begin(
+        self,
+        shape: Shape | None,
+        room: float,
+        free: float | None = None,
+        *,
+        roomy: float = 0.0,
+        needs: BlockNeeds | None = None,
+    ) -> None:
         """A forward of the whole model begins, with gradients, in which `room` bytes may be kept, or as many are
-        missing. `free`: bytes of the GPU, where it is not known yet what a batch needs."""
+        missing. `free`: bytes of the GPU, where it is not known yet what a batch needs. `roomy`: bytes; where what is
+        kept leaves fewer of the room, it can be given up. `needs`: of blocks, which are kept only where these fit."""
         self._taken.begin()
+        self._calls_kept.forget_ended()
         if self._inputs is not None:
             self._inputs.begin()
         self._most_calls |= self._calls
@@ -150,6 +168,7 @@ class Activations:
         checkpointed = self._orders = self._taken.orders
         if not checkpointed:
             self._shape, self._kept, self._moved, self._free = None, Kept(), frozenset(), None
+            self._may_give_up = False
             self._handled = _statistics(0, self._kept, 0)
             return
         self._shape = shape
@@ -160,7 +179,38 @@ class Activations:
         self._kept = kept_within(room, candidates, first=self.keeps_first)
         self._free = free
         self._moved = self._to_move(-room, shape)
-        self._handled = _statistics(len(checkpointed), self._kept, self._kept.nbytes(candidates))
+        kept_bytes = self._kept.nbytes(candidates)
+        self._may_give_up = 0 < kept_bytes and room - kept_bytes < roomy
+        self._needs = needs
+        self._handled = _statistics(len(checkpointed), self._kept, kept_bytes)
+
+    @property
+    def may_give_up(self) -> bool:
+        """Whether the newest forward keeps something, and can give it up."""
+        return self._may_give_up
+
+    def give_up(self) -> int:
+        """Give up a portion of what is kept for backwards that are to come, and keep nothing more in the forward under
+        way. -> bytes; 0 where there is nothing that can be given up."""
+        given = self._calls_kept.give_up()
+        self._given_up += given
+        self._kept = Kept()
+        self._handled = {**self._handled, "kept_bytes": max(0, self.kept_bytes - given)}
+        return given
+
+    def take_given_up(self) -> int:
+        """Bytes that were given up since the last call."""
+        given, self._given_up = self._given_up, 0
+        return given
+
+    @property
+    def kinds(self) -> Mapping[int, Hashable]:
+        """Of the blocks, by `Unit.order`: blocks of one kind save the same."""
+        return self._kind
+
+    def _fits(self, order: int, nbytes: int) -> bool:
+        """Whether a call of the block may keep so many bytes, by what is on the GPU now."""
+        return not self._may_give_up or self._needs is None or self._needs.room_beside(order) >= nbytes
 
     def leave_unasked(self) -> None:
         """In this forward the script's model runs as it is written."""
@@ -209,15 +259,25 @@ class Activations:
             self._inputs.enter(unit.order)
         if not torch.is_grad_enabled():
             result = written(function, *inputs)
-        elif unit.order in self._kept.whole and goes_through(written, function, inputs, modules):
-            kept.append(self._bytes_of(unit.order, self._shape))
-            result = self._watched(unit, function)(*inputs)
-        elif (mixture := self._mixture_of(unit.order)) and (mixing := mixing_form(written, function, inputs, modules)):
+        elif (
+            unit.order in self._kept.whole
+            and goes_through(written, function, inputs, modules)
+            and self._fits(unit.order, nbytes := self._bytes_of(unit.order, self._shape))
+        ):
+            kept.append(nbytes)
+            form = mixing_form(written, function, inputs, modules) if self._may_give_up else None
+            if form is None:
+                result = self._watched(unit, function)(*inputs)
+            else:
+                result = self._keep(unit, WholeCall(nbytes), form, function, inputs)
+        elif (
+            (mixture := self._mixture_of(unit.order))
+            and (mixing := mixing_form(written, function, inputs, modules))
+            and self._fits(unit.order, mixture.nbytes)
+        ):
             kept.append(mixture.nbytes)
             is_mixed = True
-            watched = self._watched(unit, UnchangedWeights(unit, function))
-            result = mixing(watched, *inputs, context_fn=functools.partial(contexts, mixture))
-            watched.check()
+            result = self._keep(unit, MixedCall(mixture), mixing, function, inputs)
         else:
             kept.append(0)
             recomputed = recomputing_form(written, function, inputs, modules)
@@ -236,6 +296,21 @@ class Activations:
                 result = recomputed(watched, *inputs)
             watched.check()
         self.times.leave(unit.order, self._shape, is_mixed=is_mixed)
+        return result
+
+    def _keep(
+        self,
+        unit: Unit,
+        call: WholeCall | MixedCall,
+        form: Checkpoint,
+        function: Callable[..., Any],
+        inputs: Sequence[Any],
+    ) -> Any:
+        """Run a block through the checkpoint `form`, beside which `call` keeps what it can give up."""
+        self._calls_kept.add(call)
+        watched = self._watched(unit, UnchangedWeights(unit, function))
+        result = form(watched, *inputs, context_fn=call.contexts)
+        watched.check()
         return result
 
     def _watched(self, unit: Unit, function: Callable[..., Any]) -> WatchedCall:
@@ -361,6 +436,11 @@ class Activations:
             return None
         return max(each.squares.at(shape) for each in found if each is not None)
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Of all weights of the block that has the most of them to train."""
+        return max((_gradient_bytes(unit) for unit in self._blocks), default=0)
+
     def _expected_calls(self, order: int) -> int:
         """Calls of the block in one forward."""
         return max(1, self._most_calls[order])
@@ -400,6 +480,10 @@ def _statistics(checkpointed: int, kept: Kept, kept_bytes: int) -> dict[str, int
     handled = {Handling.KEEP: whole, Handling.MIX: mixed, Handling.RECOMPUTE: checkpointed - whole - mixed}
     counts = {handling.value: count for handling, count in handled.items()}
     return {"checkpointed": checkpointed, **counts, "kept_bytes": kept_bytes}
+
+
+def _gradient_bytes(unit: Unit) -> int:
+    return sum(entry.numel * each.dtype.itemsize for each in (unit, *unit.parts) for _, entry in each.trainable)
 
 
 def _kind_of(unit: Unit) -> Hashable:

@@ -36,7 +36,7 @@ _OWN_VIEWS = frozenset(
 """Views that count their modifications by themselves: what a linear layer makes of its product, and its parts."""
 
 
-class _Mode(TorchDispatchMode):
+class OperatorMode(TorchDispatchMode):
     """Sees what runs, and nothing of what `torch.compile` has compiled, which runs as without it."""
 
     supports_higher_order_operators = True
@@ -76,22 +76,33 @@ def _same(tree: Any) -> Any:
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)
 
 
-def contexts(mixture: Mixture) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Modes for the forward of one call of a block and for its recomputations: what `mixture` says stays in between, as
-    far as its bytes reach. The first recomputation takes it away; one more, of a second backward, runs all
-    operators."""
-    stayed: dict[Result, _Stayed] = {}
-    given: dict[Result, tuple[Any, ...]] = {}
-    return _Forward(mixture, stayed, given), _Recomputation(mixture, stayed, given)
+class MixedCall:
+    """One call of a block: what `mixture` says stays from its forward to its first recomputation, as far as the
+    mixture's bytes reach. One more recomputation, of a second backward, runs all operators."""
+
+    def __init__(self, mixture: Mixture) -> None:
+        self.mixture = mixture
+        self.nbytes = mixture.nbytes
+        self.is_in_use = False
+        self.stayed: dict[Result, _Stayed] = {}
+        self.given: dict[Result, tuple[Any, ...]] = {}
+        """What the forward's runs are known by (`_known_by`), of the operators of which results stay."""
+
+    def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+        """For the checkpoint: around its forward, and around its recomputations."""
+        return _Forward(self), _Recomputation(self)
+
+    def give_up(self) -> None:
+        """Let go of what stays, and keep nothing more (`KeptCall`)."""
+        self.nbytes = 0
+        self.stayed.clear()
 
 
-class _Counting(_Mode):
-    def __init__(self, mixture: Mixture, stayed: dict[Result, _Stayed], given: dict[Result, tuple[Any, ...]]) -> None:
-        """`given`: what the forward's runs are known by (`_known_by`), of the operators of which results stay."""
+class _Counting(OperatorMode):
+    def __init__(self, call: MixedCall) -> None:
         super().__init__()
-        self._mixture = mixture
-        self._names = {name for name, _ in mixture.results}
-        self._stayed, self._given = stayed, given
+        self._call = call
+        self._names = {name for name, _ in call.mixture.results}
         self._runs: Counter[str] = Counter()
 
     def __enter__(self) -> Any:
@@ -110,32 +121,40 @@ class _Counting(_Mode):
 
 class _Forward(_Counting):
     def __enter__(self) -> Any:
-        self._left = self._mixture.nbytes
+        self._left = self._call.mixture.nbytes
         self._places: dict[int, Result] = {}
         """Which result is on a storage."""
         return super().__enter__()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
+        call = self._call
         for view in tensors_of(made) if function in _OWN_VIEWS else ():
-            if (place := self._places.get(view.untyped_storage()._cdata)) is not None:
-                self._stayed[place] = self._stayed[place].seen_as(view)
+            place = self._places.get(view.untyped_storage()._cdata)
+            if place is not None and place in call.stayed:
+                call.stayed[place] = call.stayed[place].seen_as(view)
         if (result := self._result(function)) is None:
             return made
-        self._given[result] = _known_by(args)
-        if result in self._mixture.results and (nbytes := new_bytes(args, kwargs, made)) <= self._left:
+        call.given[result] = _known_by(args)
+        if not call.nbytes or result not in call.mixture.results:
+            return made
+        if (nbytes := new_bytes(args, kwargs, made)) <= self._left:
             self._left -= nbytes
-            self._stayed[result] = stayed = _Stayed.of(made)
+            call.stayed[result] = stayed = _Stayed.of(made)
             self._places.update((each.untyped_storage()._cdata, result) for each in stayed.watched)
         return made
 
 
 class _Recomputation(_Counting):
+    def __enter__(self) -> Any:
+        self._call.is_in_use = True
+        return super().__enter__()
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (result := self._result(function)) is not None:
-            if self._given.get(result) != _known_by(args):
-                self._stayed.clear()
-            stayed = self._stayed.pop(result, None)
+            if self._call.given.get(result) != _known_by(args):
+                self._call.stayed.clear()
+            stayed = self._call.stayed.pop(result, None)
             if stayed is not None and stayed.is_unchanged:
                 return stayed.made
         return function(*args, **(kwargs or {}))
@@ -149,7 +168,7 @@ def _known_by(args: Sequence[Any]) -> tuple[Any, ...]:
     return torch.is_grad_enabled(), tensors
 
 
-class Working(_Mode):
+class Working(OperatorMode):
     """Adds up the work of the operators that make something."""
 
     def __init__(self) -> None:
@@ -164,7 +183,7 @@ class Working(_Mode):
         return made
 
 
-class Learning(_Mode):
+class Learning(OperatorMode):
     """Learns in a recomputation what its operators take and which results can stay. Those of products and attention
     are held until it has ended, and compared by a sum of their bits: a kernel may write into one unseen by torch."""
 

@@ -12,6 +12,7 @@ All ranks decide alike about states, because that sets which collectives they ca
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,8 +23,8 @@ from ds_slide.plan.spare import (
     MARGIN_SHARE,
     MOST_MARGIN_SHARE,
     NO_SLOTS,
+    ROOMY,
     Handling,
-    Measured,
     Movable,
     Shape,
     Slots,
@@ -35,6 +36,11 @@ from ds_slide.plan.two_passes import Schedule, Schedules
 from ds_slide.report.log import log, size
 from ds_slide.report.statistics import UPDATE, StepRecorder, StepStatistics
 from ds_slide.runtime.activations.activations import Activations, shape_of
+from ds_slide.runtime.activations.batch_need import SINCE, BatchNeed
+from ds_slide.runtime.activations.block_needs import BlockNeeds
+from ds_slide.runtime.activations.peaks import Peaks
+from ds_slide.runtime.activations.proof import Proof
+from ds_slide.runtime.activations.retries import Retries
 from ds_slide.runtime.ranks.collectives import Ranks
 
 LOOKS = (3, 6)
@@ -44,10 +50,6 @@ WARM_UPS = tuple(step - 2 for step in LOOKS)
 FIRST_PAUSE = 20
 """Steps after which it is decided once more when states have gone back, for an evaluation perhaps. Twice as many each
 time: where they have to go back again and again, moving them costs more than it brings."""
-
-SQUARES_ALIVE = 3
-"""Copies of what a block makes for each pair of tokens that its backward holds at once: the saved one, its gradient,
-and one that an operator is making."""
 
 
 class GpuMemory(Protocol):
@@ -59,6 +61,7 @@ class GpuMemory(Protocol):
     def reset_peak(self) -> None: ...
     def allocation_retries(self) -> int: ...
     def memory_rate(self) -> float | None: ...
+    def release_cached(self) -> None: ...
 
 
 class States(Protocol):
@@ -96,15 +99,6 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Need:
-    """The most bytes that batches have taken beside what was on the GPU when they began, without kept activations.
-    `shape`: of the largest."""
-
-    shape: Shape
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class Record:
     """What a rank has measured. `offer`: what is spare while nothing is kept; without the states that may move, which
     all ranks know. `kept_s`: seconds of recomputation that its step has left out."""
@@ -136,16 +130,16 @@ class SpareMemory:
         self._looks = frozenset(LOOKS)
         self._latest_look = 0
         self._pause = FIRST_PAUSE
-        self._need: Need | None = None
-        self._watched = Watched()
-        self._begun: tuple[Shape | None, int] = None, 0
-        """The shape of the forward under way, and what was on the GPU when it began."""
+        self._peaks = Peaks(budget.gpu)
+        self._need = BatchNeed(activations, self._peaks)
+        self._blocks = None if budget.gpu is None else BlockNeeds(budget.gpu, self._peaks, activations.kinds)
         self._usable = 0
         self._margin = 0.0
         self._most_margin = 0.0
         self._retries = 0
         self._peak = 0
         """When the last step ended."""
+        self._proof = Proof()
         self._forwards = 0
         """Forwards with gradients since the last step."""
         self._shapes: set[Shape] = set()
@@ -153,6 +147,11 @@ class SpareMemory:
         self._has_said = False
         self._is_tied = ranks.world_size > 1
         """States cannot always go when a batch begins."""
+        self._reserve = 0.0
+        """Bytes left free because they had to be given up once."""
+        self._left = 0.0
+        """Bytes of the room that the newest forward has not filled, as far as they were thought to be there."""
+        self._retrying = Retries(lambda: bool(activations.give_up()), self._release_cached)
 
     @property
     def is_shared_out(self) -> bool:
@@ -167,6 +166,7 @@ class SpareMemory:
             return
         shape = shape_of(args, kwargs)
         with_gradient = torch.is_grad_enabled()
+        self._notice_given_up()
         room = self._room(shape, with_gradient=with_gradient)
         if room < 0:
             movable = self.activations.movable_bytes(shape) if with_gradient else 0
@@ -179,10 +179,64 @@ class SpareMemory:
             self._is_tied |= self.states is not None and not self._is_tied and not self.states.may_move()
             if shape is not None and len(self._shapes) < 2:
                 self._shapes.add(shape)
-            free = None if self._need is not None or self._budget.gpu is None else self._budget.gpu.memory()[0]
-            self.activations.begin(shape, room if room >= 0 else -self._inputs_missing(shape), free)
+            free = None if self._need.is_known or self._budget.gpu is None else self._budget.gpu.memory()[0]
+            room = room if room >= 0 else -self._inputs_missing(shape)
+            if self._blocks is not None:
+                self._blocks.begin_forward(shape, self._usable)
+            roomy = ROOMY * (self._usable or self._budget.limit or 0)
+            self.activations.begin(shape, room, free, roomy=roomy, needs=self._blocks)
+            self._left = max(0.0, room - self.activations.kept_bytes)
             self._say_once()
-            self._begun = shape, self._allocated()
+            self._need.begin_forward(shape, self._allocated(), alone=self._learns)
+            self._watch(shape)
+
+    def _watch(self, shape: Shape | None) -> None:
+        """Have operators that find no memory run again, in this forward and its backward, where it is not known yet
+        that there is enough."""
+        if self.activations.may_give_up:
+            expected = self._allocated() + self._need.at(shape) + self.activations.kept_bytes
+            if not self._proof.covers(expected):
+                self._retrying.enter()
+
+    @property
+    def _learns(self) -> bool:
+        """Whether single batches and blocks are measured, in the steps before the first look."""
+        return WARM_UPS[0] <= self._steps < LOOKS[0]
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        """Around a backward that the engine's caller asks for."""
+        return self._retrying.around_backward() if self._proof.is_open else nullcontext()
+
+    def enter_backward(self, order: int) -> None:
+        """The backward of a block begins: make room for it."""
+        self.activations.enter_backward(order)
+        if self._blocks is None:
+            return
+        if self._learns:
+            self._blocks.begin(order)
+        elif self.activations.may_give_up:
+            while self._blocks.room_beside(order) < 0 and self.activations.give_up():
+                pass
+
+    def leave_backward(self, order: int) -> None:
+        """It has ended."""
+        if self._learns and self._blocks is not None:
+            self._blocks.end(order)
+
+    def _notice_given_up(self) -> None:
+        """Keep less from now on, where memory was short."""
+        if given := self.activations.take_given_up():
+            self._reserve += given + self._left
+            self._left = 0.0
+            self._proof.begin()
+            log.info(
+                f"the GPU of rank {self._ranks.rank} had no memory left: {size(given)} of kept activations were given "
+                "up and recomputed, and as much is left free from now on"
+            )
+
+    def _release_cached(self) -> None:
+        if self._budget.gpu is not None:
+            self._budget.gpu.release_cached()
 
     def _say_once(self) -> None:
         checkpointed = self.activations.statistics["checkpointed"]
@@ -203,11 +257,9 @@ class SpareMemory:
 
     def end_forward(self) -> None:
         """It has ended, with an exception perhaps."""
+        self._retrying.leave()
         self.activations.end()
-        (shape, allocated), self._begun = self._begun, (None, 0)
-        if shape is not None:
-            beside = self.activations.kept_bytes - self.activations.moved_bytes
-            self._watched = self._watched.with_forward(allocated, shape, beside, self._needed(shape))
+        self._need.end_forward()
 
     def _notice_others(self) -> None:
         """Measure anew where a step begins with another amount on the GPU (states have moved, an engine has come), or
@@ -215,9 +267,10 @@ class SpareMemory:
         that is no part of what a batch needs."""
         if self._budget.gpu is None or self._forwards > 1 or not self._steps:
             return
-        others_came = self._watched.shape is not None and abs(self._allocated() - self._watched.base) > self._margin / 4
-        if self._budget.gpu.peak() > self._peak or (others_came and self._margin):
-            self._watch_anew()
+        changed = self._need.change_of_base(self._allocated())
+        others_came = changed is not None and changed > self._margin / 4
+        if self._peaks.of(SINCE) > self._peak or (others_came and self._margin):
+            self._need.watch_anew()
 
     def _allocated(self) -> int:
         return 0 if self._budget.gpu is None else self._budget.gpu.allocated()
@@ -225,40 +278,22 @@ class SpareMemory:
     def _room(self, shape: Shape | None, *, with_gradient: bool, elsewhere: float = 0.0) -> float:
         """Bytes that a batch of `shape` leaves, of the GPU and of the limit, or, less than 0, that are missing, with
         `elsewhere` bytes of its inputs in host memory; 0 as long as nothing has been measured."""
-        if self._need is None:
+        if not self._need.is_known:
             return 0.0
         rooms = []
         if self._budget.gpu is not None:
-            needed = self._needed(shape, with_gradient=with_gradient) - elsewhere
+            needed = self._need.at(shape, with_gradient=with_gradient) - elsewhere
             rooms.append(spare_bytes(self._usable - self._allocated(), needed, self._margin))
         if self._budget.limit is not None:
             rooms.append(self._budget.limit - self._budget.placed())
-        return min(rooms)
+        return min(rooms) - self._reserve
 
     def _inputs_missing(self, shape: Shape | None) -> float:
         """Bytes of the inputs that have to leave the GPU for a batch of `shape`."""
         if self._budget.gpu is None:
             return 0.0
-        return max(0.0, inputs_missing(self._usable - self._allocated(), self._needed(shape), self._margin))
-
-    def _needed(self, shape: Shape | None, *, with_gradient: bool = True) -> float:
-        """The most bytes that a batch of `shape` takes beside what is on the GPU when it begins, with nothing kept and
-        nothing moved; 0 as long as nothing has been measured."""
-        if self._need is None:
-            return 0.0
-        needed = self._need.nbytes if shape is None else self._measured(self._need).at(shape)
-        if needed >= self._need.nbytes or not with_gradient:  # without gradients a batch needs little to begin with
-            return needed
-        # Of what it needs, the inputs of blocks certainly shrink with it.
-        inputs = self.activations.input_bytes
-        return self._need.nbytes - max(0, inputs(self._need.shape) - inputs(shape))
-
-    def _measured(self, need: Need) -> Measured:
-        """Return the need of a batch with the part of it that may grow with tokens times length. Where the blocks have
-        not been measured, that is all of it."""
-        of_a_block = self.activations.square_bytes(need.shape)
-        square = need.nbytes if of_a_block is None else min(need.nbytes, int(SQUARES_ALIVE * of_a_block))
-        return Measured(need.shape, need.nbytes, square)
+        free = self._usable - self._allocated() - self._reserve
+        return max(0.0, inputs_missing(free, self._need.at(shape), self._margin))
 
     def _give_back(self, missing: float) -> bool:
         """Take states from the GPU for a batch that needs their place, and slots of the window where that does not
@@ -289,48 +324,29 @@ class SpareMemory:
         if not self._budget.exists:
             return
         self._steps += 1
+        self._need.end_batch()
+        self._notice_given_up()
         forwards, self._forwards = self._forwards, 0
         if self._steps in WARM_UPS:
-            self._watch_anew()
+            self._need.watch_anew()
         elif self._steps + 1 in self._looks:
             self.activations.times.begin()
         elif self._steps in self._looks:
-            self._measure()
+            self._need.measure()
             self._look(forwards)
         elif self._steps > WARM_UPS[-1]:
-            self._measure()
+            self._need.measure()
             self._widen_margin()
-        self._peak = 0 if self._budget.gpu is None else self._budget.gpu.peak()
-
-    def _watch_anew(self) -> None:
-        self._watched = Watched()
-        if self._budget.gpu is not None:
-            self._budget.gpu.reset_peak()
-
-    def _measure(self) -> None:
-        """Learn what the batches since the last warm-up have needed, where one needed more than those before."""
-        watched = self._watched
-        if watched.shape is None:
-            return
-        gpu, known = self._budget.gpu, self._need
-        peak = 0 if gpu is None else gpu.peak() - watched.base
-        if known is None:
-            self._need = Need(watched.shape, max(0, peak - watched.beside))
-        elif (most := self._measured(known).at(watched.shape)) > known.nbytes:
-            # The peak may be that of an earlier batch, which kept more; the prediction is the most that it can be.
-            measured = max(known.nbytes, peak - watched.beside)
-            self._need = Need(watched.shape, int(min(most, measured)))
-        elif peak > watched.expected:
-            more = peak - watched.expected  # as many tokens, more images
-            self._need = replace(known, nbytes=int(known.nbytes + more))
-        self._watched = replace(watched, expected=max(watched.expected, peak))
+        self._peak = self._peaks.of(SINCE)
 
     def _widen_margin(self) -> None:
         """Leave more free where torch had to give back what it keeps for reuse, which stops the GPU. In the step after
         a decision it makes room for what has been decided."""
         if self._budget.gpu is None:
+            self._proof.end_step(went_well=True)
             return
         before, self._retries = self._retries, self._budget.gpu.allocation_retries()
+        self._proof.end_step(went_well=self._retries == before)
         if self._steps > max(LOOKS[-1], self._latest_look) + 1 and self._retries > before:
             self._margin = min(1.25 * self._margin, self._most_margin)
 
@@ -339,6 +355,7 @@ class SpareMemory:
         self.activations.times.take()
         self.activations.keeps_first = self._schedules().coming == "two passes"
         self._latest_look = self._steps
+        self._proof.begin()
         if self._budget.gpu is not None:
             free, total = self._budget.gpu.memory()
             self._usable = free + self._budget.gpu.allocated()
@@ -352,11 +369,12 @@ class SpareMemory:
     def _record(self, forwards: int) -> Record | None:
         """None where batches have no shape."""
         latest = self._recorder.latest
-        if latest is None or self._need is None:
+        shape = self._need.shape
+        if latest is None or shape is None:
             return None
         room = self._room(None, with_gradient=True)
         if room < 0:
-            elsewhere = self.activations.movable_bytes(self._need.shape)
+            elsewhere = self.activations.movable_bytes(shape)
             room = min(0.0, self._room(None, with_gradient=True, elsewhere=elsewhere))
         room, reserve = for_states(room, self._need.nbytes, tied=self._is_tied, varying=len(self._shapes) > 1)
         inputs = 2 * forwards * self.activations.statistics.get("moved_to_ssd_bytes", 0)
@@ -365,7 +383,7 @@ class SpareMemory:
         times = replace(times, compute=times.compute + kept_s)
         slots = NO_SLOTS if self.states is None else self.states.slots(forwards)
         rate = (None if self._budget.gpu is None else self._budget.gpu.memory_rate()) or MEMORY_RATE
-        keepable = self.activations.keepable(self._need.shape)
+        keepable = self.activations.keepable(shape)
         return Record(Offer(room, (), keepable, times, slots, rate, reserve), kept_s)
 
     def _share_out(self, record: Record) -> None:
@@ -390,27 +408,6 @@ class SpareMemory:
                 f"and the activations of {choice.kept} of {len(offer.activations)} checkpointed blocks{parts}; "
                 f"expected: {choice.seconds:.3f} s a step, after {offer.times.predicted(record.kept_s, 0.0, 0.0):.3f} s"
             )
-
-
-@dataclass(frozen=True)
-class Watched:
-    """Of the forwards since the last warm-up: the least that was on the GPU when one began, the largest shape, the most
-    that one of this shape kept beside what it needs (less than 0 where inputs were in host memory), and the most that
-    any was expected to take, of which the peak has told already what it can."""
-
-    base: int = 0
-    shape: Shape | None = None
-    beside: int = 0
-    expected: float = 0.0
-
-    def with_forward(self, allocated: int, shape: Shape, beside: int, needed: float) -> Watched:
-        if self.shape is None:
-            return Watched(allocated, shape, beside, needed + beside)
-        is_larger = Measured(self.shape, 1, 1).growth(shape) > 1
-        largest = shape if is_larger else self.shape
-        if not is_larger:
-            beside = max(self.beside, beside) if shape == self.shape else self.beside
-        return Watched(min(self.base, allocated), largest, beside, max(self.expected, needed + beside))
 
 
 def _times(step: StepStatistics, schedule: Schedule, inputs: int) -> StepTimes:

@@ -1,0 +1,147 @@
+"""How much GPU memory a batch needs beside what lies there all the time, without kept activations: learnt from peaks.
+
+The peak since a warm-up tells what the largest batch of it has taken. In the first steps single batches are measured,
+too: two of different lengths tell what does not grow with their tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ds_slide.plan.spare import Measured, Shape, fixed_bytes
+from ds_slide.runtime.activations.activations import Activations
+from ds_slide.runtime.activations.peaks import Peaks
+
+SINCE, SINGLE = "since the last warm-up", "single batch"
+"""Spans of peaks."""
+GRADIENTS_ALIVE = 2
+"""Blocks whose gradients are on the GPU at once in a backward: one computes its own while the ones before are on their
+way."""
+SQUARES_ALIVE = 3
+"""Copies of what a block makes for each pair of tokens that its backward holds at once: the saved one, its gradient,
+and one that an operator is making."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Of the forwards since the last warm-up: the least that was on the GPU when one began, the largest shape, the most
+    that one of this shape kept beside what it needs (less than 0 where inputs were in host memory), and the most that
+    any was expected to take, of which the peak has told already what it can."""
+
+    base: int = 0
+    shape: Shape | None = None
+    beside: int = 0
+    expected: float = 0.0
+
+    def with_forward(self, allocated: int, shape: Shape, beside: int, needed: float) -> Watched:
+        if self.shape is None:
+            return Watched(allocated, shape, beside, needed + beside)
+        is_larger = Measured(self.shape, 1, 1).growth(shape) > 1
+        largest = shape if is_larger else self.shape
+        if not is_larger:
+            beside = max(self.beside, beside) if shape == self.shape else self.beside
+        return Watched(min(self.base, allocated), largest, beside, max(self.expected, needed + beside))
+
+
+class BatchNeed:
+    """Called by the thread that computes, between backwards."""
+
+    def __init__(self, activations: Activations, peaks: Peaks) -> None:
+        self._activations = activations
+        self._peaks = peaks
+        self._known: Measured | None = None
+        """The most that batches have taken, at the largest shape; its parts are learnt apart (`_parts`)."""
+        self._watched = Watched()
+        self._begun: tuple[Shape | None, int] = None, 0
+        """The shape of the forward under way, and what was on the GPU when it began."""
+        self._single: tuple[Shape, int] | None = None
+        """The same of the batch that is measured apart."""
+        self._singles: list[tuple[Shape, int]] = []
+        """What those have taken."""
+
+    @property
+    def is_known(self) -> bool:
+        return self._known is not None
+
+    @property
+    def shape(self) -> Shape | None:
+        """The largest so far; None as long as nothing has been measured."""
+        return None if self._known is None else self._known.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Of a batch of that shape."""
+        return 0 if self._known is None else self._known.nbytes
+
+    def at(self, shape: Shape | None, *, with_gradient: bool = True) -> float:
+        """The most bytes that a batch of `shape` takes beside what is on the GPU when it begins, with nothing kept and
+        nothing moved; 0 as long as nothing has been measured."""
+        if self._known is None:
+            return 0.0
+        needed = self._known.nbytes if shape is None else self._parts(self._known).at(shape)
+        if needed >= self._known.nbytes or not with_gradient:  # without gradients a batch needs little to begin with
+            return needed
+        # Of what it needs, the inputs of blocks certainly shrink with it.
+        inputs = self._activations.input_bytes
+        return self._known.nbytes - max(0, inputs(self._known.shape) - inputs(shape))
+
+    def _parts(self, need: Measured) -> Measured:
+        """`need` with the part of it that may grow with tokens times length, and the one that does not grow. Where the
+        blocks have not been measured, all of it may grow so."""
+        of_a_block = self._activations.square_bytes(need.shape)
+        square = need.nbytes if of_a_block is None else min(need.nbytes, int(SQUARES_ALIVE * of_a_block))
+        fixed = fixed_bytes(self._singles, GRADIENTS_ALIVE * self._activations.gradient_bytes)
+        return replace(need, square=square, fixed=fixed)
+
+    # ---- a batch -----------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, shape: Shape | None, allocated: int, *, alone: bool) -> None:
+        """A forward with gradients begins, with so many bytes on the GPU. `alone`: measure its batch apart."""
+        self.end_batch()
+        self._begun = shape, allocated
+        if alone and shape is not None:
+            self._peaks.begin(SINGLE)
+            self._single = shape, allocated
+
+    def end_forward(self) -> None:
+        """It has ended, with an exception perhaps."""
+        (shape, allocated), self._begun = self._begun, (None, 0)
+        if shape is not None:
+            beside = self._activations.kept_bytes - self._activations.moved_bytes
+            self._watched = self._watched.with_forward(allocated, shape, beside, self.at(shape))
+
+    def end_batch(self) -> None:
+        """The batch has had its backward, if it was to have one. Harmless when called twice."""
+        single, self._single = self._single, None
+        if single is not None:
+            shape, base = single
+            taken = self._peaks.end(SINGLE) - base + self._activations.moved_bytes
+            self._singles.append((shape, max(0, taken)))
+
+    # ---- several -----------------------------------------------------------------------------------------------------
+
+    def change_of_base(self, allocated: int) -> int | None:
+        """By how many bytes what is on the GPU differs from what the batches since the last warm-up began with."""
+        return None if self._watched.shape is None else abs(allocated - self._watched.base)
+
+    def watch_anew(self) -> None:
+        """Begin a warm-up: forget the peaks so far."""
+        self._watched = Watched()
+        self._peaks.begin(SINCE)
+
+    def measure(self) -> None:
+        """Learn what the batches since the last warm-up have needed, where one needed more than those before."""
+        watched, known = self._watched, self._known
+        if watched.shape is None:
+            return
+        peak = max(0, self._peaks.of(SINCE) - watched.base)
+        if known is None:
+            self._known = Measured(watched.shape, max(0, peak - watched.beside), 0)
+        elif (most := self._parts(known).at(watched.shape)) > known.nbytes:
+            # The peak may be that of an earlier batch, which kept more; the prediction is the most that it can be.
+            measured = max(known.nbytes, peak - watched.beside)
+            self._known = Measured(watched.shape, int(min(most, measured)), 0)
+        elif peak > watched.expected:
+            more = peak - watched.expected  # as many tokens, more images
+            self._known = replace(known, nbytes=int(known.nbytes + more))
+        self._watched = replace(watched, expected=max(watched.expected, peak))

@@ -1,0 +1,119 @@
+"""What calls of blocks keep on the GPU until their backward, and give up where memory turns out to be short.
+
+A call that has given up what it kept is recomputed, with the bits that it would have kept. So each such call passes
+through a checkpoint that is not re-entrant, and what it keeps lies beside it: results of operators (`mixing`), or all
+that autograd saves (`WholeCall`). Held weakly here: a graph that is dropped takes its own along.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ds_slide.runtime.weights.saved_weights import SavedTensor, hooks_around
+
+PORTION = 1 / 4
+"""Of what is kept, given up at a time. Before an operator fails, torch has waited for the GPU and returned its unused
+memory to the driver, so a few large portions cost less than many small ones."""
+
+
+class KeptCall(Protocol):
+    """What one call of a block keeps."""
+
+    nbytes: int
+    is_in_use: bool
+    """Its backward has begun: what it keeps comes free by itself."""
+
+    def give_up(self) -> None:
+        """Let go of it, and keep nothing more. Harmless when called twice."""
+
+
+class KeptCalls:
+    """Those whose backward is to come, the ones whose forward came first at the front; called by the thread that
+    computes."""
+
+    def __init__(self) -> None:
+        self._calls: list[weakref.ref[KeptCall]] = []
+
+    def add(self, call: KeptCall) -> None:
+        self._calls.append(weakref.ref(call))
+
+    def give_up(self) -> int:
+        """Give up a portion, of the calls whose backward comes last. -> bytes; 0 where nothing is kept any more."""
+        calls = [call for ref in self._calls if (call := ref()) is not None and call.nbytes and not call.is_in_use]
+        wanted, given = PORTION * sum(call.nbytes for call in calls), 0
+        for call in calls:
+            if given >= wanted:
+                break
+            given += call.nbytes
+            call.give_up()
+        self._calls = [weakref.ref(call) for call in calls if call.nbytes]
+        return given
+
+    def forget_ended(self) -> None:
+        """Forget the calls whose graph is gone."""
+        self._calls = [ref for ref in self._calls if ref() is not None]
+
+
+class _Saved:
+    """A saved tensor that may be given up, and what the hooks around have made of it, which brings it back then."""
+
+    __slots__ = ("__weakref__", "_around", "_beside", "_call", "_saved")
+
+    def __init__(self, call: WholeCall, tensor: torch.Tensor, beside: Any, around: Callable[[Any], torch.Tensor]):
+        self._call, self._beside, self._around = call, beside, around
+        self._saved: SavedTensor | None = SavedTensor.of(tensor)
+
+    def give_up(self) -> None:
+        self._saved = None
+
+    def take(self) -> torch.Tensor:
+        """Give it to the backward."""
+        self._call.is_in_use = True
+        return self._around(self._beside) if self._saved is None else self._saved.unchanged()
+
+
+class WholeCall:
+    """A call of a block that keeps all that it saves."""
+
+    def __init__(self, nbytes: int) -> None:
+        """`nbytes`: of it, beside what is there anyway."""
+        self.nbytes = nbytes
+        self.is_in_use = False
+        self._tensors: list[weakref.ref[_Saved]] = []
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """For the checkpoint: around its forward, and around its recomputations."""
+        return self._keeping(), nullcontext()
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        around = hooks_around()
+        assert around is not None  # the checkpoint's
+        pack_beside, unpack_beside = around
+
+        def pack(tensor: torch.Tensor) -> Any:
+            beside = pack_beside(tensor)
+            if not self.nbytes:
+                return beside
+            saved = _Saved(self, tensor, beside, unpack_beside)
+            self._tensors.append(weakref.ref(saved))
+            return saved
+
+        def unpack(saved: Any) -> torch.Tensor:
+            return saved.take() if isinstance(saved, _Saved) else unpack_beside(saved)
+
+        with saved_tensors_hooks(pack, unpack):
+            yield
+
+    def give_up(self) -> None:
+        self.nbytes = 0
+        for ref in self._tensors:
+            if (saved := ref()) is not None:
+                saved.give_up()
+        self._tensors = []

@@ -1,0 +1,137 @@
+"""Peaks of spans that overlap, what a block's backward takes, and what steps have shown."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_slide.plan.spare import Measured, Shape, fixed_bytes
+from ds_slide.runtime.activations.block_needs import BlockNeeds
+from ds_slide.runtime.activations.peaks import Peaks
+from ds_slide.runtime.activations.proof import CLEAN_STEPS, Proof
+
+
+class Gpu:
+    """Torch's count of one."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def allocated(self) -> int:
+        return self.now
+
+    def peak(self) -> int:
+        return self.most
+
+    def reset_peak(self) -> None:
+        self.most = self.now
+
+    def take(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+
+
+@given(st.lists(st.one_of(st.integers(-50, 100), st.sampled_from(["begin a", "begin b", "end b"])), max_size=40))
+def test_each_span_has_the_peak_since_it_began(events: list[int | str]) -> None:
+    gpu, expected = Gpu(), dict[str, int]()
+    peaks = Peaks(gpu)
+    for event in events:
+        if isinstance(event, int):
+            gpu.take(max(event, -gpu.now))
+            expected = {span: max(most, gpu.now) for span, most in expected.items()}
+        elif event.startswith("begin"):
+            peaks.begin(event[-1])
+            expected[event[-1]] = gpu.now
+        elif "b" in expected:
+            assert peaks.end("b") == expected.pop("b")
+        for span, most in expected.items():
+            assert peaks.of(span) == most
+
+
+def test_without_a_gpu_there_is_no_peak() -> None:
+    peaks = Peaks(None)
+    peaks.begin("a")
+    assert peaks.of("a") == peaks.end("a") == 0
+
+
+def blocks(gpu: Gpu) -> BlockNeeds:
+    return BlockNeeds(gpu, Peaks(gpu), {1: "layer", 2: "layer", 3: "other"})
+
+
+def backward(gpu: Gpu, needs: BlockNeeds, order: int, nbytes: int) -> None:
+    needs.begin(order)
+    gpu.take(nbytes)
+    needs.begin(order)  # recomputed
+    gpu.take(-nbytes)
+    needs.end(order)
+
+
+def test_a_block_needs_what_the_latest_of_its_kind_has_taken() -> None:
+    """The first one has taken more, because what it saves was learnt in it."""
+    gpu = Gpu()
+    needs = blocks(gpu)
+    needs.begin_forward(Shape(16, 16), 0)
+    backward(gpu, needs, 2, 900)
+    backward(gpu, needs, 1, 400)
+    gpu.take(100)
+    needs.begin_forward(Shape(32, 16), 1_000)
+    assert needs.room_beside(1) == needs.room_beside(2) == 1_000 - 100 - 800
+    assert needs.room_beside(3) == math.inf
+
+
+def test_a_shorter_batch_says_nothing_of_a_longer_one() -> None:
+    gpu = Gpu()
+    needs = blocks(gpu)
+    for tokens, nbytes in ((32, 640), (16, 500)):
+        needs.begin_forward(Shape(tokens, 16), 0)
+        backward(gpu, needs, 1, nbytes)
+    needs.begin_forward(Shape(32, 16), 1_000)
+    assert needs.room_beside(1) == 1_000 - 640
+
+
+def test_clean_steps_show_that_there_is_memory() -> None:
+    proof = Proof()
+    for _ in range(CLEAN_STEPS):
+        assert not proof.covers(100) and proof.is_open
+        proof.end_step(went_well=True)
+    assert proof.covers(100) and proof.covers(50) and not proof.is_open
+    assert not proof.covers(120)
+
+
+def test_a_step_that_had_to_look_for_memory_shows_nothing() -> None:
+    proof = Proof()
+    for went_well in (True, False, True):
+        assert not proof.covers(100)
+        proof.end_step(went_well=went_well)
+    assert not proof.covers(100)
+    proof.end_step(went_well=True)
+    assert proof.covers(100)
+    proof.end_step(went_well=False)
+    assert not proof.covers(100)
+
+
+def test_what_was_shown_is_forgotten_with_a_decision() -> None:
+    proof = Proof()
+    for _ in range(CLEAN_STEPS):
+        proof.covers(100)
+        proof.end_step(went_well=True)
+    proof.begin()
+    assert not proof.covers(100)
+
+
+@given(st.integers(0, 1000), st.integers(1, 50), st.integers(1, 400), st.integers(1, 400))
+def test_two_batches_tell_what_does_not_grow(fixed: int, each: int, few: int, many: int) -> None:
+    points = [(Shape(tokens, tokens), fixed + each * tokens) for tokens in (few, many)]
+    found = fixed_bytes(points, 500)
+    tells = max(few, many) >= 1.25 * min(few, many)
+    assert abs(found - (min(fixed, 500) if tells else 0)) <= 1
+
+
+def test_what_does_not_grow_stays_in_a_longer_batch() -> None:
+    """Gradients of 128 experts take 1.2 GB, however many tokens there are."""
+    need = Measured(Shape(16, 16), 1_000, 100, fixed=500)
+    assert need.at(Shape(32, 16)) == 500 + 2 * 400 + 2 * 100
+    assert need.at(Shape(32, 32)) == 500 + 2 * 400 + 4 * 100
+    assert need.at(Shape(16, 16)) == 1_000
