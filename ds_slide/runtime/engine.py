@@ -24,6 +24,7 @@ from ds_slide.optim.rule import Hyper
 from ds_slide.runtime import running
 from ds_slide.runtime.accumulation import Accumulation
 from ds_slide.runtime.activations.checkpointing import CacheHooks
+from ds_slide.runtime.activations.parked_states import ParkedStates
 from ds_slide.runtime.ended import ENDED, free_memory, why_incomplete
 from ds_slide.runtime.gradients.holding import HOLD_HINT
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
@@ -75,6 +76,7 @@ class SlideRuntime:
         self.rows: StreamedRows | None = None if parts.make_rows is None else parts.make_rows(self)
         """The weight of the outer module that is not on the GPU as a whole, for the module that computes with it."""
         self._root = root = RootState()
+        self.parked = ParkedStates()
         self.accumulation = Accumulation()
         self.interruptions = Interruptions(
             self.accumulation,
@@ -439,6 +441,7 @@ class SlideRuntime:
 
     def _update_on_gpu(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, gradient: torch.Tensor) -> None:
         self.device.wait(unit.arrived.wait())
+        self.parked.bring_back(unit)
         device_update(unit, gradient, unit.trained.begin(hypers), grad_scale)
         unit.mark_changed()
         if unit.is_gathered:
@@ -466,6 +469,7 @@ class SlideRuntime:
         """Wait until the unit's state buffers belong to the caller: its pending update and transfers have run, and an
         update that no step has confirmed is taken back."""
         self.take_back((unit,))
+        self.parked.bring_back(unit)
         unit.arrived.synchronize()
         unit.state.settle(unit.completed.synchronize)
         if unit.chunk_rows:

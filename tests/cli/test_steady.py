@@ -77,6 +77,8 @@ class Engine:
     def memory_rate(self) -> float | None:
         return None
 
+    def release_cached(self) -> None: ...
+
     def movable(self) -> Sequence[Movable]:
         return steady._movable(self.plan)
 
@@ -86,6 +88,14 @@ class Engine:
 
     def slots(self, forwards: int) -> Slots:
         return steady._slots(self.plan, 2 * forwards)
+
+    def may_park(self) -> bool:
+        return False
+
+    def park(self) -> int:
+        raise AssertionError("nothing may be parked")
+
+    def bring_back(self) -> None: ...
 
     def may_move(self) -> bool:
         return not self.accumulates

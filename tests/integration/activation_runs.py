@@ -148,6 +148,8 @@ class SmallGpu:
     def memory_rate(self) -> float | None:
         return None
 
+    def release_cached(self) -> None: ...
+
     def compute(self, batch: Batch, *, elsewhere: int = 0) -> None:
         """`elsewhere`: bytes of it that are not on the GPU."""
         self.most = max(self.most, self.allocated() + 3_000 * batch["input_ids"].numel() - elsewhere)

@@ -146,18 +146,10 @@ class Activations:
 
     # ---- a forward ---------------------------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        shape: Shape | None,
-        room: float,
-        free: float | None = None,
-        *,
-        roomy: float = 0.0,
-        needs: BlockNeeds | None = None,
-    ) -> None:
+    def begin(self, shape: Shape | None, room: float, free: float | None = None) -> None:
         """A forward of the whole model begins, with gradients, in which `room` bytes may be kept, or as many are
-        missing. `free`: bytes of the GPU, where it is not known yet what a batch needs. `roomy`: bytes; where what is
-        kept leaves fewer of the room, it can be given up. `needs`: of blocks, which are kept only where these fit."""
+        missing. `free`: bytes of the GPU, where it is not known yet what a batch needs."""
+        self._may_give_up, self._needs = False, None
         self._taken.begin()
         self._calls_kept.forget_ended()
         if self._inputs is not None:
@@ -168,7 +160,6 @@ class Activations:
         checkpointed = self._orders = self._taken.orders
         if not checkpointed:
             self._shape, self._kept, self._moved, self._free = None, Kept(), frozenset(), None
-            self._may_give_up = False
             self._handled = _statistics(0, self._kept, 0)
             return
         self._shape = shape
@@ -179,15 +170,12 @@ class Activations:
         self._kept = kept_within(room, candidates, first=self.keeps_first)
         self._free = free
         self._moved = self._to_move(-room, shape)
-        kept_bytes = self._kept.nbytes(candidates)
-        self._may_give_up = 0 < kept_bytes and room - kept_bytes < roomy
-        self._needs = needs
-        self._handled = _statistics(len(checkpointed), self._kept, kept_bytes)
+        self._handled = _statistics(len(checkpointed), self._kept, self._kept.nbytes(candidates))
 
-    @property
-    def may_give_up(self) -> bool:
-        """Whether the newest forward keeps something, and can give it up."""
-        return self._may_give_up
+    def watch(self, needs: BlockNeeds | None) -> None:
+        """Be able to give up what the forward that has begun keeps. `needs`: of blocks; a block is kept only where what
+        it needs fits beside."""
+        self._may_give_up, self._needs = True, needs
 
     def give_up(self) -> int:
         """Give up a portion of what is kept for backwards that are to come, and keep nothing more in the forward under
@@ -210,7 +198,7 @@ class Activations:
 
     def _fits(self, order: int, nbytes: int) -> bool:
         """Whether a call of the block may keep so many bytes, by what is on the GPU now."""
-        return not self._may_give_up or self._needs is None or self._needs.room_beside(order) >= nbytes
+        return self._needs is None or self._needs.room_beside(order) >= nbytes
 
     def leave_unasked(self) -> None:
         """In this forward the script's model runs as it is written."""

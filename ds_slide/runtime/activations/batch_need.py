@@ -54,6 +54,8 @@ class BatchNeed:
         self._watched = Watched()
         self._begun: tuple[Shape | None, int] = None, 0
         """The shape of the forward under way, and what was on the GPU when it began."""
+        self._latest: tuple[Shape | None, int] = None, 0
+        """The same of the one that has begun last."""
         self._single: tuple[Shape, int] | None = None
         """The same of the batch that is measured apart."""
         self._singles: list[tuple[Shape, int]] = []
@@ -67,6 +69,16 @@ class BatchNeed:
     def shape(self) -> Shape | None:
         """The largest so far; None as long as nothing has been measured."""
         return None if self._known is None else self._known.shape
+
+    @property
+    def under_way(self) -> Shape | None:
+        """Of the batch that has begun last."""
+        return self._latest[0]
+
+    @property
+    def began_with(self) -> int:
+        """Bytes that were on the GPU then."""
+        return self._latest[1]
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +110,7 @@ class BatchNeed:
     def begin_forward(self, shape: Shape | None, allocated: int, *, alone: bool) -> None:
         """A forward with gradients begins, with so many bytes on the GPU. `alone`: measure its batch apart."""
         self.end_batch()
-        self._begun = shape, allocated
+        self._begun = self._latest = shape, allocated
         if alone and shape is not None:
             self._peaks.begin(SINGLE)
             self._single = shape, allocated

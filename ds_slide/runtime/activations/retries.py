@@ -25,11 +25,13 @@ DRIVERS_OWN = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Trito
 class Retries(OperatorMode):
     """In force between `enter` and `leave`, which the same thread calls, and in each `around_backward`."""
 
-    def __init__(self, give_up: Callable[[], bool], release: Callable[[], None]) -> None:
-        """`give_up`: makes room, and tells whether it could. `release`: gives unused memory back to the driver."""
+    def __init__(self, give_up: Callable[[], bool], release: Callable[[], None], explain: Callable[[], str]) -> None:
+        """`give_up`: makes room, and tells whether it could. `release`: gives unused memory back to the driver.
+        `explain`: what is missing, where nothing more can be given up."""
         super().__init__()
         self._give_up = give_up
         self._release = release
+        self._explain = explain
         self._is_entered = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,8 +41,10 @@ class Retries(OperatorMode):
             try:
                 return function(*args, **kwargs)
             except RuntimeError as error:  # of which torch.OutOfMemoryError is one
-                if not _is_shortage(error) or _writes_several(function, args) or not self._make_room(error):
+                if not _is_shortage(error) or _writes_several(function, args):
                     raise
+                if not self._make_room(error):
+                    raise torch.OutOfMemoryError(f"{error}{self._explain()}") from None
             for generator, state in before:
                 generator.set_state(state)
 

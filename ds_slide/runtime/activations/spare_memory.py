@@ -24,6 +24,7 @@ from ds_slide.plan.spare import (
     MOST_MARGIN_SHARE,
     NO_SLOTS,
     ROOMY,
+    ROOMY_FOR_OTHERS,
     Handling,
     Movable,
     Shape,
@@ -75,6 +76,15 @@ class States(Protocol):
 
     def slots(self, forwards: int) -> Slots:
         """Of the window, which serves so many forwards a step."""
+
+    def may_park(self) -> bool:
+        """Whether states on the GPU can make room for a forward or a backward under way."""
+
+    def park(self) -> int:
+        """Have the states of one unit more wait in host memory. -> bytes that have come free."""
+
+    def bring_back(self) -> None:
+        """Bring back those for which there is room."""
 
     def may_move(self) -> bool:
         """Whether this is the moment for it: nothing is accumulated, and no graph waits for its backward."""
@@ -151,7 +161,9 @@ class SpareMemory:
         """Bytes left free because they had to be given up once."""
         self._left = 0.0
         """Bytes of the room that the newest forward has not filled, as far as they were thought to be there."""
-        self._retrying = Retries(lambda: bool(activations.give_up()), self._release_cached)
+        self._parked = 0
+        """Bytes of states that have made room, in the batch under way."""
+        self._retrying = Retries(self._make_room, self._release_cached, self._explain)
 
     @property
     def is_shared_out(self) -> bool:
@@ -183,20 +195,58 @@ class SpareMemory:
             room = room if room >= 0 else -self._inputs_missing(shape)
             if self._blocks is not None:
                 self._blocks.begin_forward(shape, self._usable)
-            roomy = ROOMY * (self._usable or self._budget.limit or 0)
-            self.activations.begin(shape, room, free, roomy=roomy, needs=self._blocks)
+            self.activations.begin(shape, room, free)
             self._left = max(0.0, room - self.activations.kept_bytes)
             self._say_once()
             self._need.begin_forward(shape, self._allocated(), alone=self._learns)
-            self._watch(shape)
+            self._watch(shape, room)
+        elif self._may_park() and self._free_beside(shape) < ROOMY_FOR_OTHERS * self._usable:
+            self._retrying.enter()
 
-    def _watch(self, shape: Shape | None) -> None:
+    def _watch(self, shape: Shape | None, room: float) -> None:
         """Have operators that find no memory run again, in this forward and its backward, where it is not known yet
-        that there is enough."""
-        if self.activations.may_give_up:
-            expected = self._allocated() + self._need.at(shape) + self.activations.kept_bytes
-            if not self._proof.covers(expected):
-                self._retrying.enter()
+        that there is enough, and something can be given up."""
+        kept = self.activations.kept_bytes
+        is_tight = room - kept < ROOMY * (self._usable or self._budget.limit or 0)
+        if is_tight and self._need.is_known and not self._proof.covers(self._allocated() + self._need.at(shape) + kept):
+            self.activations.watch(self._blocks)
+            self._retrying.enter()
+        else:
+            self._proof.is_open = False
+
+    def _may_park(self) -> bool:
+        return self.states is not None and self.states.may_park()
+
+    def _free_beside(self, shape: Shape | None) -> float:
+        """Bytes that are free now beside what a batch of `shape` would need to train."""
+        return self._usable - self._allocated() - self._need.at(shape)
+
+    def _make_room(self) -> bool:
+        """An operator has found no memory: give up kept activations, and then the places of states. -> whether it may
+        find some now."""
+        if self.activations.give_up():
+            return True
+        parked = self.states.park() if self._may_park() and self.states is not None else 0
+        self._parked += parked
+        return bool(parked)
+
+    def _explain(self) -> str:
+        """What is missing where nothing more can be given up."""
+        shape = self._need.under_way
+        if shape is None:
+            return ""
+        fitting = self._largest_that_fits(shape)
+        return (
+            f" ds_slide has given up all that it kept on the GPU for a batch of {shape.tokens:,} tokens in sequences "
+            f"of {shape.length:,}, and about {fitting:,} would fit; use fewer tokens a micro-batch and more "
+            "micro-batches, or more GPU memory."
+        )
+
+    def _largest_that_fits(self, shape: Shape) -> int:
+        """Tokens of the largest batch of sequences as long as those of `shape` for which there is memory."""
+        known = self._need.at(shape)
+        share = min(1.0, max(0.0, self._usable - self._need.began_with) / known) if known else 0.0
+        return int(share * shape.tokens)
 
     @property
     def _learns(self) -> bool:
@@ -214,7 +264,7 @@ class SpareMemory:
             return
         if self._learns:
             self._blocks.begin(order)
-        elif self.activations.may_give_up:
+        elif self._proof.is_open:
             while self._blocks.room_beside(order) < 0 and self.activations.give_up():
                 pass
 
@@ -225,7 +275,11 @@ class SpareMemory:
 
     def _notice_given_up(self) -> None:
         """Keep less from now on, where memory was short."""
-        if given := self.activations.take_given_up():
+        given = self.activations.take_given_up()
+        if self._parked:
+            self._reserve += self._parked + self._left
+            self._tell_parked()
+        if given:
             self._reserve += given + self._left
             self._left = 0.0
             self._proof.begin()
@@ -233,6 +287,13 @@ class SpareMemory:
                 f"the GPU of rank {self._ranks.rank} had no memory left: {size(given)} of kept activations were given "
                 "up and recomputed, and as much is left free from now on"
             )
+
+    def _tell_parked(self) -> None:
+        parked, self._parked = self._parked, 0
+        log.info(
+            f"the GPU of rank {self._ranks.rank} had no memory left: optimizer states of {size(parked)} have waited in "
+            "host memory meanwhile"
+        )
 
     def _release_cached(self) -> None:
         if self._budget.gpu is not None:
@@ -259,6 +320,9 @@ class SpareMemory:
         """It has ended, with an exception perhaps."""
         self._retrying.leave()
         self.activations.end()
+        if self._parked and not torch.is_grad_enabled() and self.states is not None:
+            self.states.bring_back()
+            self._tell_parked()
         self._need.end_forward()
 
     def _notice_others(self) -> None:

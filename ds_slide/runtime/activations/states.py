@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+import torch
+
 from ds_slide.plan.allocations import slot_bytes
 from ds_slide.plan.movable import movable_states
 from ds_slide.plan.spare import NO_SLOTS, Movable, Slots, least_slots
@@ -36,6 +40,22 @@ class RunningStates:
         blocks = sum(unit.is_streamed for unit in self._runtime.units)
         nbytes = slot_bytes(plan.units, plan.needs, plan.placement)
         return Slots(len(window.slots), self._least, nbytes, blocks, 2 * forwards)
+
+    def may_park(self) -> bool:
+        """Whether states on the GPU can make room for a forward or a backward under way."""
+        return any(map(self._runtime.parked.may_park, self._runtime.units))
+
+    def park(self) -> int:
+        """Park the states of one unit more, of those that went to the GPU last. -> bytes that have come free."""
+        promoted = [self._runtime.units[each.order] for each in reversed(self.promoted())]
+        unit = next(filter(self._runtime.parked.may_park, promoted), None)
+        return 0 if unit is None else self._runtime.parked.park(unit)
+
+    def bring_back(self) -> None:
+        """Bring back the parked states for which there is room."""
+        with suppress(torch.OutOfMemoryError):
+            for each in self.promoted():
+                self._runtime.parked.bring_back(self._runtime.units[each.order])
 
     def may_move(self) -> bool:
         """Whether this is the moment for it: nothing is accumulated, and no graph waits for its backward."""

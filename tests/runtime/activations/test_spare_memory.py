@@ -57,6 +57,8 @@ class Gpu:
     def memory_rate(self) -> float | None:
         return None
 
+    def release_cached(self) -> None: ...
+
     def compute(self, tokens: int) -> None:
         self.most = max(self.most, self.on_gpu + tokens * BYTES_PER_TOKEN)
         assert self.most <= TOTAL, "out of memory"
@@ -80,6 +82,14 @@ class Units:
 
     def slots(self, forwards: int) -> Slots:
         return Slots(self.window, min(self.window, LEAST), SLOT, UNITS - len(self.orders), 2 * forwards)
+
+    def may_park(self) -> bool:
+        return False
+
+    def park(self) -> int:
+        raise AssertionError("nothing may be parked")
+
+    def bring_back(self) -> None: ...
 
     def may_move(self) -> bool:
         return not self.closed
