@@ -75,8 +75,9 @@ def vision() -> Any:
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
     }  # fmt: skip
     config = Qwen2_5_VLConfig(text_config=text, vision_config={"out_hidden_size": 2048}, tie_word_embeddings=True)
-    with DEVICE:
-        return Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16).to("cpu")
+    with torch.device("meta"):
+        model = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    return shapes.in_host_memory(model, DEVICE, 0)
 
 
 BUILD = {
@@ -217,9 +218,10 @@ def main() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ds_slide").addHandler(handler)
+    card = str(DEVICE) if DEVICE.type == "cpu" else torch.cuda.get_device_name()
     record: dict[str, Any] = {
         "case": options.case, "gib": options.gib, "batch": options.batch, "constant": options.constant,
-        "slide": options.slide, "shortage": options.shortage, "card": str(DEVICE) if DEVICE.type == "cpu" else torch.cuda.get_device_name(),
+        "slide": options.slide, "shortage": options.shortage, "card": card,
         "losses": [], "step_s": [], "lengths": [], "kept_gb": [], "said": said, "error": "",
     }  # fmt: skip
     try:

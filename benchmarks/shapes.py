@@ -52,7 +52,13 @@ def build_in_host_memory(name: str, device: torch.device, seed: int) -> Any:
     Never more than the bf16 weights exist, and never more than one module's on the device: random numbers for 12 G
     parameters take minutes on a processor, and a card that is too small for the weights cannot make them at once.
     """
-    model: Any = finetune_models.build_model(name, dtype=torch.bfloat16, device="meta", seed=seed)
+    return in_host_memory(
+        finetune_models.build_model(name, dtype=torch.bfloat16, device="meta", seed=seed), device, seed
+    )
+
+
+def in_host_memory(model: Any, device: torch.device, seed: int) -> Any:
+    """A model of transformers on the meta device, with random weights in host memory, made likewise."""
     torch.manual_seed(seed)
     for module in model.modules():
         if not any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):

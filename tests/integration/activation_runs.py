@@ -16,7 +16,7 @@ from ds_slide.plan.keeping import Keepable, Kept
 from ds_slide.plan.spare import Input
 from ds_slide.runtime.activations import activations as activations_module
 from ds_slide.runtime.activations.input_buffers import NAME
-from ds_slide.runtime.activations.spare_memory import SpareMemory
+from ds_slide.runtime.activations.spare_memory import Budget, SpareMemory
 
 transformers = pytest.importorskip("transformers")
 
@@ -129,6 +129,12 @@ class SmallGpu:
 
     def __init__(self, parts: Any, total: int) -> None:
         self.parts, self.total, self.most = parts, total, 0
+
+    def take_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Be the engine's GPU."""
+        spare = self.parts.spare
+        monkeypatch.setattr(spare, "_budget", Budget(self, None, lambda: 0))
+        monkeypatch.setattr(spare._peaks, "_gpu", self)
 
     def allocated(self) -> int:
         return int(self.parts.plan.gpu_bytes + self.parts.spare.activations.alive())

@@ -37,7 +37,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from ds_slide.plan.sharing import StepTimes
 from ds_slide.plan.spare import Shape
 from ds_slide.runtime.activations import spare_memory
-from ds_slide.runtime.activations.spare_memory import LOOKS, Budget
+from ds_slide.runtime.activations.spare_memory import LOOKS
 from ds_slide.runtime.activations.states import RunningStates
 from ds_slide.runtime.weights.bindings import Bindings
 from ds_slide.runtime.weights.calls import in_backward
@@ -513,7 +513,7 @@ def test_batches_of_any_length_fit(seed: int, attention: str, monkeypatch: pytes
     with engine_for(model, config_of({"gpu_states": "auto"})) as engine:
         parts = engine.optimizer.runtime.parts
         gpu = SmallGpu(parts, parts.plan.gpu_bytes + 3_000 * 2 * 64 + 600_000)
-        monkeypatch.setattr(parts.spare, "_budget", Budget(gpu, None, lambda: 0))
+        gpu.take_place(monkeypatch)
 
         def loss(engine: Any, batch: Batch) -> torch.Tensor:
             result = engine(**batch).loss

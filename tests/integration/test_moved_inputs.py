@@ -38,7 +38,7 @@ from torch.autograd.graph import save_on_cpu
 
 from ds_slide.plan.spare import MARGIN_SHARE
 from ds_slide.runtime.activations.moved_inputs import INPUT_MODIFIED, MovedInput, MovedInputs
-from ds_slide.runtime.activations.spare_memory import LOOKS, Budget, SpareMemory
+from ds_slide.runtime.activations.spare_memory import LOOKS, SpareMemory
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.thinned(2)]
@@ -274,7 +274,7 @@ def small_gpu(engine: Any, room: int, monkeypatch: pytest.MonkeyPatch) -> Callab
     """-> how the loss is computed there."""
     parts = engine.optimizer.runtime.parts
     gpu = SmallGpu(parts, parts.plan.gpu_bytes + room)
-    monkeypatch.setattr(parts.spare, "_budget", Budget(gpu, None, lambda: 0))
+    gpu.take_place(monkeypatch)
 
     def loss(engine: Any, batch: Batch) -> torch.Tensor:
         result = engine(**batch).loss

@@ -127,8 +127,9 @@ class Parked(Refusing):
         self.states, self.at = states, at
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.seen == self.at and self.count < 2 and function._schema.name != "aten::copy_":
-            self.count += 1
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        self.seen += 1
+        if function._schema.name != "aten::copy_":
+            if self.seen == self.at and self.count < 2:
+                self.count += 1
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            self.seen += 1
         return function(*args, **(kwargs or {}))

@@ -390,6 +390,7 @@ class SpareMemory:
         self._steps += 1
         self._need.end_batch()
         self._notice_given_up()
+        found_memory = self._notice_retries()
         forwards, self._forwards = self._forwards, 0
         if self._steps in WARM_UPS:
             self._need.watch_anew()
@@ -400,18 +401,30 @@ class SpareMemory:
             self._look(forwards)
         elif self._steps > WARM_UPS[-1]:
             self._need.measure()
-            self._widen_margin()
+            if not found_memory:
+                self._widen_margin()
         self._peak = self._peaks.of(SINCE)
 
-    def _widen_margin(self) -> None:
-        """Leave more free where torch had to give back what it keeps for reuse, which stops the GPU. In the step after
-        a decision it makes room for what has been decided."""
-        if self._budget.gpu is None:
+    def _notice_retries(self) -> bool:
+        """Whether torch has found all memory of the step at once, without giving back what it keeps for reuse, which
+        stops the GPU. Notices memory that others have taken, too."""
+        gpu = self._budget.gpu
+        if gpu is None:
             self._proof.end_step(went_well=True)
-            return
-        before, self._retries = self._retries, self._budget.gpu.allocation_retries()
-        self._proof.end_step(went_well=self._retries == before)
-        if self._steps > max(LOOKS[-1], self._latest_look) + 1 and self._retries > before:
+            return True
+        before, self._retries = self._retries, gpu.allocation_retries()
+        usable = gpu.memory()[0] + gpu.allocated()
+        is_less = usable < self._usable - self._margin / 4
+        if is_less:
+            self._usable = usable
+        found = self._retries == before
+        self._proof.end_step(went_well=found and not is_less)
+        return found
+
+    def _widen_margin(self) -> None:
+        """Leave more free where torch had to look for memory. In the step after a decision it makes room for what has
+        been decided."""
+        if self._steps > max(LOOKS[-1], self._latest_look) + 1:
             self._margin = min(1.25 * self._margin, self._most_margin)
 
     def _look(self, forwards: int) -> None:
@@ -419,7 +432,6 @@ class SpareMemory:
         self.activations.times.take()
         self.activations.keeps_first = self._schedules().coming == "two passes"
         self._latest_look = self._steps
-        self._proof.begin()
         if self._budget.gpu is not None:
             free, total = self._budget.gpu.memory()
             self._usable = free + self._budget.gpu.allocated()
