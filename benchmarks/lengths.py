@@ -5,8 +5,8 @@
 
 Writes one JSON line: whether it came to the end, what the GPU held at most, which activations stayed in the last step,
 and what the engine has said. `--slide '{"activations": "as_written"}'` recomputes all blocks, as the script asks for:
-what does not fit then fits no better. `--shortage` takes what is free of the GPU at a random place of every fifth step,
-and gives it back at the end of that step.
+what does not fit then fits no better. `--shortage` takes what is free of the GPU at a random place of the steps in
+which the engine does not know yet that there is enough, and gives it back at the end of the step.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from torch import nn
 from trainers import DeepSpeedTrainer
 
 LENGTHS = 64, 4096
+UNPROVEN = 4, 5, 7, 8
+"""Steps behind the two in which the engine decides what to keep."""
 GENERATED = 8
 """Tokens of a generation."""
 PATCH = 14 * 14 * 3 * 2
@@ -105,15 +107,17 @@ class Batches:
         low, high = map(math.log, LENGTHS)
         return self.constant or int(math.exp(self.random.uniform(low, high)))
 
-    def make(self, length: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(self.vocabulary, (self.batch, length), generator=self.generator).to(DEVICE)
+    def make(self, length: int, batch: int = 0) -> dict[str, torch.Tensor]:
+        """Of so many sequences; 0: of a micro-batch."""
+        batch = batch or self.batch
+        tokens = torch.randint(self.vocabulary, (batch, length), generator=self.generator).to(DEVICE)
         given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if self.case == "vision":
             side = 2 * max(1, math.isqrt(length // 2))  # patches; four of them make a token
             images = side * side // 4
             tokens[:, :images] = self.image_token
-            given["image_grid_thw"] = torch.tensor([[1, side, side]] * self.batch).to(DEVICE)
-            pixels = torch.randn(self.batch * side * side, PATCH, generator=self.generator)
+            given["image_grid_thw"] = torch.tensor([[1, side, side]] * batch).to(DEVICE)
+            pixels = torch.randn(batch * side * side, PATCH, generator=self.generator)
             given["pixel_values"] = pixels.to(DEVICE, torch.bfloat16)
             given["mm_token_type_ids"] = (tokens == self.image_token).int()
         return given
@@ -178,7 +182,7 @@ def run(options: argparse.Namespace, record: dict[str, Any]) -> None:
     for number in range(1, options.steps + 1):
         length = LENGTHS[1] if number == options.steps and not options.constant else batches.length()
         record["at"] = [number, length]
-        if shortage is not None and number % 5 == 0:
+        if shortage is not None and number in UNPROVEN:
             shortage.left, shortage.count = places.randrange(1, max(2, shortage.count)), 0
         begin = time.perf_counter()
         loss = loss_of(options.case, engine, batches, length)
@@ -195,8 +199,8 @@ def run(options: argparse.Namespace, record: dict[str, Any]) -> None:
         if number % 10 == 0 and not options.constant:
             model.eval()
             with torch.no_grad():
-                log_probability(engine, batches.make(batches.length()))
-                model.generate(batches.make(64)["input_ids"], max_new_tokens=GENERATED, do_sample=False)
+                log_probability(engine, batches.make(batches.length(), 1))
+                model.generate(batches.make(64, 1)["input_ids"], max_new_tokens=GENERATED, do_sample=False)
             model.train()
     record["activations"] = engine.optimizer.slide_stats().get("activations", {})
     record["memory"] = engine.optimizer.slide_stats()["memory"]

@@ -35,7 +35,13 @@ def make_spare_memory(
     moved = _moved_inputs(context) if blocks and settings.trains else None
     activations = Activations(blocks, device, may_be_unasked(module, blocks), moved, mixes=settings.slide.debug.mix)
     budget = Budget(gpu, limit, running.on_gpu)
-    return SpareMemory(activations, budget, context.ranks, context.recorder, schedules)
+    return SpareMemory(activations, budget, context.ranks, context.recorder, schedules, _vocabulary(units))
+
+
+def _vocabulary(units: Sequence[Unit]) -> int:
+    """Rows of the largest matrix outside of the blocks, which are a head's, or its embedding's."""
+    matrices = (entry.shape for unit in units if unit.spec.kind == "outer" for entry in unit.layout.entries)
+    return max((shape[0] for shape in matrices if len(shape) == 2), default=0)
 
 
 def _moved_inputs(context: BuildContext) -> MovedInputs:

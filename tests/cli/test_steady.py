@@ -95,8 +95,6 @@ class Engine:
     def park(self) -> int:
         raise AssertionError("nothing may be parked")
 
-    def bring_back(self) -> None: ...
-
     def may_move(self) -> bool:
         return not self.accumulates
 

@@ -80,7 +80,8 @@ def test_what_is_parked_takes_no_memory_and_comes_back() -> None:
         before = sum(storages().values())
         freed = park_all(states)
         assert before - sum(storages().values()) == freed
-        states.bring_back()
+        for unit in engine.optimizer.runtime.units:
+            engine.optimizer.runtime.settle(unit)
         assert sum(storages().values()) == before and states.may_park()
 
 
@@ -103,7 +104,7 @@ def test_states_without_a_place_in_host_memory_are_not_parked(disk: Path) -> Non
 
 
 def test_an_evaluation_takes_the_place_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are back when it has ended."""
+    """Until the next update."""
     with engine_for(model := llama(), config(clip=1.0)) as engine:
         _, states = after_promotion(engine, batches(3))
         spare = engine.optimizer.runtime.parts.spare
@@ -116,7 +117,13 @@ def test_an_evaluation_takes_the_place_of_states(monkeypatch: pytest.MonkeyPatch
             refusing = Parked(states, at=40)
             with refusing:
                 assert torch.equal(engine(**batches(1)[0]).loss, expected)
-        assert refusing.count == 2 and states.may_park()
+        assert refusing.count == 2
+        model.train()
+        train(engine, batches(1))
+        assert (
+            len([unit for unit in engine.optimizer.runtime.units if engine.optimizer.runtime.parked.may_park(unit)])
+            == UNITS
+        )
 
 
 class Parked(Refusing):

@@ -12,8 +12,10 @@ from ds_slide.plan.spare import Measured, Shape, fixed_bytes
 from ds_slide.runtime.activations.activations import Activations
 from ds_slide.runtime.activations.peaks import Peaks
 
-SINCE, SINGLE = "since the last warm-up", "single batch"
+SINCE, SINGLE, EVALUATION = "since the last warm-up", "single batch", "evaluation"
 """Spans of peaks."""
+BYTES_OF_LOGITS = 10
+"""Of a number: as the head makes it, in fp32 for the loss, and the loss's own, as transformers computes it."""
 GRADIENTS_ALIVE = 2
 """Blocks whose gradients are on the GPU at once in a backward: one computes its own while the ones before are on their
 way."""
@@ -46,9 +48,13 @@ class Watched:
 class BatchNeed:
     """Called by the thread that computes, between backwards."""
 
-    def __init__(self, activations: Activations, peaks: Peaks) -> None:
+    def __init__(self, activations: Activations, peaks: Peaks, vocabulary: int = 0) -> None:
+        """`vocabulary`: logits of a token."""
         self._activations = activations
         self._peaks = peaks
+        self._vocabulary = vocabulary
+        self._evaluated: Measured | None = None
+        """The most that a forward without gradients has taken, at the largest shape."""
         self._known: Measured | None = None
         """The most that batches have taken, at the largest shape; its parts are learnt apart (`_parts`)."""
         self._watched = Watched()
@@ -56,6 +62,8 @@ class BatchNeed:
         """The shape of the forward under way, and what was on the GPU when it began."""
         self._latest: tuple[Shape | None, int] = None, 0
         """The same of the one that has begun last."""
+        self._evaluating: tuple[Shape, int] | None = None
+        """The same of a forward without gradients that is measured."""
         self._single: tuple[Shape, int] | None = None
         """The same of the batch that is measured apart."""
         self._singles: list[tuple[Shape, int]] = []
@@ -91,11 +99,20 @@ class BatchNeed:
         if self._known is None:
             return 0.0
         needed = self._known.nbytes if shape is None else self._parts(self._known).at(shape)
-        if needed >= self._known.nbytes or not with_gradient:  # without gradients a batch needs little to begin with
+        if not with_gradient:
+            return needed if shape is None else self._of_evaluation(shape, needed)
+        if needed >= self._known.nbytes:
             return needed
         # Of what it needs, the inputs of blocks certainly shrink with it.
         inputs = self._activations.input_bytes
         return self._known.nbytes - max(0, inputs(self._known.shape) - inputs(shape))
+
+    def _of_evaluation(self, shape: Shape, trained: float) -> float:
+        """The most bytes that a forward without gradients takes: what others have taken, or, before one of as many
+        tokens, all logits, where training makes some at a time, and a loss of them. `trained`: with gradients."""
+        if self._evaluated is not None and shape.tokens <= self._evaluated.shape.tokens:
+            return self._evaluated.nbytes
+        return max(trained, float(BYTES_OF_LOGITS * self._vocabulary * shape.tokens))
 
     def _parts(self, need: Measured) -> Measured:
         """`need` with the part of it that may grow with tokens times length, and the one that does not grow. Where the
@@ -115,8 +132,20 @@ class BatchNeed:
             self._peaks.begin(SINGLE)
             self._single = shape, allocated
 
+    def begin_evaluation(self, shape: Shape | None, allocated: int) -> None:
+        """A forward without gradients begins."""
+        self.end_batch()
+        self._latest = shape, allocated
+        known = self._evaluated
+        if shape is not None and (known is None or shape.tokens > known.shape.tokens):
+            self._peaks.begin(EVALUATION)
+            self._evaluating = shape, allocated
+
     def end_forward(self) -> None:
         """It has ended, with an exception perhaps."""
+        evaluating, self._evaluating = self._evaluating, None
+        if evaluating is not None:
+            self._evaluated = Measured(evaluating[0], max(0, self._peaks.end(EVALUATION) - evaluating[1]), 0)
         (shape, allocated), self._begun = self._begun, (None, 0)
         if shape is not None:
             beside = self._activations.kept_bytes - self._activations.moved_bytes

@@ -43,6 +43,7 @@ from ds_slide.runtime.activations.peaks import Peaks
 from ds_slide.runtime.activations.proof import Proof
 from ds_slide.runtime.activations.retries import Retries
 from ds_slide.runtime.ranks.collectives import Ranks
+from ds_slide.runtime.weights.calls import in_backward
 
 LOOKS = (3, 6)
 """Steps after which it is decided. Step 1 allocates what all later ones use again and compiles kernels; so does the one
@@ -82,9 +83,6 @@ class States(Protocol):
 
     def park(self) -> int:
         """Have the states of one unit more wait in host memory. -> bytes that have come free."""
-
-    def bring_back(self) -> None:
-        """Bring back those for which there is room."""
 
     def may_move(self) -> bool:
         """Whether this is the moment for it: nothing is accumulated, and no graph waits for its backward."""
@@ -127,8 +125,9 @@ class SpareMemory:
         ranks: Ranks,
         recorder: StepRecorder,
         schedules: Callable[[], Schedules],
+        vocabulary: int = 0,
     ) -> None:
-        """`schedules`: of updates, when a step has ended."""
+        """`schedules`: of updates, when a step has ended. `vocabulary`: logits of a token."""
         self.activations = activations
         self.states: States | None = None
         """None: they stay where the plan has them."""
@@ -141,7 +140,7 @@ class SpareMemory:
         self._latest_look = 0
         self._pause = FIRST_PAUSE
         self._peaks = Peaks(budget.gpu)
-        self._need = BatchNeed(activations, self._peaks)
+        self._need = BatchNeed(activations, self._peaks, vocabulary)
         self._blocks = None if budget.gpu is None else BlockNeeds(budget.gpu, self._peaks, activations.kinds)
         self._usable = 0
         self._margin = 0.0
@@ -162,7 +161,9 @@ class SpareMemory:
         self._left = 0.0
         """Bytes of the room that the newest forward has not filled, as far as they were thought to be there."""
         self._parked = 0
-        """Bytes of states that have made room, in the batch under way."""
+        """Bytes of states that have made room since the last training forward began."""
+        self._parked_in_training = 0.0
+        """Bytes that this takes of the room of later batches: evaluations take them for their own time only."""
         self._retrying = Retries(self._make_room, self._release_cached, self._explain)
 
     @property
@@ -178,7 +179,8 @@ class SpareMemory:
             return
         shape = shape_of(args, kwargs)
         with_gradient = torch.is_grad_enabled()
-        self._notice_given_up()
+        if with_gradient:
+            self._notice_given_up()
         room = self._room(shape, with_gradient=with_gradient)
         if room < 0:
             movable = self.activations.movable_bytes(shape) if with_gradient else 0
@@ -200,8 +202,10 @@ class SpareMemory:
             self._say_once()
             self._need.begin_forward(shape, self._allocated(), alone=self._learns)
             self._watch(shape, room)
-        elif self._may_park() and self._free_beside(shape) < ROOMY_FOR_OTHERS * self._usable:
-            self._retrying.enter()
+        else:
+            self._need.begin_evaluation(shape, self._allocated())
+            if self._may_park() and self._free_beside(shape) < ROOMY_FOR_OTHERS * self._usable:
+                self._retrying.enter()
 
     def _watch(self, shape: Shape | None, room: float) -> None:
         """Have operators that find no memory run again, in this forward and its backward, where it is not known yet
@@ -228,6 +232,9 @@ class SpareMemory:
             return True
         parked = self.states.park() if self._may_park() and self.states is not None else 0
         self._parked += parked
+        if torch.is_grad_enabled() or in_backward():
+            self._parked_in_training += parked + self._left
+            self._left = 0.0
         return bool(parked)
 
     def _explain(self) -> str:
@@ -277,7 +284,8 @@ class SpareMemory:
         """Keep less from now on, where memory was short."""
         given = self.activations.take_given_up()
         if self._parked:
-            self._reserve += self._parked + self._left
+            self._reserve += self._parked_in_training
+            self._parked_in_training = 0.0
             self._tell_parked()
         if given:
             self._reserve += given + self._left
@@ -320,9 +328,6 @@ class SpareMemory:
         """It has ended, with an exception perhaps."""
         self._retrying.leave()
         self.activations.end()
-        if self._parked and not torch.is_grad_enabled() and self.states is not None:
-            self.states.bring_back()
-            self._tell_parked()
         self._need.end_forward()
 
     def _notice_others(self) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-import torch
-
 from ds_slide.plan.allocations import slot_bytes
 from ds_slide.plan.movable import movable_states
 from ds_slide.plan.spare import NO_SLOTS, Movable, Slots, least_slots
@@ -50,12 +46,6 @@ class RunningStates:
         promoted = [self._runtime.units[each.order] for each in reversed(self.promoted())]
         unit = next(filter(self._runtime.parked.may_park, promoted), None)
         return 0 if unit is None else self._runtime.parked.park(unit)
-
-    def bring_back(self) -> None:
-        """Bring back the parked states for which there is room."""
-        with suppress(torch.OutOfMemoryError):
-            for each in self.promoted():
-                self._runtime.parked.bring_back(self._runtime.units[each.order])
 
     def may_move(self) -> bool:
         """Whether this is the moment for it: nothing is accumulated, and no graph waits for its backward."""

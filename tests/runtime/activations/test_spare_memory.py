@@ -89,8 +89,6 @@ class Units:
     def park(self) -> int:
         raise AssertionError("nothing may be parked")
 
-    def bring_back(self) -> None: ...
-
     def may_move(self) -> bool:
         return not self.closed
 
