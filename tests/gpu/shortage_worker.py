@@ -1,0 +1,150 @@
+"""Trains while all free memory of the GPU is taken at one place of a step, and writes the digests of the weights.
+
+python shortage_worker.py RESULTS.json; not a test module. Memory is taken from torch's allocator directly, past the
+dispatcher: the engine must not make room for the one who takes it.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import worker
+from torch import nn
+
+from ds_slide.runtime.activations import spare_memory
+from ds_slide.runtime.weights.calls import in_backward
+
+LIMIT = 3 << 30
+BATCH, SEQUENCE, BLOCKS = 8, 256, 6
+STEPS = 8
+CASES = [
+    ("forward", 4, "model.layers.3.mlp.up_proj"),
+    ("forward", 5, "model.layers.0.self_attn.q_proj"),
+    ("forward", 7, "model.layers.5.input_layernorm"),
+    ("loss", 4, "model.norm"),
+    ("loss", 8, "model.norm"),
+    ("recomputation", 4, "model.layers.0.mlp.gate_proj"),
+    ("recomputation", 5, "model.layers.1.self_attn.k_proj"),
+    ("backward", 4, "model.layers.4.mlp.down_proj"),
+    ("backward", 5, "model.layers.2.self_attn.o_proj"),
+    ("backward", 7, "model.layers.5.mlp.up_proj"),
+]
+"""What is under way, the step, and the module at which memory is taken."""
+
+
+class Taker:
+    """Has what it has taken until `give_back`."""
+
+    def __init__(self) -> None:
+        self.is_armed = False
+        self.pointers: list[int] = []
+        self.taken = 0
+
+    def take(self, *_: Any) -> None:
+        if not self.is_armed:
+            return
+        self.is_armed = False
+        nbytes = LIMIT
+        while nbytes >= 1 << 21:
+            try:
+                self.pointers.append(torch.cuda.caching_allocator_alloc(nbytes))
+                self.taken += nbytes
+            except torch.OutOfMemoryError:
+                nbytes //= 2
+
+    def give_back(self) -> None:
+        for pointer in self.pointers:
+            torch.cuda.caching_allocator_delete(pointer)
+        self.pointers = []
+
+    def watch(self, module: nn.Module, place: str) -> None:
+        def after(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+            if place == "backward" and output.requires_grad and not in_backward():
+                output.register_hook(self.take)
+            elif place != "backward" and in_backward() == (place == "recomputation"):
+                self.take()
+
+        module.register_forward_hook(after)
+
+
+def model() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": BLOCKS, "vocab_size": 8192}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": SEQUENCE}
+    config = LlamaConfig(**sizes, **heads, attention_dropout=0.1, tie_word_embeddings=False)
+    with torch.device("cuda"):
+        made = LlamaForCausalLM._from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
+    made.config.use_cache = False
+    made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return made.train()
+
+
+def run(place: str, step: int, name: str, states: Any) -> dict[str, Any]:
+    import deepspeed
+
+    made, taker, losses = model(), Taker(), []
+    if place:
+        taker.watch(made.get_submodule(name), place)
+    scenario = worker.Scenario(place, clip=1.0, slide={"gpu_states": states, "kernels": "off"})
+    config = {**worker.engine_config(scenario), "train_micro_batch_size_per_gpu": BATCH}
+    engine, *_ = deepspeed.initialize(model=made, model_parameters=made.parameters(), config=config)
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(3)
+    kept: list[int] = []
+    for number in range(1, STEPS + 1):
+        tokens = torch.randint(8192, (BATCH, SEQUENCE), generator=generator).cuda()
+        taker.is_armed = number == step
+        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+        engine.backward(loss)
+        taker.give_back()
+        engine.step()
+        losses.append(loss.item())
+        kept.append(engine.optimizer.slide_stats()["activations"]["kept_bytes"])
+    with deepspeed.zero.GatheredParameters(list(made.parameters())):
+        parts = (parameter.detach().float().cpu().numpy().tobytes() for parameter in made.parameters())
+        digest = hashlib.sha256(b"".join(parts)).hexdigest()
+    promoted = len(engine.optimizer.runtime.parts.plan.placement.promoted)
+    engine.destroy()
+    return {"losses": losses, "digest": digest, "taken": taker.taken, "kept": kept, "promoted": promoted}
+
+
+def main(target: Path) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.cuda.set_per_process_memory_fraction(LIMIT / torch.cuda.mem_get_info()[1])
+    results: dict[str, Any] = {}
+    # A small model leaves much of any GPU free: without this the engine would see no need to watch.
+    with patch.object(spare_memory, "ROOMY", 10):
+        for states in (0, "auto"):
+            for place, step, name in [("", 0, ""), *CASES]:
+                begin = time.perf_counter()
+                try:
+                    result = run(place, step, name, states)
+                except Exception:
+                    result = {"error": traceback.format_exc()[-3000:]}
+                result["seconds"] = round(time.perf_counter() - begin, 1)
+                results[f"{states}: {place} {step} {name}" if place else f"{states}"] = result
+                target.write_text(json.dumps(results))
+                gc.collect()
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update(launcher)
+    main(Path(sys.argv[1]))
