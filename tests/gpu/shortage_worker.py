@@ -112,7 +112,7 @@ def run(place: str, step: int, name: str, states: Any) -> dict[str, Any]:
         taker.give_back()
         engine.step()
         losses.append(loss.item())
-        kept.append(engine.optimizer.slide_stats()["activations"]["kept_bytes"])
+        kept.append(engine.optimizer.runtime.parts.spare.activations.kept_bytes)
     with deepspeed.zero.GatheredParameters(list(made.parameters())):
         parts = (parameter.detach().float().cpu().numpy().tobytes() for parameter in made.parameters())
         digest = hashlib.sha256(b"".join(parts)).hexdigest()

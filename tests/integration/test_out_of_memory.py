@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from activation_runs import STEPS, asked, config_of, expected
 from all_mixed import all_of
 from harness import Result, batches, differences, engine_for, states_of, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_slide.runtime.activations.spare_memory import LOOKS
@@ -118,3 +121,25 @@ def test_where_nothing_is_kept_the_error_is_the_scripts() -> None:
         with mode, pytest.raises(torch.OutOfMemoryError):
             engine.backward(loss)
         train(engine, batches(1))  # goes on
+
+
+class Adding(nn.Module):
+    """A projection whose result is added up over the ranks."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(hidden)
+        return funcol.all_reduce(made, "sum", dist.group.WORLD)
+
+
+def test_a_block_with_a_collective_is_recomputed_by_all_ranks() -> None:
+    """Ranks decide each for itself what they keep."""
+    model = asked("llama", False)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = Adding(layer.self_attn.o_proj)
+    with engine_for(model, config_of({"gpu_memory": "1GiB"})) as engine:
+        train(engine, batches(LOOKS[0] + 1))
+        assert engine.optimizer.slide_stats()["activations"]["recompute"] == len(model.model.layers)

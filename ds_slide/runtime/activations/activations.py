@@ -49,18 +49,27 @@ BACKWARD_PASSES = 3
 @dataclass(frozen=True)
 class MeasuredBlock:
     """What a call of a block saves, its mixtures, and the part of its forward that a recomputation runs. `squares`:
-    bytes, of what it saves and of what it was given, of tensors with an element for each pair of tokens."""
+    bytes, of what it saves and of what it was given, of tensors with an element for each pair of tokens. `alone`: no
+    other rank takes part in it. Ranks keep activations each for itself, and one that recomputed a collective alone
+    would wait for ever, so blocks with one are recomputed on all of them."""
 
     saved: Measured
     mixtures: tuple[Mixture, ...]
     again: float
     squares: Measured
+    alone: bool
 
     @classmethod
     def of(cls, shape: Shape, saved: Saved, *, mixes: bool) -> MeasuredBlock:
         squares = saved.square + saved.given_square
         found = mixtures(saved.runs, saved.nbytes) if mixes else ()
-        return cls(Measured(shape, saved.nbytes, saved.square), found, saved.again, Measured(shape, squares, squares))
+        return cls(
+            Measured(shape, saved.nbytes, saved.square),
+            found,
+            saved.again,
+            Measured(shape, squares, squares),
+            not saved.has_collective,
+        )
 
 
 def shape_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shape | None:
@@ -407,7 +416,8 @@ class Activations:
             return []
         found = []
         for order in self._orders:
-            if (measured := self._measured.get(self._kind[order])) is not None:
+            measured = self._measured.get(self._kind[order])
+            if measured is not None and measured.alone:
                 calls = self._expected_calls(order)
                 mixed = tuple(each.times(calls * measured.saved.growth(shape)) for each in measured.mixtures)
                 seconds = measured.again * self.times.seconds_of(order)

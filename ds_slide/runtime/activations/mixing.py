@@ -26,6 +26,8 @@ from ds_slide.plan.operations import new_bytes, operations_of, tensors_of
 
 _name_of = functools.cache(str)
 """The name of an operator, which takes the host a microsecond to put together."""
+COLLECTIVES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd"))
+"""Namespaces of operators that all ranks of a group have to run."""
 _OWN_VIEWS = frozenset(
     (
         torch.ops.aten._unsafe_view.default,
@@ -193,6 +195,7 @@ class Learning(OperatorMode):
         """The runs with what they have made, and the sums of its bits."""
         self._counts: Counter[str] = Counter()
         self._needed = 0
+        self.has_collective = False
 
     def saves(self) -> None:
         """Autograd saves a tensor: what has run until now is needed, and what comes behind the last one is not."""
@@ -203,6 +206,7 @@ class Learning(OperatorMode):
         made = function(*args, **kwargs)
         if not isinstance(function, torch._ops.OpOverload):
             return made
+        self.has_collective |= function.namespace in COLLECTIVES
         name = _name_of(function)
         before, self._counts[name] = self._counts[name], self._counts[name] + 1
         if new_bytes(args, kwargs, made):

@@ -25,13 +25,15 @@ from ds_slide.runtime.weights.saved_weights import OpenHooks
 class Saved:
     """What a block has saved in one call. `square`: the bytes among them of tensors with an element for each pair of
     tokens of a sequence. `given_square`: of such tensors that the block was given. `runs`: of operators that were
-    needed. `again`: the part of the forward's work that a recomputation does."""
+    needed. `again`: the part of the forward's work that a recomputation does. `has_collective`: other ranks take part
+    in it."""
 
     nbytes: int
     square: int
     given_square: int
     runs: Sequence[Run]
     again: float
+    has_collective: bool = False
 
 
 def counted(
@@ -77,7 +79,8 @@ def counted(
 
         def found(part: float) -> Saved:
             square = sum(nbytes for address, nbytes in saved.items() if address in squares)
-            return Saved(sum(saved.values()), square, sum(given_squares.values()), again, part)
+            given = sum(given_squares.values())
+            return Saved(sum(saved.values()), square, given, again, part, learning.has_collective)
 
         hooks = OpenHooks(note, _never)
         try:
