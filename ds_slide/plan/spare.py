@@ -22,7 +22,9 @@ ROOMY = 1 / 8
 """Of the GPU. Where a batch leaves less than this beside the margin, what it keeps can be given up, which costs the
 host some 10 us an operator."""
 ROOMY_FOR_OTHERS = 1 / 4
-"""The same for evaluations and generation, which may make whole logits where training does not."""
+"""The same for evaluations, and for the first forward of a generation, whose needs are less well known."""
+ROOMY_FOR_TOKENS = 1 / 32
+"""The same for the later ones, of one token each."""
 FRAGMENTATION = 0.2
 """Of the activations: what torch's allocator holds beyond what is allocated, without those that are kept in spare
 memory: 0.15 to 0.20 (page main_2 of 2026-11-21), 0.9 GB beside 51.7 that were kept

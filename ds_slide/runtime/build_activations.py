@@ -35,13 +35,14 @@ def make_spare_memory(
     moved = _moved_inputs(context) if blocks and settings.trains else None
     activations = Activations(blocks, device, may_be_unasked(module, blocks), moved, mixes=settings.slide.debug.mix)
     budget = Budget(gpu, limit, running.on_gpu)
-    return SpareMemory(activations, budget, context.ranks, context.recorder, schedules, _vocabulary(units))
+    return SpareMemory(activations, budget, context.ranks, context.recorder, schedules, _vocabulary(module))
 
 
-def _vocabulary(units: Sequence[Unit]) -> int:
-    """Rows of the largest matrix outside of the blocks, which are a head's, or its embedding's."""
-    matrices = (entry.shape for unit in units if unit.spec.kind == "outer" for entry in unit.layout.entries)
-    return max((shape[0] for shape in matrices if len(shape) == 2), default=0)
+def _vocabulary(module: nn.Module) -> int:
+    """Logits that the head of a model of transformers makes of a token; 0 for models without one."""
+    outputs = getattr(module, "get_output_embeddings", None)
+    head = None if outputs is None else outputs()
+    return int(getattr(head, "out_features", 0))
 
 
 def _moved_inputs(context: BuildContext) -> MovedInputs:

@@ -76,7 +76,7 @@ class SlideRuntime:
         self.rows: StreamedRows | None = None if parts.make_rows is None else parts.make_rows(self)
         """The weight of the outer module that is not on the GPU as a whole, for the module that computes with it."""
         self._root = root = RootState()
-        self.parked = ParkedStates()
+        self.parked = ParkedStates(parts.device)
         self.accumulation = Accumulation()
         self.interruptions = Interruptions(
             self.accumulation,
@@ -192,9 +192,9 @@ class SlideRuntime:
             self.newcomers.look()
         self.parts.spare.begin_forward(args, kwargs)
 
-    def _end_forward(self) -> None:
+    def _end_forward(self, *, completed: bool) -> None:
         if not in_backward():
-            self.parts.spare.end_forward()
+            self.parts.spare.end_forward(completed=completed)
         for unit in self.blocks:  # only after an exception: a block that was entered and never left
             if unit.order in self.bindings.slots and not unit.in_backward:
                 self.bindings.unbind_slot(unit)
@@ -262,7 +262,6 @@ class SlideRuntime:
             self.bindings.unbind_slot(unit)
         if torch.is_grad_enabled():
             return  # of a backward with create_graph: the block's use ends with the backward of what that makes
-        self.parts.spare.leave_backward(unit.order)
         unit.uses_done += 1
         if unit.uses_done >= unit.uses and (self.deferred or not self.accumulation.is_nested):
             with AS_THEY_ARE():
@@ -357,6 +356,7 @@ class SlideRuntime:
 
     def step(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
         """Apply the update. Held gradients: queue all units by deadline. Otherwise the host units are under way."""
+        self.parked.bring_all_back(self.units)  # or no unit is updated
         counts = self.speculating.begin_step(self.units, hypers, grad_scale, self.gradients.grad_scale)
         self.passes.begin_step(
             backwards=max(1, self.accumulation.micro_batches), reach=self._reach_of_updates(), speculated=counts
@@ -441,7 +441,6 @@ class SlideRuntime:
 
     def _update_on_gpu(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, gradient: torch.Tensor) -> None:
         self.device.wait(unit.arrived.wait())
-        self.parked.bring_back(unit)
         device_update(unit, gradient, unit.trained.begin(hypers), grad_scale)
         unit.mark_changed()
         if unit.is_gathered:
@@ -514,6 +513,7 @@ class SlideRuntime:
         self.detach()
         with suppress(SlideError):  # of a lane that has failed, which has been told
             self.take_back(self.units)
+        self.parked.forget()
         if self.rows is not None:
             self.rows.close()
         self.resident_weights.unbind_all()

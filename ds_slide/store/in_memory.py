@@ -49,6 +49,11 @@ class InMemory:
         self._views = [each for each in self._views if each[0]() is not None] + [(weakref.ref(made), items)]
         return made
 
+    @property
+    def has_views(self) -> bool:
+        """Whether somebody keeps a view."""
+        return any(reference() is not None for reference, _ in self._views)
+
     def exchange(self, other: InMemory) -> None:
         """Each has the other's memory, as have the views of it. Called by the owner of both."""
         self.tensor, other.tensor = other.tensor, self.tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from all_mixed import all_of
 from harness import Result, batches, differences, engine_for, states_of, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusing import Refusing
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_slide.runtime.activations.spare_memory import LOOKS
 
@@ -26,37 +25,6 @@ WHOLE, MIXED = 2_200_000, 1_500_000
 """Bytes of the GPU in which all blocks of these models keep all that they save, or some results: little is left."""
 OPERATORS = 2_000
 """Of a forward and a backward of these models, about."""
-
-
-class Refusing(TorchDispatchMode):
-    """An allocator that refuses memory to operators of these numbers, as often as it says, while something is kept and
-    operators run again.
-
-    `late`: it refuses what they take last, when they have drawn their random numbers."""
-
-    def __init__(self, spare: Any, refused: dict[int, int], *, late: bool = False) -> None:
-        super().__init__()
-        self.spare, self.refused, self.late = spare, dict(refused), late
-        self.seen = self.count = 0
-        self.refuses_all = False
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuses = self.refuses_all
-        if self.spare._retrying._is_entered and keeps_something(self.spare):
-            refuses = self.refused.get(self.seen, 0) > 0
-            self.seen += not refuses
-        if refuses:
-            self.refused[self.seen] = self.refused.get(self.seen, 0) - 1
-            self.count += 1
-            if self.late and not function._schema.is_mutable:
-                function(*args, **(kwargs or {}))
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return function(*args, **(kwargs or {}))
-
-
-def keeps_something(spare: Any) -> bool:
-    calls = [ref() for ref in spare.activations._calls_kept._calls]
-    return any(call is not None and call.nbytes and not call.is_in_use for call in calls)
 
 
 def refused(

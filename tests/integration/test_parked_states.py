@@ -11,7 +11,7 @@ from allocated import storages
 from deepspeed.utils import safe_get_full_optimizer_state
 from harness import Result, batches, causal_loss, differences, ds_config, engine_for, llama, on_ssd, states_of, train
 from moving import promote
-from test_out_of_memory import Refusing
+from refusing import Refusing
 from torch import nn
 
 from ds_slide.runtime.activations.states import RunningStates
@@ -110,7 +110,7 @@ def test_an_evaluation_takes_the_place_of_states(monkeypatch: pytest.MonkeyPatch
         spare = engine.optimizer.runtime.parts.spare
         spare.states = states
         monkeypatch.setattr(type(spare._budget), "exists", True)
-        monkeypatch.setattr(spare, "_free_beside", lambda _: -1.0)
+        monkeypatch.setattr(spare, "_is_tight_for_evaluation", lambda _: True)
         model.eval()
         with torch.no_grad():
             expected = model(**batches(1)[0]).loss

@@ -23,7 +23,6 @@ from ds_slide.plan.spare import (
     moves_unmeasured,
 )
 from ds_slide.report.log import log
-from ds_slide.runtime.activations.block_needs import BlockNeeds
 from ds_slide.runtime.activations.block_state import BlockState, WatchedCall
 from ds_slide.runtime.activations.call_times import CallTimes
 from ds_slide.runtime.activations.checkpointing import (
@@ -147,7 +146,6 @@ class Activations:
         """What the newest forward keeps can be given up."""
         self._given_up = 0
         """Bytes, since somebody has asked."""
-        self._needs: BlockNeeds | None = None
         self.times = CallTimes(device, self._kind)
         """Of the blocks' forwards."""
         self._handled = _statistics(0, Kept(), 0)
@@ -158,7 +156,7 @@ class Activations:
     def begin(self, shape: Shape | None, room: float, free: float | None = None) -> None:
         """A forward of the whole model begins, with gradients, in which `room` bytes may be kept, or as many are
         missing. `free`: bytes of the GPU, where it is not known yet what a batch needs."""
-        self._may_give_up, self._needs = False, None
+        self._may_give_up = False
         self._taken.begin()
         self._calls_kept.forget_ended()
         if self._inputs is not None:
@@ -181,10 +179,9 @@ class Activations:
         self._moved = self._to_move(-room, shape)
         self._handled = _statistics(len(checkpointed), self._kept, self._kept.nbytes(candidates))
 
-    def watch(self, needs: BlockNeeds | None) -> None:
-        """Be able to give up what the forward that has begun keeps. `needs`: of blocks; a block is kept only where what
-        it needs fits beside."""
-        self._may_give_up, self._needs = True, needs
+    def watch(self) -> None:
+        """Be able to give up what the forward that has begun keeps."""
+        self._may_give_up = True
 
     def give_up(self) -> int:
         """Give up a portion of what is kept for backwards that are to come, and keep nothing more in the forward under
@@ -192,22 +189,12 @@ class Activations:
         given = self._calls_kept.give_up()
         self._given_up += given
         self._kept = Kept()
-        self._handled = {**self._handled, "kept_bytes": max(0, self.kept_bytes - given)}
         return given
 
     def take_given_up(self) -> int:
-        """Bytes that were given up since the last call."""
+        """Return the bytes that were given up since the last call."""
         given, self._given_up = self._given_up, 0
         return given
-
-    @property
-    def kinds(self) -> Mapping[int, Hashable]:
-        """Of the blocks, by `Unit.order`: blocks of one kind save the same."""
-        return self._kind
-
-    def _fits(self, order: int, nbytes: int) -> bool:
-        """Whether a call of the block may keep so many bytes, by what is on the GPU now."""
-        return self._needs is None or self._needs.room_beside(order) >= nbytes
 
     def leave_unasked(self) -> None:
         """In this forward the script's model runs as it is written."""
@@ -256,22 +243,14 @@ class Activations:
             self._inputs.enter(unit.order)
         if not torch.is_grad_enabled():
             result = written(function, *inputs)
-        elif (
-            unit.order in self._kept.whole
-            and goes_through(written, function, inputs, modules)
-            and self._fits(unit.order, nbytes := self._bytes_of(unit.order, self._shape))
-        ):
-            kept.append(nbytes)
+        elif unit.order in self._kept.whole and goes_through(written, function, inputs, modules):
+            kept.append(nbytes := self._bytes_of(unit.order, self._shape))
             form = mixing_form(written, function, inputs, modules) if self._may_give_up else None
             if form is None:
                 result = self._watched(unit, function)(*inputs)
             else:
                 result = self._keep(unit, WholeCall(nbytes), form, function, inputs)
-        elif (
-            (mixture := self._mixture_of(unit.order))
-            and (mixing := mixing_form(written, function, inputs, modules))
-            and self._fits(unit.order, mixture.nbytes)
-        ):
+        elif (mixture := self._mixture_of(unit.order)) and (mixing := mixing_form(written, function, inputs, modules)):
             kept.append(mixture.nbytes)
             is_mixed = True
             result = self._keep(unit, MixedCall(mixture), mixing, function, inputs)
@@ -307,7 +286,10 @@ class Activations:
         self._calls_kept.add(call)
         watched = self._watched(unit, UnchangedWeights(unit, function))
         result = form(watched, *inputs, context_fn=call.contexts)
-        watched.check()
+        if isinstance(call, WholeCall) and not watched.can_run_again:
+            call.is_in_use = True  # it keeps all that it saves, as a block that nobody watches
+        else:
+            watched.check()
         return result
 
     def _watched(self, unit: Unit, function: Callable[..., Any]) -> WatchedCall:

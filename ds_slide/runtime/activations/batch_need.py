@@ -1,7 +1,7 @@
-"""How much GPU memory a batch needs beside what lies there all the time, without kept activations: learnt from peaks.
+"""Learns from peaks how much GPU memory a batch needs beside what lies there all the time, without kept activations.
 
-The peak since a warm-up tells what the largest batch of it has taken. In the first steps single batches are measured,
-too: two of different lengths tell what does not grow with their tokens.
+The peak since a warm-up tells what the largest batch has taken. Single batches of the first steps are measured, too:
+two batches of different lengths tell what does not grow with tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Watched:
 
 
 class BatchNeed:
-    """Called by the thread that computes, between backwards."""
+    """The thread that computes calls all methods, between backwards."""
 
     def __init__(self, activations: Activations, peaks: Peaks, vocabulary: int = 0) -> None:
         """`vocabulary`: logits of a token."""
@@ -80,17 +80,17 @@ class BatchNeed:
 
     @property
     def under_way(self) -> Shape | None:
-        """Of the batch that has begun last."""
+        """The shape of the batch that has begun last."""
         return self._latest[0]
 
     @property
     def began_with(self) -> int:
-        """Bytes that were on the GPU then."""
+        """The bytes that were on the GPU when it began."""
         return self._latest[1]
 
     @property
     def nbytes(self) -> int:
-        """Of a batch of that shape."""
+        """The bytes that a batch of the largest shape takes."""
         return 0 if self._known is None else self._known.nbytes
 
     def at(self, shape: Shape | None, *, with_gradient: bool = True) -> float:
@@ -108,11 +108,12 @@ class BatchNeed:
         return self._known.nbytes - max(0, inputs(self._known.shape) - inputs(shape))
 
     def _of_evaluation(self, shape: Shape, trained: float) -> float:
-        """The most bytes that a forward without gradients takes: what others have taken, or, before one of as many
-        tokens, all logits, where training makes some at a time, and a loss of them. `trained`: with gradients."""
+        """The most bytes that a forward without gradients takes. `trained`: of one with gradients. It may make all
+        logits, where training makes some at a time, and a loss of them; it takes no more than one of more tokens."""
+        most = max(trained, float(BYTES_OF_LOGITS * self._vocabulary * shape.tokens))
         if self._evaluated is not None and shape.tokens <= self._evaluated.shape.tokens:
-            return self._evaluated.nbytes
-        return max(trained, float(BYTES_OF_LOGITS * self._vocabulary * shape.tokens))
+            return min(most, self._evaluated.nbytes)
+        return most
 
     def _parts(self, need: Measured) -> Measured:
         """`need` with the part of it that may grow with tokens times length, and the one that does not grow. Where the
@@ -125,7 +126,7 @@ class BatchNeed:
     # ---- a batch -----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, shape: Shape | None, allocated: int, *, alone: bool) -> None:
-        """A forward with gradients begins, with so many bytes on the GPU. `alone`: measure its batch apart."""
+        """Begin a forward with gradients. `allocated`: bytes on the GPU. `alone`: measure its batch apart."""
         self.end_batch()
         self._begun = self._latest = shape, allocated
         if alone and shape is not None:
@@ -133,7 +134,7 @@ class BatchNeed:
             self._single = shape, allocated
 
     def begin_evaluation(self, shape: Shape | None, allocated: int) -> None:
-        """A forward without gradients begins."""
+        """Begin a forward without gradients. `allocated`: bytes on the GPU."""
         self.end_batch()
         self._latest = shape, allocated
         known = self._evaluated
@@ -141,18 +142,19 @@ class BatchNeed:
             self._peaks.begin(EVALUATION)
             self._evaluating = shape, allocated
 
-    def end_forward(self) -> None:
-        """It has ended, with an exception perhaps."""
+    def end_forward(self, *, completed: bool) -> None:
+        """It has ended, with an exception where it is not `completed`."""
         evaluating, self._evaluating = self._evaluating, None
         if evaluating is not None:
-            self._evaluated = Measured(evaluating[0], max(0, self._peaks.end(EVALUATION) - evaluating[1]), 0)
+            taken = max(0, self._peaks.end(EVALUATION) - evaluating[1])
+            self._evaluated = Measured(evaluating[0], taken, 0) if completed else self._evaluated
         (shape, allocated), self._begun = self._begun, (None, 0)
         if shape is not None:
-            beside = self._activations.kept_bytes - self._activations.moved_bytes
+            beside = self._activations.kept_bytes - self._activations.moved_bytes  # what was given up, too
             self._watched = self._watched.with_forward(allocated, shape, beside, self.at(shape))
 
     def end_batch(self) -> None:
-        """The batch has had its backward, if it was to have one. Harmless when called twice."""
+        """End the batch, whose backward has run if it was to have one. Harmless when called twice."""
         single, self._single = self._single, None
         if single is not None:
             shape, base = single
@@ -162,7 +164,7 @@ class BatchNeed:
     # ---- several -----------------------------------------------------------------------------------------------------
 
     def change_of_base(self, allocated: int) -> int | None:
-        """By how many bytes what is on the GPU differs from what the batches since the last warm-up began with."""
+        """Return how many bytes lie between `allocated` and what was on the GPU when the latest batches began."""
         return None if self._watched.shape is None else abs(allocated - self._watched.base)
 
     def watch_anew(self) -> None:

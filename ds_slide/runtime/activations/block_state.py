@@ -206,9 +206,14 @@ class WatchedCall:
             self._changed()
         return result
 
+    @property
+    def can_run_again(self) -> bool:
+        """Whether a recomputation would compute with the state of before."""
+        return not self._has_changed or self._before is None or self._before.is_complete
+
     def check(self) -> None:
         """Raise where the call is to be recomputed, and cannot be."""
-        if self._has_changed and self._before is not None and not self._before.is_complete:
+        if not self.can_run_again:
             raise SlideError(_too_late(self._state.name, self._state.changes))
 
 

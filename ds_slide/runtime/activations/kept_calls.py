@@ -34,8 +34,7 @@ class KeptCall(Protocol):
 
 
 class KeptCalls:
-    """Those whose backward is to come, the ones whose forward came first at the front; called by the thread that
-    computes."""
+    """Calls whose backward is to come, in the order of their forwards. The thread that computes calls all methods."""
 
     def __init__(self) -> None:
         self._calls: list[weakref.ref[KeptCall]] = []

@@ -1,4 +1,4 @@
-"""The most that was on the GPU in spans of time that overlap: torch has one peak, which is reset for each of them."""
+"""Peaks of the GPU's memory in spans of time that overlap. Torch has one peak, which is reset for each span."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Peaked(Protocol):
 
 
 class Peaks:
-    """Of one GPU; called by the thread that computes."""
+    """The peaks of one GPU. The thread that computes calls all methods."""
 
     def __init__(self, gpu: Peaked | None) -> None:
         """`gpu`: None where the accelerator has no memory of its own; all peaks are 0 then."""
         self._gpu = gpu
         self._most: dict[str, int] = {}
-        """In each span, until torch's peak was reset last."""
+        """The peak of each open span, as it was when torch's own was reset last."""
 
     def begin(self, span: str) -> None:
         """Begin a span, or begin it anew."""
@@ -32,11 +32,11 @@ class Peaks:
         self._most[span] = self._gpu.allocated()
 
     def of(self, span: str) -> int:
-        """Bytes; of a span that has not begun, since torch's peak was reset."""
+        """Return the peak of a span in bytes. A span that has not begun has torch's own peak."""
         return 0 if self._gpu is None else max(self._most.get(span, 0), self._gpu.peak())
 
     def end(self, span: str) -> int:
-        """Its bytes."""
+        """End a span and return its peak in bytes."""
         peak = self.of(span)
         self._most.pop(span, None)
         return peak

@@ -1,21 +1,21 @@
-"""Whether steps have shown already that batches find as much GPU memory as they are expected to take."""
+"""Remembers which batches have found all their GPU memory, so that such batches need no watch."""
 
 from __future__ import annotations
 
 CLEAN_STEPS = 2
-"""In which torch has found all memory at once. The first one after a decision makes room for what has been decided."""
+"""Steps in which torch has to find all memory at once. The first step after a decision makes room for it."""
 ALIKE = 1.02
-"""Times as many bytes as have been shown count as shown."""
+"""A batch of so many times the bytes that were shown counts as shown."""
 
 
 class Proof:
-    """Called by the thread that computes."""
+    """The thread that computes calls all methods."""
 
     def __init__(self) -> None:
         self._shown = 0.0
         """The most bytes that batches of clean steps were expected to take."""
         self._expected = 0.0
-        """The same of the steps that are to show it."""
+        """The same of steps that are not yet enough to show it."""
         self._clean = 0
         self.is_open = False
         """The newest batch takes more than has been shown."""
@@ -25,7 +25,8 @@ class Proof:
         self._shown, self._expected, self._clean = 0.0, 0.0, 0
 
     def covers(self, expected: float) -> bool:
-        """Whether a batch that begins, and is expected to take so many bytes, takes no more than has been shown."""
+        """Return whether a batch that begins takes no more bytes than were shown. `expected`: the bytes that it is
+        expected to take, with all that is on the GPU."""
         self.is_open = expected > ALIKE * self._shown
         if self.is_open:
             self._expected = max(self._expected, expected)

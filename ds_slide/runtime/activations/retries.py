@@ -2,8 +2,8 @@
 
 A mode of torch's dispatcher sees each operator below autograd, in the forward and in the backward, in blocks, in the
 head and in the loss. Torch allocates what an operator makes, and the space that it works in, before it computes, so the
-operator that has failed has done nothing yet. A mode costs the host 5 to 10 us an operator, so it is in force only
-while something is there that could be given up.
+operator that has failed has done nothing yet. A mode costs the host 5 to 10 us an operator, and more for kernels of our
+own, which torch then has to be told of. So it is in force only while it is not known yet that there is enough memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch._C import _len_torch_dispatch_stack
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from ds_slide.plan.operations import tensors_of
 from ds_slide.runtime.activations.mixing import OperatorMode
@@ -32,7 +38,6 @@ class Retries(OperatorMode):
         self._give_up = give_up
         self._release = release
         self._explain = explain
-        self._is_entered = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -57,15 +62,18 @@ class Retries(OperatorMode):
 
     def enter(self) -> None:
         """Harmless when called twice."""
-        if not self._is_entered:
+        if not self.is_in_force:
             self.__enter__()
-            self._is_entered = True
+
+    @property
+    def is_in_force(self) -> bool:
+        """Whether it is, in this thread."""
+        return bool(_len_torch_dispatch_stack()) and any(each is self for each in _get_current_dispatch_mode_stack())
 
     def leave(self) -> None:
         """Harmless when called twice. Modes that were entered since, and not left, stay in force."""
-        if not self._is_entered:
+        if not self.is_in_force:
             return
-        self._is_entered = False
         above = []
         while (top := _get_current_dispatch_mode()) is not None and top is not self:
             above.append(_pop_mode())
@@ -77,7 +85,7 @@ class Retries(OperatorMode):
     @contextmanager
     def around_backward(self) -> Iterator[None]:
         """Autograd takes the modes of the thread that calls it along, to its own threads."""
-        if self._is_entered:  # the backward of a graph inside of a forward
+        if self.is_in_force:  # the backward of a graph inside of a forward
             yield
             return
         self.enter()
@@ -96,16 +104,17 @@ def _is_random(function: Any) -> bool:
 
 
 def _writes_several(function: Any, args: Sequence[Any]) -> bool:
-    """Whether the operator writes into a list of tensors, and may have come to some of them before it failed."""
+    """Whether the operator writes into several tensors, and may have come to some of them before it failed."""
     schema = getattr(function, "_schema", None)
-    return schema is not None and any(
-        argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, list | tuple)
-        for argument, given in zip(schema.arguments, args, strict=False)
-    )
+    if schema is None or not schema.is_mutable:
+        return False
+    pairs = zip(schema.arguments, args, strict=False)
+    written = [given for argument, given in pairs if argument.alias_info is not None and argument.alias_info.is_write]
+    return len(written) > 1 or any(isinstance(given, list | tuple) for given in written)
 
 
 def _states_of_generators(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[torch.Generator, torch.Tensor]]:
-    """Of those that an operator may draw from: it may have drawn before it failed."""
+    """Return the generators that an operator may draw from, with their states: it may draw before it fails."""
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
     if not given:
         devices = {each.device for each in tensors_of((args, kwargs))} | {_device_of(kwargs)}

@@ -2,9 +2,10 @@
 needs it.
 
 After a warm-up the peak of a step as the script has it shows what a batch needs beside what lies on the GPU all the
-time (`Need`). Of the rest, states of blocks are moved there where that shortens the step more than activations would,
-and to what neither activations nor one more such batch would need. Each forward keeps the activations of as many blocks
-as its own size leaves room for. Nobody waits for the GPU but when something is decided, after steps 3 and 6.
+time (`BatchNeed`). Of the rest, states of blocks are moved there where that shortens the step more than activations
+would, and to what neither activations nor one more such batch would need. Each forward keeps the activations of as many
+blocks as its own size leaves room for. The host waits for the GPU when something is decided, after steps 3 and 6, and
+where memory turns out to be short.
 
 All ranks decide alike about states, because that sets which collectives they call; about activations each for itself.
 """
@@ -25,6 +26,7 @@ from ds_slide.plan.spare import (
     NO_SLOTS,
     ROOMY,
     ROOMY_FOR_OTHERS,
+    ROOMY_FOR_TOKENS,
     Handling,
     Movable,
     Shape,
@@ -38,7 +40,6 @@ from ds_slide.report.log import log, size
 from ds_slide.report.statistics import UPDATE, StepRecorder, StepStatistics
 from ds_slide.runtime.activations.activations import Activations, shape_of
 from ds_slide.runtime.activations.batch_need import SINCE, BatchNeed
-from ds_slide.runtime.activations.block_needs import BlockNeeds
 from ds_slide.runtime.activations.peaks import Peaks
 from ds_slide.runtime.activations.proof import Proof
 from ds_slide.runtime.activations.retries import Retries
@@ -116,7 +117,7 @@ class Record:
 
 
 class SpareMemory:
-    """All methods are called by the thread that computes, between backwards."""
+    """The thread that computes calls all methods."""
 
     def __init__(
         self,
@@ -141,7 +142,6 @@ class SpareMemory:
         self._pause = FIRST_PAUSE
         self._peaks = Peaks(budget.gpu)
         self._need = BatchNeed(activations, self._peaks, vocabulary)
-        self._blocks = None if budget.gpu is None else BlockNeeds(budget.gpu, self._peaks, activations.kinds)
         self._usable = 0
         self._margin = 0.0
         self._most_margin = 0.0
@@ -160,10 +160,14 @@ class SpareMemory:
         """Bytes left free because they had to be given up once."""
         self._left = 0.0
         """Bytes of the room that the newest forward has not filled, as far as they were thought to be there."""
-        self._parked = 0
-        """Bytes of states that have made room since the last training forward began."""
-        self._parked_in_training = 0.0
-        """Bytes that this takes of the room of later batches: evaluations take them for their own time only."""
+        self._parked_in_training = 0
+        """Bytes of states that have made room for a forward with gradients, or its backward. Later batches leave them
+        free; an evaluation takes them for its own time only."""
+        self._has_told_parked = False
+        self._had_shortage = False
+        """Memory was short since the last step."""
+        self._trains = False
+        """The newest forward has gradients."""
         self._retrying = Retries(self._make_room, self._release_cached, self._explain)
 
     @property
@@ -178,7 +182,7 @@ class SpareMemory:
         if not self._budget.exists or torch.compiler.is_compiling():
             return
         shape = shape_of(args, kwargs)
-        with_gradient = torch.is_grad_enabled()
+        self._trains = with_gradient = torch.is_grad_enabled()
         if with_gradient:
             self._notice_given_up()
         room = self._room(shape, with_gradient=with_gradient)
@@ -189,14 +193,15 @@ class SpareMemory:
                 room = self._room(shape, with_gradient=with_gradient)
         if with_gradient:
             self._forwards += 1
+            if self._forwards == 1 and self._budget.gpu is not None:
+                self._retries = self._budget.gpu.allocation_retries()  # evaluations may have had some
             self._notice_others()
             self._is_tied |= self.states is not None and not self._is_tied and not self.states.may_move()
             if shape is not None and len(self._shapes) < 2:
                 self._shapes.add(shape)
             free = None if self._need.is_known or self._budget.gpu is None else self._budget.gpu.memory()[0]
             room = room if room >= 0 else -self._inputs_missing(shape)
-            if self._blocks is not None:
-                self._blocks.begin_forward(shape, self._usable)
+            self._need.end_batch()
             self.activations.begin(shape, room, free)
             self._left = max(0.0, room - self.activations.kept_bytes)
             self._say_once()
@@ -204,16 +209,16 @@ class SpareMemory:
             self._watch(shape, room)
         else:
             self._need.begin_evaluation(shape, self._allocated())
-            if self._may_park() and self._free_beside(shape) < ROOMY_FOR_OTHERS * self._usable:
+            if self._may_park() and self._is_tight_for_evaluation(shape):
                 self._retrying.enter()
 
     def _watch(self, shape: Shape | None, room: float) -> None:
-        """Have operators that find no memory run again, in this forward and its backward, where it is not known yet
-        that there is enough, and something can be given up."""
+        """Have operators that find no memory run again, in this forward and its backward, where little is left, and no
+        steps have shown yet that it is enough."""
         kept = self.activations.kept_bytes
         is_tight = room - kept < ROOMY * (self._usable or self._budget.limit or 0)
         if is_tight and self._need.is_known and not self._proof.covers(self._allocated() + self._need.at(shape) + kept):
-            self.activations.watch(self._blocks)
+            self.activations.watch()
             self._retrying.enter()
         else:
             self._proof.is_open = False
@@ -221,9 +226,12 @@ class SpareMemory:
     def _may_park(self) -> bool:
         return self.states is not None and self.states.may_park()
 
-    def _free_beside(self, shape: Shape | None) -> float:
-        """Bytes that are free now beside what a batch of `shape` would need to train."""
-        return self._usable - self._allocated() - self._need.at(shape)
+    def _is_tight_for_evaluation(self, shape: Shape | None) -> bool:
+        """Whether a forward without gradients leaves so little that operators are to run again where they find none. A
+        single token that is generated takes next to nothing, and waits for the host."""
+        free = self._usable - self._allocated() - self._need.at(shape, with_gradient=False)
+        of_a_token = shape is not None and shape.length == 1
+        return free < (ROOMY_FOR_TOKENS if of_a_token else ROOMY_FOR_OTHERS) * self._usable
 
     def _make_room(self) -> bool:
         """An operator has found no memory: give up kept activations, and then the places of states. -> whether it may
@@ -231,10 +239,10 @@ class SpareMemory:
         if self.activations.give_up():
             return True
         parked = self.states.park() if self._may_park() and self.states is not None else 0
-        self._parked += parked
-        if torch.is_grad_enabled() or in_backward():
-            self._parked_in_training += parked + self._left
-            self._left = 0.0
+        if parked:
+            self._tell_parked(parked)
+        if self._trains or in_backward():
+            self._parked_in_training += parked
         return bool(parked)
 
     def _explain(self) -> str:
@@ -242,17 +250,17 @@ class SpareMemory:
         shape = self._need.under_way
         if shape is None:
             return ""
+        given_up = f" ds_slide has nothing left to give up on the GPU for a batch of {shape.tokens:,} tokens"
+        if not self._trains:
+            return f"{given_up} without gradients; use fewer tokens at once, or more GPU memory."
         fitting = self._largest_that_fits(shape)
-        return (
-            f" ds_slide has given up all that it kept on the GPU for a batch of {shape.tokens:,} tokens in sequences "
-            f"of {shape.length:,}, and about {fitting:,} would fit; use fewer tokens a micro-batch and more "
-            "micro-batches, or more GPU memory."
-        )
+        about = f", of which about {fitting:,} would fit" if fitting < shape.tokens else ""
+        return f"{given_up}{about}; use fewer tokens a micro-batch and more micro-batches, or more GPU memory."
 
     def _largest_that_fits(self, shape: Shape) -> int:
         """Tokens of the largest batch of sequences as long as those of `shape` for which there is memory."""
         known = self._need.at(shape)
-        share = min(1.0, max(0.0, self._usable - self._need.began_with) / known) if known else 0.0
+        share = max(0.0, self._usable - self._need.began_with) / known if known else 1.0
         return int(share * shape.tokens)
 
     @property
@@ -265,43 +273,33 @@ class SpareMemory:
         return self._retrying.around_backward() if self._proof.is_open else nullcontext()
 
     def enter_backward(self, order: int) -> None:
-        """The backward of a block begins: make room for it."""
+        """The backward of a block begins."""
         self.activations.enter_backward(order)
-        if self._blocks is None:
-            return
-        if self._learns:
-            self._blocks.begin(order)
-        elif self._proof.is_open:
-            while self._blocks.room_beside(order) < 0 and self.activations.give_up():
-                pass
-
-    def leave_backward(self, order: int) -> None:
-        """It has ended."""
-        if self._learns and self._blocks is not None:
-            self._blocks.end(order)
 
     def _notice_given_up(self) -> None:
-        """Keep less from now on, where memory was short."""
-        given = self.activations.take_given_up()
-        if self._parked:
-            self._reserve += self._parked_in_training
-            self._parked_in_training = 0.0
-            self._tell_parked()
-        if given:
-            self._reserve += given + self._left
+        """Keep less from now on, where memory was short. Several ranks, whose states cannot go back for it, park them
+        again."""
+        given, parked = self.activations.take_given_up(), self._parked_in_training
+        self._parked_in_training = 0
+        if given or (parked and self._ranks.world_size == 1):
+            self._reserve += given + parked + self._left
             self._left = 0.0
             self._proof.begin()
+            self._had_shortage = True
+        if given:
             log.info(
                 f"the GPU of rank {self._ranks.rank} had no memory left: {size(given)} of kept activations were given "
                 "up and recomputed, and as much is left free from now on"
             )
 
-    def _tell_parked(self) -> None:
-        parked, self._parked = self._parked, 0
-        log.info(
-            f"the GPU of rank {self._ranks.rank} had no memory left: optimizer states of {size(parked)} have waited in "
-            "host memory meanwhile"
-        )
+    def _tell_parked(self, parked: int) -> None:
+        """Say once that states make room."""
+        if not self._has_told_parked:
+            self._has_told_parked = True
+            log.info(
+                f"the GPU of rank {self._ranks.rank} had no memory left: optimizer states wait in host memory until "
+                f"their update, {size(parked)} of them at first"
+            )
 
     def _release_cached(self) -> None:
         if self._budget.gpu is not None:
@@ -324,11 +322,13 @@ class SpareMemory:
                 )
         self._has_said = self._has_said or bool(checkpointed)
 
-    def end_forward(self) -> None:
-        """It has ended, with an exception perhaps."""
+    def end_forward(self, *, completed: bool = False) -> None:
+        """It has ended, with an exception where it is not `completed`."""
         self._retrying.leave()
         self.activations.end()
-        self._need.end_forward()
+        self._need.end_forward(completed=completed)
+        if not self._trains:
+            self.activations.take_given_up()  # of a graph that waits for its backward meanwhile
 
     def _notice_others(self) -> None:
         """Measure anew where a step begins with another amount on the GPU (states have moved, an engine has come), or
@@ -421,10 +421,12 @@ class SpareMemory:
         usable = gpu.memory()[0] + gpu.allocated()
         is_less = usable < self._usable - self._margin / 4
         if is_less:
+            self._reserve = max(0.0, self._reserve - (self._usable - usable))  # for which it was left free
             self._usable = usable
         found = self._retries == before
         self._proof.end_step(went_well=found and not is_less)
-        return found
+        was_short, self._had_shortage = self._had_shortage, False
+        return found or was_short  # as much is left free as was short
 
     def _widen_margin(self) -> None:
         """Leave more free where torch had to look for memory. In the step after a decision it makes room for what has

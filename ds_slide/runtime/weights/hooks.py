@@ -326,11 +326,11 @@ class RootHooks:
         module: nn.Module,
         root: RootState,
         begin: Callable[[Any, Any], None],
-        end: Callable[[], None],
+        end: Callable[..., None],
         on_gradient: OnGradient,
     ) -> None:
-        """`begin` gets the arguments of the call. `on_gradient` gets each gradient that reaches an output, and returns
-        the one that goes on."""
+        """`begin` gets the arguments of the call, and `end` whether it has `completed`. `on_gradient` gets each gradient
+        that reaches an output, and returns the one that goes on."""
         self.are_there = True
         self._root = root
         self._begin = begin
@@ -356,5 +356,5 @@ class RootHooks:
             if not self._root.active:
                 return None
             self._root.end()
-            self._end()
+            self._end(completed=output is not None)
         return hook_outputs(output, self._on_gradient) if torch.is_grad_enabled() else None

@@ -1,14 +1,11 @@
-"""Peaks of spans that overlap, what a block's backward takes, and what steps have shown."""
+"""Peaks of spans that overlap, what does not grow with a batch, and what steps have shown."""
 
 from __future__ import annotations
-
-import math
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_slide.plan.spare import Measured, Shape, fixed_bytes
-from ds_slide.runtime.activations.block_needs import BlockNeeds
 from ds_slide.runtime.activations.peaks import Peaks
 from ds_slide.runtime.activations.proof import CLEAN_STEPS, Proof
 
@@ -54,41 +51,6 @@ def test_without_a_gpu_there_is_no_peak() -> None:
     peaks = Peaks(None)
     peaks.begin("a")
     assert peaks.of("a") == peaks.end("a") == 0
-
-
-def blocks(gpu: Gpu) -> BlockNeeds:
-    return BlockNeeds(gpu, Peaks(gpu), {1: "layer", 2: "layer", 3: "other"})
-
-
-def backward(gpu: Gpu, needs: BlockNeeds, order: int, nbytes: int) -> None:
-    needs.begin(order)
-    gpu.take(nbytes)
-    needs.begin(order)  # recomputed
-    gpu.take(-nbytes)
-    needs.end(order)
-
-
-def test_a_block_needs_what_the_latest_of_its_kind_has_taken() -> None:
-    """The first one has taken more, because what it saves was learnt in it."""
-    gpu = Gpu()
-    needs = blocks(gpu)
-    needs.begin_forward(Shape(16, 16), 0)
-    backward(gpu, needs, 2, 900)
-    backward(gpu, needs, 1, 400)
-    gpu.take(100)
-    needs.begin_forward(Shape(32, 16), 1_000)
-    assert needs.room_beside(1) == needs.room_beside(2) == 1_000 - 100 - 800
-    assert needs.room_beside(3) == math.inf
-
-
-def test_a_shorter_batch_says_nothing_of_a_longer_one() -> None:
-    gpu = Gpu()
-    needs = blocks(gpu)
-    for tokens, nbytes in ((32, 640), (16, 500)):
-        needs.begin_forward(Shape(tokens, 16), 0)
-        backward(gpu, needs, 1, nbytes)
-    needs.begin_forward(Shape(32, 16), 1_000)
-    assert needs.room_beside(1) == 1_000 - 640
 
 
 def test_clean_steps_show_that_there_is_memory() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_slide.plan.sharing import HEADROOM, HEADROOM_OF_VARYING, StepTimes
-from ds_slide.plan.spare import FRAGMENTATION, MARGIN_SHARE, Movable, Slots
+from ds_slide.plan.spare import FRAGMENTATION, MARGIN_SHARE, Movable, Shape, Slots
 from ds_slide.plan.two_passes import Schedules
 from ds_slide.report.statistics import StepRecorder, StepStatistics
 from ds_slide.report.waits import Waits
@@ -38,6 +38,7 @@ class Gpu:
         self.on_gpu = RESIDENT
         self.most = RESIDENT
         self.retries = 0
+        self.retries_of_a_batch = 0
 
     def memory(self) -> tuple[int, int]:
         return TOTAL - self.on_gpu, TOTAL
@@ -61,6 +62,7 @@ class Gpu:
 
     def compute(self, tokens: int) -> None:
         self.most = max(self.most, self.on_gpu + tokens * BYTES_PER_TOKEN)
+        self.retries += self.retries_of_a_batch
         assert self.most <= TOTAL, "out of memory"
 
 
@@ -73,6 +75,7 @@ class Units:
     orders: list[int] = field(default_factory=list)
     closed: bool = False
     window: int = 0
+    parkable: bool = False
 
     def movable(self) -> list[Movable]:
         return [Movable(order, UNIT, 1 / UNITS) for order in range(UNITS) if order not in self.orders]
@@ -84,10 +87,10 @@ class Units:
         return Slots(self.window, min(self.window, LEAST), SLOT, UNITS - len(self.orders), 2 * forwards)
 
     def may_park(self) -> bool:
-        return False
+        return self.parkable
 
     def park(self) -> int:
-        raise AssertionError("nothing may be parked")
+        return UNIT
 
     def may_move(self) -> bool:
         return not self.closed
@@ -333,8 +336,8 @@ def test_the_margin_grows_where_torch_finds_no_room() -> None:
     run.steps(3)
     assert run.spare._margin == MARGIN
     margins = [run.spare._margin]
+    run.gpu.retries_of_a_batch = 1
     for _ in range(20):
-        run.gpu.retries += 1
         run.step()
         margins.append(run.spare._margin)
     assert margins[1] > MARGIN and margins == sorted(margins) and margins[-1] == 4 * MARGIN
@@ -421,3 +424,48 @@ def test_a_second_look_takes_back_what_the_first_has_given_too_much() -> None:
     moved = len(run.units.orders)
     assert RESIDENT + 3 * UNIT + moved * UNIT + TOKENS * BYTES_PER_TOKEN <= TOTAL - MARGIN
     assert moved == (TOTAL - MARGIN - RESIDENT - TOKENS * BYTES_PER_TOKEN) // UNIT - 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_that_make_room_in_a_step_leave_as_much_free(ranks: int) -> None:
+    """Several ranks, which have to move states together, have them make room again, and give up no more each time."""
+    run = Run(ranks=Two(0) if ranks == 2 else None)
+    run.steps(LOOKS[1] + 1)
+    run.units.parkable = True
+    most, reserves = len(run.units.orders), list[float]()
+    for _ in range(4):
+        run.forward()
+        assert run.spare._make_room()
+        run.spare.end_step()
+        reserves.append(run.spare._reserve)
+    if ranks == 2:
+        assert reserves == [0.0] * 4 and len(run.units.orders) == most
+    else:
+        assert reserves[0] >= UNIT and len(run.units.orders) < most
+
+
+def test_states_that_make_room_for_an_evaluation_leave_nothing_free() -> None:
+    run = Run()
+    run.steps(LOOKS[1] + 1)
+    run.units.parkable = True
+    with torch.no_grad():
+        run.spare.begin_forward((), {"input_ids": torch.zeros(1, TOKENS, dtype=torch.long)})
+        assert run.spare._make_room()
+        run.spare.end_forward(completed=True)
+    margin = run.spare._margin
+    run.gpu.retries += 3
+    run.steps(3)
+    assert run.spare._reserve == 0.0 and run.spare._margin == margin
+
+
+def test_a_forward_that_ended_with_an_exception_says_nothing_of_evaluations() -> None:
+    run = Run()
+    run.steps(LOOKS[1] + 1)
+    need = run.spare._need
+    for completed in (False, True):
+        with torch.no_grad():
+            run.spare.begin_forward((), {"input_ids": torch.zeros(2, TOKENS, dtype=torch.long)})
+            run.gpu.compute(4)
+            run.spare.end_forward(completed=completed)
+        known = need.at(Shape(2 * TOKENS, TOKENS), with_gradient=False)
+        assert known == (4 * BYTES_PER_TOKEN if completed else 2 * TOKENS * BYTES_PER_TOKEN)
