@@ -329,8 +329,8 @@ class RootHooks:
         end: Callable[..., None],
         on_gradient: OnGradient,
     ) -> None:
-        """`begin` gets the arguments of the call, and `end` whether it has `completed`. `on_gradient` gets each gradient
-        that reaches an output, and returns the one that goes on."""
+        """`begin` gets the arguments of the call, and `end` whether it has `completed`. `on_gradient` gets each
+        gradient that reaches an output, and returns the one that goes on."""
         self.are_there = True
         self._root = root
         self._begin = begin
