@@ -56,6 +56,7 @@ CASES = [
 """Adapters last: DeepSpeed computes linear layers in another way in a process that has used `zero.Init`."""
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("name", "reentrant", "room"), CASES)
 @settings(max_examples=4, deadline=None)
 @given(
