@@ -5,8 +5,7 @@
 
 Writes one JSON line: whether it came to the end, what the GPU held at most, which activations stayed in the last step,
 and what the engine has said. `--slide '{"activations": "as_written"}'` recomputes all blocks, as the script asks for:
-what does not fit then fits no better. `--shortage` takes what is free of the GPU at a random place of the steps in
-which the engine does not know yet that there is enough, and gives it back at the end of the step.
+what does not fit then fits no better.
 """
 
 from __future__ import annotations
@@ -32,15 +31,10 @@ from torch import nn
 from trainers import DeepSpeedTrainer
 
 LENGTHS = 64, 4096
-UNPROVEN = 4, 5, 7, 8
-"""Steps behind the two in which the engine decides what to keep."""
 GENERATED = 8
 """Tokens of a generation."""
 PATCH = 14 * 14 * 3 * 2
 """Elements of a patch of an image, in two frames."""
-CASES = ("full", "lora", "mixture", "vision", "vision-text", "dpo", "tiny")
-
-
 DEVICE = step.accelerator_device()
 
 
@@ -139,33 +133,6 @@ def loss_of(case: str, engine: Any, batches: Batches, length: int) -> torch.Tens
     return -nn.functional.logsigmoid((reference[0] - chosen) - (reference[1] - rejected))
 
 
-class Shortage:
-    """Takes all free memory of the GPU at the n-th call of a module, or the n-th backward of one."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.taken: list[torch.Tensor] = []
-        self.left = -1
-        self.count = 0
-        self.times = 0
-        for module in model.modules():
-            if not list(module.children()):
-                module.register_forward_hook(self._look)
-                module.register_full_backward_hook(self._look)
-
-    def _look(self, *_: Any) -> None:
-        self.count += 1
-        self.left -= 1
-        if self.left:
-            return
-        self.times += 1
-        nbytes = 1 << 33
-        while nbytes >= 1 << 21:
-            try:
-                self.taken.append(torch.empty(nbytes, dtype=torch.uint8, device=DEVICE))
-            except torch.OutOfMemoryError:
-                nbytes //= 2
-
-
 def run(options: argparse.Namespace, record: dict[str, Any]) -> None:
     if DEVICE.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(options.gib * 2**30 / torch.cuda.mem_get_info()[1])
@@ -176,19 +143,13 @@ def run(options: argparse.Namespace, record: dict[str, Any]) -> None:
     trainer = DeepSpeedTrainer(model, setting, "")
     engine, batches = trainer.engine, Batches(options.case, model, options.batch, options.constant)
     record["init_s"] = round(time.perf_counter() - begin, 1)
-    shortage = Shortage(model) if options.shortage else None
-    places = random.Random(2)
     memory.restart_gpu_peak()
     for number in range(1, options.steps + 1):
         length = LENGTHS[1] if number == options.steps and not options.constant else batches.length()
         record["at"] = [number, length]
-        if shortage is not None and number in UNPROVEN:
-            shortage.left, shortage.count = places.randrange(1, max(2, shortage.count)), 0
         begin = time.perf_counter()
         loss = loss_of(options.case, engine, batches, length)
         engine.backward(loss)
-        if shortage is not None:
-            shortage.taken.clear()
         engine.step()
         record["losses"].append(loss.item())
         record["step_s"].append(round(time.perf_counter() - begin, 4))
@@ -204,18 +165,16 @@ def run(options: argparse.Namespace, record: dict[str, Any]) -> None:
             model.train()
     record["activations"] = engine.optimizer.slide_stats().get("activations", {})
     record["memory"] = engine.optimizer.slide_stats()["memory"]
-    record["shortages"] = 0 if shortage is None else shortage.times
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=CASES, required=True)
+    parser.add_argument("--case", choices=BUILD, required=True)
     parser.add_argument("--gib", type=float, required=True, help="of the GPU, which torch may allocate")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--constant", type=int, default=0, help="one length for all batches, no evaluations")
     parser.add_argument("--slide", type=json.loads, default={}, help='additions to "ds_slide"')
-    parser.add_argument("--shortage", action="store_true", help="take what is free at random places")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     said: list[str] = []
@@ -225,7 +184,7 @@ def main() -> None:
     card = str(DEVICE) if DEVICE.type == "cpu" else torch.cuda.get_device_name()
     record: dict[str, Any] = {
         "case": options.case, "gib": options.gib, "batch": options.batch, "constant": options.constant,
-        "slide": options.slide, "shortage": options.shortage, "card": card,
+        "slide": options.slide, "card": card,
         "losses": [], "step_s": [], "lengths": [], "kept_gb": [], "said": said, "error": "",
     }  # fmt: skip
     try:
@@ -251,7 +210,7 @@ def summary(record: dict[str, Any]) -> str:
         f"{record['case']:11} {record['gib']:4.0f} GiB x {record['batch']} {record['constant'] or 'varying'} "
         f"{record['slide'] or ''} {record['error'] or 'ok'} at {record.get('at')} peak {record['peak_gb']} reserved "
         f"{record['reserved_gb']} retries {record['retries']} kept {max(record['kept_gb'], default=0)} given up {short}"
-        f" last steps {last:.4f} s {record.get('activations', {})} shortages {record.get('shortages')} "
+        f" last steps {last:.4f} s {record.get('activations', {})} "
         f"init {record.get('init_s')} {back}"
     )
 

@@ -241,7 +241,7 @@ class SlideRuntime:
         self.interruptions.begin_backward_of_block()
         if not torch.is_grad_enabled():  # not inside of what is computed again
             self.taking.look()
-        self.parts.spare.enter_backward(unit.order)
+        self.parts.spare.activations.enter_backward(unit.order)
         if (compute := self.parts.recorder.compute) is not None:
             compute.enter(("backward", unit.order), self.device.mark(timed=True))
         unit.in_backward = True

@@ -134,7 +134,7 @@ class SmallGpu:
         """Be the engine's GPU."""
         spare = self.parts.spare
         monkeypatch.setattr(spare, "_budget", Budget(self, None, lambda: 0))
-        monkeypatch.setattr(spare._peaks, "_gpu", self)
+        monkeypatch.setattr(spare._need._peaks, "_gpu", self)
 
     def allocated(self) -> int:
         return int(self.parts.plan.gpu_bytes + self.parts.spare.activations.alive())

@@ -108,6 +108,7 @@ class Activations:
         self._mixes = mixes
         self._blocks = list(blocks)
         self._kind = {unit.order: _kind_of(unit) for unit in blocks}
+        self._kinds = frozenset(self._kind.values())
         self._taken = TakenOver(blocks, unasked, self._run)
         self._modules = {
             unit.order: list(unit.spec.module.modules()) for unit in blocks if unit.spec.module is not None
@@ -171,7 +172,7 @@ class Activations:
             return
         self._shape = shape
         if shape is not None:
-            of = {kind: self._measured.get(kind) for kind in self._kind.values()}
+            of = {kind: self._measured.get(kind) for kind in self._kinds}
             self._asked = {kind for kind, known in of.items() if known is None or known.saved.growth(shape) > 1}
         candidates = self.keepable(shape)
         self._kept = kept_within(room, candidates, first=self.keeps_first)
@@ -408,17 +409,17 @@ class Activations:
         return found
 
     def square_bytes(self, shape: Shape) -> float | None:
-        """Bytes of tensors with an element for each pair of tokens of a sequence, of the block that has the most of
-        them, in a batch of `shape`. None where a block has not been measured: the script's checkpointing may not reach
-        it."""
-        found = [self._measured.get(kind) for kind in set(self._kind.values())]
+        """Return the bytes of tensors with an element for each pair of tokens of a sequence, of the block that has the
+        most of them, in a batch of `shape`. None where a block has not been measured: the script's checkpointing may
+        not reach it."""
+        found = [self._measured.get(kind) for kind in self._kinds]
         if not found or None in found:
             return None
         return max(each.squares.at(shape) for each in found if each is not None)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all weights of the block that has the most of them to train."""
+        """Bytes of a block's gradients, of the block that has the most weights to train."""
         return max((_gradient_bytes(unit) for unit in self._blocks), default=0)
 
     def _expected_calls(self, order: int) -> int:

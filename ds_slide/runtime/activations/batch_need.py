@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ds_slide.plan.spare import Measured, Shape, fixed_bytes
 from ds_slide.runtime.activations.activations import Activations
-from ds_slide.runtime.activations.peaks import Peaks
+from ds_slide.runtime.activations.peaks import Peaked, Peaks
 
 SINCE, SINGLE, EVALUATION = "since the last warm-up", "single batch", "evaluation"
 """Spans of peaks."""
@@ -48,15 +48,15 @@ class Watched:
 class BatchNeed:
     """The thread that computes calls all methods, between backwards."""
 
-    def __init__(self, activations: Activations, peaks: Peaks, vocabulary: int = 0) -> None:
+    def __init__(self, activations: Activations, gpu: Peaked | None, vocabulary: int = 0) -> None:
         """`vocabulary`: logits of a token."""
         self._activations = activations
-        self._peaks = peaks
+        self._peaks = Peaks(gpu)
         self._vocabulary = vocabulary
         self._evaluated: Measured | None = None
         """The most that a forward without gradients has taken, at the largest shape."""
         self._known: Measured | None = None
-        """The most that batches have taken, at the largest shape; its parts are learnt apart (`_parts`)."""
+        """The most that batches have taken, at the largest shape. Its `square` is learnt apart (`_parts`)."""
         self._watched = Watched()
         self._begun: tuple[Shape | None, int] = None, 0
         """The shape of the forward under way, and what was on the GPU when it began."""
@@ -116,26 +116,24 @@ class BatchNeed:
         return most
 
     def _parts(self, need: Measured) -> Measured:
-        """`need` with the part of it that may grow with tokens times length, and the one that does not grow. Where the
-        blocks have not been measured, all of it may grow so."""
+        """`need` with the part of it that may grow with tokens times length. Where the blocks have not been measured,
+        all of it may grow so."""
         of_a_block = self._activations.square_bytes(need.shape)
         square = need.nbytes if of_a_block is None else min(need.nbytes, int(SQUARES_ALIVE * of_a_block))
-        fixed = fixed_bytes(self._singles, GRADIENTS_ALIVE * self._activations.gradient_bytes)
-        return replace(need, square=square, fixed=fixed)
+        return replace(need, square=square)
 
     # ---- a batch -----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, shape: Shape | None, allocated: int, *, alone: bool) -> None:
-        """Begin a forward with gradients. `allocated`: bytes on the GPU. `alone`: measure its batch apart."""
-        self.end_batch()
+        """Begin a forward with gradients, after `end_batch`. `allocated`: bytes on the GPU. `alone`: measure its batch
+        apart."""
         self._begun = self._latest = shape, allocated
         if alone and shape is not None:
             self._peaks.begin(SINGLE)
             self._single = shape, allocated
 
     def begin_evaluation(self, shape: Shape | None, allocated: int) -> None:
-        """Begin a forward without gradients. `allocated`: bytes on the GPU."""
-        self.end_batch()
+        """Begin a forward without gradients, after `end_batch`. `allocated`: bytes on the GPU."""
         self._latest = shape, allocated
         known = self._evaluated
         if shape is not None and (known is None or shape.tokens > known.shape.tokens):
@@ -163,6 +161,11 @@ class BatchNeed:
 
     # ---- several -----------------------------------------------------------------------------------------------------
 
+    @property
+    def peak(self) -> int:
+        """The most bytes that were on the GPU since the last warm-up began."""
+        return self._peaks.of(SINCE)
+
     def change_of_base(self, allocated: int) -> int | None:
         """Return how many bytes lie between `allocated` and what was on the GPU when the latest batches began."""
         return None if self._watched.shape is None else abs(allocated - self._watched.base)
@@ -177,13 +180,14 @@ class BatchNeed:
         watched, known = self._watched, self._known
         if watched.shape is None:
             return
-        peak = max(0, self._peaks.of(SINCE) - watched.base)
+        peak = max(0, self.peak - watched.base)
         if known is None:
-            self._known = Measured(watched.shape, max(0, peak - watched.beside), 0)
+            fixed = fixed_bytes(self._singles, GRADIENTS_ALIVE * self._activations.gradient_bytes)
+            self._known = Measured(watched.shape, max(0, peak - watched.beside), 0, fixed)
         elif (most := self._parts(known).at(watched.shape)) > known.nbytes:
             # The peak may be that of an earlier batch, which kept more; the prediction is the most that it can be.
             measured = max(known.nbytes, peak - watched.beside)
-            self._known = Measured(watched.shape, int(min(most, measured)), 0)
+            self._known = replace(known, shape=watched.shape, nbytes=int(min(most, measured)))
         elif peak > watched.expected:
             more = peak - watched.expected  # as many tokens, more images
             self._known = replace(known, nbytes=int(known.nbytes + more))

@@ -3,8 +3,8 @@
 A promoted unit keeps its place in host memory (`Unit.home`), whose contents nobody reads meanwhile. So its states can
 be copied there at any moment between two updates, and the memory on the GPU given to others. The weights stay where
 they are: the forward under way computes with them. So do buffers of which somebody has a view (the low halves of
-weights that a script sees in fp32). Whoever reads or writes states of a unit brings them back first: `SlideRuntime`, in
-`settle`, at the beginning of a step and at its end.
+weights that a script sees in fp32). `SlideRuntime` brings states back before anybody reads or writes them: in `settle`,
+and at the beginning of a step.
 
 Copies run on the stream that computes, as updates on the GPU do, and the host waits for them.
 """

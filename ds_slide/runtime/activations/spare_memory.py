@@ -39,8 +39,8 @@ from ds_slide.plan.two_passes import Schedule, Schedules
 from ds_slide.report.log import log, size
 from ds_slide.report.statistics import UPDATE, StepRecorder, StepStatistics
 from ds_slide.runtime.activations.activations import Activations, shape_of
-from ds_slide.runtime.activations.batch_need import SINCE, BatchNeed
-from ds_slide.runtime.activations.peaks import Peaks
+from ds_slide.runtime.activations.batch_need import BatchNeed
+from ds_slide.runtime.activations.peaks import Peaked
 from ds_slide.runtime.activations.proof import Proof
 from ds_slide.runtime.activations.retries import Retries
 from ds_slide.runtime.ranks.collectives import Ranks
@@ -55,13 +55,10 @@ FIRST_PAUSE = 20
 time: where they have to go back again and again, moving them costs more than it brings."""
 
 
-class GpuMemory(Protocol):
+class GpuMemory(Peaked, Protocol):
     """What torch knows of a GPU's memory (`ds_slide.runtime.device.Device`)."""
 
     def memory(self) -> tuple[int, int]: ...
-    def allocated(self) -> int: ...
-    def peak(self) -> int: ...
-    def reset_peak(self) -> None: ...
     def allocation_retries(self) -> int: ...
     def memory_rate(self) -> float | None: ...
     def release_cached(self) -> None: ...
@@ -140,12 +137,12 @@ class SpareMemory:
         self._looks = frozenset(LOOKS)
         self._latest_look = 0
         self._pause = FIRST_PAUSE
-        self._peaks = Peaks(budget.gpu)
-        self._need = BatchNeed(activations, self._peaks, vocabulary)
+        self._need = BatchNeed(activations, budget.gpu, vocabulary)
         self._usable = 0
         self._margin = 0.0
         self._most_margin = 0.0
         self._retries = 0
+        """Torch's count when the newest step began."""
         self._peak = 0
         """When the last step ended."""
         self._proof = Proof()
@@ -191,26 +188,34 @@ class SpareMemory:
             missing = -self._room(shape, with_gradient=with_gradient, elsewhere=movable)
             if missing > 0 and self._give_back(missing):
                 room = self._room(shape, with_gradient=with_gradient)
+        self._need.end_batch()  # while it is known what of the batch before has moved
         if with_gradient:
-            self._forwards += 1
-            if self._forwards == 1 and self._budget.gpu is not None:
-                self._retries = self._budget.gpu.allocation_retries()  # evaluations may have had some
-            self._notice_others()
-            self._is_tied |= self.states is not None and not self._is_tied and not self.states.may_move()
-            if shape is not None and len(self._shapes) < 2:
-                self._shapes.add(shape)
-            free = None if self._need.is_known or self._budget.gpu is None else self._budget.gpu.memory()[0]
-            room = room if room >= 0 else -self._inputs_missing(shape)
-            self._need.end_batch()
-            self.activations.begin(shape, room, free)
-            self._left = max(0.0, room - self.activations.kept_bytes)
-            self._say_once()
-            self._need.begin_forward(shape, self._allocated(), alone=self._learns)
-            self._watch(shape, room)
+            self._begin_training(shape, room)
         else:
-            self._need.begin_evaluation(shape, self._allocated())
-            if self._may_park() and self._is_tight_for_evaluation(shape):
-                self._retrying.enter()
+            self._begin_evaluation(shape)
+
+    def _begin_training(self, shape: Shape | None, room: float) -> None:
+        """Begin a forward with gradients, which leaves `room` bytes, or lacks as many."""
+        self._forwards += 1
+        if self._forwards == 1 and self._budget.gpu is not None:
+            self._retries = self._budget.gpu.allocation_retries()  # evaluations may have had some
+        self._notice_others()
+        self._is_tied |= self.states is not None and not self._is_tied and not self.states.may_move()
+        if shape is not None and len(self._shapes) < 2:
+            self._shapes.add(shape)
+        free = None if self._need.is_known or self._budget.gpu is None else self._budget.gpu.memory()[0]
+        room = room if room >= 0 else -self._inputs_missing(shape)
+        self.activations.begin(shape, room, free)
+        self._left = max(0.0, room - self.activations.kept_bytes)
+        self._say_once()
+        self._need.begin_forward(shape, self._allocated(), alone=self._learns)
+        self._watch(shape, room)
+
+    def _begin_evaluation(self, shape: Shape | None) -> None:
+        """Begin a forward without gradients."""
+        self._need.begin_evaluation(shape, self._allocated())
+        if self._may_park() and self._is_tight_for_evaluation(shape):
+            self._retrying.enter()
 
     def _watch(self, shape: Shape | None, room: float) -> None:
         """Have operators that find no memory run again, in this forward and its backward, where little is left, and no
@@ -265,16 +270,12 @@ class SpareMemory:
 
     @property
     def _learns(self) -> bool:
-        """Whether single batches and blocks are measured, in the steps before the first look."""
+        """Whether single batches are measured, in the steps before the first look."""
         return WARM_UPS[0] <= self._steps < LOOKS[0]
 
     def around_backward(self) -> AbstractContextManager[None]:
         """Around a backward that the engine's caller asks for."""
         return self._retrying.around_backward() if self._proof.is_open else nullcontext()
-
-    def enter_backward(self, order: int) -> None:
-        """The backward of a block begins."""
-        self.activations.enter_backward(order)
 
     def _notice_given_up(self) -> None:
         """Keep less from now on, where memory was short. Several ranks, whose states cannot go back for it, park them
@@ -338,7 +339,7 @@ class SpareMemory:
             return
         changed = self._need.change_of_base(self._allocated())
         others_came = changed is not None and changed > self._margin / 4
-        if self._peaks.of(SINCE) > self._peak or (others_came and self._margin):
+        if self._need.peak > self._peak or (others_came and self._margin):
             self._need.watch_anew()
 
     def _allocated(self) -> int:
@@ -395,7 +396,7 @@ class SpareMemory:
         self._steps += 1
         self._need.end_batch()
         self._notice_given_up()
-        found_memory = self._notice_retries()
+        lacks_margin = self._notice_retries()
         forwards, self._forwards = self._forwards, 0
         if self._steps in WARM_UPS:
             self._need.watch_anew()
@@ -406,19 +407,19 @@ class SpareMemory:
             self._look(forwards)
         elif self._steps > WARM_UPS[-1]:
             self._need.measure()
-            if not found_memory:
+            if lacks_margin:
                 self._widen_margin()
-        self._peak = self._peaks.of(SINCE)
+        self._peak = self._need.peak
 
     def _notice_retries(self) -> bool:
-        """Whether torch has found all memory of the step at once, without giving back what it keeps for reuse, which
-        stops the GPU. Notices memory that others have taken, too."""
+        """Notice that torch had to look for memory in the step: to give back what it keeps for reuse, which stops the
+        GPU. Notice memory that others have taken, too. -> whether more has to be left free than is already."""
         gpu = self._budget.gpu
         if gpu is None:
             self._proof.end_step(went_well=True)
-            return True
+            return False
         before, self._retries = self._retries, gpu.allocation_retries()
-        usable = gpu.memory()[0] + gpu.allocated()
+        usable, _ = _usable(gpu)
         is_less = usable < self._usable - self._margin / 4
         if is_less:
             self._reserve = max(0.0, self._reserve - (self._usable - usable))  # for which it was left free
@@ -426,7 +427,7 @@ class SpareMemory:
         found = self._retries == before
         self._proof.end_step(went_well=found and not is_less)
         was_short, self._had_shortage = self._had_shortage, False
-        return found or was_short  # as much is left free as was short
+        return not (found or was_short)  # as much is left free as was short
 
     def _widen_margin(self) -> None:
         """Leave more free where torch had to look for memory. In the step after a decision it makes room for what has
@@ -440,8 +441,7 @@ class SpareMemory:
         self.activations.keeps_first = self._schedules().coming == "two passes"
         self._latest_look = self._steps
         if self._budget.gpu is not None:
-            free, total = self._budget.gpu.memory()
-            self._usable = free + self._budget.gpu.allocated()
+            self._usable, total = _usable(self._budget.gpu)
             self._margin, self._most_margin = max(self._margin, total * MARGIN_SHARE), total * MOST_MARGIN_SHARE
         own = self._record(forwards)
         given = [own] if self.states is None else self._ranks.exchange(own, "sharing out spare GPU memory")
@@ -491,6 +491,12 @@ class SpareMemory:
                 f"and the activations of {choice.kept} of {len(offer.activations)} checkpointed blocks{parts}; "
                 f"expected: {choice.seconds:.3f} s a step, after {offer.times.predicted(record.kept_s, 0.0, 0.0):.3f} s"
             )
+
+
+def _usable(gpu: GpuMemory) -> tuple[int, int]:
+    """Bytes of the GPU that this process may use, with those that it has allocated, and bytes in all."""
+    free, total = gpu.memory()
+    return free + gpu.allocated(), total
 
 
 def _times(step: StepStatistics, schedule: Schedule, inputs: int) -> StepTimes:

@@ -469,3 +469,18 @@ def test_a_forward_that_ended_with_an_exception_says_nothing_of_evaluations() ->
             run.spare.end_forward(completed=completed)
         known = need.at(Shape(2 * TOKENS, TOKENS), with_gradient=False)
         assert known == (4 * BYTES_PER_TOKEN if completed else 2 * TOKENS * BYTES_PER_TOKEN)
+
+
+def test_two_lengths_of_the_first_steps_tell_what_a_longer_batch_has_no_more_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As gradients of weights, which each batch of these has 500 bytes of."""
+    monkeypatch.setattr(Activations, "gradient_bytes", 1_000)
+    run = Run()
+    run.spare.activations.square_bytes = lambda _: 0.0  # type: ignore[method-assign]
+    compute = run.gpu.compute
+    monkeypatch.setattr(run.gpu, "compute", lambda tokens: compute(tokens + 5))
+    for tokens in (TOKENS, TOKENS, 2 * TOKENS, TOKENS):
+        run.step((1, tokens))
+    longer = run.spare._need.at(Shape(4 * TOKENS, TOKENS))
+    assert longer == 4 * TOKENS * BYTES_PER_TOKEN + 500
