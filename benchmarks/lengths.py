@@ -28,6 +28,7 @@ import step
 import torch
 from settings import Setting
 from torch import nn
+from tqdm import tqdm
 from trainers import DeepSpeedTrainer
 
 LENGTHS = 64, 4096
@@ -43,22 +44,7 @@ def causal(name: str) -> Any:
 
 
 def with_adapters(model: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
-    model.enable_input_require_grads()
-    return model
-
-
-def mixture() -> Any:
-    """Six of 48 blocks of Qwen3-30B-A3B, 4.4 G parameters."""
-    shapes.finetune_models.PRESETS["mixture"] = {
-        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 6,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
-    return causal("mixture")
+    return shapes.with_adapters(model, rank=16)
 
 
 def vision() -> Any:
@@ -70,7 +56,8 @@ def vision() -> Any:
         "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
     }  # fmt: skip
-    config = Qwen2_5_VLConfig(text_config=text, vision_config={"out_hidden_size": 2048}, tie_word_embeddings=True)
+    tower = {"hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True)
     with torch.device("meta"):
         model = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
     return shapes.in_host_memory(model, DEVICE, 0)
@@ -79,7 +66,7 @@ def vision() -> Any:
 BUILD = {
     "full": lambda: causal("qwen2.5-3b"),
     "lora": lambda: with_adapters(causal("qwen2.5-14b")),
-    "mixture": mixture,
+    "mixture": lambda: causal("qwen3-30b-a3b-6-blocks"),
     "vision": vision,
     "vision-text": vision,
     "dpo": lambda: with_adapters(causal("qwen2.5-3b")),
@@ -144,7 +131,7 @@ def run(options: argparse.Namespace, record: dict[str, Any]) -> None:
     engine, batches = trainer.engine, Batches(options.case, model, options.batch, options.constant)
     record["init_s"] = round(time.perf_counter() - begin, 1)
     memory.restart_gpu_peak()
-    for number in range(1, options.steps + 1):
+    for number in tqdm(range(1, options.steps + 1), desc="steps"):
         length = LENGTHS[1] if number == options.steps and not options.constant else batches.length()
         record["at"] = [number, length]
         begin = time.perf_counter()
@@ -189,7 +176,7 @@ def main() -> None:
     }  # fmt: skip
     try:
         run(options, record)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         record["error"] = f"{type(error).__name__}: {error}"[:600]
         traceback.print_exc()
     stats = torch.cuda.memory_stats() if DEVICE.type == "cuda" else {}

@@ -24,7 +24,7 @@ from typing import Any
 from settings import Setting
 from shapes import finetune_models
 
-from ds_slide.cli.planning.model import ModelShape
+from ds_slide.cli.planning.model import ModelShape, read_adapter
 from ds_slide.cli.planning.planner import Planner, Request
 from ds_slide.plan.allocations import BLOCK_RING
 from ds_slide.plan.ceilings.figures import Ceilings, DiskCeilings, read_ceilings
@@ -192,7 +192,7 @@ def compare(planner: Planner, record: Mapping[str, Any], ceilings: Ceilings, roo
     if record.get("ssd_gb_s"):
         ceilings = with_disk(ceilings, record["ssd_gb_s"])
     request = Request(
-        shape=ModelShape(setting.model, shape_config(setting.model)),
+        shape=ModelShape(setting.model, shape_config(setting.model), adapter_of(setting)),
         raw=record["deepspeed_config"],
         batch=setting.batch,
         seq=setting.seq,
@@ -212,7 +212,8 @@ def compare(planner: Planner, record: Mapping[str, Any], ceilings: Ceilings, roo
         request = request.with_block(window=max(2, slots))
         forecast = plan(request)
     what = f"{setting.model} {setting.batch} x {setting.seq}" + (f" x {setting.grad_accum}" * (setting.grad_accum > 1))
-    settings = [f"clipping {setting.clip:g}", *(f"{key} {value}" for key, value in setting.slide.items())]
+    adapter = [f"LoRA {setting.adapter}"] * bool(setting.adapter)
+    settings = [*adapter, f"clipping {setting.clip:g}", *(f"{key} {value}" for key, value in setting.slide.items())]
     if setting.checkpointing == "none":
         settings.append("no checkpointing")
     if setting.gpu_fraction < 1:
@@ -289,6 +290,10 @@ def shape_config(name: str) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**finetune_models.PRESETS[name])
+
+
+def adapter_of(setting: Setting) -> Any:
+    return read_adapter(str(setting.adapter)) if setting.adapter else None
 
 
 def run(settings: Sequence[Setting], records: Path, only: str, ceilings: Ceilings) -> None:

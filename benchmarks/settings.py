@@ -34,6 +34,7 @@ class Setting:
     system: str
     """`slide` and `stock` share one DeepSpeed JSON, apart from the "ds_slide" key; `gpu-only` is plain torch."""
     model: str = option("qwen2.5-3b", "preset of examples/finetune_models.py, shape of shapes.py or a local directory")
+    adapter: int = option(0, "rank of LoRA on all linear layers, 0: all weights are trained")
     batch: int = option(8, "sequences of one micro batch")
     seq: int = option(2048, "tokens of one sequence")
     grad_accum: int = option(1, "micro batches of one optimizer step")

@@ -40,6 +40,33 @@ finetune_models.PRESETS["qwen2.5-3b-untied"] = {**finetune_models.PRESETS["qwen2
 # memory the GPU needs as much for 8 of them.
 finetune_models.PRESETS["llama3-8b-8-blocks"] = {**finetune_models.PRESETS["llama3-8b"], "num_hidden_layers": 8}
 
+# 4.36 G parameters: six of the 48 blocks of Qwen3-30B-A3B, whose states fit a host of 128 GiB.
+finetune_models.PRESETS["qwen3-30b-a3b-6-blocks"] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+
+
+def with_adapters(model: Any, rank: int) -> Any:
+    """LoRA on all linear layers, as a script prepares it for gradient checkpointing."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(model, config)
+    model.enable_input_require_grads()
+    return model
+
 
 def build_on_accelerator(name: str, device: torch.device, seed: int) -> Any:
     """The model in bf16 with its weights on `device`."""

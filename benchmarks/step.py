@@ -50,6 +50,8 @@ def prepare_model(setting: Setting, device: torch.device) -> Any:
     """The model in training mode; the same weights for every system."""
     build = shapes.build_in_host_memory if setting.build == "host" else shapes.build_on_accelerator
     model: Any = build(setting.model, device, setting.seed)
+    if setting.adapter:
+        model = shapes.with_adapters(model, setting.adapter)
     if setting.checkpointing != "none":
         reentrant = setting.checkpointing == "reentrant"
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})

@@ -58,6 +58,9 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit code: 0 where it fits, 1 where it does not or cannot be planned, 2 for wrong options."
     parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="the JSON of the run")
     parser.add_argument("--model", required=True, help="a preset, or a directory with Hugging Face's config.json")
+    parser.add_argument(
+        "--adapter", metavar="ADAPTER", help="LoRA's rank on all linear layers, or a directory with PEFT's config"
+    )
     parser.add_argument("--batch", type=_positive, help="sequences of a micro-batch; those of the JSON by default")
     parser.add_argument("--seq", type=_positive, required=True, help="tokens of a sequence")
     parser.add_argument("--ranks", type=_positive, default=1, help="GPUs of the machine (1 by default)")

@@ -313,3 +313,37 @@ def test_the_subspace_is_the_largest_that_hides(
     # Of what the compressed matrices send, and nothing else, there is less at a smaller d.
     lanes, less = plan(slow, at_most)["lanes"], plan(slow, 64)["lanes"]
     assert less["d2h"] < lanes["d2h"] and less["h2d"] < lanes["h2d"] and less["update"] < lanes["update"]
+
+
+def test_an_adapter_needs_states_for_what_it_trains(
+    ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_path: Path
+) -> None:
+    import peft
+
+    peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM").save_pretrained(str(tmp_path))
+
+    path = config(ds_slide={"enabled": True, "gpu_states": 0})
+
+    def host_bytes(*adapter: object) -> int:
+        ran = ds_slide("plan", "--deepspeed_config", path, *SMALL, *ROOM, *H200, *adapter, "--json")
+        entries: dict[str, int] = ran.answer["tiers"]["host"]["entries"]
+        return entries["placed by the plan"]
+
+    assert 2 * host_bytes("--adapter", tmp_path) < host_bytes()
+
+
+def test_what_is_no_adapter(ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    (wrong / "adapter_config.json").write_text('{"peft_type": "NONE_SUCH"}')
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "target_modules": ["none_such"]}')
+    for adapter, message in (
+        ("0", "--adapter 0: a rank is 1 or more"),
+        (tmp_path, "is neither a rank nor a directory with an adapter_config.json"),
+        (wrong, "PEFT cannot read its adapter_config.json"),
+        (other, "--adapter does not fit the model"),
+    ):
+        ran = ds_slide("plan", "--deepspeed_config", config(), *SMALL, *ROOM, *H200, "--adapter", adapter)
+        assert ran.code == 1 and message in ran.error + ran.out

@@ -1,7 +1,7 @@
-"""Trains while all free memory of the GPU is taken at one place of a step, and writes the digests of the weights.
+"""Trains while memory of the GPU is taken at one place of a step, and writes the digests of the weights.
 
-python shortage_worker.py RESULTS.json; not a test module. Memory is taken from torch's allocator directly, past the
-dispatcher: the engine must not make room for the one who takes it.
+python shortage_worker.py RESULTS.json; not a test module. So much is taken that a step fits only if all blocks are
+recomputed. It is taken from torch's allocator directly, past the dispatcher: the engine must not make room for it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,15 @@ CASES = [
 """What is under way, the step, and the module at which memory is taken."""
 
 
-class Taker:
-    """Has what it has taken until `give_back`."""
+SLACK = 256 << 20
+"""Bytes that the allocator may lose to fragments."""
 
-    def __init__(self) -> None:
+
+class Taker:
+    """Takes at most `limit` bytes, and has them until `give_back`."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self.is_armed = False
         self.pointers: list[int] = []
         self.taken = 0
@@ -55,8 +60,11 @@ class Taker:
         if not self.is_armed:
             return
         self.is_armed = False
-        nbytes = LIMIT
+        nbytes = self.limit
         while nbytes >= 1 << 21:
+            if self.taken + nbytes > self.limit:
+                nbytes //= 2
+                continue
             try:
                 self.pointers.append(torch.cuda.caching_allocator_alloc(nbytes))
                 self.taken += nbytes
@@ -92,15 +100,28 @@ def model() -> nn.Module:
     return made.train()
 
 
-def run(place: str, step: int, name: str, states: Any) -> dict[str, Any]:
+def run(place: str, step: int, name: str, limit: int, **slide: Any) -> dict[str, Any]:
+    """Of a run in which at most `limit` bytes are taken; with what torch had allocated at most."""
     import deepspeed
 
-    made, taker, losses = model(), Taker(), []
+    made, taker = model(), Taker(limit)
     if place:
         taker.watch(made.get_submodule(name), place)
-    scenario = worker.Scenario(place, clip=1.0, slide={"gpu_states": states, "kernels": "off"})
+    scenario = worker.Scenario(place, clip=1.0, slide={"kernels": "off", **slide})
     config = {**worker.engine_config(scenario), "train_micro_batch_size_per_gpu": BATCH}
     engine, *_ = deepspeed.initialize(model=made, model_parameters=made.parameters(), config=config)
+    try:
+        return trained(engine, made, taker, step)
+    finally:
+        taker.give_back()
+        engine.destroy()
+
+
+def trained(engine: Any, made: nn.Module, taker: Taker, step: int) -> dict[str, Any]:
+    import deepspeed
+
+    torch.cuda.reset_peak_memory_stats()
+    losses: list[float] = []
     generator = torch.Generator().manual_seed(1)
     torch.manual_seed(3)
     kept: list[int] = []
@@ -112,18 +133,23 @@ def run(place: str, step: int, name: str, states: Any) -> dict[str, Any]:
         taker.give_back()
         engine.step()
         losses.append(loss.item())
-        kept.append(engine.optimizer.runtime.parts.spare.activations.kept_bytes)
+        kept.append(engine.optimizer.slide_stats().get("activations", {}).get("kept_bytes", 0))
+    peak = torch.cuda.max_memory_allocated()
     with deepspeed.zero.GatheredParameters(list(made.parameters())):
         parts = (parameter.detach().float().cpu().numpy().tobytes() for parameter in made.parameters())
         digest = hashlib.sha256(b"".join(parts)).hexdigest()
-    promoted = len(engine.optimizer.runtime.parts.plan.placement.promoted)
-    engine.destroy()
-    return {"losses": losses, "digest": digest, "taken": taker.taken, "kept": kept, "promoted": promoted}
+    promoted = engine.optimizer.slide_stats()["memory"]["promoted_units"]
+    return {
+        "losses": losses, "digest": digest, "taken": taker.taken, "kept": kept, "promoted": promoted, "peak": peak,
+    }  # fmt: skip
 
 
 def main(target: Path) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.cuda.set_per_process_memory_fraction(LIMIT / torch.cuda.mem_get_info()[1])
+    # What a step takes if all blocks are recomputed and all states are in host memory.
+    needed = run("", 0, "", 0, gpu_states=0, activations="as_written")["peak"]
+    limit = LIMIT - needed - SLACK
     results: dict[str, Any] = {}
     # A small model leaves much of any GPU free: without this the engine would see no need to watch.
     with patch.object(spare_memory, "ROOMY", 10):
@@ -131,10 +157,11 @@ def main(target: Path) -> None:
             for place, step, name in [("", 0, ""), *CASES]:
                 begin = time.perf_counter()
                 try:
-                    result = run(place, step, name, states)
+                    result = run(place, step, name, limit, gpu_states=states)
                 except Exception:
                     result = {"error": traceback.format_exc()[-3000:]}
                 result["seconds"] = round(time.perf_counter() - begin, 1)
+                result["limit"] = limit
                 results[f"{states}: {place} {step} {name}" if place else f"{states}"] = result
                 target.write_text(json.dumps(results))
                 gc.collect()

@@ -1,4 +1,4 @@
-"""All free memory is taken at one place of a step: kept activations and states make room, and no bit changes."""
+"""Memory is taken at one place of a step: kept activations and states make room, and no bit changes."""
 
 from __future__ import annotations
 

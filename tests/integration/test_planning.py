@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import ds_config, engine_for, llama, on_ssd
 
+from ds_slide.cli.planning.model import ModelShape, read_adapter
 from ds_slide.errors import SlideConfigError
 from ds_slide.integration.planning import filled, plan_json
 from ds_slide.plan.forecast import Room
@@ -46,6 +47,21 @@ def test_it_is_what_an_engine_takes(name: str, disk: Path, monkeypatch: pytest.M
     with engine_for(llama(num_hidden_layers=4), config) as engine:
         parts = engine.optimizer.runtime.parts
         assert planned.plan.report() == parts.memory_report
+        assert planned.plan.allocations == parts.plan.allocations
+        assert planned.plan.host_bytes == parts.memory.total_bytes
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_adapter_is_what_an_engine_takes() -> None:
+    import peft
+
+    bare = llama(num_hidden_layers=4)
+    shape = ModelShape("small", bare.config, read_adapter("4"))
+    config = ds_config({})
+    planned = plan_json(shape.build(), filled(copy.deepcopy(config), None, 1)[0], ROOM)
+    model = peft.get_peft_model(bare, peft.LoraConfig(r=4, target_modules="all-linear"))
+    with engine_for(model, config) as engine:
+        parts = engine.optimizer.runtime.parts
         assert planned.plan.allocations == parts.plan.allocations
         assert planned.plan.host_bytes == parts.memory.total_bytes
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ds_slide.cli.doctor import cache
 from ds_slide.cli.planning import output, plot
-from ds_slide.cli.planning.model import ModelShape
+from ds_slide.cli.planning.model import ModelShape, read_adapter
 from ds_slide.cli.planning.planner import Planner, Request
 from ds_slide.cli.planning.search import (
     largest_batch,
@@ -125,6 +125,8 @@ def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
         cpu = ceilings.cpu.model_copy(update={"update_gb_s": ceilings.cpu.update_gb_s / room.ranks})
         ceilings = ceilings.model_copy(update={"cpu": cpu})
     shape = ModelShape.named(arguments.model)
+    if arguments.adapter is not None:
+        shape = replace(shape, adapter=read_adapter(arguments.adapter))
     positions = getattr(shape.config, "max_position_embeddings", None)
     if positions is not None and arguments.seq > positions:
         notes.append(f"the model's config.json has {positions:,} positions, and the sequence {arguments.seq:,} tokens")

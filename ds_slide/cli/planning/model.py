@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ def preset_names() -> list[str]:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A causal language model by its config. `name`: of a preset, or the directory."""
+    """A causal language model by its config. `name`: of a preset, or the directory. `adapter`: PEFT's config of what is
+    trained beside frozen weights, None where all weights are trained."""
 
     name: str
     config: Any
+    adapter: Any = None
 
     @classmethod
     def named(cls, name: str) -> ModelShape:
@@ -60,6 +63,8 @@ class ModelShape:
             raise SlideConfigError(
                 f"--model {self.name} cannot be built as a causal language model ({str(error).splitlines()[0]})"
             ) from error
+        if self.adapter is not None:
+            model = _with_adapter(model, self.adapter)
         return model.train()
 
     @cached_property
@@ -69,8 +74,47 @@ class ModelShape:
     def family(self) -> list[ModelShape]:
         """The presets of the same kind, the largest first."""
         found = [ModelShape.named(name) for name in preset_names()]
-        same = [shape for shape in found if shape.config.model_type == self.config.model_type]
+        same = [
+            replace(shape, adapter=self.adapter) for shape in found if shape.config.model_type == self.config.model_type
+        ]
         return sorted(same, key=lambda shape: -shape.parameters)
+
+
+def read_adapter(text: str) -> Any:
+    """PEFT's config: LoRA on all linear layers where `text` is a rank, or else of the directory `text`.
+
+    Raises SlideConfigError without PEFT, for a rank of 0, and for a directory without an adapter_config.json.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise SlideConfigError("--adapter needs PEFT: pip install peft") from error
+    if text.isdigit():
+        if int(text) < 1:
+            raise SlideConfigError(f"--adapter {text}: a rank is 1 or more")
+        return peft.LoraConfig(r=int(text), target_modules="all-linear", task_type="CAUSAL_LM")
+    if not (Path(text) / "adapter_config.json").is_file():
+        raise SlideConfigError(f"--adapter {text} is neither a rank nor a directory with an adapter_config.json")
+    try:
+        config = peft.PeftConfig.from_pretrained(text)
+    except (KeyError, ValueError, TypeError, OSError) as error:
+        first = str(error).splitlines()[0]
+        raise SlideConfigError(f"--adapter {text}: PEFT cannot read its adapter_config.json ({first})") from error
+    config.inference_mode = False  # a saved adapter says that it is not trained
+    return config
+
+
+def _with_adapter(model: Any, adapter: Any) -> Any:
+    """As a script of PEFT prepares it for training with gradient checkpointing."""
+    import peft
+
+    try:
+        with torch.device("meta"):
+            model = peft.get_peft_model(model, copy.deepcopy(adapter))
+    except ValueError as error:
+        raise SlideConfigError(f"--adapter does not fit the model ({str(error).splitlines()[0]})") from error
+    model.enable_input_require_grads()
+    return model
 
 
 def set_checkpointing(model: nn.Module, on: bool) -> None:
