@@ -29,7 +29,7 @@ from ds_slide.cli.planning.planner import Planner, Request
 from ds_slide.plan.allocations import BLOCK_RING
 from ds_slide.plan.ceilings.figures import Ceilings, DiskCeilings, read_ceilings
 from ds_slide.plan.forecast import CONTEXT_BYTES, Forecast, Room
-from ds_slide.runtime.settings import LEAST_RING
+from ds_slide.runtime.core.settings import LEAST_RING
 
 HERE = Path(__file__).resolve().parent
 AT_C155 = "c15576420a86:benchmarks/results/"

@@ -18,9 +18,9 @@ from ds_slide.compression.lsp.codec import Lsp, Pair
 from ds_slide.compression.lsp.projector import Projector
 from ds_slide.errors import SlideError
 from ds_slide.report.log import log
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.learning import MOMENTS
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.gradients.learning import MOMENTS
 
 NAME = "ds_slide_compression.pt"
 """The file of rank 0."""

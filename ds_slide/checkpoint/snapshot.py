@@ -19,8 +19,8 @@ from ds_slide.checkpoint.state_buffers import pieces
 from ds_slide.plan.placement import USABLE_SHARE
 from ds_slide.plan.probe.host_room import HostRoom, host_room
 from ds_slide.plan.probe.local_ranks import local_ranks
-from ds_slide.runtime import running
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.core import running
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.store.host_memory import HostMemory
 from ds_slide.store.in_memory import InMemory, NotHeld, StatesInMemory, WeightsInMemory
 from ds_slide.store.state import UnitState

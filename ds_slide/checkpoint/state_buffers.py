@@ -10,9 +10,9 @@ import torch
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry
 from ds_slide.optim.reference import encode_split
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.gradients.holding import HOLD_HINT
-from ds_slide.runtime.unit import Unit
 from ds_slide.store.state import UnitState
 
 MASTER = "master"

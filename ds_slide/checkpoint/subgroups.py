@@ -22,8 +22,8 @@ from ds_slide.checkpoint.pickle_writer import PIECE, Planned
 from ds_slide.checkpoint.state_buffers import MASTER, HasState, as_weights, pieces, read_values, write_values
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.unit import Unit
 
 Places = dict[nn.Parameter, tuple[Unit, Entry]]
 States = Callable[[Unit], HasState]

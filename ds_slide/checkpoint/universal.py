@@ -25,7 +25,7 @@ from ds_slide.checkpoint.state_buffers import MASTER
 from ds_slide.checkpoint.subgroups import Flat, SubGroups
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry, piece
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.core.unit import Unit
 
 LATEST = "latest_universal"
 _CONVERTED = (MASTER, "exp_avg", "exp_avg_sq")

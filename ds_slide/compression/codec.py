@@ -11,8 +11,8 @@ every change is the exact one (-0.0 - x is -x, zeros of both signs included), in
 GPU, with what completes them to the masters, and are decayed there.
 
 A codec is made from a unit's layout, before the plan, which takes its bytes from it, and belongs to that unit for the
-run; `ds_slide.runtime.settings` says which unit has which. Units that pass through the window are fetched as weights,
-so a codec whose updates are something else is for units that are on the GPU all the time.
+run; `ds_slide.runtime.core.settings` says which unit has which. Units that pass through the window are fetched as
+weights, so a codec whose updates are something else is for units that are on the GPU all the time.
 """
 
 from __future__ import annotations

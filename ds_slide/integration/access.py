@@ -17,9 +17,9 @@ from ds_slide.errors import SlideAttributeError, SlideError
 from ds_slide.integration.compression import require_own_layout
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.rule import UpdateRule
+from ds_slide.runtime.core.unit import SquareSum, Unit
 from ds_slide.runtime.ended import ENDED
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.unit import SquareSum, Unit
 
 Places = dict[nn.Parameter, tuple[Unit, Entry]]
 
@@ -125,7 +125,7 @@ class StateAccess:
         require_own_layout(unit, "the gradient")
         self._runtime.taking.require_held("reading or writing a gradient")
         self._runtime.settle(unit)
-        self._runtime.parts.workers.update.drain()  # an accumulation may be under way
+        self._runtime.parts.lanes.update.drain()  # an accumulation may be under way
 
     def _own(self, value: torch.Tensor, entry: Entry) -> torch.Tensor:
         if value.numel() != entry.numel:

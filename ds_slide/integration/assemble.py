@@ -28,14 +28,14 @@ from ds_slide.plan.probe.file_mappings import FileMappings
 from ds_slide.plan.probe.host_room import groups, host_room, share_with
 from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.plan.ssd_settings import ssd_settings
-from ds_slide.runtime import running
 from ds_slide.runtime.build import build_runtime
-from ds_slide.runtime.device import Device
+from ds_slide.runtime.core import running
+from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.core.ranks.collectives import Ranks
+from ds_slide.runtime.core.ranks.sharing import open_sharing
+from ds_slide.runtime.core.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.ranks.collectives import Ranks
-from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.weights.rows import chunk_rows
-from ds_slide.runtime.weights.sharing import open_sharing
 from ds_slide.runtime.weights.streamed_head import StreamedHead, check_is_outer, find_streamed_head
 from ds_slide.store.page_locks import require_page_locks
 

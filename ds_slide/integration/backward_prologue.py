@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_slide.runtime.weights.calls import NO_TASK, graph_task
+from ds_slide.runtime.core.calls import NO_TASK, graph_task
 
 
 def attach(engine: Any) -> None:

@@ -12,7 +12,7 @@ from ds_slide.errors import SlideError
 from ds_slide.integration.refused import Values
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.rule import UpdateRule
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.core.unit import Unit
 
 REMOVE = "remove ds_slide.compression"
 

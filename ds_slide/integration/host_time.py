@@ -16,7 +16,7 @@ from ds_slide.config import CONFIG_KEY
 from ds_slide.errors import SlideError
 from ds_slide.patching.apply import apply_kernels
 from ds_slide.plan.trace import TracedUnit, trace_step
-from ds_slide.runtime.activations.spare_memory import LOOKS
+from ds_slide.runtime.memory.spare_memory import LOOKS
 
 MICRO_BATCHES = 2
 """A step has so many."""

@@ -23,8 +23,8 @@ from ds_slide.integration.left_weights import LOW_HALVES
 from ds_slide.integration.partition import Access, Partition, as_partition, as_plain
 from ds_slide.integration.present_values import PresentValues
 from ds_slide.model.layout import Entry, piece
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.weights.residents import Binding
 
 _STOCKS = "ds_slide_stocks_methods"

@@ -28,7 +28,7 @@ from ds_slide.optim.adamw import ADAMW
 from ds_slide.plan.forecast import Room
 from ds_slide.plan.memory import Budgets, Plan
 from ds_slide.plan.needs import Needs
-from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
+from ds_slide.runtime.core.settings import RuntimeSettings, UnitPlan
 
 FILLED = {
     "gradient_clipping": 1.0,

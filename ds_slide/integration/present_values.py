@@ -13,8 +13,8 @@ from ds_slide.checkpoint import state_buffers
 from ds_slide.errors import SlideError
 from ds_slide.integration import left_weights
 from ds_slide.model.layout import Entry, piece
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.weights.residents import AS_THEY_ARE
 from ds_slide.runtime.weights.uses import UseToken
 

@@ -1,4 +1,4 @@
-"""`engine.backward` in which an operator that finds no GPU memory runs again (`ds_slide.runtime.activations.retries`).
+"""`engine.backward` in which an operator that finds no GPU memory runs again (`ds_slide.runtime.memory.retries`).
 
 A script that calls `loss.backward()` is not seen before its backward has begun, when it is too late.
 """

@@ -2,7 +2,7 @@
 
 It is made from the sizes of the units, the storage settings and a placement. The placement compares the sums of
 several, the budgets are checked against the sums of the last one, the builder asks for its entries by name and takes
-their bytes from them (`ds_slide.runtime.allocator`), and reports are sums of it.
+their bytes from them (`ds_slide.runtime.core.allocator`), and reports are sums of it.
 
 Not in it is what does not grow with the parameters (a norm and a few counters for each unit), what is freed again while
 states are placed, and activations, which are the model's own.

@@ -1,7 +1,7 @@
 """What of the states on SSD a step reads again, and how far the disk gets ahead of the updates.
 
 A chunk that has been updated stays in its host buffer until another one needs that, and what is needed last goes first
-(`ds_slide.runtime.transfers.buffers`). So the chunks that come first in the order of the updates stay for good, in the
+(`ds_slide.runtime.ssd.buffers`). So the chunks that come first in the order of the updates stay for good, in the
 buffers that no chunk on its way takes.
 """
 

@@ -113,7 +113,7 @@ class Needs:
 class Placement:
     """Indices of the units with states on the GPU, and of the others with weights, optimizer states or held
     gradients on SSD. `window`: slots, of which there are no more than blocks that pass through them. `promoted`: of
-    those in host memory, the units whose states are on the GPU for now (`ds_slide.runtime.tier_moves`)."""
+    those in host memory, the units whose states are on the GPU for now (`ds_slide.runtime.memory.tier_moves`)."""
 
     on_gpu: frozenset[int] = frozenset()
     weights_on_ssd: frozenset[int] = frozenset()

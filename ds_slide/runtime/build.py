@@ -32,44 +32,44 @@ from ds_slide.plan.two_passes import Schedules
 from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
 from ds_slide.report.trace import Trace
 from ds_slide.report.waits import Waits
-from ds_slide.runtime import running
-from ds_slide.runtime.activations.states import RunningStates
-from ds_slide.runtime.allocator import Allocator
 from ds_slide.runtime.build_activations import make_spare_memory
-from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.build_ssd import announcer, open_ssd, provide_buffers
 from ds_slide.runtime.build_units import TakeWeights, begin_codecs, join_parts, load_weights, make_unit
-from ds_slide.runtime.device import Device
+from ds_slide.runtime.core import running
+from ds_slide.runtime.core.allocator import Allocator
+from ds_slide.runtime.core.context import BuildContext
+from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.core.lanes import Lanes
+from ds_slide.runtime.core.pool import BufferPool
+from ds_slide.runtime.core.ranks.board import open_board
+from ds_slide.runtime.core.ranks.collectives import Ranks
+from ds_slide.runtime.core.ranks.conductor import Conductor
+from ds_slide.runtime.core.ranks.peers import Peers
+from ds_slide.runtime.core.ranks.shared_weights import SharedWeights
+from ds_slide.runtime.core.ranks.sharing import Sharing
+from ds_slide.runtime.core.ranks.watchdog import Watchdog
+from ds_slide.runtime.core.settings import RuntimeSettings, UnitPlan
+from ds_slide.runtime.core.stream_lane import Delay, StreamWorker
+from ds_slide.runtime.core.unit import Empty, Unit
+from ds_slide.runtime.core.update_lane import UpdateWorker
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.gradients.agreement import Agreement
 from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.sources import Staging
+from ds_slide.runtime.memory.states import RunningStates
 from ds_slide.runtime.parts import Parts
-from ds_slide.runtime.ranks.board import open_board
-from ds_slide.runtime.ranks.collectives import Ranks
-from ds_slide.runtime.ranks.conductor import Conductor
-from ds_slide.runtime.ranks.peers import Peers
-from ds_slide.runtime.ranks.watchdog import Watchdog
-from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
-from ds_slide.runtime.transfers.handoff import Failures
-from ds_slide.runtime.transfers.pool import BufferPool
-from ds_slide.runtime.transfers.ssd import SsdParts, SsdStates, moved_bytes
-from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
-from ds_slide.runtime.transfers.uploads import Uploads
-from ds_slide.runtime.unit import Empty, Unit
+from ds_slide.runtime.ssd.ssd import SsdParts, SsdStates, moved_bytes
 from ds_slide.runtime.updates.apply import host_update
 from ds_slide.runtime.updates.passes import Passes
 from ds_slide.runtime.updates.speculation import Speculating
 from ds_slide.runtime.updates.threads import update_cores
-from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.runtime.updates.updating import Updating
 from ds_slide.runtime.weights.gathers import Gathers
 from ds_slide.runtime.weights.residents import Availability
 from ds_slide.runtime.weights.rows import MakeRows, RowBuffers, RowEvents, StreamedRows
-from ds_slide.runtime.weights.shared_weights import SharedWeights
-from ds_slide.runtime.weights.sharing import Sharing
+from ds_slide.runtime.weights.uploads import Uploads
 from ds_slide.runtime.weights.window import Window
-from ds_slide.runtime.workers import Workers
 from ds_slide.store.host_memory import HostMemory
 from ds_slide.store.ssd.store import SsdStore
 
@@ -203,23 +203,23 @@ def _wire(
     started.callback(updater.end_threads)
     if ssd is not None:
         provide_buffers(context, ssd)
-    workers = _make_workers(context, units)
-    for worker in (workers.h2d, workers.outer_h2d, workers.d2h, workers.update):
+    lanes = _make_lanes(context, units)
+    for worker in (lanes.h2d, lanes.outer_h2d, lanes.d2h, lanes.update):
         started.callback(worker.close)
     uploads = Uploads({} if shared is None else shared.parts, _scratch(context, UPLOADED), device, failures)
     streamed = [unit for unit in units if unit.is_streamed]
-    updating = _updating(settings, workers.update, updater, failures)
+    updating = _updating(settings, lanes.update, updater, failures)
     window, slots = None, allocator.buffers(SLOTS)
     if streamed:
         announce = announcer(ssd, settings)
-        window = Window(device, workers.h2d, failures, streamed, slots, uploads.fill, *announce)
+        window = Window(device, lanes.h2d, failures, streamed, slots, uploads.fill, *announce)
     stagings = make_stagings(allocator, ranks.world_size, failures)
     ranks.connect(stagings[0].packed, stagings[0].own, settings.gradient_dtype)
     gradients = Gradients(
         device=device,
         ranks=ranks,
-        d2h=workers.d2h,
-        updates=workers.update,
+        d2h=lanes.d2h,
+        updates=lanes.update,
         updater=updater,
         failures=failures,
         stagings=stagings,
@@ -238,7 +238,7 @@ def _wire(
         ranks=ranks,
         failures=failures,
         recorder=context.recorder,
-        workers=workers,
+        lanes=lanes,
         updater=updater,
         memory=context.memory,
         pools=context.allocator.pools,
@@ -254,19 +254,19 @@ def _wire(
         updating=updating,
         spare=make_spare_memory(module, context, units, lambda: _schedules(updating)),
         ssd=ssd,
-        make_rows=_make_rows(context, units, workers, gradients),
+        make_rows=_make_rows(context, units, lanes, gradients),
         watchdog=_watchdog(settings, ranks, device, failures, context.stores),
     )
 
 
-def _make_workers(context: BuildContext, units: Sequence[Unit]) -> Workers:
+def _make_lanes(context: BuildContext, units: Sequence[Unit]) -> Lanes:
     settings, device, failures = context.settings, context.device, context.failures
     meters, idle = context.recorder.meters, not settings.trains
     debug = settings.slide.debug
     delays = [Delay(debug.lane_delay_ms, debug.seed + number) for number in range(4)]
     # Without updates it has the chunks of a streamed head to bring.
     nothing_for_outer = idle and not any(unit.chunk_rows for unit in units)
-    return Workers(
+    return Lanes(
         h2d=StreamWorker("h2d", device, failures, meters["h2d"], delays[0]),
         outer_h2d=StreamWorker(
             "h2d of outer modules", device, failures, meters[OUTER_H2D], delays[3], idle=nothing_for_outer
@@ -348,7 +348,7 @@ def _rings(context: BuildContext) -> Callable[[Unit], BufferPool]:
     return ring
 
 
-def _make_rows(context: BuildContext, units: Sequence[Unit], workers: Workers, gradients: Gradients) -> MakeRows | None:
+def _make_rows(context: BuildContext, units: Sequence[Unit], lanes: Lanes, gradients: Gradients) -> MakeRows | None:
     """The rows of the outer module whose weight passes through the GPU, None where there is none."""
     unit = next((unit for unit in units if unit.chunk_rows), None)
     if unit is None:
@@ -358,8 +358,6 @@ def _make_rows(context: BuildContext, units: Sequence[Unit], workers: Workers, g
     buffers = RowBuffers.of(unit, weights, trained)
 
     def make(events: RowEvents) -> StreamedRows:
-        return StreamedRows(
-            buffers, context.device, workers.outer_h2d, workers.d2h, context.failures, gradients, events
-        )
+        return StreamedRows(buffers, context.device, lanes.outer_h2d, lanes.d2h, context.failures, gradients, events)
 
     return make

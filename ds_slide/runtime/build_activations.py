@@ -11,17 +11,17 @@ from ds_slide.plan.probe.host_room import host_room
 from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.plan.two_passes import Schedules
 from ds_slide.report.statistics import INPUTS, LaneMeter
-from ds_slide.runtime import running
 from ds_slide.runtime.activations.activations import Activations
 from ds_slide.runtime.activations.checkpointing import may_be_unasked
 from ds_slide.runtime.activations.input_buffers import BETWEEN, InputBuffers
 from ds_slide.runtime.activations.input_disk import InputDisk
 from ds_slide.runtime.activations.moved_inputs import MovedInputs
-from ds_slide.runtime.activations.spare_memory import Budget, SpareMemory
-from ds_slide.runtime.build_context import BuildContext
 from ds_slide.runtime.build_ssd import space_for_inputs
-from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.core import running
+from ds_slide.runtime.core.context import BuildContext
+from ds_slide.runtime.core.stream_lane import Delay, StreamWorker
+from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.memory.spare_memory import Budget, SpareMemory
 
 
 def make_spare_memory(

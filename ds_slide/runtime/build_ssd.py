@@ -9,13 +9,13 @@ import torch
 from ds_slide.plan.allocations import CHECKSUMS, CHUNK_BUFFERS, GRADIENT_BUFFER, WEIGHT_BUFFERS, state_buffer_of, total
 from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.plan.ssd_settings import SsdSettings
-from ds_slide.runtime.build_context import BuildContext
-from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
-from ds_slide.runtime.transfers.pool import BufferPool
-from ds_slide.runtime.transfers.space import SpaceOnSsd
-from ds_slide.runtime.transfers.ssd import SsdStates
-from ds_slide.runtime.transfers.stream_worker import Delay
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.core.context import BuildContext
+from ds_slide.runtime.core.pool import BufferPool
+from ds_slide.runtime.core.settings import RuntimeSettings, UnitPlan
+from ds_slide.runtime.core.stream_lane import Delay
+from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.ssd.space import SpaceOnSsd
+from ds_slide.runtime.ssd.ssd import SsdStates
 from ds_slide.runtime.weights.window import Announce
 from ds_slide.store.ssd.extents import PAGE, UnitExtents, unit_extents
 from ds_slide.store.ssd.page_sums import PageSums

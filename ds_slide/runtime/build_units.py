@@ -21,13 +21,13 @@ from ds_slide.plan.allocations import (
     undo_runs,
     whole_weights_of,
 )
-from ds_slide.runtime.build_context import BuildContext
-from ds_slide.runtime.device import Device
-from ds_slide.runtime.ranks.collectives import Ranks
-from ds_slide.runtime.settings import UnitPlan
-from ds_slide.runtime.transfers.handoff import Future
-from ds_slide.runtime.transfers.ssd import SsdParts
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.core.context import BuildContext
+from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.core.futures import Future
+from ds_slide.runtime.core.ranks.collectives import Ranks
+from ds_slide.runtime.core.settings import UnitPlan
+from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.ssd.ssd import SsdParts
 from ds_slide.store.in_memory import (
     HeldInMemory,
     InMemory,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ds_slide.errors import SlideError
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.parts import Parts
-from ds_slide.runtime.unit import Unit
 from ds_slide.store.in_memory import InMemory
 
 ENDED = "this engine has ended, by destroy() or by a later deepspeed.initialize of its model; use the new one"
@@ -22,6 +23,30 @@ def why_incomplete(units: Sequence[Unit]) -> str:
         if unit.state.weights.buffer.tensor is not None and not unit.updated.is_kept:
             return f"it ended before the update of {unit.name} was done"
     return ""
+
+
+def close_lanes(parts: Parts) -> None:
+    """End the lanes in the order in which work flows, so that nothing queued is lost."""
+    lanes, ssd, shared, failures = parts.lanes, parts.ssd, parts.shared, parts.failures
+    if ssd is None:
+        lanes.d2h.close()
+        lanes.update.close()
+    else:
+        with ssd.weights.hurry():
+            lanes.d2h.close()
+        # Its files end with the run: updates that have not begun would be for nothing. The h2d lanes may be waiting for
+        # them.
+        ssd.abandon()
+        lanes.update.close()
+        failures.record("runtime", SlideError("the engine was destroyed"))
+    if shared is not None:
+        # The same for those who wait for other ranks. They in turn have all of this rank's updates by now.
+        failures.record("runtime", SlideError("the engine was destroyed"))
+        shared.close()
+    lanes.h2d.close()
+    lanes.outer_h2d.close()
+    if ssd is not None:
+        ssd.close()
 
 
 def free_memory(parts: Parts) -> None:

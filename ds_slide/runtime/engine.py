@@ -21,23 +21,23 @@ from torch import nn
 
 from ds_slide.errors import SlideError
 from ds_slide.optim.rule import Hyper
-from ds_slide.runtime import running
-from ds_slide.runtime.accumulation import Accumulation
 from ds_slide.runtime.activations.checkpointing import CacheHooks
-from ds_slide.runtime.activations.parked_states import ParkedStates
-from ds_slide.runtime.ended import ENDED, free_memory, why_incomplete
+from ds_slide.runtime.core import running
+from ds_slide.runtime.core.calls import in_backward
+from ds_slide.runtime.core.futures import Future, wait_on_stream
+from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.ended import ENDED, close_lanes, free_memory, why_incomplete
 from ds_slide.runtime.gradients.holding import HOLD_HINT
+from ds_slide.runtime.gradients.learning import Learning
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.gradients.taking import Taking
-from ds_slide.runtime.interruptions import Interruptions
-from ds_slide.runtime.learning import Learning
+from ds_slide.runtime.gradients.totals import Totals
+from ds_slide.runtime.memory.parked_states import ParkedStates
 from ds_slide.runtime.parts import Parts
-from ds_slide.runtime.totals import Totals
-from ds_slide.runtime.transfers.handoff import Future, wait_on_stream
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.step.accumulation import Accumulation
+from ds_slide.runtime.step.interruptions import Interruptions
 from ds_slide.runtime.updates.apply import device_update
 from ds_slide.runtime.weights.bindings import Bindings
-from ds_slide.runtime.weights.calls import in_backward
 from ds_slide.runtime.weights.function_transforms import require_no_transform
 from ds_slide.runtime.weights.hooks import BlockHooks, OuterHooks, RootHooks, RootState
 from ds_slide.runtime.weights.outputs import OnGradient
@@ -333,8 +333,8 @@ class SlideRuntime:
         """
         self.taking.join()
         with self.parts.recorder.stalled("the gradients of the step"):
-            self.parts.workers.d2h.drain()
-            self.parts.workers.update.drain()
+            self.parts.lanes.d2h.drain()
+            self.parts.lanes.update.drain()
         self._note_flags()
         self.parts.ranks.join()  # GPU-tier units have been through no lane
         on_device = self.gradients.sums.cpu()
@@ -473,7 +473,7 @@ class SlideRuntime:
         unit.state.settle(unit.completed.synchronize)
         if unit.chunk_rows:
             # A forward that has been submitted may still be reading the state buffer.
-            self.parts.workers.outer_h2d.drain()
+            self.parts.lanes.outer_h2d.drain()
         self.resident_weights.await_fetched(unit)
 
     def take_back(self, units: Sequence[Unit]) -> None:
@@ -491,8 +491,8 @@ class SlideRuntime:
         """Wait until no other rank reads the weights, which have settled and are about to be written from outside.
         Collective where weights are shared: every rank calls it, whichever of its own weights it then writes."""
         if self.parts.shared is not None:
-            self.parts.workers.h2d.drain()
-            self.parts.workers.outer_h2d.drain()
+            self.parts.lanes.h2d.drain()
+            self.parts.lanes.outer_h2d.drain()
             self.parts.ranks.exchange(None, "waiting until no rank reads the weights that are to be written")
 
     def weights_changed(self, unit: Unit) -> None:
@@ -521,7 +521,7 @@ class SlideRuntime:
         try:
             with self.parts.failures.waiting("the engine to end"):
                 self.parts.spare.activations.close()
-                self.parts.workers.close(self.parts.ssd, self.parts.shared, self.parts.failures)
+                close_lanes(self.parts)
                 self.device.synchronize()
                 for pool in self.parts.pools.values():
                     pool.close()

@@ -8,23 +8,23 @@ from dataclasses import dataclass, replace
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.plan.memory import Plan, Taken
 from ds_slide.report.statistics import StepRecorder
-from ds_slide.runtime.activations.spare_memory import SpareMemory
-from ds_slide.runtime.device import Device
+from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.core.lanes import Lanes
+from ds_slide.runtime.core.pool import BufferPool
+from ds_slide.runtime.core.ranks.board import Board
+from ds_slide.runtime.core.ranks.collectives import Ranks
+from ds_slide.runtime.core.ranks.shared_weights import SharedWeights
+from ds_slide.runtime.core.ranks.watchdog import Watchdog
+from ds_slide.runtime.core.unit import Empty, Unit
 from ds_slide.runtime.gradients.route import Gradients
-from ds_slide.runtime.ranks.board import Board
-from ds_slide.runtime.ranks.collectives import Ranks
-from ds_slide.runtime.ranks.watchdog import Watchdog
-from ds_slide.runtime.transfers.handoff import Failures
-from ds_slide.runtime.transfers.pool import BufferPool
-from ds_slide.runtime.transfers.ssd import SsdStates
-from ds_slide.runtime.transfers.uploads import Uploads
-from ds_slide.runtime.unit import Empty, Unit
+from ds_slide.runtime.memory.spare_memory import SpareMemory
+from ds_slide.runtime.ssd.ssd import SsdStates
 from ds_slide.runtime.updates.updating import Updating
 from ds_slide.runtime.weights.gathers import Gathers
 from ds_slide.runtime.weights.rows import MakeRows
-from ds_slide.runtime.weights.shared_weights import SharedWeights
+from ds_slide.runtime.weights.uploads import Uploads
 from ds_slide.runtime.weights.window import Window
-from ds_slide.runtime.workers import Workers
 from ds_slide.store.host_memory import HostMemory
 
 
@@ -37,7 +37,7 @@ class Parts:
     ranks: Ranks
     failures: Failures
     recorder: StepRecorder
-    workers: Workers
+    lanes: Lanes
     updater: CpuUpdater
     memory: HostMemory
     pools: dict[str, BufferPool]

@@ -31,13 +31,13 @@ from ds_slide.plan.allocations import (
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.probe.host_room import host_room
 from ds_slide.plan.probe.local_ranks import local_ranks
-from ds_slide.runtime import running
-from ds_slide.runtime.allocator import Allocator
 from ds_slide.runtime.build import make_stagings
-from ds_slide.runtime.deferred_interrupt import deferred_interrupt
+from ds_slide.runtime.core import running
+from ds_slide.runtime.core.allocator import Allocator
+from ds_slide.runtime.core.deferred_interrupt import deferred_interrupt
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.tier_moves import move
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.memory.tier_moves import move
 from ds_slide.store.in_memory import HeldInMemory, InMemory, KeptOnGpu, StatesInMemory
 from ds_slide.store.spare_buffers import SpareBuffers
 from ds_slide.store.state import UnitState
@@ -203,7 +203,7 @@ def _settle(runtime: SlideRuntime, changes: Sequence[_Change]) -> None:
     for change in changes:
         runtime.settle(change.unit)
     runtime.begin_writing()
-    workers = runtime.parts.workers
+    workers = runtime.parts.lanes
     for lane in (workers.d2h, workers.update, workers.h2d, workers.outer_h2d):
         lane.drain()
     runtime.parts.ranks.join()

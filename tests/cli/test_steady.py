@@ -24,9 +24,9 @@ from ds_slide.plan.time import StepTime
 from ds_slide.plan.two_passes import Schedules
 from ds_slide.report.statistics import StepRecorder, StepStatistics
 from ds_slide.runtime.activations.activations import Activations
-from ds_slide.runtime.activations.spare_memory import LOOKS, Budget, SpareMemory
-from ds_slide.runtime.device import Device
-from ds_slide.runtime.ranks.collectives import Ranks
+from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.core.ranks.collectives import Ranks
+from ds_slide.runtime.memory.spare_memory import LOOKS, Budget, SpareMemory
 
 NUMEL, BLOCKS, WINDOW = 1 << 22, 12, 8
 NEEDED = 400 << 20

@@ -15,7 +15,7 @@ import pytest
 from ds_slide.report import chrome
 from ds_slide.report.trace import Clock, Trace, TraceRequest
 from ds_slide.report.waits import HostWait, NoRanges, Waits
-from ds_slide.runtime.device import Marker
+from ds_slide.runtime.core.device import Marker
 
 FIRST, LAST = 3, 4
 SECONDS = 2.0

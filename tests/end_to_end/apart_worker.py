@@ -14,7 +14,7 @@ from differing import Case, Towers, frozen, reference, same_modules, train
 from loops import WIDTH, distance, made, running
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.ranks import machine
+from ds_slide.runtime.core.ranks import machine
 
 
 def another_order(rank: int) -> str:

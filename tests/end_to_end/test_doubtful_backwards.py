@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_slide.errors import SlideError
 from ds_slide.plan.probe.host_room import HostRoom
 from ds_slide.runtime.gradients import holding
-from ds_slide.runtime.tier_moves import move
+from ds_slide.runtime.memory.tier_moves import move
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

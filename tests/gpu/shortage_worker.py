@@ -22,8 +22,8 @@ import torch
 import worker
 from torch import nn
 
-from ds_slide.runtime.activations import spare_memory
-from ds_slide.runtime.weights.calls import in_backward
+from ds_slide.runtime.core.calls import in_backward
+from ds_slide.runtime.memory import spare_memory
 
 LIMIT = 3 << 30
 BATCH, SEQUENCE, BLOCKS = 8, 256, 6

@@ -27,7 +27,7 @@ sys.path.insert(0, str(HERE.parent / "integration"))
 
 from harness import batches, ds_config, llama  # noqa: E402
 
-from ds_slide.runtime.unit import Update  # noqa: E402
+from ds_slide.runtime.core.unit import Update  # noqa: E402
 
 STEPS, FAULT_IN = 4, 2
 

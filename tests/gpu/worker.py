@@ -248,7 +248,7 @@ class Recorder:
 
 def move_states(engine: Any, step: int) -> None:
     """Promote other units than in the last step, all and none of them among others."""
-    from ds_slide.runtime.tier_moves import move
+    from ds_slide.runtime.memory.tier_moves import move
 
     orders = range(len(engine.optimizer.runtime.units))
     chosen = (orders[::2], orders[1::2], orders, orders[:0])[step % 4]

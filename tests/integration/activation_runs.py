@@ -16,7 +16,7 @@ from ds_slide.plan.keeping import Keepable, Kept
 from ds_slide.plan.spare import Input
 from ds_slide.runtime.activations import activations as activations_module
 from ds_slide.runtime.activations.input_buffers import NAME
-from ds_slide.runtime.activations.spare_memory import Budget, SpareMemory
+from ds_slide.runtime.memory.spare_memory import Budget, SpareMemory
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from ds_slide.errors import SlideError
 from ds_slide.integration import assemble
-from ds_slide.runtime import learning
-from ds_slide.runtime.weights import sharing
+from ds_slide.runtime.core.ranks import sharing
+from ds_slide.runtime.gradients import learning
 
 STEPS, BLOCKS = 6, 2
 # 17 x 17 and, of k and v, 16 x 16: odd, so that the parts of the ranks are padded.

@@ -24,7 +24,7 @@ def disk(tmp_path: Path) -> Path:
 @pytest.fixture
 def quick_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Projectors are fitted in two steps."""
-    monkeypatch.setattr("ds_slide.runtime.learning.FIT_STEPS", 2)
+    monkeypatch.setattr("ds_slide.runtime.gradients.learning.FIT_STEPS", 2)
 
 
 @pytest.fixture(scope="module")

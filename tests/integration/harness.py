@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.reference import decode_split, encode_split, reference_update_
-from ds_slide.runtime.device import PASSED
-from ds_slide.runtime.transfers.handoff import Future
+from ds_slide.runtime.core.device import PASSED
+from ds_slide.runtime.core.futures import Future
 
 deepspeed_logger.setLevel(logging.ERROR)
 
@@ -146,15 +146,15 @@ def train(engine: Any, data: Sequence[Batch], loss_of: Loss = causal_loss) -> Re
 def let_run_ahead(engine: Any) -> None:
     """Wait until all blocks have been updated ahead whose gradients are final."""
     parts = engine.optimizer.runtime.parts
-    parts.workers.d2h.drain()
-    parts.workers.update.drain()
+    parts.lanes.d2h.drain()
+    parts.lanes.update.drain()
     last = Future(parts.failures)
 
     def run() -> int:
         last.keep()
         return 0
 
-    parts.workers.update.submit(len(parts.units), PASSED, run, turn="spare")
+    parts.lanes.update.submit(len(parts.units), PASSED, run, turn="spare")
     last.wait()
 
 

@@ -10,7 +10,7 @@ from harness import VOCABULARY, Batch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_slide.runtime.weights.calls import in_backward
+from ds_slide.runtime.core.calls import in_backward
 from ds_slide.runtime.weights.saved_weights import hooks_around
 
 WIDTH, BLOCKS = 32, 4
@@ -144,8 +144,8 @@ def check_that_nothing_is_left(engine: Any) -> None:
     assert all(parameter.grad is None for parameter in engine.module.parameters())
     for staging in runtime.gradients._stagings:
         runtime.wait(staging.free)
-    runtime.parts.workers.d2h.drain()
-    runtime.parts.workers.update.drain()
+    runtime.parts.lanes.d2h.drain()
+    runtime.parts.lanes.update.drain()
 
 
 def windows(data: list[Batch], accumulation: int) -> Iterator[list[Batch]]:

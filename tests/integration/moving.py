@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from harness import Batch, causal_loss
 
-from ds_slide.runtime.tier_moves import Moved, move, why_fixed
+from ds_slide.runtime.memory.tier_moves import Moved, move, why_fixed
 
 
 def movable(runtime: Any) -> list[int]:

@@ -11,7 +11,8 @@ import torch
 from ds_slide.compression.lsp import codec
 from ds_slide.compression.lsp.learning import Fit
 from ds_slide.compression.lsp.projector import Projector
-from ds_slide.runtime import learning, settings
+from ds_slide.runtime.core import settings
+from ds_slide.runtime.gradients import learning
 
 
 def permutation(rows: int, d: int, _r: int, generator: torch.Generator, device: Any) -> Projector:

@@ -23,8 +23,8 @@ from ds_slide.integration import assemble
 from ds_slide.plan import ssd_settings
 from ds_slide.plan.memory import Budgets
 from ds_slide.plan.sharing import StepTimes
-from ds_slide.runtime.activations import spare_memory
-from ds_slide.runtime.ranks.conductor import Conductor, Entry
+from ds_slide.runtime.core.ranks.conductor import Conductor, Entry
+from ds_slide.runtime.memory import spare_memory
 
 STEPS = 4
 LESS_MEMORY = 1_700_000

@@ -36,11 +36,11 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from ds_slide.plan.sharing import StepTimes
 from ds_slide.plan.spare import Shape
-from ds_slide.runtime.activations import spare_memory
-from ds_slide.runtime.activations.spare_memory import LOOKS
-from ds_slide.runtime.activations.states import RunningStates
+from ds_slide.runtime.core.calls import in_backward
+from ds_slide.runtime.memory import spare_memory
+from ds_slide.runtime.memory.spare_memory import LOOKS
+from ds_slide.runtime.memory.states import RunningStates
 from ds_slide.runtime.weights.bindings import Bindings
-from ds_slide.runtime.weights.calls import in_backward
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.thinned(2)]

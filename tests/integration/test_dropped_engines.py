@@ -18,7 +18,7 @@ from harness import batches, causal_loss, ds_config, llama, on_ssd, train
 from interrupting import Client, Model
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime import running
+from ds_slide.runtime.core import running
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -141,7 +141,7 @@ def test_one_whose_lane_has_failed(disk: Path) -> None:
     def failed() -> None:
         engine = start(llama(num_hidden_layers=2), config_for("ssd", disk, 1.0))
         train(engine, batches(1))
-        engine.optimizer.runtime.parts.workers.d2h.submit(fail)
+        engine.optimizer.runtime.parts.lanes.d2h.submit(fail)
         with pytest.raises(SlideError, match="the disk is gone"):
             train(engine, batches(2))
 

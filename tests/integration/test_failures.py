@@ -10,7 +10,7 @@ import pytest
 from harness import batches, ds_config, engine_for, llama, on_ssd, train
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.transfers.handoff import Future
+from ds_slide.runtime.core.futures import Future
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -33,10 +33,10 @@ def test_the_lanes_end_and_the_rest_with_the_engine(tier: str, standing: str, di
         train(engine, batches(1))
         runtime = engine.optimizer.runtime
         parts = runtime.parts
-        lanes = [parts.workers.h2d, parts.workers.outer_h2d, parts.workers.d2h]
-        threads = [lane._thread for lane in (*lanes, parts.workers.update) if lane._thread is not None]
+        lanes = [parts.lanes.h2d, parts.lanes.outer_h2d, parts.lanes.d2h]
+        threads = [lane._thread for lane in (*lanes, parts.lanes.update) if lane._thread is not None]
         assert len(threads) >= 3
-        for lane in (*lanes, parts.workers.update):
+        for lane in (*lanes, parts.lanes.update):
             lane.drain()
         if standing == "in a wait":
             for lane in lanes:

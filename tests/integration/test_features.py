@@ -29,7 +29,7 @@ from harness import (
 from torch import nn
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.device import PASSED
+from ds_slide.runtime.core.device import PASSED
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -494,7 +494,7 @@ def test_a_failed_lane_ends_the_run(clip: float, lane: str) -> None:
         data = batches(3)
         engine.backward(engine(**data[0]))
         engine.step()
-        workers = engine.optimizer.runtime.parts.workers
+        workers = engine.optimizer.runtime.parts.lanes
         if lane == "update":
             workers.update.submit(0, PASSED, fail)
         else:

@@ -27,7 +27,7 @@ from harness import (
 )
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.transfers.handoff import Future
+from ds_slide.runtime.core.futures import Future
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

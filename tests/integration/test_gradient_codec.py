@@ -11,7 +11,7 @@ from harness import batches, differences, ds_config, engine_for, llama, states_o
 
 from ds_slide.compression.codec import Gradients, Masters, Place, SegmentStep
 from ds_slide.compression.identity import Identity
-from ds_slide.runtime.settings import RuntimeSettings
+from ds_slide.runtime.core.settings import RuntimeSettings
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

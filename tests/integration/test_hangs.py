@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from ssd_fault_runs import Actions, Launcher, Run, launched, needs_shim
 
-from ds_slide.runtime.ranks.peers import Process
+from ds_slide.runtime.core.ranks.peers import Process
 
 LIMIT_S = 1.0
 """For runs that hang."""

@@ -39,7 +39,7 @@ from ds_slide.errors import SlideError
 from ds_slide.plan import spare
 from ds_slide.runtime.activations.input_disk import InputDisk, Place
 from ds_slide.runtime.activations.moved_inputs import MovedInputs
-from ds_slide.runtime.transfers.space import SpaceOnSsd
+from ds_slide.runtime.ssd.space import SpaceOnSsd
 from ds_slide.store.ssd.store import SsdStore
 
 transformers = pytest.importorskip("transformers")

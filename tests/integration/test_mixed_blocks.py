@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ds_slide.plan.keeping import kept_within
 from ds_slide.plan.spare import Shape
 from ds_slide.runtime.activations.mixing import _Forward
-from ds_slide.runtime.activations.spare_memory import LOOKS
+from ds_slide.runtime.memory.spare_memory import LOOKS
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.thinned(2)]

@@ -38,7 +38,7 @@ from torch.autograd.graph import save_on_cpu
 
 from ds_slide.plan.spare import MARGIN_SHARE
 from ds_slide.runtime.activations.moved_inputs import INPUT_MODIFIED, MovedInput, MovedInputs
-from ds_slide.runtime.activations.spare_memory import LOOKS, SpareMemory
+from ds_slide.runtime.memory.spare_memory import LOOKS, SpareMemory
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.thinned(2)]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from refusing import Refusing
 from torch import nn
 
-from ds_slide.runtime.activations.spare_memory import LOOKS
+from ds_slide.runtime.memory.spare_memory import LOOKS
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_rank")]

@@ -62,7 +62,7 @@ def test_no_lane_calls_a_collective(seen: list[dict[str, Any]]) -> None:
 
 
 def test_ranks_of_the_same_modules_wait_for_each_other_once_a_step_without_clipping(seen: list[dict[str, Any]]) -> None:
-    """Their backwards end settled, behind which a step has no meetings (`ds_slide.runtime.ranks.conductor`)."""
+    """Their backwards end settled, behind which a step has no meetings (`ds_slide.runtime.core.ranks.conductor`)."""
     for results in seen:
         for name in ("immediate", "immediate-gpu-states"):
             assert results["settled"][name] == [True] * STEPS

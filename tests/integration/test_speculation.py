@@ -40,7 +40,7 @@ from ssd_fault_runs import Launcher, launched
 from torch import nn
 
 from ds_slide.checkpoint.state_buffers import local_span
-from ds_slide.runtime.transfers.handoff import Future
+from ds_slide.runtime.core.futures import Future
 from ds_slide.store.undo_log import SLICE
 
 STEPS = 6
@@ -232,7 +232,8 @@ def test_a_loss_scale_that_overflows_while_blocks_are_ahead(
                 loss = causal_loss(engine, batch)
                 engine.backward(loss)
                 let_run_ahead(engine)
-                begun, skipped = any(unit.speculation for unit in engine.optimizer.runtime.units), engine.skipped_steps
+                runtime, skipped = engine.optimizer.runtime, engine.skipped_steps
+                begun = any(map(runtime.speculating.of, runtime.units))
                 engine.step()
                 ahead.append(begun and engine.skipped_steps > skipped)
                 scales.append(engine.optimizer.loss_scaler.cur_scale)
@@ -339,7 +340,7 @@ def test_a_slot_that_was_filled_meanwhile_is_filled_again() -> None:
             engine.backward(causal_loss(engine, data[1]))  # without the first block, which is fetched all the same
             let_run_ahead(engine)
             runtime._window.prefetch(None, "forward")  # as late as a lane that is slow
-            runtime.parts.workers.h2d.drain()
+            runtime.parts.lanes.h2d.drain()
             return [loss.item() for loss in evaluate(engine, engine.module, data[2])]
 
     assert of(speculate=True) == of(speculate=False)
@@ -489,6 +490,6 @@ def test_auto_begins_after_calm_steps_and_ends_with_a_norm_above_the_limit() -> 
             runtime.passes.exceed_forward = True
             engine.optimizer.clip_grad = NEVER if number == 5 else ALWAYS
             engine.backward(causal_loss(engine, batch))
-            seen.append(any(unit.speculation is not None for unit in runtime.units))
+            seen.append(any(map(runtime.speculating.of, runtime.units)))
             engine.step()
     assert seen == [False] * 4 + [True] * 2 + [False] * 4 + [True] * 2

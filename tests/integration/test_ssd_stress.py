@@ -24,7 +24,7 @@ from harness import VOCABULARY, Result, batches, differences, ds_config, engine_
 from tight_memory import room_for_gradients_of
 from torch import nn
 
-from ds_slide.runtime.transfers.stream_worker import Delay
+from ds_slide.runtime.core.stream_lane import Delay
 from ds_slide.store.ssd.unit import OnSsd
 
 WIDTH = 32
@@ -281,7 +281,7 @@ def test_moments_that_are_written_are_not_read_ahead_before(compare: Compare, mo
                 )
         write(state_buffer, items, values)
 
-    monkeypatch.setattr("ds_slide.runtime.transfers.buffers.BufferCache.read_ahead", remember)
+    monkeypatch.setattr("ds_slide.runtime.ssd.buffers.BufferCache.read_ahead", remember)
     monkeypatch.setattr(OnSsd, "write", write_late)
     train, change_one = ("train", list(range(6)), None), ("moment", [], "embed.weight")
     # Fewer buffers than the embedding has chunks: when its update has ended the first of them have left.

@@ -36,7 +36,7 @@ Schedule = tuple[float, int]
 @pytest.fixture
 def many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "CHUNK_NUMEL", CHUNK_ROWS * 64)
-    monkeypatch.setattr("ds_slide.runtime.unit.SPAN_NUMEL", 3008)
+    monkeypatch.setattr("ds_slide.runtime.core.unit.SPAN_NUMEL", 3008)
     monkeypatch.setattr("ds_slide.plan.ssd_settings.CHUNK_NUMEL", 4096)
 
 

@@ -37,11 +37,11 @@ from torch import nn
 from ds_slide.errors import SlideError
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.plan.movable import movable_states
-from ds_slide.runtime import tier_moves
-from ds_slide.runtime.allocator import Allocator
-from ds_slide.runtime.ranks.collectives import Ranks
-from ds_slide.runtime.tier_moves import move, why_fixed
-from ds_slide.runtime.transfers.ssd import moved_bytes
+from ds_slide.runtime.core.allocator import Allocator
+from ds_slide.runtime.core.ranks.collectives import Ranks
+from ds_slide.runtime.memory import tier_moves
+from ds_slide.runtime.memory.tier_moves import move, why_fixed
+from ds_slide.runtime.ssd.ssd import moved_bytes
 from ds_slide.runtime.weights.hooks import RootHooks
 from ds_slide.store.ssd.store import SsdStore
 

@@ -14,8 +14,8 @@ from interrupting import Failure
 from torch import nn
 
 from ds_slide.runtime.activations.checkpointing import FLAG
-from ds_slide.runtime.activations.spare_memory import LOOKS
-from ds_slide.runtime.weights.calls import in_backward
+from ds_slide.runtime.core.calls import in_backward
+from ds_slide.runtime.memory.spare_memory import LOOKS
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.thinned(2)]

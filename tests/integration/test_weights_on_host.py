@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_slide.integration import assemble, host_weights
 from ds_slide.integration.host_weights import weights_stay
-from ds_slide.runtime.device import Device
+from ds_slide.runtime.core.device import Device
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ELSEWHERE = torch.device("meta")

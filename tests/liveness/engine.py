@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_slide.runtime.ranks import collectives
+from ds_slide.runtime.core.ranks import collectives
 from liveness.collectives import Collectives
 from liveness.disk import Disk, Loses
 from liveness.patching import Replaceable, patched_engine

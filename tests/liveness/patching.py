@@ -136,9 +136,9 @@ def patched_engine() -> Iterator[Replaceable]:
     with pytest.MonkeyPatch.context() as patch:
         if weights.HAS_SHARED_WEIGHTS:
             patch.setattr(_native, "Generations", weights.Generations)
-            patch.setattr("ds_slide.runtime.weights.shared_weights.map_bytes", weights.file_of)
-            patch.setattr("ds_slide.runtime.ranks.board.map_bytes", weights.file_of)
-            patch.setattr("ds_slide.runtime.ranks.board.share", weights.sharing_of)
+            patch.setattr("ds_slide.runtime.core.ranks.shared_weights.map_bytes", weights.file_of)
+            patch.setattr("ds_slide.runtime.core.ranks.board.map_bytes", weights.file_of)
+            patch.setattr("ds_slide.runtime.core.ranks.board.share", weights.sharing_of)
         for module in engine_modules():
             statistics = module.__name__.startswith("ds_slide.report")
             for name, value in list(vars(module).items()):

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from ds_slide import _native
-from ds_slide.runtime.transfers.handoff import Failures
+from ds_slide.runtime.core.futures import Failures
 from ds_slide.store.ssd.store import Part
 from liveness import locks, stand_ins
 from liveness.collectives import Collectives, Group, Meeting
@@ -43,8 +43,8 @@ _FIXED_MODULES = (
     "ds_slide.report",
     "ds_slide.store.state_buffers",
     "ds_slide.store.ssd.extents",
-    "ds_slide.runtime.settings",
-    "ds_slide.runtime.weights.calls",
+    "ds_slide.runtime.core.settings",
+    "ds_slide.runtime.core.calls",
     "ds_slide.runtime.weights.hooks",
     "ds_slide.runtime.weights.uses",
     "ds_slide.runtime.weights.written",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_slide.runtime.unit import Update
+from ds_slide.runtime.core.unit import Update
 from ds_slide.runtime.weights.window import Window
 from liveness.configurations import DIFFERENT, HANG_1, SHARED
 from liveness.explore import explore_by_chance, explore_orders
@@ -82,7 +82,7 @@ def test_a_version_that_nobody_publishes_is_found(monkeypatch: pytest.MonkeyPatc
 @needs_shared
 def test_weights_that_are_read_before_they_are_published_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By their bits."""
-    from ds_slide.runtime.weights.shared_weights import SharedWeights
+    from ds_slide.runtime.core.ranks.shared_weights import SharedWeights
 
     monkeypatch.setattr(SharedWeights, "_await_others", lambda *_: None)
     (finding, *_) = explore_by_chance(SHARED[0], 100).findings
@@ -106,7 +106,7 @@ def test_a_unit_that_is_averaged_before_all_have_announced_it_is_found(monkeypat
 
 @needs_shared
 def test_ranks_that_do_not_wait_for_the_end_of_backward_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_slide.runtime.ranks.conductor import Conductor
+    from ds_slide.runtime.core.ranks.conductor import Conductor
 
     monkeypatch.setattr(Conductor, "_takes_part", lambda *_: True)
     assert explore_by_chance(DIFFERENT[0], 100).findings
@@ -123,7 +123,7 @@ def test_a_rank_that_leaves_what_others_expect_of_it_is_found(monkeypatch: pytes
 @needs_shared
 def test_a_waiting_rank_that_follows_no_log_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits for the other: one in an average, one for the rank that is behind."""
-    from ds_slide.runtime.ranks.conductor import PACE, Conductor
+    from ds_slide.runtime.core.ranks.conductor import PACE, Conductor
 
     def keep_pace(conductor: Conductor, waiting: int, failures: Any) -> None:
         own = conductor._pace(conductor._count)

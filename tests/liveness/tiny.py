@@ -24,9 +24,9 @@ from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Placement
 from ds_slide.plan.ssd_settings import SsdSettings
 from ds_slide.runtime.build import build_runtime
-from ds_slide.runtime.device import Device
-from ds_slide.runtime.ranks.collectives import Ranks
-from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
+from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.core.ranks.collectives import Ranks
+from ds_slide.runtime.core.settings import RuntimeSettings, UnitPlan
 from liveness.weights import sharing_of
 
 CHUNK_NUMEL = 2048

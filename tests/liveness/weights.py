@@ -103,7 +103,7 @@ def file_of(descriptor: int, _part: Any) -> int:
 
 def sharing_of(ranks: Any) -> Any:
     """As `open_sharing`, between ranks of one process."""
-    from ds_slide.runtime.weights.sharing import Sharing
+    from ds_slide.runtime.core.ranks.sharing import Sharing
     from ds_slide.store.memory_file import MemoryFile
 
     sharing = Sharing(MemoryFile(), ranks.world_size)

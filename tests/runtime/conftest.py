@@ -17,12 +17,12 @@ from ds_slide.model.structure import UnitSpec
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.report.statistics import LaneMeter
-from ds_slide.runtime.device import Device
-from ds_slide.runtime.transfers.handoff import Failures, Future
-from ds_slide.runtime.transfers.pool import BufferPool
-from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
-from ds_slide.runtime.unit import Unit
-from ds_slide.runtime.updates.update_worker import UpdateWorker
+from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.core.futures import Failures, Future
+from ds_slide.runtime.core.pool import BufferPool
+from ds_slide.runtime.core.stream_lane import Delay, StreamWorker
+from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.core.update_lane import UpdateWorker
 from ds_slide.store.host_memory import HostMemory
 from ds_slide.store.in_memory import InMemory, NotHeld, StatesInMemory, WeightsInMemory
 from ds_slide.store.state import UnitState

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_slide.runtime.device import Marker
+from ds_slide.runtime.core.device import Marker
 
 
 class Passing(Marker):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ds_slide.plan.allocations import Allocation
-from ds_slide.runtime.allocator import Allocator
-from ds_slide.runtime.device import Device
-from ds_slide.runtime.transfers.handoff import Failures
+from ds_slide.runtime.core.allocator import Allocator
+from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.core.futures import Failures
 from ds_slide.store.host_memory import HostMemory
 
 ENTRIES = [

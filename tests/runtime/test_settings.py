@@ -13,7 +13,7 @@ from ds_slide.config import SlideConfig
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.plan.needs import SsdNeeds
 from ds_slide.plan.ssd_settings import SsdSettings
-from ds_slide.runtime.settings import RuntimeSettings
+from ds_slide.runtime.core.settings import RuntimeSettings
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PLAIN = RuntimeSettings(SlideConfig(), None, BF16, FP32, accumulates=False, clips=False, rule=ADAMW)

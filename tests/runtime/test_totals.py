@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from ds_slide.runtime.device import Device
-from ds_slide.runtime.ranks.collectives import Ranks
-from ds_slide.runtime.totals import SquareSums, Totals
+from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.core.ranks.collectives import Ranks
+from ds_slide.runtime.gradients.totals import SquareSums, Totals
 
 
 def totals(compressed: list[SquareSums]) -> list[float]:

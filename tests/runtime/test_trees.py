@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from ds_slide.runtime.trees import add_tensors
+from ds_slide.runtime.core.trees import add_tensors
 
 Pair = namedtuple("Pair", "one other")
 leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=1), st.builds(lambda: torch.zeros(1)))

@@ -15,8 +15,8 @@ from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.report.trace import Requests
-from ds_slide.runtime.transfers.buffers import BufferCache
-from ds_slide.runtime.transfers.handoff import Failures
+from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.ssd.buffers import BufferCache
 from ds_slide.store.host_memory import HostMemory
 from ds_slide.store.in_memory import HeldInMemory, InMemory, StatesInMemory, WeightsInMemory
 from ds_slide.store.ssd.extents import unit_extents

@@ -1,6 +1,6 @@
 """What the engine decides after its first steps, by its own functions, from predicted figures instead of measured ones.
 
-The sums that stand in for a measurement are those of `ds_slide.runtime.activations.spare_memory`.
+The sums that stand in for a measurement are those of `ds_slide.runtime.memory.spare_memory`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ds_slide.plan.needs import Needs, UnitSize
 from ds_slide.plan.sharing import MEMORY_RATE, Offer, StepTimes, for_states, share_out
 from ds_slide.plan.spare import MARGIN_SHARE, Movable, Slots, inputs_missing, least_slots, spare_bytes
 from ds_slide.plan.time import StepTime
-from ds_slide.runtime.activations.spare_memory import LOOKS
+from ds_slide.runtime.memory.spare_memory import LOOKS
 
 
 class TimeOf(Protocol):
@@ -109,7 +109,7 @@ def decide(
 
 
 def _slots(plan: Plan, passes: int) -> Slots:
-    """As `ds_slide.runtime.activations.states` has them."""
+    """As `ds_slide.runtime.memory.states` has them."""
     window, blocks = plan.placement.window, len(streamed(plan.units, plan.placement))
     nbytes = slot_bytes(plan.units, plan.needs, plan.placement)
     return Slots(min(window, blocks), least_slots(window, plan.needs), nbytes, blocks, passes)
@@ -124,7 +124,7 @@ def _movable(plan: Plan) -> list[Movable]:
 
 
 def _may_move(plan: Plan, unit: UnitSize) -> bool:
-    """As `ds_slide.runtime.tier_moves.why_fixed` has it of a unit that is there."""
+    """As `ds_slide.runtime.memory.tier_moves.why_fixed` has it of a unit that is there."""
     needs: Needs = plan.needs
     is_short = any(spec.state is not None and spec.dtype != torch.float32 for spec in unit.specs)
     fixed = unit.kind == "part" or bool(unit.passing_numel) or is_short

@@ -38,8 +38,8 @@ from ds_slide.runtime.activations.mixing import MixedCall
 from ds_slide.runtime.activations.moved_inputs import MovedInputs, input_of
 from ds_slide.runtime.activations.saved_bytes import Saved, counted
 from ds_slide.runtime.activations.unchanged_weights import UnchangedWeights
-from ds_slide.runtime.device import Device
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.core.unit import Unit
 
 BACKWARD_PASSES = 3
 """Forwards in whose time a block is recomputed and has its backward."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from ds_slide.plan.spare import Shape
-from ds_slide.runtime.device import Device, Marker
+from ds_slide.runtime.core.device import Device, Marker
 
 WAIT_S = 2e-3
 """A GPU that does nothing for longer between two blocks waits for weights; Python's part between two layers of

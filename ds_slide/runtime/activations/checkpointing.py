@@ -22,8 +22,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from ds_slide.plan.trace import FUNCTION
-from ds_slide.runtime.trees import add_tensors
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.core.trees import add_tensors
+from ds_slide.runtime.core.unit import Unit
 
 FLAG = "gradient_checkpointing"
 # Options that leave the results of a block as they are without checkpointing. `context_fn` and `debug` do more than

@@ -11,8 +11,8 @@ from collections.abc import Callable, MutableMapping, Sequence
 
 from ds_slide.errors import SlideError
 from ds_slide.report.log import log, size
-from ds_slide.runtime.transfers.handoff import Failures
-from ds_slide.runtime.transfers.pool import BufferPool, Lease
+from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.core.pool import BufferPool, Lease
 from ds_slide.store.host_memory import HostMemory
 
 PIECES = 4

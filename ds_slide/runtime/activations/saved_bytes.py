@@ -16,8 +16,8 @@ from ds_slide.plan.mixtures import Run
 from ds_slide.plan.operations import tensors_of
 from ds_slide.plan.spare import Shape
 from ds_slide.runtime.activations.mixing import Learning, Working
-from ds_slide.runtime.unit import Unit
-from ds_slide.runtime.weights.calls import in_backward
+from ds_slide.runtime.core.calls import in_backward
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.weights.saved_weights import OpenHooks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.core.unit import Unit
 
 
 class UnchangedWeights:

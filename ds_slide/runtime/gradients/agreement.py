@@ -1,7 +1,7 @@
 """Which units have gradients in a backward, agreed by ranks that may run different modules.
 
 A rank announces a unit when the unit's gradient is complete there, and keeps the gradient until the log of rank 0
-(`ds_slide.runtime.ranks.conductor`) says that it is averaged: at once where all ranks announce it, at the end of
+(`ds_slide.runtime.core.ranks.conductor`) says that it is averaged: at once where all ranks announce it, at the end of
 backward where some do not. These contribute zeros, so that the average is the one that DDP finds with
 `find_unused_parameters`. A unit that no rank has a gradient of is treated as with one rank, alike on all of them.
 
@@ -23,12 +23,12 @@ from typing import Protocol
 
 import torch
 
+from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.core.ranks.board import Board
+from ds_slide.runtime.core.ranks.conductor import TAG, Conductor, Entry, Kind
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.gradients.expected_order import ExpectedOrder
 from ds_slide.runtime.gradients.sources import Staging
-from ds_slide.runtime.ranks.board import Board
-from ds_slide.runtime.ranks.conductor import TAG, Conductor, Entry, Kind
-from ds_slide.runtime.transfers.handoff import Failures
-from ds_slide.runtime.unit import Unit
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry
+from ds_slide.runtime.core.unit import SquareSum, Unit
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.gradients.holding import HOLD_HINT
-from ds_slide.runtime.unit import SquareSum, Unit
 
 
 def drop_gradients(runtime: SlideRuntime, given: Collection[int], *, to_none: bool) -> None:
@@ -43,7 +43,7 @@ def _zero(runtime: SlideRuntime, unit: Unit, entries: Sequence[Entry]) -> None:
             "engine.zero_grad(), which drops those of the whole model"
         )
     runtime.settle(unit)
-    runtime.parts.workers.update.drain()  # an accumulation may be under way
+    runtime.parts.lanes.update.drain()  # an accumulation may be under way
     if len(entries) == len(unit.trainable):
         unit.state.zero_gradient()
     else:

@@ -19,10 +19,10 @@ from ds_slide.errors import SlideError
 from ds_slide.plan.probe.host_room import host_room
 from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.report.log import log, size
-from ds_slide.runtime import running
+from ds_slide.runtime.core import running
+from ds_slide.runtime.core.trees import add_tensors
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.parts import Parts
-from ds_slide.runtime.trees import add_tensors
-from ds_slide.runtime.unit import Unit
 from ds_slide.store.in_memory import HeldInMemory, InMemory
 from ds_slide.store.page_locks import require_page_locks
 from ds_slide.store.state import UnitState

@@ -11,9 +11,9 @@ import math
 import torch
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.device import PASSED, Marker
+from ds_slide.runtime.core.device import PASSED, Marker
+from ds_slide.runtime.core.futures import synchronize
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.transfers.handoff import synchronize
 
 
 class NormWatch:

@@ -23,16 +23,16 @@ import torch
 from ds_slide.compression.codec import SegmentStep
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.rule import Hyper
-from ds_slide.runtime.device import PASSED, Device, Marker
+from ds_slide.runtime.core.device import PASSED, Device, Marker
+from ds_slide.runtime.core.futures import Failures, Future, wait_on_stream
+from ds_slide.runtime.core.pool import BufferPool, Lease
+from ds_slide.runtime.core.ranks.collectives import Ranks
+from ds_slide.runtime.core.stream_lane import StreamWorker
+from ds_slide.runtime.core.unit import PackedGradient, SquareSum, Unit, Update
+from ds_slide.runtime.core.update_lane import HOLDING, UpdateWorker
 from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Staging
-from ds_slide.runtime.ranks.collectives import Ranks
-from ds_slide.runtime.totals import SquareSums
-from ds_slide.runtime.transfers.handoff import Failures, Future, wait_on_stream
-from ds_slide.runtime.transfers.pool import BufferPool, Lease
-from ds_slide.runtime.transfers.stream_worker import StreamWorker
-from ds_slide.runtime.unit import SquareSum, Unit, Update
+from ds_slide.runtime.gradients.totals import SquareSums
 from ds_slide.runtime.updates.speculation import Speculation
-from ds_slide.runtime.updates.update_worker import HOLDING, UpdateWorker
 from ds_slide.runtime.updates.updating import Updating
 from ds_slide.store.tiers import Held, Ways
 
@@ -204,7 +204,21 @@ class Gradients:
             unit.arrived = Future(self._failures, f"the gradient of {unit.name} in host memory")
             first = not unit.gradient_ready
             arrived, square_sum = unit.arrived, unit.square_sum
-            submit(_Arrival(unit, source, packed, arrived, before, first, final, adds, square_sum, unit.speculation))
+            ahead = self._updating.speculating.of(unit)
+            submit(
+                _Arrival(
+                    unit,
+                    source,
+                    packed,
+                    arrived,
+                    before,
+                    first,
+                    final,
+                    adds,
+                    square_sum,
+                    ahead,
+                )
+            )
         except BaseException as error:  # an interrupt: whether the lane has the gradient is not known
             self._failures.record("compute", error)
             raise
@@ -390,7 +404,7 @@ class Gradients:
         staging.free = Future(self._failures, "a GPU buffer for a gradient")
         return staging
 
-    def _reduce(self, unit: Unit, staging: Staging) -> Packed:
+    def _reduce(self, unit: Unit, staging: PackedGradient) -> Packed:
         """This rank's share of the unit's gradient in the staging buffer, averaged over the ranks. With several ranks
         the collectives stream makes it, and the compute stream does not wait for it."""
         codec, ranks = unit.codec, self._ranks.world_size
@@ -403,10 +417,10 @@ class Gradients:
         packed = _of_dtype(staging.packed, codec.dtype)[: ranks * codec.numel]
         if unit.packed is None:
             self._encode_for_ranks(unit, staging)
-        self._ranks.reduce_gradients(unit, packed, own, self._device.mark())
+        self._ranks.reduce_gradients(unit.name, packed, own, self._device.mark())
         return Packed(staging.free, own, None)
 
-    def _encode_for_ranks(self, unit: Unit, staging: Staging) -> None:
+    def _encode_for_ranks(self, unit: Unit, staging: PackedGradient) -> None:
         codec = unit.codec
         packed = _of_dtype(staging.packed, codec.dtype)[: self._ranks.world_size * codec.numel]
         summed = codec.encode_for_ranks(unit.gradients(), packed)

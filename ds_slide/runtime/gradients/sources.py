@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 
 from ds_slide.compression.codec import Place
-from ds_slide.runtime.device import Marker
-from ds_slide.runtime.transfers.handoff import Failures, Future
-from ds_slide.runtime.transfers.stream_worker import StreamWorker
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.core.device import Marker
+from ds_slide.runtime.core.futures import Failures, Future
+from ds_slide.runtime.core.stream_lane import StreamWorker
+from ds_slide.runtime.core.unit import Unit
 
 SquareSum = Callable[[torch.Tensor], torch.Tensor]
 

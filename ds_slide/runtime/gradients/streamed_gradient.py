@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ds_slide.runtime.device import Device, Marker
+from ds_slide.runtime.core.device import Device, Marker
+from ds_slide.runtime.core.futures import Failures, Future
 from ds_slide.runtime.gradients.sources import SquareSum
-from ds_slide.runtime.transfers.handoff import Failures, Future
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ from __future__ import annotations
 from torch import nn
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.accumulation import Accumulation
+from ds_slide.runtime.core.ranks.conductor import Conductor
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.gradients.agreement import Agreement, Contribution
 from ds_slide.runtime.gradients.holding import HOLD_HINT, Doubts, hold_gradients
+from ds_slide.runtime.gradients.learning import Learning
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
-from ds_slide.runtime.interruptions import Interruptions
-from ds_slide.runtime.learning import Learning
 from ds_slide.runtime.parts import Parts
-from ds_slide.runtime.ranks.conductor import Conductor
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.step.accumulation import Accumulation
+from ds_slide.runtime.step.interruptions import Interruptions
 from ds_slide.runtime.weights.bindings import Bindings
 from ds_slide.runtime.weights.resident_weights import ResidentWeights
 

@@ -16,7 +16,7 @@ from ds_slide.compression.codec import CHANGE_DTYPE, CHANGE_START, SegmentStep
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.reference import reference_update_
 from ds_slide.optim.rule import Hyper, Part, UpdateRule
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.store.spare_buffers import WayBack
 from ds_slide.store.state_buffers import StateBuffers, items_of
 from ds_slide.store.undo_log import UndoLog

@@ -23,12 +23,12 @@ import torch
 from ds_slide.compression.codec import SegmentStep
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.rule import Hyper, Part
-from ds_slide.runtime.device import PASSED, Marker
-from ds_slide.runtime.transfers.handoff import Failures, Future
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.core.device import PASSED, Marker
+from ds_slide.runtime.core.futures import Failures, Future
+from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.core.update_lane import UpdateWorker
 from ds_slide.runtime.updates.apply import HostUpdate
 from ds_slide.runtime.updates.passes import Passes
-from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.store.spare_buffers import SpareBuffers, WayBack
 from ds_slide.store.undo_log import UndoLog
 
@@ -163,7 +163,17 @@ class Speculating:
         self._in_vain = in_vain
         self._random = random.Random(seed)
         self._calm_steps = 0
+        self._ahead: dict[int, Speculation] = {}
+        """By `Unit.order`, from the finalization of the gradient until the update counts or is taken back."""
         self._statistics: dict[str, Any] = {"steps": 0, "taken_back": 0, "blocks": 0, "share": 0.0}
+
+    def of(self, unit: Unit) -> Speculation | None:
+        """The unit's update that no step has confirmed, None where it has none. By the compute thread."""
+        return self._ahead.get(unit.order)
+
+    def forget(self, unit: Unit) -> None:
+        """The unit's update of the step decides what becomes of its speculative one."""
+        self._ahead.pop(unit.order, None)
 
     def begin(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float) -> None:
         """The unit's gradient of this step is on its way, and will be final. `hypers`: none where it is not known which
@@ -174,7 +184,7 @@ class Speculating:
         if not unit.trained.covers(steps):
             return
         in_vain = self._random.random() < self._in_vain
-        unit.speculation = Speculation(unit, unit.way_back, steps, grad_scale, in_vain=in_vain)
+        self._ahead[unit.order] = Speculation(unit, unit.way_back, steps, grad_scale, in_vain=in_vain)
 
     def _is_promising(self) -> bool:
         if self._wanted != "auto":
@@ -197,13 +207,13 @@ class Speculating:
     def take_back(self, units: Iterable[Unit], forget: Callable[[Unit], None]) -> None:
         """Give the units their old bits, and wait until they have them. `forget`: called for each whose weights have
         been others meanwhile. An interrupt leaves the units as they are, ahead, to be taken back once more."""
-        ahead = [(unit, unit.speculation) for unit in units if unit.speculation is not None]
+        ahead = [(unit, speculation) for unit in units if (speculation := self.of(unit)) is not None]
         futures = [self._taken_back(speculation) for _, speculation in ahead]
         for (unit, speculation), future in zip(ahead, futures, strict=True):
             future.wait()
             if speculation.replaces_weights:
                 forget(unit)
-            unit.speculation = None
+            self.forget(unit)
 
     def _taken_back(self, speculation: Speculation) -> Future:
         future = Future(self._failures, f"the old weights and states of {speculation.unit.name}")
@@ -226,7 +236,7 @@ class Speculating:
         """Count what the step finds done. `expected`: the factor where nothing is clipped. -> whether any of it
         counts."""
         self._calm_steps = self._calm_steps + 1 if grad_scale == expected else 0
-        begun = [each for unit in units if (each := unit.speculation) is not None and each.numel_done]
+        begun = [each for unit in units if (each := self.of(unit)) is not None and each.numel_done]
         agreed = [each.agrees(each.unit.trained.coming(hypers), grad_scale) for each in begun]
         done, trained = sum(each.numel_done for each in begun), sum(unit.codec.numel for unit in units)
         self._statistics["blocks"], self._statistics["share"] = len(begun), done / max(trained, 1)

@@ -9,13 +9,13 @@ import torch
 
 from ds_slide.compression.codec import SegmentStep
 from ds_slide.optim.rule import Hyper, Part
-from ds_slide.runtime.device import Marker
-from ds_slide.runtime.transfers.handoff import Failures
-from ds_slide.runtime.unit import Unit, Update
+from ds_slide.runtime.core.device import Marker
+from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.core.unit import Unit, Update
+from ds_slide.runtime.core.update_lane import UpdateWorker
 from ds_slide.runtime.updates.apply import HostUpdate
 from ds_slide.runtime.updates.passes import Passes
 from ds_slide.runtime.updates.speculation import Speculating, Speculation
-from ds_slide.runtime.updates.update_worker import UpdateWorker
 from ds_slide.store.state import Leased
 from ds_slide.store.tiers import Held
 
@@ -45,7 +45,7 @@ class Updating:
     def queue(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, held: Held) -> None:
         """Update the unit, by the compute thread, from its held gradient. What has been done ahead is done if it is the
         same update, and so has no second pass."""
-        speculation, steps = unit.speculation, unit.trained.begin(hypers)
+        speculation, steps = self.speculating.of(unit), unit.trained.begin(hypers)
         two_passes = (
             self.passes.two
             and unit.state.in_memory
@@ -56,7 +56,8 @@ class Updating:
         for index, span in enumerate(unit.spans):
             gradient = functools.partial(held.load, span)
             self.start(unit, index, update, ready, gradient, steps, grad_scale, speculation=speculation)
-        unit.speculation = None  # after an interrupt before this a checkpoint is loaded, and nothing may be done ahead
+        # After an interrupt before this a checkpoint is loaded, and nothing may be done ahead.
+        self.speculating.forget(unit)
 
     def start(
         self,

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ds_slide.runtime.core.futures import wait_on_stream
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.parts import Parts
-from ds_slide.runtime.transfers.handoff import wait_on_stream
-from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.weights.residents import Availability, Binding, Residents
 from ds_slide.runtime.weights.window import Slot
 

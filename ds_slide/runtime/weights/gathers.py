@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import torch
 
-from ds_slide.runtime.device import PASSED, Marker
-from ds_slide.runtime.ranks.collectives import Ranks
-from ds_slide.runtime.transfers.handoff import Future
-from ds_slide.runtime.transfers.uploads import own_part
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.core.device import PASSED, Marker
+from ds_slide.runtime.core.futures import Future
+from ds_slide.runtime.core.ranks.collectives import Ranks
+from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.weights.uploads import own_part
 from ds_slide.runtime.weights.window import Slot
 
 
@@ -51,4 +51,5 @@ class Gathers:
         assert self.scratch is not None
         buffer = buffer.view(unit.dtype)
         own = unit.state.weights.own_part(own_part(unit, buffer))
-        return self._ranks.gather_weights(unit, own, self.scratch.view(unit.dtype), buffer, *after, in_step=in_step)
+        gathered = self.scratch.view(unit.dtype)
+        return self._ranks.gather_weights(unit.name, unit.layout, own, gathered, buffer, *after, in_step=in_step)

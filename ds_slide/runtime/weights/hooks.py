@@ -25,9 +25,9 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import _pytree as pytree
 
-from ds_slide.runtime.trees import add_tensors
-from ds_slide.runtime.unit import Unit
-from ds_slide.runtime.weights.calls import Call, call_under_way, function_around, in_backward, is_in_vmap, unwrapped
+from ds_slide.runtime.core.calls import Call, call_under_way, function_around, in_backward, is_in_vmap, unwrapped
+from ds_slide.runtime.core.trees import add_tensors
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.weights.fields import differentiable, fields_in, tensors_of
 from ds_slide.runtime.weights.outputs import OnGradient, hook_outputs
 from ds_slide.runtime.weights.saved_weights import OpenHooks, SavedWeights, hooks_around

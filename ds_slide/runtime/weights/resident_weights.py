@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ds_slide.compression.codec import Masters, SegmentStep
-from ds_slide.runtime.device import Marker
+from ds_slide.runtime.core.device import Marker
+from ds_slide.runtime.core.futures import Future, wait_on_stream
+from ds_slide.runtime.core.stream_lane import StreamWorker
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.parts import Parts
-from ds_slide.runtime.transfers.handoff import Future, wait_on_stream
-from ds_slide.runtime.transfers.stream_worker import StreamWorker
-from ds_slide.runtime.unit import Unit
 from ds_slide.runtime.weights.bindings import Bindings
 
 
@@ -83,7 +83,7 @@ class ResidentWeights:
 
     def fetch_updated(self) -> None:
         """Bring what updates of the host have written to the buffers on the GPU, behind what compute has submitted."""
-        h2d, free = self._parts.workers.outer_h2d, self._device.mark()
+        h2d, free = self._parts.lanes.outer_h2d, self._device.mark()
         for unit in self._parts.units:
             if unit.resident is None or not unit.is_uploaded or not unit.layout.trainable_numel:
                 continue
@@ -137,7 +137,7 @@ class ResidentWeights:
         self._fetched.pop(unit.order, None)
         several = self._parts.ranks.world_size > 1
         if unit.resident is not None and (several or unit.resident is not unit.state.weights.buffer.tensor):
-            self._parts.workers.outer_h2d.drain()
+            self._parts.lanes.outer_h2d.drain()
             self._fill(unit, unit.resident)
             self._device.synchronize()
 

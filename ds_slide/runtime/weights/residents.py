@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from ds_slide.runtime.unit import Unit
+    from ds_slide.runtime.core.unit import Unit
 
 AS_THEY_ARE: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """Around what the engine does with parameters that are KEPT or ABSENT: 0.25 us, where each access to `grad` of one that

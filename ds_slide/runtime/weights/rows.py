@@ -20,12 +20,12 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.plan.allocations import ROW_BUFFERS
-from ds_slide.runtime.device import PASSED, Device, Marker
+from ds_slide.runtime.core.device import PASSED, Device, Marker
+from ds_slide.runtime.core.futures import Failures, Future
+from ds_slide.runtime.core.stream_lane import StreamWorker
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
-from ds_slide.runtime.transfers.handoff import Failures, Future
-from ds_slide.runtime.transfers.stream_worker import StreamWorker
-from ds_slide.runtime.unit import Unit
 
 CHUNK_NUMEL = 1 << 24
 """Elements of a chunk, at most: 32 MiB of bf16, 0.6 ms of transfer, 8,192 rows of 2,048."""

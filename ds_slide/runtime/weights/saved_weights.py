@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.weights.window import Slot
 
 Pack = Callable[[torch.Tensor], Any]

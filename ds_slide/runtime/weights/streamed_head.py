@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_slide.errors import SlideConfigError
 from ds_slide.model.structure import ModelStructure, PrecisionOf
-from ds_slide.runtime.settings import RuntimeSettings
+from ds_slide.runtime.core.settings import RuntimeSettings
 
 ASKED = "ds_slide.stream_head is true"
 WAY_OUT = "set it to false"

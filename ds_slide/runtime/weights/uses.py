@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_slide.runtime.unit import Unit
-from ds_slide.runtime.weights.calls import graph_task, recomputing_nodes
+from ds_slide.runtime.core.calls import graph_task, recomputing_nodes
+from ds_slide.runtime.core.unit import Unit
 
 LeaveBackward = Callable[[Unit], None]
 _USES = "_ds_slide_uses"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.core.unit import Unit
 
 _Place = tuple[nn.Module, str, torch.dtype]
 """A module, the name of a parameter that it owns, and in what it is to be."""

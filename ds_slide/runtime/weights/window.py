@@ -17,10 +17,10 @@ from typing import Literal
 import torch
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.device import PASSED, Device, Marker
-from ds_slide.runtime.transfers.handoff import Failures, Future
-from ds_slide.runtime.transfers.stream_worker import StreamWorker
-from ds_slide.runtime.unit import Unit
+from ds_slide.runtime.core.device import PASSED, Device, Marker
+from ds_slide.runtime.core.futures import Failures, Future
+from ds_slide.runtime.core.stream_lane import StreamWorker
+from ds_slide.runtime.core.unit import Unit
 
 Direction = Literal["forward", "backward", "inference"]
 

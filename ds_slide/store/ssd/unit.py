@@ -1,7 +1,7 @@
 """States on SSD: the parts of a unit that are in the state file, behind the interface of `ds_slide.store.tiers`.
 
 What an update or the GPU needs is read into pooled host buffers and written back from there; they are handed out by
-`Buffers`, which the runtime implements (`ds_slide.runtime.transfers.buffers`). One state buffer at a time is also read
+`Buffers`, which the runtime implements (`ds_slide.runtime.ssd.buffers`). One state buffer at a time is also read
 and written piecewise, for readers and checkpoints.
 """
 

@@ -8,7 +8,7 @@ import pytest
 
 from ds_slide.plan.spare import Shape
 from ds_slide.runtime.activations.call_times import WAIT_S, CallTimes
-from ds_slide.runtime.device import Device, Marker
+from ds_slide.runtime.core.device import Device, Marker
 
 SHORT, LONG = Shape(64, 16), Shape(128, 32)
 KIND = {0: "wide", 1: "wide", 2: "narrow"}

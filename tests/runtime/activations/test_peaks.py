@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_slide.plan.spare import Measured, Shape, fixed_bytes
-from ds_slide.runtime.activations.peaks import Peaks
-from ds_slide.runtime.activations.proof import CLEAN_STEPS, Proof
+from ds_slide.runtime.memory.peaks import Peaks
+from ds_slide.runtime.memory.proof import CLEAN_STEPS, Proof
 
 
 class Gpu:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from ds_slide.runtime.activations.retries import Retries
+from ds_slide.runtime.memory.retries import Retries
 
 
 class Failing(TorchDispatchMode):

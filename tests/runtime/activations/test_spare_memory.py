@@ -15,14 +15,14 @@ from ds_slide.plan.two_passes import Schedules
 from ds_slide.report.statistics import StepRecorder, StepStatistics
 from ds_slide.report.waits import Waits
 from ds_slide.runtime.activations.activations import Activations
-from ds_slide.runtime.activations.spare_memory import (
+from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.core.ranks.collectives import Ranks
+from ds_slide.runtime.memory.spare_memory import (
     FIRST_PAUSE,
     LOOKS,
     Budget,
     SpareMemory,
 )
-from ds_slide.runtime.device import Device
-from ds_slide.runtime.ranks.collectives import Ranks
 
 TOTAL, RESIDENT, UNIT = 16_000, 2_000, 1_000
 MARGIN = int(TOTAL * MARGIN_SHARE)

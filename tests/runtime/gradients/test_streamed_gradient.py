@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from ds_slide.errors import SlideError
 from ds_slide.report.statistics import LaneMeter
-from ds_slide.runtime.device import Device
+from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.core.futures import Failures, Future
+from ds_slide.runtime.core.stream_lane import Delay, StreamWorker
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
-from ds_slide.runtime.transfers.handoff import Failures, Future
-from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
 
 cuts = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 

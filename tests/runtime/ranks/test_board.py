@@ -9,9 +9,9 @@ import pytest
 
 from ds_slide import _native
 from ds_slide.errors import SlideError
-from ds_slide.runtime.ranks.board import MASK, TEXT_BYTES, Board
-from ds_slide.runtime.ranks.conductor import Entry, Kind
-from ds_slide.runtime.transfers.handoff import Failures
+from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.core.ranks.board import MASK, TEXT_BYTES, Board
+from ds_slide.runtime.core.ranks.conductor import Entry, Kind
 
 RANKS, WIDTH, MORE = 2, 3, 4
 

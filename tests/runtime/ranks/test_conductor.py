@@ -14,9 +14,9 @@ import torch
 
 from ds_slide import _native
 from ds_slide.errors import SlideError
-from ds_slide.runtime.ranks.board import TEXT_BYTES, Board
-from ds_slide.runtime.ranks.conductor import RING, Conductor, Entry, Kind, _Row
-from ds_slide.runtime.transfers.handoff import Failures
+from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.core.ranks.board import TEXT_BYTES, Board
+from ds_slide.runtime.core.ranks.conductor import RING, Conductor, Entry, Kind, _Row
 
 
 @dataclass

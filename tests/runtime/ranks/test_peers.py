@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ds_slide.runtime.ranks import peers as module
-from ds_slide.runtime.ranks.peers import Peer, Peers, Process, State
+from ds_slide.runtime.core.ranks import peers as module
+from ds_slide.runtime.core.ranks.peers import Peer, Peers, Process, State
 
 OWN = Process.own()
 SECONDS = 30.0

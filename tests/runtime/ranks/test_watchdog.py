@@ -13,10 +13,10 @@ import pytest
 from markers import Passing
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.ranks import watchdog as module
-from ds_slide.runtime.ranks.peers import Peer, Process, State
-from ds_slide.runtime.ranks.watchdog import GRACE_S, LOST_S, Watchdog
-from ds_slide.runtime.transfers.handoff import Failures, Future
+from ds_slide.runtime.core.futures import Failures, Future
+from ds_slide.runtime.core.ranks import watchdog as module
+from ds_slide.runtime.core.ranks.peers import Peer, Process, State
+from ds_slide.runtime.core.ranks.watchdog import GRACE_S, LOST_S, Watchdog
 
 LIMIT_S = 100.0
 LOOK_S = LIMIT_S / 20

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.transfers.buffers import BufferCache
-from ds_slide.runtime.transfers.handoff import Failures
-from ds_slide.runtime.transfers.pool import BufferPool
+from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.core.pool import BufferPool
+from ds_slide.runtime.ssd.buffers import BufferCache
 
 SECONDS = 30.0
 

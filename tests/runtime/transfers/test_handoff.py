@@ -15,13 +15,13 @@ from markers import Passing
 from ds_slide import _native
 from ds_slide.errors import SlideError
 from ds_slide.report.statistics import LaneMeter
-from ds_slide.runtime.device import PASSED, Device, Marker
+from ds_slide.runtime.core.device import PASSED, Device, Marker
+from ds_slide.runtime.core.futures import Failures, Future
+from ds_slide.runtime.core.pool import BufferPool
+from ds_slide.runtime.core.stream_lane import Delay, StreamWorker
+from ds_slide.runtime.core.update_lane import UpdateWorker
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
-from ds_slide.runtime.transfers.buffers import BufferCache
-from ds_slide.runtime.transfers.handoff import Failures, Future
-from ds_slide.runtime.transfers.pool import BufferPool
-from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
-from ds_slide.runtime.updates.update_worker import UpdateWorker
+from ds_slide.runtime.ssd.buffers import BufferCache
 
 SECONDS = 30.0
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.device import PASSED, Marker
-from ds_slide.runtime.transfers.handoff import Failures, Future
-from ds_slide.runtime.transfers.stream_worker import Delay
-from ds_slide.runtime.updates.update_worker import UpdateWorker
+from ds_slide.runtime.core.device import PASSED, Marker
+from ds_slide.runtime.core.futures import Failures, Future
+from ds_slide.runtime.core.stream_lane import Delay
+from ds_slide.runtime.core.update_lane import UpdateWorker
 
 FAILED = r"the (\w+) lane stopped with ZeroDivisionError: .*; the weights in memory are no longer consistent"
 SECONDS = 30.0

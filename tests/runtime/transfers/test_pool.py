@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.transfers.handoff import Failures
-from ds_slide.runtime.transfers.pool import BufferPool
+from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.core.pool import BufferPool
 
 SECONDS = 30.0
 MakePool = Callable[[int], BufferPool]

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.runtime.device import Device
-from ds_slide.runtime.transfers import staged_copies
-from ds_slide.runtime.transfers.handoff import Failures
-from ds_slide.runtime.transfers.staged_copies import StagedCopies
+from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.memory import staged_copies
+from ds_slide.runtime.memory.staged_copies import StagedCopies
 
 UPDATER = CpuUpdater(2)
 

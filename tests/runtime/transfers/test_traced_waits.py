@@ -11,9 +11,9 @@ import torch
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.report.trace import LaneTrace
 from ds_slide.report.waits import HostWait, NoRanges, Waits
-from ds_slide.runtime.device import PASSED, Device, Marker
-from ds_slide.runtime.transfers.handoff import THREAD_PREFIX, Failures, Future
-from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
+from ds_slide.runtime.core.device import PASSED, Device, Marker
+from ds_slide.runtime.core.futures import THREAD_PREFIX, Failures, Future
+from ds_slide.runtime.core.stream_lane import Delay, StreamWorker
 
 SECONDS = 30.0
 

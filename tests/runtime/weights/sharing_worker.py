@@ -24,12 +24,11 @@ import torch
 import torch.distributed as dist
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.device import Device
-from ds_slide.runtime.ranks import machine
-from ds_slide.runtime.ranks.collectives import Ranks
-from ds_slide.runtime.transfers.handoff import Failures
-from ds_slide.runtime.weights import sharing
-from ds_slide.runtime.weights.shared_weights import SharedWeights
+from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.core.ranks import machine, sharing
+from ds_slide.runtime.core.ranks.collectives import Ranks
+from ds_slide.runtime.core.ranks.shared_weights import SharedWeights
 from ds_slide.store.host_memory import HostMemory
 from ds_slide.store.in_memory import InMemory, WeightsInMemory
 

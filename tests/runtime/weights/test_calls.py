@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from ds_slide.runtime.weights.calls import Call, call_under_way, function_around, recomputing_nodes
+from ds_slide.runtime.core.calls import Call, call_under_way, function_around, recomputing_nodes
 
 FORWARD, REENTRANT, SAVED = Call.FORWARD, Call.REENTRANT, Call.SAVED_TENSORS
 

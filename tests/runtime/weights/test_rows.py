@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ds_slide.model.layout import ParameterInfo, build_layout
-from ds_slide.runtime.device import Device, Marker
-from ds_slide.runtime.transfers.handoff import Failures, Future
-from ds_slide.runtime.transfers.stream_worker import StreamWorker
+from ds_slide.runtime.core.device import Device, Marker
+from ds_slide.runtime.core.futures import Failures, Future
+from ds_slide.runtime.core.stream_lane import StreamWorker
 from ds_slide.runtime.weights.rows import RowBuffers, StreamedRows
 from ds_slide.store.in_memory import InMemory, WeightsInMemory
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from ds_slide.errors import SlideError
 from ds_slide.report.statistics import LaneMeter
-from ds_slide.runtime.device import PASSED, Device
-from ds_slide.runtime.transfers.handoff import Failures
-from ds_slide.runtime.transfers.stream_worker import Delay, StreamWorker
-from ds_slide.runtime.unit import Unit
-from ds_slide.runtime.updates.update_worker import UpdateWorker
+from ds_slide.runtime.core.device import PASSED, Device
+from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.core.stream_lane import Delay, StreamWorker
+from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.core.update_lane import UpdateWorker
 from ds_slide.runtime.weights.window import Direction, Slot, Window
 
 NUMEL = 64

@@ -1,0 +1,282 @@
+"""How buffers change owners between threads: futures, failures that nobody waits for in vain, and who waits for what.
+
+No wait of the engine has a time-out. It ends by what it waits for, or by the first failure of any lane, which wakes
+whoever waits. Each wait is known here with a sentence while it lasts, so that the watchdog
+(`ds_slide.runtime.core.ranks.watchdog`) can tell a hang from work that takes long, and name it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+from ds_slide.errors import SlideError
+from ds_slide.report.waits import THREAD_PREFIX, HostWait, NoRanges, Waits
+from ds_slide.runtime.core.device import PASSED, Device, Marker
+
+Wake = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One thread that stands still. `number` tells the waits of one thread apart."""
+
+    number: int
+    thread: str
+    what: str
+    begin: float
+    """In seconds of `time.perf_counter`."""
+    for_ranks: bool = False
+    """Whether it is for other ranks."""
+
+    @property
+    def of_client(self) -> bool:
+        """Whether the training itself stands still, and not just a lane that has nothing to do yet."""
+        return not self.thread.startswith(THREAD_PREFIX)
+
+
+@dataclass(frozen=True)
+class _Outstanding:
+    """A collective that the GPU has been given."""
+
+    what: str
+    end: Marker
+
+
+class Failures:
+    """The first exception of any lane, and everyone who has to hear of it. A lane that has failed can no longer serve
+    the futures that it owes, so every wait ends with its exception."""
+
+    def __init__(self, waits: Waits | None = None) -> None:
+        """`waits`: where those of recorded steps go."""
+        self.traced = waits or Waits(NoRanges())
+        self.traced.under_way = self._under_way
+        self._lock = threading.Lock()  # guards what follows, and is held while nothing else is taken
+        self._first: SlideError | None = None
+        self._cause: BaseException | None = None
+        self._waits: dict[int, tuple[Wait, Wake | None]] = {}
+        self._idle: list[Wake] = []
+        self._numbers = itertools.count()
+        self._outstanding: deque[_Outstanding] = deque()
+        self.who_has_ended: Callable[[], str] = str
+        """Which other ranks; empty where nothing is known of them."""
+        self.progress = 0
+        """Counts hand-overs: futures kept, transfers and tasks completed. Two threads may count one together: it only
+        has to change."""
+
+    # ---- failing -----------------------------------------------------------------------------------------------------
+
+    def record(self, lane: str, error: BaseException) -> None:
+        """The first failure is everyone's from now on: whoever waits is woken, whoever begins to wait raises."""
+        self._fail(
+            SlideError(
+                f"the {lane} lane stopped with {type(error).__name__}: {error}; the weights in memory are no longer "
+                "consistent: end this run and resume from the last checkpoint"
+            ),
+            error,
+        )
+
+    def end(self, message: str) -> None:
+        """As `record`, with the whole sentence."""
+        self._fail(SlideError(message), None)
+
+    def _fail(self, error: SlideError, cause: BaseException | None) -> None:
+        with self._lock:
+            if self._first is None:
+                self._first, self._cause = error, cause
+            wakes = [wake for _, wake in self._waits.values() if wake is not None]
+            wakes += self._idle
+            self._idle = []
+        for wake in wakes:
+            wake()
+
+    def end_idle(self, wake: Wake) -> None:
+        """`wake` ends a thread that waits for work and for nothing else. It is called once, at the first failure, at
+        once where there has been one: what would come then is for nobody."""
+        with self._lock:
+            if self._first is None:
+                self._idle.append(wake)
+                return
+        wake()
+
+    def raise_first(self) -> None:
+        """Raise the first failure, if there is one."""
+        if self._first is not None:
+            raise SlideError(str(self._first)) from self._cause
+
+    @property
+    def message(self) -> str:
+        """The message of the first failure; empty when there is none."""
+        return "" if self._first is None else str(self._first)
+
+    # ---- waiting -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def waiting(self, what: str, wake: Wake | None = None, *, for_ranks: bool = False) -> Iterator[None]:
+        """Around a wait of the calling thread. `what`: what it waits for, as the end of a sentence. `wake`: ends the
+        wait, and is called when a lane fails, at once where one has failed already; None for a wait that cannot be
+        ended from outside. The caller looks at `raise_first` when it was woken for no other reason. `for_ranks`: it
+        waits for other ranks, and in vain if one of them has ended."""
+        thread, begin, waits = threading.current_thread().name, time.perf_counter(), self.traced
+        with self._lock:
+            number = next(self._numbers)
+            self._waits[number] = (Wait(number, thread, what, begin, for_ranks), wake)
+            failed = self._first is not None
+        range_ = waits.begin(what) if waits.is_recording else None
+        try:
+            if failed and wake is not None:
+                wake()
+            yield
+        finally:
+            waits.end(thread, what, begin, range_)  # before it is no longer under way, so that it is in one of both
+            with self._lock:
+                del self._waits[number]
+
+    def wait_for(self, changed: threading.Condition, ready: Callable[[], bool], what: str) -> None:
+        """Wait until `ready()`, with `changed` held. Raises when a lane has failed."""
+        if ready():
+            return
+        with self.waiting(what, functools.partial(_notify, changed)):
+            while not ready():
+                self.raise_first()
+                changed.wait()
+
+    def waits(self) -> list[Wait]:
+        """Those of this moment, the oldest first."""
+        with self._lock:
+            return [wait for wait, _ in self._waits.values()]
+
+    def _under_way(self) -> list[HostWait]:
+        now = time.perf_counter()
+        return [HostWait(wait.thread, wait.what, wait.begin, now) for wait in self.waits()]
+
+    def progressed(self) -> None:
+        """Something that somebody may wait for has come forward."""
+        self.progress += 1
+
+    # ---- collectives -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def collective(self, what: str) -> Iterator[None]:
+        """Around a call of torch.distributed, in which the host may wait for the other ranks."""
+        try:
+            with self.waiting(f"the other ranks in {what}", for_ranks=True):
+                yield
+        except RuntimeError as error:
+            if isinstance(error, SlideError):
+                raise
+            ended = self.who_has_ended() or "mostly because another rank has ended"
+            raise SlideError(f"{what} failed: {ended}: {' '.join(str(error).split())}") from error
+        self.progressed()
+
+    def outstanding(self, what: str, end: Marker) -> None:
+        """`what`, a collective, has been submitted to the GPU, and ends at `end`."""
+        with self._lock:
+            self._drop_passed()
+            if self._outstanding or not end.done():
+                self._outstanding.append(_Outstanding(what, end))
+
+    def oldest_outstanding(self) -> str | None:
+        """The collective that the GPU is in, or is to come to first; asks the GPU, without waiting for it."""
+        with self._lock:
+            self._drop_passed()
+            return self._outstanding[0].what if self._outstanding else None
+
+    def _drop_passed(self) -> None:
+        # They run in the order of their submission, on one stream: the first that has not passed ends the search.
+        while self._outstanding and self._outstanding[0].end.done():
+            self._outstanding.popleft()
+            self.progress += 1
+
+
+def _notify(changed: threading.Condition) -> None:
+    with changed:
+        changed.notify_all()
+
+
+_making_events = threading.Lock()  # so that all who wait for one future wait for the same
+
+
+class Future:
+    """A promise that is kept once. The keeper calls `keep(marker)` when the work has been *issued*;
+    whoever calls `wait()` gets the marker, and owns the buffer from there, after the marker."""
+
+    __slots__ = ("_ended", "_failures", "_is_kept", "_marker", "_pressed", "what")
+
+    def __init__(
+        self, failures: Failures, what: str = "a hand-over", pressed: Callable[[], None] | None = None
+    ) -> None:
+        """`what`: what it stands for. `pressed`: called when somebody begins to wait, before: it brings forward what
+        the future needs."""
+        self._ended: threading.Event | None = None  # of the first who has to wait; mostly nobody has
+        self._is_kept = False
+        self._marker = PASSED
+        self._failures = failures
+        self._pressed = pressed
+        self.what = what
+
+    @classmethod
+    def kept(cls, failures: Failures, marker: Marker = PASSED, what: str = "a hand-over") -> Future:
+        """One for work that has been issued already, and ends at `marker`."""
+        future = cls(failures, what)
+        future._is_kept, future._marker = True, marker
+        return future
+
+    def keep(self, marker: Marker = PASSED) -> None:
+        self._marker = marker
+        if self._failures.traced.is_recording:
+            self._failures.traced.kept(self.what)
+        self._is_kept = True
+        # After that, as whoever waits looks at `_is_kept` after having made it: one of the two sees the other.
+        if self._ended is not None:
+            self._ended.set()
+        self._failures.progressed()
+
+    @property
+    def is_kept(self) -> bool:
+        return self._is_kept
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the work has run: then no stream has to wait for it."""
+        return self._is_kept and self._marker.done()
+
+    def wait(self) -> Marker:
+        """Block this host thread until the work has been issued; raises when a lane has failed."""
+        if not self._is_kept:
+            if self._pressed is not None:
+                self._pressed()
+            with _making_events:
+                ended = self._ended = self._ended or threading.Event()
+            with self._failures.waiting(self.what, ended.set):
+                if not self._is_kept:
+                    ended.wait()
+            if not self._is_kept:
+                self._failures.raise_first()
+        return self._marker
+
+    def synchronize(self) -> None:
+        """Block until the work has been issued and has run."""
+        synchronize(self._failures, self.wait(), self.what)
+
+
+def wait_on_stream(future: Future, device: Device, stalled: Callable[[str], AbstractContextManager[None]]) -> None:
+    """Make the calling thread's stream wait for the work of `future`. `stalled`: books the time that it stands still
+    for what it is told (`ds_slide.report.statistics.StepRecorder.stalled`)."""
+    if not future.has_ended:
+        with stalled(future.what):
+            device.wait(future.wait())
+
+
+def synchronize(failures: Failures, marker: Marker, what: str) -> None:
+    """Block this host thread until the GPU has passed `marker`."""
+    if not marker.done():
+        with failures.waiting(f"the GPU, for {what}"):
+            marker.synchronize()
+        failures.progressed()

@@ -1,0 +1,300 @@
+"""The ranks that share the states (ZeRO-3 data parallelism), and the collectives between them.
+
+Ranks of one machine may run different modules: rank 0 decides on the order of their averages of gradients
+(`ds_slide.runtime.core.ranks.conductor`). What follows is the order of all other collectives, and of all of them where
+the ranks are on several machines.
+
+The rule without which several ranks would wait for ever: one order of collectives, the same on all ranks, whatever the
+threads do.
+
+* Every collective of the engine is issued by the thread that computes (the caller's thread, and autograd's while that
+  runs a backward: one after the other, never both), in the order of the program, through one process group, onto one
+  stream, the collectives stream. No lane issues any. Several engines of a process have these two in common.
+* No lane waits for a collective that has not been issued yet: what a lane waits for (a marker, an update, another
+  rank's weights) comes of collectives that precede, in the order of the program, the call that gave it the job.
+
+Why nothing then waits in a circle. Take the first collective, in the order of the program, that is never completed.
+All before it are complete, so on every rank the compute thread reaches it: between collectives it waits only for lanes,
+and these, by the second point, only for collectives that are complete. So all ranks issue it, and it completes. A
+device that runs its streams in order of submission, or waits for all of them at once (loading a module, page-locking
+memory), changes nothing: everything that is waited for was submitted before, on this rank and on the others.
+
+That the ranks do call the same is checked with each step's norm (`ds_slide.runtime.gradients.totals`).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ds_slide.errors import SlideError
+from ds_slide.model.layout import UnitLayout, pieces
+from ds_slide.runtime.core.device import Device, Marker
+from ds_slide.runtime.core.futures import Failures
+
+_NOWHERE = Device(torch.device("cpu"))
+
+
+class Meets(Protocol):
+    """Who decides on the order of collectives (`ds_slide.runtime.core.ranks.conductor.Conductor`)."""
+
+    announced: int
+    """Collectives that this rank has asked for."""
+
+    def meet(self, what: str, failures: Failures, *, step_of: int | None = None) -> None:
+        """Wait until all ranks have come to this one. SlideError on all of them where they have come to others.
+        `step_of`: the engine that it is a part of a step of, if it is one."""
+
+
+@dataclass(eq=False)
+class Channel:
+    """The process group and the stream of the collectives between certain ranks, for all engines of a process."""
+
+    group: Any = None
+    stream: Any = None
+    engines: int = 0
+    """The number of engines that have been built on it."""
+    issued: int = 0
+    """Collectives so far, of all engines."""
+    digest: int = 0
+    """A digest of what they were, in order: the same on all ranks."""
+    conductor: Meets | None = None
+    """Who decides on their order; None where the program does."""
+    has_asked_for_conductor: bool = False
+
+
+_channels: dict[tuple[int, ...], Channel] = {}
+"""Channels by the numbers of this rank and of all of them. One serves all engines: with one each, the collectives of
+two engines could run on a rank's GPU in another order than they were issued in, and wait for each other across two
+ranks."""
+
+
+def _channel_of(rank: int, members: Sequence[int], device: Device) -> Channel:
+    """Collective, over the whole world, the first time; all ranks have the same engines."""
+    key = (rank, *members)
+    known = _channels.get(key)
+    if known is None or not _is_open(known.group):
+        known = _channels[key] = Channel(dist.new_group(list(members)), device.stream())
+    return known
+
+
+def _is_open(group: Any) -> bool:
+    """Whether the process group it belongs to has not been destroyed since."""
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        return False
+
+
+class Ranks:
+    """The ranks of an engine. `channel`: of its collectives, None for one rank. All methods that communicate are called
+    by the thread that computes."""
+
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, channel: Channel | None = None, device: Device = _NOWHERE
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._device = device
+        self._channel = channel or Channel()
+        self._group = self._channel.group
+        self._stream = self._channel.stream
+        self._channel.engines += 1
+        self.engine = self._channel.engines
+        """The number of its engine."""
+        self._failures: Failures | None = None
+
+    @property
+    def issued(self) -> int:
+        """Collectives so far, of all engines."""
+        return self._channel.issued
+
+    @property
+    def begun(self) -> int:
+        """Collectives so far, and those that this rank has asked for."""
+        return self._channel.issued + (0 if self.conductor is None else self.conductor.announced)
+
+    @property
+    def conductor(self) -> Meets | None:
+        return self._channel.conductor
+
+    @property
+    def has_asked_for_conductor(self) -> bool:
+        """Whether it is known if there is one."""
+        return self._channel.has_asked_for_conductor
+
+    def conduct(self, conductor: Meets | None) -> None:
+        """Have `conductor` decide on the order of collectives, of all engines of this process."""
+        self._channel.conductor, self._channel.has_asked_for_conductor = conductor, True
+
+    @property
+    def digest(self) -> int:
+        """A digest of what the collectives were, and of which engine: the same on all ranks."""
+        return self._channel.digest
+
+    def note(self, what: Iterable[int]) -> None:
+        """Make `what` (bytes), which all ranks must have alike, a part of the digest."""
+        self._channel.digest = zlib.crc32(bytes(what), self._channel.digest)
+
+    @classmethod
+    def over(cls, group: Any, device: Device) -> Ranks:
+        """Ranks of the data-parallel `group`. Collective: every rank of the world calls it."""
+        size = dist.get_world_size(group)
+        if size == 1:
+            return cls()
+        rank = dist.get_rank(group)
+        members = dist.get_process_group_ranks(group) if group is not None else list(range(size))
+        return cls(rank, size, _channel_of(rank, members, device), device)
+
+    def watched_by(self, failures: Failures) -> None:
+        """Tell `failures` which collective is under way, from here on."""
+        self._failures = failures
+
+    # ---- the collectives stream --------------------------------------------------------------------------------------
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Work submitted inside goes to the collectives stream, behind the collectives so far. One rank has no such
+        stream, and uses the compute stream."""
+        return self._device.on(self._stream)
+
+    def mark(self) -> Marker:
+        """What has been submitted to the collectives stream so far. Of one rank: nothing, which has passed."""
+        return self._device.mark(self._stream) if self.world_size > 1 else Marker()
+
+    def join(self) -> None:
+        """Make the compute stream wait for the collectives stream."""
+        self._device.wait(self.mark())
+
+    def meet(self, what: str, *, in_step: bool = False) -> None:
+        """Wait until all ranks have come to `what`, if anybody decides on the order of collectives. `in_step`: it is a
+        part of a step."""
+        if self.conductor is not None:
+            step_of = self.engine if in_step else None
+            self.conductor.meet(f"{what} (engine {self.engine})", self._failures or Failures(), step_of=step_of)
+
+    @contextmanager
+    def _issue(self, what: str, *after: Marker, in_step: bool = False) -> Iterator[None]:
+        """One collective on the collectives stream, behind `after`. On the CPU accelerator it blocks."""
+        channel = self._channel
+        self.meet(what, in_step=in_step)
+        channel.issued += 1
+        channel.digest = zlib.crc32(f"{self.engine}: {what}".encode(), channel.digest)
+        sentence = f"collective {channel.issued} of rank {self.rank}: {what}"
+        with self.on_stream(), nullcontext() if self._failures is None else self._failures.collective(sentence):
+            for marker in after:
+                self._device.wait(marker)
+            yield
+        if self._failures is not None:
+            self._failures.outstanding(sentence, self.mark())
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def gather_weights(
+        self,
+        name: str,
+        layout: UnitLayout,
+        own: torch.Tensor,
+        gathered: torch.Tensor,
+        buffer: torch.Tensor,
+        *after: Marker,
+        in_step: bool = False,
+    ) -> Marker:
+        """All-gather the weights of the unit `name`, `own` ([local_numel]), into `gathered` ([>= world_size *
+        local_numel], rank-major), and lay the whole parameters out in `buffer` ([>= slot_numel]). -> when that is
+        done."""
+        flat = gathered[: self.world_size * layout.local_numel]
+        with self._issue(f"gathering the weights of {name}", *after, in_step=in_step):
+            dist.all_gather_into_tensor(flat, own, group=self._group)
+        with self.on_stream():
+            lay_out(layout, flat, buffer)
+        return self.mark()
+
+    def reduce_gradients(self, name: str, packed: torch.Tensor, own: torch.Tensor, *after: Marker) -> None:
+        """Average the gradient of the unit `name`, `packed` ([world_size * numel], rank-major), over the ranks into
+        `own` ([numel]).
+
+        Divided before the sum, as DeepSpeed does, so that bf16 sums do not overflow earlier than stock's.
+        """
+        with self._issue(f"averaging the gradient of {name}", *after):
+            packed.div_(self.world_size)
+            dist.reduce_scatter_tensor(own, packed, group=self._group)
+
+    def sum_(self, values: torch.Tensor, what: str, *after: Marker, in_step: bool = False) -> torch.Tensor:
+        """Sum `values` over the ranks, in place. `in_step`: as a part of a step."""
+        if self.world_size > 1:
+            with self._issue(f"summing {what}", *after, in_step=in_step):
+                dist.all_reduce(values, group=self._group)
+        return values
+
+    def gather(self, own: torch.Tensor, what: str) -> torch.Tensor:
+        """`own` ([n], made on the compute stream) of every rank, [world_size * n] by rank, for the compute stream. One
+        rank has its own."""
+        if self.world_size == 1:
+            return own
+        gathered = own.new_empty(self.world_size * own.numel())
+        with self._issue(f"gathering {what}", self._device.mark()):
+            # As bytes: NCCL knows no 16-bit integers, which complete weights to their masters.
+            flat, part = gathered.view(torch.uint8), own.contiguous().view(torch.uint8)
+            dist.all_gather_into_tensor(flat, part, group=self._group)
+        self.join()
+        return gathered
+
+    # ---- while the engine is built -----------------------------------------------------------------------------------
+
+    def connect(self, packed: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> None:
+        """One collective of each kind over buffers of zeros, so that connections are made now and not in training.
+        `packed`, `own`: of bytes, used as elements of `dtype`."""
+        if self.world_size == 1:
+            return
+        packed, own = packed.view(dtype), own.view(dtype)
+        if not own.numel():  # nothing is trained; weights may be gathered
+            own, packed = own.new_zeros(1), own.new_zeros(self.world_size)
+        with self._issue("connecting the ranks", self._device.mark()):
+            dist.reduce_scatter_tensor(own, packed, group=self._group)
+            dist.all_gather_into_tensor(packed, own, group=self._group)
+            dist.all_reduce(own.new_zeros(1, dtype=torch.float64), group=self._group)
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """Smallest of each of `values` over the ranks."""
+        if self.world_size == 1:
+            return list(values)
+        with self._issue("agreeing on the memory that every rank has"):
+            tensor = torch.tensor(list(values), device=self._device.torch)
+            dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group)
+            return [int(value) for value in tensor.tolist()]
+
+    def exchange(self, own: Any, what: str) -> list[Any]:
+        """What every rank gives, by rank. Pickled."""
+        if self.world_size == 1:
+            return [own]
+        given: list[Any] = [None] * self.world_size
+        with self._issue(what):
+            dist.all_gather_object(given, own, group=self._group)
+        return given
+
+    def require_equal(self, own: dict[str, Any], what: str) -> None:
+        """SlideError on every rank, with the first key of `own` in which two ranks differ."""
+        given = self.exchange(own, f"comparing {what}")
+        for key, value in given[0].items():
+            for rank, other in enumerate(given):
+                if other[key] != value:
+                    raise SlideError(
+                        f"the ranks differ in {what}: {key} is {value} on rank 0 and {other[key]} on rank {rank}; give "
+                        "all ranks the same model, the same DeepSpeed config and machines alike"
+                    )
+
+
+def lay_out(layout: UnitLayout, flat: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Copy the parts of all ranks ([>= world_size * local_numel], rank-major) to their places in slot layout."""
+    local = layout.local_numel
+    targets, sources = [], []
+    for rank, source, place in pieces(layout):
+        targets.append(buffer[place])
+        sources.append(flat[rank * local + source.start : rank * local + source.stop])
+    torch._foreach_copy_(targets, sources)

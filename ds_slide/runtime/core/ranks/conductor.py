@@ -1,0 +1,448 @@
+"""One order of collectives for ranks that run different modules: rank 0 writes it into a log, the others follow it.
+
+Two kinds of collectives meet here.
+
+* Averages of gradients. Each rank announces a unit when its backward has left the unit's gradient
+  (`ds_slide.runtime.gradients.agreement`). Rank 0 enters a unit into the log, and issues its average, when it sees that
+  all ranks have announced it; the others issue what the log says. All look at each of their hooks in backward, and
+  no rank waits. What is left is entered at the end of backward, which all ranks wait for.
+  Ranks that run the same modules expect the same units in the same order as in the backward before. When rank 0 sees
+  that all expect the same, it enters that order. From then on each rank issues its averages in this order at its own
+  hooks, without a look at the others, and zeros at its end for what did not come.
+* All others come in the order of the program (gathers, sums, exchanges). Each is a meeting: a rank says which one it
+  has come to, and waits until rank 0 has seen all ranks at the same one. So ranks that have come to different ones
+  raise one sentence, all of them, before anything is issued. A rank that is outside of a backward when others have
+  come to the end of theirs takes part in that end, with zeros.
+
+The host runs ahead of its GPU, and a wait for another rank's host takes some of that lead. So with clipping off a
+backward can be settled: it is the only one before its step, and every unit has been averaged. Rank 0 then does not wait
+at the end, and the step has no meetings. Of three waits in a step one is left, of ranks ahead of rank 0.
+
+Why nothing waits in a circle. Take the first entry of the log (a unit, an end, a meeting) that some rank never
+completes, and the ranks that have not come to it.
+
+* A unit: rank 0 entered it when all ranks had announced it or waited at the end. Rank 0 issues it at once. Another rank
+  comes to its next hook, or waits: in every wait of this module it issues what the log says. Between hooks it waits for
+  its lanes, whose jobs come of collectives before this entry, which are complete. It does not wait for new weights of
+  another rank, whose lanes may stand still while a GPU spins in this entry: it has announced, so its forward is over,
+  and backward binds only versions that the forward has bound.
+* An order: rank 0 entered it when all ranks were in this backward. A rank then issues a unit of it at a hook, or at
+  its end, or when it leaves the backward, and until then waits only for its lanes, as above. The entries behind an
+  order are followed when all of its units are issued. There is none where a backward has gathers, or beside a second
+  engine, whose averages could have to come between.
+* An end or a meeting: rank 0 waits for the others, without having issued anything that they lack. Each of them comes
+  to a meeting or an end itself, because all entries before are complete; a rank that has come stays until rank 0 has
+  entered that. All of one kind: the entry is made. Otherwise: rank 0 takes part, or all raise.
+* A settled end: rank 0 makes the entry when all units are averaged and it has come to the end itself. The step behind
+  it issues its sum, and gathers what it updates on the GPU, without a meeting. Every rank comes to these, in the same
+  order: before them, a rank waits for this entry alone, and rank 0 for nothing. A GPU that spins in one holds up the
+  next step of its own rank alone, and no rank waits for another one's next step before it has issued them.
+* The wait of a rank that is ahead in its backward (`Conductor.keep_pace`): only a rank that is behind is waited for, by
+  a count that each rank raises at each announcement and that is highest while it is at an end or a meeting. So these
+  waits follow an order, and the rank that is behind all others never has one.
+
+Work that a rank does for an entry (packing, sums of the learning of projectors) is part of the entry: nothing inside it
+meets again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from ds_slide.errors import SlideError
+from ds_slide.runtime.core.calls import in_backward
+from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.core.ranks.board import MASK, Board, open_board
+from ds_slide.runtime.core.ranks.collectives import Ranks
+
+TAG = 15
+"""The bits of a backward's number that an entry has."""
+_ENGINES = 255
+"""The bits of an engine's number that an entry has."""
+RING = 1 << 15
+"""Entries that the log keeps. A rank is behind by those of one backward at most: it announces, or ends, after it has
+followed the log."""
+AT_REST = 1023
+"""The count of announcements of a rank that waits for the others."""
+PACE = 2
+"""Announcements by which a rank may be ahead while gradients of so many units wait on its GPU."""
+
+
+class _Row(IntEnum):
+    """Numbers in the row of a rank."""
+
+    MEETINGS = 0
+    PLACE = 1
+    """A digest of what it has come to; the text says it."""
+    IS_OUTSIDE = 2
+    """Whether it came there outside of a backward."""
+    PACE = 3
+
+
+class Kind(IntEnum):
+    UNIT = 0
+    END = 1
+    MEETING = 2
+    APART = 3
+    """The ranks have come to different places; `unit` is one that is not where rank 0 is."""
+    ORDER = 4
+    """All ranks expect the same units, in the same order."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of the log, of 32 bits. `engine` and `backward` are the last bits of their numbers."""
+
+    kind: Kind
+    engine: int = 0
+    unit: int = 0
+    backward: int = 0
+    final: bool = False
+
+    def packed(self) -> int:
+        place = _place_of(self.engine) << 16 | self.unit
+        return self.kind << 29 | self.final << 28 | (self.backward & TAG) << 24 | place
+
+    @classmethod
+    def of(cls, word: int) -> Entry:
+        return cls(Kind(word >> 29), word >> 16 & _ENGINES, word & 0xFFFF, word >> 24 & TAG, bool(word >> 28 & 1))
+
+
+def _place_of(engine: int) -> int:
+    """What the log and the table of members have of the number of an engine."""
+    return engine & _ENGINES
+
+
+class Member(Protocol):
+    """What an engine does for the log (`ds_slide.runtime.gradients.agreement.Agreement`)."""
+
+    engine: int
+    backward: int
+    """The number of the backward that is open, or that comes next."""
+
+    def is_settled(self) -> bool:
+        """Whether this rank has announced and averaged all units, in a backward that none follows before the step."""
+
+    @property
+    def has_order_left(self) -> bool:
+        """Whether units of an order are left to average here."""
+
+    def begin_order(self, entry: Entry) -> None:
+        """Average, from now on, the units that all ranks expect, in their order."""
+
+    def follow_order(self) -> None:
+        """Average the next units of the order, as far as this rank has announced them."""
+
+    def finish_order(self) -> None:
+        """Average all that is left of the order, with zeros where this rank has nothing."""
+
+    def lead(self) -> None:
+        """Enter and average the units that all ranks have announced, or the order that all expect. On rank 0."""
+
+    def average(self, entry: Entry) -> None:
+        """Take part in an entry for a unit."""
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether that rank waits at the end of the backward that is open here."""
+
+    def lead_end(self) -> None:
+        """Enter and average all that is left of it, where all ranks have come to the end. On rank 0."""
+
+    def close(self) -> None:
+        """The backward has ended on all ranks."""
+
+    def joined(self) -> None:
+        """It has, and this rank took part in the end alone."""
+
+
+class Conductor:
+    """The log, as one rank sees it, for all engines of a process. Called by the thread that computes."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self.announced = 0
+        """Gradients that this rank has announced so far."""
+        self._members: dict[int, Member] = {}
+        self._place = 0
+        """Entries of the log that this rank has written or followed."""
+        self._meetings = 0
+        self._ends = 0
+        self._count = 0
+        """Announcements in the backward that is open."""
+        self._is_in_entry = False
+        self._settled: set[int] = set()
+        """Engines whose last backward ended settled: their next step has no meetings."""
+
+    @classmethod
+    def of(cls, ranks: Ranks) -> Conductor | None:
+        """The conductor of these ranks, made for their first engine. None where they have no board. Collective."""
+        if ranks.world_size == 1:
+            return None
+        if not ranks.has_asked_for_conductor:
+            board = open_board(ranks, len(_Row), 1 + RING)
+            ranks.conduct(None if board is None else cls(board))
+        conductor = ranks.conductor
+        assert conductor is None or isinstance(conductor, cls)
+        return conductor
+
+    def enter(self, member: Member) -> None:
+        self._members[_place_of(member.engine)] = member
+
+    def leave(self, member: Member) -> None:
+        self._members.pop(_place_of(member.engine), None)
+        self._settled.discard(_place_of(member.engine))
+
+    @property
+    def leads(self) -> bool:
+        return self.board.rank == 0
+
+    @property
+    def has_one_engine(self) -> bool:
+        """Whether this process averages the gradients of one engine alone."""
+        return len(self._members) == 1
+
+    @property
+    def _has_order_left(self) -> bool:
+        return any(member.has_order_left for member in self._members.values())
+
+    # ---- under backward ----------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Issue what all ranks have announced, as far as that is known here. This never waits."""
+        if self._is_in_entry:
+            return
+        for member in self._members.values():
+            member.follow_order()
+        if self.leads:
+            for member in self._members.values():
+                member.lead()
+        else:
+            self._follow()
+
+    def announce(self, member: Member) -> None:
+        """This rank has announced one more gradient: `Board.put` has told of it."""
+        self._settled.discard(_place_of(member.engine))
+        self.announced += 1
+        self._count += 1
+        self._tell_pace(min(self._count, AT_REST - 1))
+
+    def keep_pace(self, waiting: int, failures: Failures) -> None:
+        """Wait for ranks that are behind, while gradients of `waiting` units or more would pile up here: their number
+        is otherwise limited by GPU memory alone. `waiting`: how many there are."""
+        own = self._pace(self._count)
+        if waiting < PACE or self._is_in_entry or self._has_order_left or not self._is_ahead(own):
+            return
+        before = self._place
+
+        def others_have_come() -> bool:
+            self.look()
+            return self._place != before or not self._is_ahead(own)
+
+        self.board.until(others_have_come, failures, "the other ranks in backward, which are behind")
+
+    def _is_ahead(self, own: int) -> bool:
+        for rank in self.board.others:
+            behind = own - self.board.get(rank, _Row.PACE) & MASK
+            if PACE < behind < 1 << 31:
+                return True
+        return False
+
+    def _pace(self, count: int) -> int:
+        return (self._ends << 10) + min(count, AT_REST) & MASK
+
+    def _tell_pace(self, count: int) -> None:
+        self.board.publish(_Row.PACE, self._pace(count))
+
+    # ---- the log -----------------------------------------------------------------------------------------------------
+
+    def append(self, entry: Entry) -> None:
+        """On rank 0."""
+        self.board.put_more(1 + self._place % RING, entry.packed())
+        self._place = self._place + 1 & MASK
+        self.board.publish_more(0, self._place)
+
+    @contextmanager
+    def entry(self) -> Iterator[None]:
+        """Around the work for an entry."""
+        self._is_in_entry = True
+        try:
+            yield
+        finally:
+            self._is_in_entry = False
+
+    def _follow(self) -> Entry | None:
+        """Take part in the averages that the log has next. -> the entry behind them, if there is another kind."""
+        while self._place != self.board.get_more(0) and not self._has_order_left:
+            entry = Entry.of(self.board.get_more(1 + self._place % RING))
+            if entry.kind is Kind.UNIT:
+                self._pass()
+                self._members[entry.engine].average(entry)
+            elif entry.kind is Kind.ORDER:
+                self._pass()
+                self._members[entry.engine].begin_order(entry)
+            elif entry.kind is Kind.END and self._has_left(entry):
+                self._pass()
+            else:
+                return entry
+        return None
+
+    def _has_left(self, entry: Entry) -> bool:
+        """Whether an exception has ended, on this rank, the backward whose settled end this is."""
+        member = self._members.get(entry.engine)
+        return entry.final and member is not None and 0 < (member.backward - entry.backward & TAG) <= TAG // 2
+
+    def _pass(self) -> None:
+        self._place = self._place + 1 & MASK
+
+    # ---- ends and meetings -------------------------------------------------------------------------------------------
+
+    def end(self, member: Member, failures: Failures) -> None:
+        """Wait until the backward of this member has ended on all ranks, or is settled, and all of its gradients are
+        averaged. The member has told on its own board that it has ended here."""
+        what = f"the end of backward number {member.backward} (engine {member.engine})"
+        self._come_to(what, failures)
+        if self.leads:
+            self._lead_end(member, what, failures)
+        else:
+            self.board.until(lambda: self._is_over(member, failures), failures, f"the other ranks in {what}")
+
+    def _is_over(self, member: Member, failures: Failures) -> bool:
+        entry = self._follow()
+        if entry is None:
+            return False
+        if entry.kind is Kind.APART:
+            self._raise(entry.unit, failures)
+        assert entry.kind is Kind.END and entry.engine == _place_of(member.engine), entry
+        self._pass()
+        self._close(member, settled=entry.final)
+        return True
+
+    def _lead_end(self, member: Member, what: str, failures: Failures) -> None:
+        def nothing_is_left() -> bool:
+            self.look()
+            return member.is_settled() or all(self._takes_part(member, rank, failures) for rank in self.board.others)
+
+        self.board.until(nothing_is_left, failures, f"the other ranks in {what}")
+        settled = member.is_settled()
+        if not settled:
+            member.lead_end()
+        self.append(Entry(Kind.END, member.engine, backward=member.backward, final=settled))
+        self._close(member, settled=settled)
+
+    def _takes_part(self, member: Member, rank: int, failures: Failures) -> bool:
+        """Whether a rank has come to the end of this backward, or to a meeting from outside of any."""
+        if member.has_ended(rank):
+            return True
+        if not self._is_at_later_meeting(rank):
+            return False
+        if not self.board.get(rank, _Row.IS_OUTSIDE):
+            self._part(rank, failures)
+        return True
+
+    def _is_at_later_meeting(self, rank: int) -> bool:
+        return self.board.get(rank, _Row.MEETINGS) != self._meetings
+
+    def _close(self, member: Member, *, settled: bool = False) -> None:
+        if settled:
+            self._settled.add(_place_of(member.engine))
+        self._ends += 1
+        self._count = 0
+        self._tell_pace(0)
+        member.close()
+
+    def meet(self, what: str, failures: Failures, *, step_of: int | None = None) -> None:
+        """Wait until all ranks have come to this place of the program. SlideError on all of them where they have not
+        come to the same one. Inside of an entry nothing: that is the place. `step_of`: it is in a step of that engine,
+        which has no meetings behind a settled backward."""
+        if self._is_in_entry or (step_of is not None and _place_of(step_of) in self._settled):
+            return
+        is_outside = not in_backward()
+        self._leave_order(what, is_outside=is_outside)
+        self.board.put(_Row.IS_OUTSIDE, is_outside)
+        meeting = self._meetings + 1 & MASK
+        self._come_to(what, failures, meeting)
+        if self.leads:
+            self._lead_meeting(meeting, what, failures, is_outside=is_outside)
+        else:
+            self.board.until(lambda: self._is_met(failures), failures, f"the other ranks in {what}")
+        self._meetings = meeting
+        self._tell_pace(self._count)
+
+    def _leave_order(self, what: str, *, is_outside: bool) -> None:
+        """Average the rest of an order whose backward an exception has ended here: the GPUs of other ranks may wait for
+        it. SlideError inside of such a backward."""
+        if self._has_order_left and not is_outside:
+            raise SlideError(
+                f"{what} came in the middle of a backward whose gradients the ranks average in an order that they have "
+                "agreed on; call it before or after backward()"
+            )
+        for member in self._members.values():
+            member.finish_order()
+
+    def _lead_meeting(self, meeting: int, what: str, failures: Failures, *, is_outside: bool) -> None:
+        def all_have_come() -> bool:
+            self.look()
+            for rank in self.board.others:
+                for member in tuple(self._members.values()):
+                    if member.has_ended(rank):
+                        if not is_outside:
+                            self._part(rank, failures)
+                        self._lead_end(member, what, failures)
+                        member.joined()
+                        self._tell_pace(AT_REST)
+                if self.board.get(rank, _Row.MEETINGS) != meeting:
+                    return False
+            return True
+
+        self.board.until(all_have_come, failures, f"the other ranks in {what}")
+        for rank in self.board.others:
+            if self.board.get(rank, _Row.PLACE) != self.board.get(0, _Row.PLACE):
+                self._part(rank, failures)
+        self.append(Entry(Kind.MEETING))
+
+    def _is_met(self, failures: Failures) -> bool:
+        while (entry := self._follow()) is not None:
+            if entry.kind is Kind.APART:
+                self._raise(entry.unit, failures)
+            self._pass()
+            if entry.kind is Kind.MEETING:
+                return True
+            member = self._members[entry.engine]
+            self._close(member)
+            member.joined()
+            self._tell_pace(AT_REST)
+        return False
+
+    def _come_to(self, what: str, failures: Failures, meeting: int | None = None) -> None:
+        failures.raise_first()
+        self.board.write_text(what)
+        self.board.put(_Row.PLACE, zlib.crc32(what.encode()))
+        if meeting is not None:
+            self.board.put(_Row.MEETINGS, meeting)
+        self._tell_pace(AT_REST)
+
+    # ---- different places --------------------------------------------------------------------------------------------
+
+    def _part(self, rank: int, failures: Failures) -> None:
+        self.append(Entry(Kind.APART, unit=rank))
+        self._raise(rank, failures)
+
+    def _raise(self, rank: int, failures: Failures) -> None:
+        error = SlideError(
+            f"the ranks have come to different places of the program: rank 0 to {self.board.text(0)}, rank {rank} to "
+            f"{self.board.text(rank)}; weights that are gathered (on several machines, on SSD, or with "
+            "ds_slide.share_weights false) need all ranks to run the same blocks in the same order, and saving and "
+            "reading states need all ranks at any time; resume from the last checkpoint"
+        )
+        if not self.leads:
+            self._pass()
+        # The meeting has taken place, as far as later engines are concerned.
+        self._meetings = self._meetings + 1 & MASK
+        self.board.put(_Row.MEETINGS, self._meetings)
+        failures.end(str(error))
+        raise error

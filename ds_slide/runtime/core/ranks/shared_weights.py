@@ -1,0 +1,128 @@
+"""Weights that all ranks of a machine have in memory they can read: each uploads all parts, and nothing is gathered.
+
+Every rank keeps its part of the weight state buffers in a memory file that the others map, page-locked, and the file
+begins with a counter for each unit: the generation of the weights that are complete there. Who uploads a version waits
+for the counters of the other ranks, asleep in the kernel, never for a collective.
+
+Why nobody overwrites what another rank still reads. An update to version n + 1 needs the average of the gradients of
+all ranks. A rank enters that collective, on its compute stream, when it has announced the unit after its own backward
+of it, or at the end of its whole backward, with zeros, if it has not. Both are later than the last use of version n,
+also of a unit that it used in forward alone, so the GPU copy that was used is complete. What it has asked for since, of
+version n, may be torn, but is never bound: binding compares versions, and the rank's own version has become n + 1 when
+it enters, before it binds again. A unit that is used once more between its announcement and its average has version n,
+whole, because no update can have begun. A change of weights, of which none may be missed, has been applied by then: a
+rank that has not used the unit waits for it before it enters the collective (`Taking`). Writes from outside
+(loading, `safe_set_*`) have no such collective before them: `SlideRuntime.begin_writing` is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ds_slide.errors import SlideError
+from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.core.ranks.collectives import Ranks
+from ds_slide.runtime.core.ranks.sharing import Sharing
+from ds_slide.runtime.core.unit import Unit
+from ds_slide.store.host_memory import HostMemory
+from ds_slide.store.memory_file import Range, SharedHostMemory, map_bytes
+
+
+class SharedWeights:
+    """Made in two steps: `memory` gives this rank's weights their place; `map_others` makes them everybody's.
+
+    `publish` is called by whoever has changed weights (the update lane, the compute thread); waits belong to the lanes,
+    and to the compute thread while it renews what stays on the GPU.
+    """
+
+    def __init__(self, ranks: Ranks, sharing: Sharing, memory: HostMemory, num_units: int, failures: Failures) -> None:
+        from ds_slide import _native
+
+        self._ranks = ranks
+        self._sharing = sharing
+        self._memory = memory
+        self._num_units = num_units
+        self._failures = failures
+        self._header: Range = sharing.file.append(_native.Generations.bytes(num_units))
+        self._generations: list[Any] = []
+        self.memory = SharedHostMemory(sharing.file, memory)
+        """The memory of this rank's weights, unit by unit."""
+        self.parts: dict[int, list[torch.Tensor]] = {}
+        """What the updates of each rank write, by the order of each unit that is shared: weights ([local_numel]), or
+        changes of them ([numel] of its codec)."""
+
+    def map_others(self, units: Sequence[Unit]) -> None:
+        """Map the memory of the other ranks. `units`: those whose weights `memory` has made, in that order; all ranks
+        have loaded them. Collective.
+
+        SlideError on all ranks when one of them cannot map, or page-lock, the memory of the others.
+        """
+        problem = None
+        self._ranks.exchange(None, "waiting until all ranks have their weights")
+        try:
+            self._map(units)
+        except (SlideError, OSError, RuntimeError, ValueError) as error:
+            problem = str(error)
+        self._sharing.close()
+        problems = self._ranks.exchange(problem, "mapping the other ranks' weights")
+        for rank, found in enumerate(problems):
+            if found is not None:
+                raise SlideError(
+                    f"rank {rank} could not map the weights of the other ranks: {found}; or set "
+                    "ds_slide.share_weights to false, which gathers weights over the process group"
+                )
+        for unit in units:
+            unit.publish = partial(self._publish, unit)
+            unit.await_others = partial(self._await_others, unit)
+            unit.publish(unit.version)
+
+    def _map(self, units: Sequence[Unit]) -> None:
+        descriptors = list(self._sharing.descriptors)
+        descriptors[self._ranks.rank] = self._sharing.file.descriptor
+        self._generations = [self._counters(descriptor) for descriptor in descriptors]
+        for unit, part in zip(units, self.memory.ranges, strict=True):
+            buffer = unit.state.written.buffer
+            weight = buffer.read(slice(0, buffer.numel))
+            self.parts[unit.order] = [
+                weight
+                if rank == self._ranks.rank
+                else self._memory.mapped(
+                    descriptor, part.offset, weight.numel(), weight.dtype, transfers=True, counts=False
+                )
+                for rank, descriptor in enumerate(descriptors)
+            ]
+
+    def _counters(self, descriptor: int) -> Any:
+        from ds_slide import _native
+
+        return _native.Generations(map_bytes(descriptor, self._header), self._num_units)
+
+    # A counter holds version + 1, because memory begins at 0 and versions do too.
+
+    def _publish(self, unit: Unit, version: int) -> None:
+        self._generations[self._ranks.rank].publish(unit.order, version + 1)
+
+    def _await_others(self, unit: Unit, version: int) -> None:
+        for rank, counters in enumerate(self._generations):
+            if rank == self._ranks.rank or counters.value(unit.order) > version:
+                continue
+            what = f"version {version} of the weights of {unit.name} from rank {rank}"
+            with self._failures.waiting(what, counters.interrupt, for_ranks=True):
+                while (outcome := counters.wait(unit.order, version + 1)) == "signal":
+                    pass  # its handler has run by now
+            if outcome == "reached":
+                self._failures.progressed()
+                continue
+            self._failures.raise_first()
+            raise SlideError(f"rank {rank} has ended its engine, and {what} will not come: end all ranks together")
+
+    def close(self) -> None:
+        """Tell the others that this rank has made its last update, and end the waits of this rank."""
+        for rank, counters in enumerate(self._generations):
+            if rank == self._ranks.rank:
+                counters.close()
+            counters.interrupt()

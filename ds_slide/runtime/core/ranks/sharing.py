@@ -1,0 +1,155 @@
+"""Whether the ranks can read each other's host memory, and the descriptors by which they do.
+
+Every rank makes a memory file and hands its descriptor to the others over a local socket. All of them come to the same
+answer: each step ends with an exchange over the process group, and a reason of one rank is a reason for all. Nothing
+here waits for another rank but these exchanges: whoever connects sends at once, and the kernel keeps what was sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from ds_slide.errors import SlideError
+from ds_slide.runtime.core.ranks import machine
+from ds_slide.runtime.core.ranks.collectives import Ranks
+from ds_slide.store.memory_file import MemoryFile
+
+logger = logging.getLogger(__name__)
+
+_RANK = struct.Struct("i")
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+T = TypeVar("T")
+
+
+class Sharing:
+    """The memory files of the ranks of one machine."""
+
+    def __init__(self, file: MemoryFile, world_size: int) -> None:
+        self.file = file
+        """The file of this rank."""
+        self.descriptors = [-1] * world_size
+        """Descriptors of the other ranks' files, by rank."""
+
+    def close(self) -> None:
+        """Let go of the descriptors; what has been mapped stays mapped. Harmless when called twice."""
+        for rank, descriptor in enumerate(self.descriptors):
+            if descriptor >= 0:
+                os.close(descriptor)
+                self.descriptors[rank] = -1
+        self.file.close()
+
+
+def open_sharing(
+    ranks: Ranks,
+    wanted: Literal["auto"] | bool,
+    because: str = "ds_slide.share_weights is true",
+    way_out: str = 'set it to "auto" to gather weights over the process group instead',
+) -> Sharing | None:
+    """Share the weights; None where they are to be gathered, and where "auto" has found that out, one line of the log
+    says why.
+
+    Collective. SlideError on all ranks when `wanted` is true and it is not possible. `because`: who wants it.
+    """
+    if ranks.world_size == 1 or wanted is False:
+        return None
+    try:
+        return _share(ranks)
+    except _Impossible as reason:
+        if wanted is True:
+            raise SlideError(f"{because}, but the ranks cannot share host memory: {reason}; {way_out}") from reason
+        if ranks.rank == 0:
+            logger.warning("weights are gathered over the process group, not shared in host memory: %s", reason)
+        return None
+
+
+def share(ranks: Ranks) -> Sharing | None:
+    """Memory files of the ranks, for what is better with them and goes without; None where they cannot be shared.
+    Collective."""
+    try:
+        return _share(ranks)
+    except _Impossible:
+        return None
+
+
+class _Impossible(Exception):
+    """Why the ranks share no memory, the same on all of them."""
+
+
+@dataclass(frozen=True)
+class _Hello:
+    machine: str
+    address: bytes
+
+
+def _share(ranks: Ranks) -> Sharing:
+    with ExitStack() as sockets, ExitStack() as undo:
+        listener = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+
+        def prepare() -> tuple[Sharing, _Hello]:
+            sharing = Sharing(MemoryFile(), ranks.world_size)
+            undo.callback(sharing.close)
+            listener.bind(b"\0ds_slide-" + secrets.token_hex(16).encode())  # abstract: it is in no directory
+            listener.listen(ranks.world_size)
+            return sharing, _Hello(machine.identity("net"), listener.getsockname())
+
+        (sharing, _), hellos = _together(ranks, "preparing shared memory", prepare, lambda both: both[1])
+        if len({hello.machine for hello in hellos}) > 1:
+            raise _Impossible("they are on several machines, or in containers with a network each")
+        _together(ranks, "sending descriptors", lambda: _send(ranks.rank, sharing, hellos, sockets))
+        _together(ranks, "receiving descriptors", lambda: _receive(listener, sharing, sockets))
+        undo.pop_all()
+        return sharing
+
+
+def _together(
+    ranks: Ranks, what: str, step: Callable[[], T], tell: Callable[[T], Any] = lambda _: None
+) -> tuple[T, list[Any]]:
+    """This rank's result, and what each rank tells of its own. _Impossible when it has failed on any of them."""
+    done: list[T] = []
+    problem = told = None
+    try:
+        done.append(step())
+        told = tell(done[0])
+    except OSError as error:
+        problem = f"{what} failed on rank {ranks.rank} ({error})"
+    given = ranks.exchange((problem, told), what)
+    if problems := [problem for problem, _ in given if problem is not None]:
+        raise _Impossible(problems[0])
+    return done[0], [told for _, told in given]
+
+
+def _send(rank: int, sharing: Sharing, hellos: Sequence[_Hello], sockets: ExitStack) -> None:
+    """Send to every other rank. Does not block: all of them listen, and have room for one connection of each rank."""
+    for other, hello in enumerate(hellos):
+        if other == rank:
+            continue
+        connection = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        connection.connect(hello.address)
+        if _user_of(connection) != os.getuid():
+            raise PermissionError(f"the listener of rank {other} belongs to another user")
+        socket.send_fds(connection, [_RANK.pack(rank)], [sharing.file.descriptor])
+
+
+def _receive(listener: socket.socket, sharing: Sharing, sockets: ExitStack) -> None:
+    """Receive from every other rank, all of which have sent."""
+    for _ in range(len(sharing.descriptors) - 1):
+        while _user_of(connection := sockets.enter_context(listener.accept()[0])) != os.getuid():
+            pass  # somebody else has found the name
+        message, descriptors, _, _ = socket.recv_fds(connection, _RANK.size, 1, socket.MSG_CMSG_CLOEXEC)
+        if len(message) != _RANK.size or len(descriptors) != 1:
+            raise OSError("a rank has sent no descriptor")
+        sharing.descriptors[_RANK.unpack(message)[0]] = descriptors[0]
+
+
+def _user_of(connection: socket.socket) -> int:
+    """User id of the process at the other end, from the kernel."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])

@@ -1,0 +1,343 @@
+"""States that move from host memory or SSD to the GPU and back while the run goes on, between two steps.
+
+How much of the GPU activations leave is known when the first steps have been run. A unit is *promoted* then: its states
+are copied to the GPU, are updated there from the next step on, and pass through no lane any more. It is *demoted* where
+the memory is needed for something else: a larger batch, an evaluation, a second engine.
+
+A promoted unit keeps its state buffers in host memory and its places on SSD (`Unit.home`), which stay in the plan.
+Demotion writes them back, and so takes no host memory at a moment when there may be none; nor is anything page-locked a
+second time, which takes 0.35 s a GiB. The states' copies there are older than those on the GPU in between, and nobody
+reads them: what was read ahead of them has been forgotten when the unit has settled, and nothing asks for it again.
+
+The bits of weights and states are the same before and after, and later steps give the bits that they would have given
+with that placement from the start (`docs/architecture.md`: placement never changes the result).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from tqdm import tqdm
+
+from ds_slide.errors import SlideError
+from ds_slide.plan.allocations import (
+    BLOCK_RING,
+    GATHERED,
+    OUTER_RING,
+    PIECES_RING,
+    SLOTS,
+    of_promoted,
+    promoted_buffer_of,
+    whole_weights_of,
+)
+from ds_slide.plan.memory import Plan
+from ds_slide.runtime.build_units import state_on_gpu
+from ds_slide.runtime.core.allocator import Allocator
+from ds_slide.runtime.core.deferred_interrupt import deferred_interrupt
+from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.engine import SlideRuntime
+from ds_slide.runtime.memory.staged_copies import StagedCopies
+from ds_slide.store.ssd.extents import PAGE
+from ds_slide.store.ssd.unit import OnSsd, page_buffer
+from ds_slide.store.state import UnitState
+
+T = TypeVar("T")
+Copy = Callable[[UnitState, UnitState], None]
+"""(from, to)"""
+
+PROGRESS_AFTER_S = 3
+"""Until then nobody looks for what holds the training up."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a move has done, by `Unit.order`. `no_room`: units that were to be promoted, and stay where they are
+    because the GPU had no memory for them."""
+
+    promoted: tuple[int, ...] = ()
+    demoted: tuple[int, ...] = ()
+    no_room: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Room:
+    """GPU memory for a unit."""
+
+    state: UnitState
+    resident: torch.Tensor
+
+
+def why_fixed(runtime: SlideRuntime, unit: Unit) -> str | None:
+    """Why the states of `unit` stay where they are, as a clause; None where they may move."""
+    placement = runtime.parts.plan.placement
+    if not runtime.parts.trains:
+        return "nothing is updated without an optimizer"
+    if unit.order in placement.on_gpu:
+        return "it was placed on the GPU when the engine was built, and has no place in host memory"
+    if unit.spec.kind == "part":
+        which = "whose gradients are compressed" if unit.codec.compresses else "in another data type"
+        return f"it holds a block's parameters {which}"
+    if unit.chunk_rows:
+        return "its rows pass through the GPU"
+    if any(spec.state is not None and spec.dtype != torch.float32 for spec in unit.state.specs):
+        return "its states are in a short format, which is updated by the CPU"
+    return None
+
+
+def move(runtime: SlideRuntime, on_gpu: frozenset[int], *, slots: int | None = None) -> Moved | None:
+    """Make the units `on_gpu`, by `Unit.order`, the ones that are updated on the GPU, and no others. `slots`: the most
+    that the window has from now on; None: as before. None is returned, and nothing done, where it is not the moment:
+    gradients are accumulated, a forward or backward is under way, or a script has gathered parameters of these units.
+
+    Units are promoted in their order as far as the GPU has memory. Collective: all ranks call it with the same values
+    at the same place of the program. SlideError for units that cannot move (`why_fixed`).
+    """
+    units, ranks, present = runtime.units, runtime.parts.ranks, runtime.parts.plan.placement.window
+    window = present if slots is None else slots
+    moving = [units[order] for order in sorted(on_gpu ^ {unit.order for unit in units if not unit.is_uploaded})]
+    is_moment = runtime.interruptions.is_between_steps() and not any(_is_gathered_by_script(unit) for unit in moving)
+    if ranks.world_size > 1:
+        ranks.require_equal({"the units": sorted(on_gpu), "the number of slots": window}, "what is to move")
+    if not ranks.least([is_moment])[0]:
+        return None
+    if not moving and window == present:
+        return Moved()
+    if window < 1:
+        raise SlideError(f"the window cannot have {window} slots; give it one at least")
+    for unit in moving:
+        if (reason := why_fixed(runtime, unit)) is not None:
+            raise SlideError(f"the states of {unit.name} cannot move to the GPU and back: {reason}")
+    # What an evaluation in inference mode makes could not be used in a forward with gradients.
+    with deferred_interrupt(), torch.inference_mode(False):
+        return _move(runtime, moving, window)
+
+
+def _move(runtime: SlideRuntime, moving: Sequence[Unit], slots: int) -> Moved:
+    _settle(runtime, moving)
+    demoted = [unit for unit in moving if not unit.is_uploaded]
+    wanted = [unit for unit in moving if unit.is_uploaded]
+    promoted: list[Unit] = []
+    try:
+        with _copies(runtime, moving) as copy:
+            for unit in demoted:
+                _demote(runtime, unit, copy)
+            if demoted or slots < runtime.parts.plan.placement.window:
+                _refit(runtime, slots)
+            if wanted:
+                # What stays would otherwise lie in the middle of memory that batches use again: a state of 150 MB cut
+                # from the 1 GB of a batch's logits leaves the next batch no place for these.
+                runtime.device.release_cached()
+            for unit, room in zip(wanted, _make_rooms(runtime, wanted), strict=False):
+                _promote(runtime, unit, room, copy)
+                promoted.append(unit)
+    finally:
+        _refit(runtime, slots)
+    if runtime.parts.window is not None:
+        runtime.device.synchronize()  # new slots are zeroed on this thread's stream, and filled on that of the lane
+        runtime.parts.window.prefetch(None, "forward")
+    orders = [tuple(unit.order for unit in some) for some in (promoted, demoted, wanted[len(promoted) :])]
+    return Moved(*orders)
+
+
+def _is_gathered_by_script(unit: Unit) -> bool:
+    """Whether parameters hold what a script has gathered: it would be gone when they are bound anew."""
+    bound = None if unit.resident is None else unit.resident.untyped_storage().data_ptr()
+    return any(each.numel() and each.untyped_storage().data_ptr() != bound for each in unit.parameters)
+
+
+def _settle(runtime: SlideRuntime, moving: Iterable[Unit]) -> None:
+    """Wait until no lane, no rank and no stream has to do with the units or with the window."""
+    for unit in moving:
+        runtime.settle(unit)
+    runtime.begin_writing()
+    runtime.parts.lanes.h2d.drain()
+    runtime.device.synchronize()
+
+
+# ---- one unit --------------------------------------------------------------------------------------------------------
+
+
+def _demote(runtime: SlideRuntime, unit: Unit, copy: Copy) -> None:
+    home = unit.home
+    assert home is not None
+    _copy_on_all(runtime, unit, copy, home)
+    resident = None if unit.spec.kind == "block" else unit.resident
+    several, on_disk = runtime.parts.ranks.world_size > 1, home.weights.buffer.tier == "ssd"
+    gathered = several and (runtime.parts.shared is None or on_disk)
+    unit.state, unit.home, unit.resident, unit.is_gathered = home, None, resident, gathered
+    _show(runtime, unit)
+
+
+def _promote(runtime: SlideRuntime, unit: Unit, room: _Room, copy: Copy) -> None:
+    home = unit.state
+    _copy_on_all(runtime, unit, copy, room.state)
+    gathered = runtime.parts.ranks.world_size > 1
+    unit.state, unit.home, unit.resident, unit.is_gathered = room.state, home, room.resident, gathered
+    _show(runtime, unit)
+
+
+def _copy_on_all(runtime: SlideRuntime, unit: Unit, copy: Copy, target: UnitState) -> None:
+    """Copy the states of `unit` to `target`. The disk of one rank may fail: the others, which would gather the weights
+    with it next, raise then, too. Collective."""
+    error: Exception | None = None
+    try:
+        copy(unit.state, target)
+    except Exception as caught:
+        error = caught
+    ranks = runtime.parts.ranks
+    given = ranks.exchange(None if error is None else str(error), f"moving the states of {unit.name}")
+    if error is not None:
+        raise error
+    for rank, why in enumerate(given):
+        if why is not None:
+            raise SlideError(
+                f"the states of {unit.name} have not moved, because rank {rank} could not copy them: {why}"
+            )
+
+
+@contextmanager
+def _copies(runtime: SlideRuntime, moving: Sequence[Unit]) -> Iterator[Copy]:
+    """What copies weights, states, and the last gradient where both sides hold it. The host waits for each unit.
+
+    Gradients pass through the buffer at other times: here it is free, or comes free with the updates under way.
+    """
+    parts = runtime.parts
+    pools = [parts.pools[what] for what in (PIECES_RING, BLOCK_RING, OUTER_RING) if parts.pools[what].addresses]
+    lease = pools[0].lease() if pools and moving else None
+    buffer = None if lease is None else lease.buffer
+    if parts.ssd is not None and (buffer is None or buffer.numel() < 2 * PAGE):
+        buffer = page_buffer(2 * PAGE)  # of a model that is tiny
+    copies = StagedCopies(buffer, parts.updater, parts.device, parts.failures)
+    progress = tqdm(
+        total=sum(unit.state.nbytes() for unit in moving),
+        desc="ds_slide: moving states",
+        unit="B",
+        unit_scale=True,
+        disable=None if parts.ranks.rank == 0 else True,
+        leave=False,
+        delay=PROGRESS_AFTER_S,
+    )
+
+    def copy(source: UnitState, target: UnitState) -> None:
+        for name in source.buffers.keys() & target.buffers.keys():
+            read, written = source.buffers[name], target.buffers[name]
+            if isinstance(read, OnSsd):
+                copies.from_ssd(written.read(slice(0, read.numel)), read)
+            elif isinstance(written, OnSsd):
+                copies.to_ssd(written, read.read(slice(0, written.numel)))
+            else:
+                one = copies.to_gpu if written.tier == "gpu" else copies.to_host
+                one(written.read(slice(0, read.numel)), read.read(slice(0, read.numel)))
+            progress.update(read.numel * read.dtype.itemsize)
+        copies.finish()
+
+    try:
+        with progress:
+            yield copy
+    finally:
+        copies.close()
+        if lease is not None:
+            lease.release()
+
+
+def _show(runtime: SlideRuntime, unit: Unit) -> None:
+    """The state buffers of `unit` are others: everybody who has known them gets to know these."""
+    runtime.weights_changed(unit)
+    runtime.residents.leave(unit)
+    runtime.parts.adopt(unit)
+    if unit.resident is not None:
+        runtime.resident_weights.bind(unit)
+    runtime.parts.failures.progressed()
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _make_rooms(runtime: SlideRuntime, units: Sequence[Unit]) -> list[_Room]:
+    """GPU memory for the units, as many of them as find some."""
+    if not units or not _make_scratch(runtime, units):
+        return []
+    return _as_many_as_fit(runtime, [functools.partial(_make_room, runtime, unit) for unit in units])
+
+
+def _make_room(runtime: SlideRuntime, unit: Unit) -> _Room:
+    parts, name = runtime.parts, unit.name
+    allocator = Allocator(of_promoted(parts.plan.units[unit.order], parts.plan.needs), parts.memory, runtime.device)
+
+    def take(buffer: str, dtype: torch.dtype) -> torch.Tensor:
+        return allocator.tensor(promoted_buffer_of(name, buffer), dtype)
+
+    resident, several = unit.resident, parts.ranks.world_size > 1
+    if several and resident is None:
+        resident = allocator.tensor(whole_weights_of(name), unit.dtype)
+    weight = take("weight", unit.dtype) if several or resident is None else resident
+    gradient = unit.state.dtype_of("gradient") if unit.state.has("gradient") else unit.codec.dtype
+    state = state_on_gpu(unit.state.specs, weight, gradient, take, runtime.device)
+    allocator.require_all_given()
+    return _Room(state, weight if resident is None else resident)
+
+
+def _make_scratch(runtime: SlideRuntime, units: Sequence[Unit]) -> bool:
+    """Whether the parts of the weights of `units`, which all ranks gather once they are promoted, can meet."""
+    parts = runtime.parts
+    if parts.ranks.world_size == 1:
+        return True
+    nbytes = _plan_with(runtime, parts.plan.placement.window, units).entry(GATHERED).nbytes
+    if parts.gathers.scratch is not None and parts.gathers.scratch.numel() >= nbytes:
+        return True
+    made = _as_many_as_fit(runtime, [functools.partial(_bytes_on_gpu, runtime, nbytes)])
+    parts.gathers.scratch = made[0] if made else parts.gathers.scratch
+    return bool(made)
+
+
+def _refit(runtime: SlideRuntime, slots: int) -> None:
+    """Make the plan, and what depends on it, that of the units as they are now."""
+    parts, plan = runtime.parts, _plan_with(runtime, slots)
+    streamed = [unit for unit in runtime.units if unit.is_streamed]
+    if parts.window is not None:
+        entry, present = plan.entry(SLOTS), len(parts.window.slots)
+        make = functools.partial(_bytes_on_gpu, runtime, entry.piece)
+        more = _as_many_as_fit(runtime, [make] * (entry.count - present))
+        count = min(entry.count, present + len(more))
+        if streamed and not count:
+            raise SlideError(f"GPU tier: {entry.piece:,} bytes for a slot of the window could not be had; free some")
+        if count < entry.count:
+            plan = _plan_with(runtime, count)
+        parts.window.refit(streamed, count, more)
+    if parts.ranks.world_size > 1:
+        _shrink_scratch(runtime, plan.entry(GATHERED).nbytes)
+    parts.gathers.forget(all_fit=plan.placement.window >= len(streamed))
+    parts.plan = plan
+
+
+def _shrink_scratch(runtime: SlideRuntime, nbytes: int) -> None:
+    gathers = runtime.parts.gathers
+    if gathers.scratch is not None and gathers.scratch.numel() > nbytes:
+        gathers.scratch = None  # before the next one is had, which then finds room
+        gathers.scratch = _bytes_on_gpu(runtime, nbytes) if nbytes else None
+
+
+def _plan_with(runtime: SlideRuntime, slots: int, more: Iterable[Unit] = ()) -> Plan:
+    """The plan of the units as they are, and with `more` promoted."""
+    promoted = [unit for unit in runtime.units if unit.home is not None]
+    return runtime.parts.plan.with_promoted(frozenset(unit.order for unit in (*promoted, *more)), slots)
+
+
+def _bytes_on_gpu(runtime: SlideRuntime, nbytes: int) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8, device=runtime.device.torch)
+
+
+def _as_many_as_fit(runtime: SlideRuntime, makers: Sequence[Callable[[], T]]) -> list[T]:
+    """What the makers make, up to the first that finds no GPU memory, on any rank. Collective."""
+    if not makers:
+        return []
+    made: list[T] = []
+    with suppress(torch.OutOfMemoryError):
+        for make in makers:
+            made.append(make())
+    return made[: runtime.parts.ranks.least([len(made)])[0]]
