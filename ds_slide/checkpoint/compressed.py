@@ -45,7 +45,7 @@ def planned(runtime: SlideRuntime) -> dict[str, Any] | None:
     is compressed."""
     if not (units := compressed_units(runtime.units)):
         return None
-    if runtime.parts.ranks.rank:
+    if runtime.parts.context.ranks.rank:
         return {"format": _FORMAT, "units": {unit.name: _moments(unit) for unit, _ in units}}
     return {
         "format": _FORMAT,

@@ -12,7 +12,7 @@ from ds_slide.model.layout import Entry
 from ds_slide.optim.reference import encode_split
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.gradients.holding import HOLD_HINT
+from ds_slide.runtime.step.phases import HOLD_HINT
 from ds_slide.store.state import UnitState
 
 MASTER = "master"

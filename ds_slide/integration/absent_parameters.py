@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ds_slide.runtime.weights.residents import AS_THEY_ARE
+from ds_slide.runtime.core.clients import AS_THEY_ARE
 
 VALUES = "ds_slide_values"
 """Attribute of a parameter: the `Values` of its engine."""

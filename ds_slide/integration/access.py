@@ -125,12 +125,12 @@ class StateAccess:
         require_own_layout(unit, "the gradient")
         self._runtime.taking.require_held("reading or writing a gradient")
         self._runtime.settle(unit)
-        self._runtime.parts.lanes.update.drain()  # an accumulation may be under way
+        self._runtime.parts.context.lanes.update.drain()  # an accumulation may be under way
 
     def _own(self, value: torch.Tensor, entry: Entry) -> torch.Tensor:
         if value.numel() != entry.numel:
             raise SlideError(f"{entry.name} has {entry.numel} elements, but the value given has {value.numel()}")
-        start, stop = piece(entry, self._runtime.parts.ranks.rank)
+        start, stop = piece(entry, self._runtime.parts.context.ranks.rank)
         return value.reshape(-1)[start:stop]
 
     def _gather(self, parameter: nn.Parameter, own: torch.Tensor | None) -> torch.Tensor | None:
@@ -138,8 +138,8 @@ class StateAccess:
             return None
         entry = self._places[parameter][1]
         whole = own
-        if self._runtime.parts.ranks.world_size > 1:
-            whole = own.new_empty(self._runtime.parts.ranks.world_size * own.numel())
+        if self._runtime.parts.context.ranks.world_size > 1:
+            whole = own.new_empty(self._runtime.parts.context.ranks.world_size * own.numel())
             dist.all_gather_into_tensor(whole, own.contiguous(), group=self._group)
         return whole[: entry.numel].view(entry.shape)
 

@@ -76,9 +76,7 @@ def assemble(
             settings,
             ranks,
             device,
-            take_weights=protocol.take_weights(ranks.rank, process_group),
-            adopt=protocol.adopt,
-            availability=protocol.set_availability,
+            protocol.DeepSpeedClients(ranks.rank, process_group),
             sharing=sharing,
         )
         if head is not None:

@@ -21,7 +21,7 @@ def attach(engine: Any) -> None:
     prologue = _Prologue(engine)
     engine._backward_prologue = prologue
     engine._backward_prologue_per_tensor = _unchanged
-    engine.optimizer.runtime.on_output_gradient = prologue.on_gradient
+    engine.optimizer.runtime.prologue = prologue
 
 
 def _unchanged(gradient: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ class _Prologue:
         type(engine)._backward_prologue(engine)
         self._task = task
 
-    def on_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+    def on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Begin the backward, and divide `gradient` where the script has not called `engine.backward`."""
         self()
         engine: Any = self._engine()

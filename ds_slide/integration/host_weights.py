@@ -2,7 +2,7 @@
 
 Stock moves a model that was not built under `deepspeed.zero.Init` to the accelerator as a whole before it partitions
 it, where a model that needs offloading does not fit: 24 GB for 12 G parameters. Only buffers
-belong there; `parameters.take_weights` reads each unit's weights where they are.
+belong there; `parameters.DeepSpeedClients` reads each unit's weights where they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import nn
 def weights_stay(engine: Any) -> Iterator[None]:
     """Let `DeepSpeedEngine._configure_distributed_model` neither move nor broadcast parameters.
 
-    `parameters.take_weights` broadcasts them, one at a time on the accelerator: stock would hand NCCL host memory here.
+    `parameters.DeepSpeedClients` broadcasts them, one at a time on the accelerator: stock would hand NCCL host memory
+    here.
     """
     moves = not engine.dont_change_device
     engine.dont_change_device = True

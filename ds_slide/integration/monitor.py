@@ -51,8 +51,8 @@ def log_start(engine: Any) -> None:
         start_line(
             ds_slide.__version__,
             parts.memory_report,
-            ranks=parts.ranks.world_size,
-            deferred=parts.deferred if parts.trains else None,
+            ranks=parts.context.ranks.world_size,
+            deferred=parts.deferred if parts.context.trains else None,
             kernels=kernels,
             shares_out=parts.spare.is_shared_out,
         )

@@ -20,8 +20,8 @@ from torch.nn.modules.module import (
 
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry
+from ds_slide.runtime.core.clients import AS_THEY_ARE
 from ds_slide.runtime.core.unit import Unit
-from ds_slide.runtime.weights.residents import AS_THEY_ARE
 
 Places = Mapping[nn.Parameter, tuple[Unit, Entry]]
 

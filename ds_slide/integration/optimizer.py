@@ -44,9 +44,9 @@ from ds_slide.integration.update_rules import rule_of
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import PrecisionOf
 from ds_slide.optim.rule import Hyper
+from ds_slide.runtime.core.clients import AS_THEY_ARE
 from ds_slide.runtime.gradients.norm_watch import NormWatch
 from ds_slide.runtime.unfreezing import Limits, give_states
-from ds_slide.runtime.weights.residents import AS_THEY_ARE
 
 _COUNTS = "ds_slide_update_counts"
 """Key of a checkpoint's optimizer states: updates of each parameter that was off in some steps, by its name."""
@@ -338,7 +338,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def slide_stats(self) -> dict[str, Any]:
         """Statistics of the newest finished step (see `ds_slide.report.statistics`); empty before the first."""
-        statistics = self.runtime.parts.recorder.as_dict(self.runtime.parts.memory_report)
+        statistics = self.runtime.parts.context.recorder.as_dict(self.runtime.parts.memory_report)
         own = {
             "kernels": self.kernels.as_dict(),
             "update_passes": 2 if self.runtime.passes.two else 1,

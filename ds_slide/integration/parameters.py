@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ from ds_slide.integration.left_weights import LOW_HALVES
 from ds_slide.integration.partition import Access, Partition, as_partition, as_plain
 from ds_slide.integration.present_values import PresentValues
 from ds_slide.model.layout import Entry, piece
+from ds_slide.runtime.core.clients import Binding
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.weights.residents import Binding
 
 _STOCKS = "ds_slide_stocks_methods"
 """Attribute of a parameter: the methods of stock by their names, in whose place DS-Slide's are."""
@@ -122,19 +123,29 @@ def _as_partition(tensor: torch.Tensor, numel: int) -> torch.Tensor:
     return tensor
 
 
-def take_weights(rank: int, group: Any) -> Any:
-    """A function that reads `rank`'s elements of a parameter, from wherever they are before DS-Slide has them.
+@dataclass(frozen=True)
+class DeepSpeedClients:
+    """What DeepSpeed is told of the engine's parameters (`ds_slide.runtime.core.clients.Clients`), by rank `rank` of
+    `group`."""
 
-    Collective over the ranks of `group` for what is not partitioned yet.
-    """
+    rank: int
+    group: Any
 
-    def take(parameter: Any, entry: Entry) -> torch.Tensor:
-        start, stop = piece(entry, rank)
+    def take_weights(self, parameter: Any, entry: Entry) -> torch.Tensor:
+        """This rank's elements of a parameter, from wherever they are before DS-Slide has them. Collective over the
+        ranks for what is not partitioned yet."""
+        start, stop = piece(entry, self.rank)
         if parameter.ds_status == ZeroParamStatus.AVAILABLE:
-            return _of_first_rank(parameter.data, group).reshape(-1)[start:stop]
+            return _of_first_rank(parameter.data, self.group).reshape(-1)[start:stop]
         return left_weights.read(parameter.ds_tensor, entry.name)[: stop - start]
 
-    return take
+    def adopt(self, unit: Unit) -> None:
+        """Point the parameters of `unit` at its state buffers and let go of what they held before."""
+        _adopt(unit)
+
+    def set_availability(self, parameters: Sequence[Any], binding: Binding) -> None:
+        """ZeRO-3's status follows the binding."""
+        set_availability(parameters, binding)
 
 
 def _of_first_rank(own: torch.Tensor, group: Any) -> torch.Tensor:
@@ -151,8 +162,7 @@ def _of_first_rank(own: torch.Tensor, group: Any) -> torch.Tensor:
     return there
 
 
-def adopt(unit: Unit) -> None:
-    """Point the parameters of `unit` at its state buffers and let go of what they held before."""
+def _adopt(unit: Unit) -> None:
     parameters: Sequence[Any] = unit.parameters
     weights, remainder = unit.state.weights.buffer, unit.state.buffers.get("remainder")
     for parameter, entry in zip(parameters, unit.layout.entries, strict=True):
@@ -324,7 +334,7 @@ class ParameterProtocol:
             for parameter in parameters
             if parameter.ds_status != ZeroParamStatus.AVAILABLE or self.places[parameter][0].resident is not None
         )
-        (free,) = self._runtime.parts.ranks.least([device.memory()[0] - needed])
+        (free,) = self._runtime.parts.context.ranks.least([device.memory()[0] - needed])
         free += needed  # of the rank that has the least: all of them refuse, or none
         if needed > free:
             raise SlideError(
@@ -350,8 +360,8 @@ class ParameterProtocol:
         entry, own = self.places[parameter][1], self._own(parameter)
         own = own.to(self._runtime.device.torch, copy=True)
         whole = own
-        if self._runtime.parts.ranks.world_size > 1:
-            whole = own.new_empty(self._runtime.parts.ranks.world_size * entry.partition_numel)
+        if self._runtime.parts.context.ranks.world_size > 1:
+            whole = own.new_empty(self._runtime.parts.context.ranks.world_size * entry.partition_numel)
             dist.all_gather_into_tensor(whole, own, group=self._group)
         return whole[: entry.numel].view(entry.shape)
 
@@ -378,7 +388,7 @@ class ParameterProtocol:
 
     def _shared_parts(self, unit: Unit) -> Sequence[torch.Tensor] | None:
         """All ranks' parts of the newest weights; None where they are not in memory that this rank can read."""
-        shared = self._runtime.parts.shared
+        shared = self._runtime.parts.context.shared
         parts = None if shared is None else shared.parts.get(unit.order)
         if parts is None or unit.spec.precision.narrowed or unit.state.change is not None:
             return None
@@ -394,7 +404,7 @@ class ParameterProtocol:
 
     def _take_back(self, parameters: Iterable[Any]) -> None:
         """Write what the caller left in the parameters to the state buffers."""
-        ranks = self._runtime.parts.ranks
+        ranks = self._runtime.parts.context.ranks
         if self._runtime.has_ended:
             for parameter in parameters:
                 start, stop = piece(self.places[parameter][1], ranks.rank)
@@ -430,7 +440,7 @@ class ParameterProtocol:
             return
         self._runtime.settle(unit)
         self._runtime.begin_writing()
-        if state_buffers.write_weight(unit, entry, values) or self._runtime.parts.ranks.world_size > 1:
+        if state_buffers.write_weight(unit, entry, values) or self._runtime.parts.context.ranks.world_size > 1:
             self._runtime.weights_changed(unit)
 
     def partition(self, parameters: Iterable[Any], *, updated: bool) -> None:

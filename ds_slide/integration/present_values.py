@@ -13,9 +13,9 @@ from ds_slide.checkpoint import state_buffers
 from ds_slide.errors import SlideError
 from ds_slide.integration import left_weights
 from ds_slide.model.layout import Entry, piece
+from ds_slide.runtime.core.clients import AS_THEY_ARE
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.weights.residents import AS_THEY_ARE
 from ds_slide.runtime.weights.uses import UseToken
 
 GATHER = "inside `with deepspeed.zero.GatheredParameters([parameter]):`"
@@ -87,11 +87,11 @@ class PresentValues:
     def _is_collective(self, unit: Unit) -> bool:
         """Whether a read needs all ranks."""
         parts = self._runtime.parts
-        if parts.ranks.world_size == 1:
+        if parts.context.ranks.world_size == 1:
             return False
         if unit.resident is not None:
             return unit.is_gathered
-        shared = parts.shared is not None and unit.order in parts.shared.parts
+        shared = parts.context.shared is not None and unit.order in parts.context.shared.parts
         return not shared or unit.codec.compresses or unit.spec.precision.narrowed
 
     def write(self, parameter: Any, value: torch.Tensor) -> None:
@@ -103,7 +103,7 @@ class PresentValues:
                 "a value of the parameter's shape"
             )
         runtime = self._runtime
-        start, stop = piece(entry, runtime.parts.ranks.rank)
+        start, stop = piece(entry, runtime.parts.context.ranks.rank)
         if runtime.has_ended:
             left_weights.write(parameter.ds_tensor, value.reshape(-1)[start:stop])
             return
@@ -111,7 +111,7 @@ class PresentValues:
         runtime.settle(unit)
         runtime.begin_writing()
         changed = state_buffers.write_weight(unit, entry, value.reshape(-1)[start:stop])
-        if changed or runtime.parts.ranks.world_size > 1:
+        if changed or runtime.parts.context.ranks.world_size > 1:
             runtime.weights_changed(unit)
 
     def bringer(self, parameter: Any) -> _Bringer:
@@ -144,8 +144,12 @@ class _Bringer:
                 parameter.data = held
             else:
                 parameter.grad.add_(gradient)
-            self._use.fire(self._runtime.end_use)
+            self._use.fire(self)
         torch.autograd.Variable._execution_engine.queue_callback(self._take_left)
+
+    def leave_backward(self, unit: Unit) -> None:
+        """The block's use by the copy has ended."""
+        self._runtime.end_use(unit)
 
     def _take_left(self) -> None:
         """Take the gradient of a graph that has ended and has no output of the engine's forward: no end of backward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from ds_slide.config.trace_file import trace_request
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.optim.square_sum import square_sum
 from ds_slide.plan.allocations import (
     BLOCK_RING,
     GATHERED,
@@ -28,20 +27,19 @@ from ds_slide.plan.allocations import (
 )
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.probe.local_ranks import local_ranks
-from ds_slide.plan.two_passes import Schedules
 from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
 from ds_slide.report.trace import Trace
 from ds_slide.report.waits import Waits
 from ds_slide.runtime.build_activations import make_spare_memory
-from ds_slide.runtime.build_ssd import announcer, open_ssd, provide_buffers
-from ds_slide.runtime.build_units import TakeWeights, begin_codecs, join_parts, load_weights, make_unit
+from ds_slide.runtime.build_ssd import open_ssd, provide_buffers, read_ahead
+from ds_slide.runtime.build_units import begin_codecs, join_parts, load_weights, make_unit
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.allocator import Allocator
-from ds_slide.runtime.core.context import BuildContext
+from ds_slide.runtime.core.clients import Clients
+from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.futures import Failures
 from ds_slide.runtime.core.lanes import Lanes
-from ds_slide.runtime.core.pool import BufferPool
 from ds_slide.runtime.core.ranks.board import open_board
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.core.ranks.conductor import Conductor
@@ -60,21 +58,13 @@ from ds_slide.runtime.gradients.sources import Staging
 from ds_slide.runtime.memory.states import RunningStates
 from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.ssd.ssd import SsdParts, SsdStates, moved_bytes
-from ds_slide.runtime.updates.apply import host_update
-from ds_slide.runtime.updates.passes import Passes
-from ds_slide.runtime.updates.speculation import Speculating
 from ds_slide.runtime.updates.threads import update_cores
 from ds_slide.runtime.updates.updating import Updating
 from ds_slide.runtime.weights.gathers import Gathers
-from ds_slide.runtime.weights.residents import Availability
-from ds_slide.runtime.weights.rows import MakeRows, RowBuffers, RowEvents, StreamedRows
+from ds_slide.runtime.weights.rows import RowBuffers
 from ds_slide.runtime.weights.uploads import Uploads
 from ds_slide.runtime.weights.window import Window
 from ds_slide.store.host_memory import HostMemory
-from ds_slide.store.ssd.store import SsdStore
-
-Adopt = Callable[[Unit], None]
-"""Called when a unit's state buffers hold its weights: the source may be freed."""
 
 
 def build_runtime(
@@ -84,50 +74,29 @@ def build_runtime(
     settings: RuntimeSettings,
     ranks: Ranks,
     device: Device,
-    take_weights: TakeWeights,
-    adopt: Adopt,
-    availability: Availability,
+    clients: Clients,
     sharing: Sharing | None = None,
 ) -> SlideRuntime:
     """Build and start. Raises SlideError when memory cannot be had. `sharing`: of several ranks whose weights in host
     memory all of them are to read; closed when these are mapped, and by the caller when that fails."""
-    waits = Waits(device)
-    failures = Failures(waits)
+    failures = Failures(Waits(device))
     ranks.watched_by(failures)
     device.expand_segments()
     if ranks.world_size > 1:
         ranks.require_equal(_choices(unit_plans, plan, settings), "what is to be where")
-    recorder = StepRecorder(device, waits, _trace(unit_plans, settings, ranks, device), rank=ranks.rank)
-    memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.slide.huge_pages)
-    allocator = Allocator(plan.allocations, memory, device)
-    empty = Empty.on(device.torch, {unit_plan.spec.precision.parameter for unit_plan in unit_plans})
-    shared = None
-    if sharing is not None:
-        shared = SharedWeights(ranks, sharing, memory, len(unit_plans), failures)
-    threads, cores = _update_threads(settings)
-    conductor = Conductor.of(ranks)
-    announcements = None
+    conductor, announcements = Conductor.of(ranks), None
     if conductor is not None and settings.trains:
         announcements = open_board(ranks, Agreement.width(len(unit_plans)))
-    context = BuildContext(plan, settings, ranks, device, failures, recorder, memory, allocator, shared, threads, cores)
-    ssd = open_ssd(context, unit_plans)
-    on_ssd = SsdParts() if ssd is None else ssd.parts
-    units: list[Unit] = []
     started = ExitStack()
+    ssd: SsdStates | None = None
     try:
-        begin_codecs(context, unit_plans)
-        progress = tqdm(unit_plans, desc="ds_slide: placing states", disable=None, leave=False)
-        for order, unit_plan in enumerate(progress):
-            units.append(make_unit(context, unit_plan, order, on_ssd))
-            load_weights(units[-1], ranks, take_weights)
-            adopt(units[-1])
-        join_parts(units)
-        if shared is not None:
-            shared.map_others([unit for unit in units if not unit.is_gathered])
-        parts = _wire(module, context, units, adopt, ssd, empty, started)
+        context = _context(unit_plans, plan, settings, ranks, device, clients, failures, sharing, started)
+        ssd = open_ssd(context, unit_plans)
+        units = _make_units(context, unit_plans, ssd)
+        parts = _wire(module, context, units, ssd)
         parts.announcements = announcements
-        allocator.require_all_given()
-        runtime = SlideRuntime(module, parts, availability)
+        context.allocator.require_all_given()
+        runtime = SlideRuntime(module, parts)
         if settings.slide.gpu_states == "auto":
             parts.spare.states = RunningStates(runtime)
     except BaseException:
@@ -141,8 +110,8 @@ def build_runtime(
         # The buffers were zeroed on this thread's stream; the lanes' streams know nothing of it.
         device.synchronize()
         runtime.resident_weights.fill_all()
-        if runtime.parts.watchdog is not None:
-            runtime.parts.watchdog.start()
+        if parts.watchdog is not None:
+            parts.watchdog.start()
         runtime.start()
         running.enter(runtime)
     except BaseException:
@@ -152,6 +121,49 @@ def build_runtime(
             ssd.store.undo()
         raise
     return runtime
+
+
+def _context(
+    unit_plans: Sequence[UnitPlan],
+    plan: Plan,
+    settings: RuntimeSettings,
+    ranks: Ranks,
+    device: Device,
+    clients: Clients,
+    failures: Failures,
+    sharing: Sharing | None,
+    started: ExitStack,
+) -> Context:
+    """`started`: gets what ends the threads, for a caller that is left with them when the rest fails."""
+    recorder = StepRecorder(device, failures.traced, _trace(unit_plans, settings, ranks, device), rank=ranks.rank)
+    memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.slide.huge_pages)
+    shared = None if sharing is None else SharedWeights(ranks, sharing, memory, len(unit_plans), failures)
+    threads, cores = _update_threads(settings)
+    updater = CpuUpdater(threads, cores, idle=not settings.trains)
+    started.callback(updater.end_threads)
+    lanes = _make_lanes(settings, device, failures, recorder, unit_plans)
+    for lane in (lanes.h2d, lanes.outer_h2d, lanes.d2h, lanes.update):
+        started.callback(lane.close)
+    allocator = Allocator(plan.allocations, memory, device)
+    return Context(
+        plan, settings, clients, ranks, device, failures, recorder, memory, allocator, shared, lanes, updater, threads
+    )
+
+
+def _make_units(context: Context, unit_plans: Sequence[UnitPlan], ssd: SsdStates | None) -> list[Unit]:
+    """With their weights, which the clients let go of."""
+    units: list[Unit] = []
+    begin_codecs(context, unit_plans)
+    on_ssd = SsdParts() if ssd is None else ssd.parts
+    progress = tqdm(unit_plans, desc="ds_slide: placing states", disable=None, leave=False)
+    for order, unit_plan in enumerate(progress):
+        units.append(make_unit(context, unit_plan, order, on_ssd))
+        load_weights(units[-1], context)
+        context.clients.adopt(units[-1])
+    join_parts(units)
+    if context.shared is not None:
+        context.shared.map_others([unit for unit in units if not unit.is_gathered])
+    return units
 
 
 def _trace(unit_plans: Sequence[UnitPlan], settings: RuntimeSettings, ranks: Ranks, device: Device) -> Trace | None:
@@ -187,85 +199,52 @@ def _choices(unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettin
     }
 
 
-def _wire(
-    module: nn.Module,
-    context: BuildContext,
-    units: list[Unit],
-    adopt: Adopt,
-    ssd: SsdStates | None,
-    empty: Empty,
-    started: ExitStack,
-) -> Parts:
-    """`started`: gets what ends the threads, for a caller that is left with them when this fails."""
-    settings, ranks, device, failures = context.settings, context.ranks, context.device, context.failures
-    shared, allocator = context.shared, context.allocator
-    updater = CpuUpdater(context.cpu_threads, context.cpu_cores, idle=not settings.trains)
-    started.callback(updater.end_threads)
+def _wire(module: nn.Module, context: Context, units: list[Unit], ssd: SsdStates | None) -> Parts:
+    ranks, device, failures = context.ranks, context.device, context.failures
+    shared, allocator, lanes = context.shared, context.allocator, context.lanes
     if ssd is not None:
         provide_buffers(context, ssd)
-    lanes = _make_lanes(context, units)
-    for worker in (lanes.h2d, lanes.outer_h2d, lanes.d2h, lanes.update):
-        started.callback(worker.close)
+        context.recorder.watch_ssd(ssd.statistics)
     uploads = Uploads({} if shared is None else shared.parts, _scratch(context, UPLOADED), device, failures)
     streamed = [unit for unit in units if unit.is_streamed]
-    updating = _updating(settings, lanes.update, updater, failures)
     window, slots = None, allocator.buffers(SLOTS)
     if streamed:
-        announce = announcer(ssd, settings)
-        window = Window(device, lanes.h2d, failures, streamed, slots, uploads.fill, *announce)
+        window = Window(device, lanes.h2d, failures, streamed, slots, uploads, read_ahead(ssd, context.settings))
     stagings = make_stagings(allocator, ranks.world_size, failures)
-    ranks.connect(stagings[0].packed, stagings[0].own, settings.gradient_dtype)
-    gradients = Gradients(
-        device=device,
-        ranks=ranks,
-        d2h=lanes.d2h,
-        updates=lanes.update,
-        updater=updater,
-        failures=failures,
-        stagings=stagings,
-        ring=_rings(context),
-        num_units=len(units),
-        square_sum=square_sum,
-        updating=updating,
-        stalled=context.recorder.stalled,
-    )
-    if ssd is not None:
-        context.recorder.watch_ssd(ssd.statistics)
+    ranks.connect(stagings[0].packed, stagings[0].own, context.settings.gradient_dtype)
+    for what in (BLOCK_RING, OUTER_RING, PIECES_RING):
+        allocator.pool(what, failures)
+    updating = Updating(context)
+    gradients = Gradients(context, stagings, len(units), updating)
     all_fit = context.plan.placement.window >= len(streamed)
     return Parts(
+        context=context,
         plan=context.plan,
-        device=device,
-        ranks=ranks,
-        failures=failures,
-        recorder=context.recorder,
-        lanes=lanes,
-        updater=updater,
-        memory=context.memory,
-        pools=context.allocator.pools,
         units=units,
-        adopt=adopt,
         window=window,
-        empty=empty,
-        trains=settings.trains,
+        empty=Empty.on(device.torch, {unit.parameter_dtype for unit in units}),
         gradients=gradients,
         uploads=uploads,
-        shared=shared,
         gathers=Gathers(ranks, _scratch(context, GATHERED), all_fit=all_fit),
         updating=updating,
-        spare=make_spare_memory(module, context, units, lambda: _schedules(updating)),
+        spare=make_spare_memory(module, context, units, updating),
         ssd=ssd,
-        make_rows=_make_rows(context, units, lanes, gradients),
-        watchdog=_watchdog(settings, ranks, device, failures, context.stores),
+        rows=_row_buffers(context, units),
+        watchdog=_watchdog(context),
     )
 
 
-def _make_lanes(context: BuildContext, units: Sequence[Unit]) -> Lanes:
-    settings, device, failures = context.settings, context.device, context.failures
-    meters, idle = context.recorder.meters, not settings.trains
-    debug = settings.slide.debug
+def _make_lanes(
+    settings: RuntimeSettings,
+    device: Device,
+    failures: Failures,
+    recorder: StepRecorder,
+    unit_plans: Sequence[UnitPlan],
+) -> Lanes:
+    meters, debug, idle = recorder.meters, settings.slide.debug, not settings.trains
     delays = [Delay(debug.lane_delay_ms, debug.seed + number) for number in range(4)]
     # Without updates it has the chunks of a streamed head to bring.
-    nothing_for_outer = idle and not any(unit.chunk_rows for unit in units)
+    nothing_for_outer = idle and not any(unit_plan.chunk_rows for unit_plan in unit_plans)
     return Lanes(
         h2d=StreamWorker("h2d", device, failures, meters["h2d"], delays[0]),
         outer_h2d=StreamWorker(
@@ -276,26 +255,7 @@ def _make_lanes(context: BuildContext, units: Sequence[Unit]) -> Lanes:
     )
 
 
-def _updating(settings: RuntimeSettings, lane: UpdateWorker, updater: CpuUpdater, failures: Failures) -> Updating:
-    debug, update = settings.slide.debug, host_update(updater)
-    passes = Passes(debug.update_passes)
-    speculating = Speculating(
-        lane, update, updater, passes, failures, wanted=debug.speculate, in_vain=debug.take_back, seed=debug.seed
-    )
-    return Updating(lane, update, passes, speculating, failures, deferred=settings.held_dtype is not None)
-
-
-def _schedules(updating: Updating) -> Schedules:
-    """Updates that are done ahead count as deferred."""
-    passes = updating.passes
-    if not updating.deferred:
-        return Schedules("under backward", "under backward")
-    return Schedules(
-        measured="two passes" if passes.did_two else "deferred", coming="two passes" if passes.two else "deferred"
-    )
-
-
-def _scratch(context: BuildContext, what: str) -> torch.Tensor | None:
+def _scratch(context: Context, what: str) -> torch.Tensor | None:
     """A buffer of bytes in which weights of several ranks meet; None where none do."""
     if context.ranks.world_size == 1:
         return None
@@ -303,10 +263,9 @@ def _scratch(context: BuildContext, what: str) -> torch.Tensor | None:
     return buffer if buffer.numel() else None
 
 
-def _watchdog(
-    settings: RuntimeSettings, ranks: Ranks, device: Device, failures: Failures, stores: Sequence[SsdStore]
-) -> Watchdog | None:
-    if not settings.slide.hang_timeout:
+def _watchdog(context: Context) -> Watchdog | None:
+    timeout, ranks, stores = context.settings.slide.hang_timeout, context.ranks, context.stores
+    if not timeout:
         return None
     peers = Peers.of(ranks.rank, ranks.exchange) if ranks.world_size > 1 else None
     if ranks.world_size > 1 and peers is None:
@@ -318,9 +277,9 @@ def _watchdog(
 
     # Its thread must not keep the engine alive, so it knows the store, which may come later, and not what that is for.
     return Watchdog(
-        failures,
-        device,
-        settings.slide.hang_timeout,
+        context.failures,
+        context.device,
+        timeout,
         progress=[lambda: sum(map(moved_bytes, stores))],
         peers=peers,
         last=remove_files,
@@ -334,30 +293,11 @@ def make_stagings(allocator: Allocator, world_size: int, failures: Failures) -> 
     return [Staging(*buffers, failures) for buffers in zip(packed, own, strict=True)]
 
 
-def _rings(context: BuildContext) -> Callable[[Unit], BufferPool]:
-    """Through which buffers the gradient of a unit passes. Looked up each time: a larger pool may take the place of one
-    when more is trained (`ds_slide.runtime.unfreezing`)."""
-    for what in (BLOCK_RING, OUTER_RING, PIECES_RING):
-        context.allocator.pool(what, context.failures)
-    pools = context.allocator.pools
-
-    def ring(unit: Unit) -> BufferPool:
-        pool = pools[OUTER_RING if unit.spec.kind == "outer" else BLOCK_RING]
-        return pool if pool.addresses else pools[PIECES_RING]
-
-    return ring
-
-
-def _make_rows(context: BuildContext, units: Sequence[Unit], lanes: Lanes, gradients: Gradients) -> MakeRows | None:
-    """The rows of the outer module whose weight passes through the GPU, None where there is none."""
+def _row_buffers(context: Context, units: Sequence[Unit]) -> RowBuffers | None:
+    """Of the outer module whose weight passes through the GPU, None where there is none."""
     unit = next((unit for unit in units if unit.chunk_rows), None)
     if unit is None:
         return None
     weights = context.allocator.buffers(rows_of(unit.name))
     trained = context.allocator.buffers(row_gradients_of(unit.name)) if unit.trainable else []
-    buffers = RowBuffers.of(unit, weights, trained)
-
-    def make(events: RowEvents) -> StreamedRows:
-        return StreamedRows(buffers, context.device, lanes.outer_h2d, lanes.d2h, context.failures, gradients, events)
-
-    return make
+    return RowBuffers.of(unit, weights, trained)

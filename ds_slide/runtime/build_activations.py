@@ -9,7 +9,6 @@ from torch import nn
 from ds_slide.plan.memory import SPARE_HOST_SHARE
 from ds_slide.plan.probe.host_room import host_room
 from ds_slide.plan.probe.local_ranks import local_ranks
-from ds_slide.plan.two_passes import Schedules
 from ds_slide.report.statistics import INPUTS, LaneMeter
 from ds_slide.runtime.activations.activations import Activations
 from ds_slide.runtime.activations.checkpointing import may_be_unasked
@@ -18,15 +17,14 @@ from ds_slide.runtime.activations.input_disk import InputDisk
 from ds_slide.runtime.activations.moved_inputs import MovedInputs
 from ds_slide.runtime.build_ssd import space_for_inputs
 from ds_slide.runtime.core import running
-from ds_slide.runtime.core.context import BuildContext
+from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.stream_lane import Delay, StreamWorker
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.memory.spare_memory import Budget, SpareMemory
+from ds_slide.runtime.updates.updating import Updating
 
 
-def make_spare_memory(
-    module: nn.Module, context: BuildContext, units: Sequence[Unit], schedules: Callable[[], Schedules]
-) -> SpareMemory:
+def make_spare_memory(module: nn.Module, context: Context, units: Sequence[Unit], updating: Updating) -> SpareMemory:
     """Of the engine of `module`."""
     settings, device = context.settings, context.device
     gpu = device if device.is_cuda and settings.trains else None
@@ -35,7 +33,7 @@ def make_spare_memory(
     moved = _moved_inputs(context) if blocks and settings.trains else None
     activations = Activations(blocks, device, may_be_unasked(module, blocks), moved, mixes=settings.slide.debug.mix)
     budget = Budget(gpu, limit, running.on_gpu)
-    return SpareMemory(activations, budget, context.ranks, context.recorder, schedules, _vocabulary(module))
+    return SpareMemory(activations, budget, context.ranks, context.recorder, updating, _vocabulary(module))
 
 
 def _vocabulary(module: nn.Module) -> int:
@@ -45,7 +43,7 @@ def _vocabulary(module: nn.Module) -> int:
     return int(getattr(head, "out_features", 0))
 
 
-def _moved_inputs(context: BuildContext) -> MovedInputs:
+def _moved_inputs(context: Context) -> MovedInputs:
     device, failures, recorder, debug = context.device, context.failures, context.recorder, context.settings.slide.debug
     memory, pools, delay = context.memory, context.allocator.pools, Delay(debug.lane_delay_ms, debug.seed + 5)
     return MovedInputs(
@@ -58,7 +56,7 @@ def _moved_inputs(context: BuildContext) -> MovedInputs:
     )
 
 
-def _input_disk(context: BuildContext) -> InputDisk | None:
+def _input_disk(context: Context) -> InputDisk | None:
     """The way of inputs to SSD and back; None where nothing may go there."""
     device, failures, debug = context.device, context.failures, context.settings.slide.debug
     if (space := space_for_inputs(context)) is None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ds_slide.plan.allocations import CHECKSUMS, CHUNK_BUFFERS, GRADIENT_BUFFER, WEIGHT_BUFFERS, state_buffer_of, total
 from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.plan.ssd_settings import SsdSettings
-from ds_slide.runtime.core.context import BuildContext
+from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.pool import BufferPool
 from ds_slide.runtime.core.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.core.stream_lane import Delay
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.ssd.space import SpaceOnSsd
 from ds_slide.runtime.ssd.ssd import SsdStates
-from ds_slide.runtime.weights.window import Announce
+from ds_slide.runtime.weights.window import Ahead
 from ds_slide.store.ssd.extents import PAGE, UnitExtents, unit_extents
 from ds_slide.store.ssd.page_sums import PageSums
 from ds_slide.store.ssd.store import STATE_FILE, SsdStore
@@ -25,7 +26,7 @@ from ds_slide.store.ssd.unit import ChunkKey, HeldOnSsd, SsdOptimizerStates, Ssd
 INPUT = "the input of a block"
 
 
-def open_ssd(context: BuildContext, unit_plans: Sequence[UnitPlan]) -> SsdStates | None:
+def open_ssd(context: Context, unit_plans: Sequence[UnitPlan]) -> SsdStates | None:
     """The state files, and what the units have in them; without the buffers in front of them. None where all states
     are in memory."""
     settings, failures, nbytes = context.settings, context.failures, total(context.plan.allocations, "ssd")
@@ -48,7 +49,7 @@ def open_ssd(context: BuildContext, unit_plans: Sequence[UnitPlan]) -> SsdStates
 
 
 def _open_store(
-    context: BuildContext,
+    context: Context,
     ssd: SsdSettings,
     name: str,
     nbytes: int,
@@ -75,7 +76,7 @@ def _open_store(
     return store
 
 
-def space_for_inputs(context: BuildContext) -> SpaceOnSsd | None:
+def space_for_inputs(context: Context) -> SpaceOnSsd | None:
     """Space beside the states; None where the JSON opens no SSD tier."""
     if (ssd := context.settings.ssd) is None:
         return None
@@ -93,7 +94,7 @@ def space_for_inputs(context: BuildContext) -> SpaceOnSsd | None:
     return SpaceOnSsd(context.stores, open_store, make_table, [path for _, path in ssd.parents], local_ranks())
 
 
-def _add_unit(context: BuildContext, ssd: SsdStates, unit_plan: UnitPlan, order: int, places: UnitExtents) -> None:
+def _add_unit(context: Context, ssd: SsdStates, unit_plan: UnitPlan, order: int, places: UnitExtents) -> None:
     settings, requests, store = context.settings, context.recorder.requests, ssd.store
     if (offset := places.weight_offset) is not None:
         buffer = in_one_piece(store, unit_plan.dtype, places.weight_bytes // unit_plan.dtype.itemsize, offset)
@@ -125,7 +126,7 @@ def _update_order(
     return [(order, index) for order in orders if order in extents for index in range(len(extents[order].chunks))]
 
 
-def _extents(context: BuildContext, unit_plan: UnitPlan, order: int, start: int, chunk_numel: int) -> UnitExtents:
+def _extents(context: Context, unit_plan: UnitPlan, order: int, start: int, chunk_numel: int) -> UnitExtents:
     """The extents of the unit's entries in the plan, from byte `start` on."""
     placement, allocator, specs = context.plan.placement, context.allocator, unit_plan.specs(context.settings)
 
@@ -155,7 +156,7 @@ def _what_lies_at(extents: Sequence[tuple[str, UnitExtents]]) -> Callable[[int],
     return what
 
 
-def provide_buffers(context: BuildContext, ssd: SsdStates) -> None:
+def provide_buffers(context: Context, ssd: SsdStates) -> None:
     """The pools in front of the disk. Weights are page-locked, because the GPU copies from them."""
     if context.plan.placement.gradients_on_ssd:
         # The update lane's own, for as long as the engine lives: nobody else ever asks for it.
@@ -163,26 +164,37 @@ def provide_buffers(context: BuildContext, ssd: SsdStates) -> None:
     ssd.provide(*(_pool(context, ssd.store, what) for what in (CHUNK_BUFFERS, WEIGHT_BUFFERS)))
 
 
-def _pool(context: BuildContext, store: SsdStore, what: str) -> BufferPool:
+def _pool(context: Context, store: SsdStore, what: str) -> BufferPool:
     pool = context.allocator.pool(what, context.failures)
     for address in pool.addresses:
         store.register(address, pool.buffer_bytes)
     return pool
 
 
-def announcer(ssd: SsdStates | None, settings: RuntimeSettings) -> tuple[Announce | None, int]:
-    """How the window tells the SSD tier which blocks come next, and how many of them."""
-    if ssd is None or not ssd.ahead:
-        return None, 0
-    under_backward = settings.held_dtype is None
+@dataclass(frozen=True)
+class _ReadAhead:
+    """Tells the SSD tier which blocks come next (`ds_slide.runtime.weights.window.Ahead`)."""
 
-    def announce(coming: Sequence[Unit], in_backward: Sequence[Unit]) -> None:
-        if not under_backward:
-            ssd.expect_weights(coming, ())
+    ssd: SsdStates
+    under_backward: bool
+    """Weights are updated there."""
+
+    @property
+    def horizon(self) -> int:
+        return self.ssd.ahead
+
+    def expect(self, coming: Sequence[Unit], in_backward: Sequence[Unit]) -> None:
+        if not self.under_backward:
+            self.ssd.expect_weights(coming, ())
             return
         # Updated under backward, a block needs its weights in host memory soon after the GPU has used them, which may
         # have had them since forward.
         updated = [unit for unit in in_backward if unit.layout.trainable_numel]
-        ssd.expect_weights([*updated, *(unit for unit in coming if unit not in updated)], updated)
+        self.ssd.expect_weights([*updated, *(unit for unit in coming if unit not in updated)], updated)
 
-    return announce, ssd.ahead
+
+def read_ahead(ssd: SsdStates | None, settings: RuntimeSettings) -> Ahead | None:
+    """What the window tells of the blocks to come; None where no weights are read ahead."""
+    if ssd is None or not ssd.ahead:
+        return None
+    return _ReadAhead(ssd, under_backward=settings.held_dtype is None)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
 from ds_slide.compression.codec import CHANGE_DTYPE
 from ds_slide.compression.lsp.codec import Lsp
-from ds_slide.model.layout import Entry
 from ds_slide.optim.reference import encode_split
 from ds_slide.plan.allocations import (
     CHANGES,
@@ -21,10 +19,9 @@ from ds_slide.plan.allocations import (
     undo_runs,
     whole_weights_of,
 )
-from ds_slide.runtime.core.context import BuildContext
+from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.futures import Future
-from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.core.settings import UnitPlan
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.ssd.ssd import SsdParts
@@ -48,11 +45,8 @@ from ds_slide.store.undo_log import UndoLog
 SPLIT_NUMEL = 1 << 22
 """Elements of narrowed weights that are split at once: 16 MiB a temporary."""
 
-TakeWeights = Callable[[nn.Parameter, Entry], torch.Tensor]
-"""This rank's elements of a parameter, flat, on any device ([<= partition_numel])."""
 
-
-def make_unit(context: BuildContext, unit_plan: UnitPlan, order: int, ssd: SsdParts) -> Unit:
+def make_unit(context: Context, unit_plan: UnitPlan, order: int, ssd: SsdParts) -> Unit:
     """Unit number `order`, with zeroed states. `ssd`: those that are on SSD."""
     settings, precision, name = context.settings, unit_plan.spec.precision, unit_plan.spec.name
     several, on_gpu = context.ranks.world_size > 1, order in context.plan.placement.on_gpu
@@ -70,7 +64,7 @@ def make_unit(context: BuildContext, unit_plan: UnitPlan, order: int, ssd: SsdPa
     return unit
 
 
-def _way_back(context: BuildContext, unit: Unit, *, keeps_weight: bool) -> WayBack | None:
+def _way_back(context: Context, unit: Unit, *, keeps_weight: bool) -> WayBack | None:
     allocator, name, state, runs = context.allocator, unit.name, unit.state, undo_runs(unit.codec)
     if allocator.tier(undo_log_of(name)) is not None:
         memory = allocator.tensor(undo_log_of(name), torch.uint8)
@@ -82,7 +76,7 @@ def _way_back(context: BuildContext, unit: Unit, *, keeps_weight: bool) -> WayBa
     return SpareBuffers(runs, state.specs, own, spare)
 
 
-def _state_on_gpu(context: BuildContext, unit_plan: UnitPlan, gradient_dtype: torch.dtype) -> UnitState:
+def _state_on_gpu(context: Context, unit_plan: UnitPlan, gradient_dtype: torch.dtype) -> UnitState:
     def on_gpu(name: str, dtype: torch.dtype) -> torch.Tensor:
         return context.allocator.tensor(state_buffer_of(unit_plan.spec.name, name), dtype)
 
@@ -106,7 +100,7 @@ def state_on_gpu(
     )
 
 
-def _state(context: BuildContext, unit_plan: UnitPlan, order: int, ssd: SsdParts) -> UnitState:
+def _state(context: Context, unit_plan: UnitPlan, order: int, ssd: SsdParts) -> UnitState:
     """What is not in `ssd` is in host memory."""
 
     def on_host(name: str, dtype: torch.dtype, memory: SharedHostMemory | None = None) -> InMemory:
@@ -132,7 +126,7 @@ def _state(context: BuildContext, unit_plan: UnitPlan, order: int, ssd: SsdParts
     return UnitState(specs, weights, optimizer, gradient)
 
 
-def _masters_on_gpu(context: BuildContext, unit_plan: UnitPlan) -> tuple[Weights, dict[str, StateBuffer]]:
+def _masters_on_gpu(context: Context, unit_plan: UnitPlan) -> tuple[Weights, dict[str, StateBuffer]]:
     """The weights of a unit whose gradients are compressed, and what completes them to the masters, if these are not
     the weights themselves. All of both are on the GPU of every rank."""
     synchronize = context.device.synchronize
@@ -152,7 +146,7 @@ def _masters_on_gpu(context: BuildContext, unit_plan: UnitPlan) -> tuple[Weights
     return WeightsOnGpu(InMemory(whole("weight", unit_plan.dtype), "gpu"), synchronize), masters
 
 
-def begin_codecs(context: BuildContext, unit_plans: Sequence[UnitPlan]) -> None:
+def begin_codecs(context: Context, unit_plans: Sequence[UnitPlan]) -> None:
     """Give the codecs that compress what they keep on the GPU."""
     allocator = context.allocator
     if allocator.tier(CHANGES) is None:
@@ -172,21 +166,21 @@ def join_parts(units: Sequence[Unit]) -> None:
             block_of[unit.spec.module].parts.append(unit)
 
 
-def load_weights(unit: Unit, ranks: Ranks, take_weights: TakeWeights) -> None:
+def load_weights(unit: Unit, context: Context) -> None:
     """Fill the weights' state buffer, and what completes it to the masters: of fp16 weights these themselves, of
     narrowed ones the remainders. Other state buffers start at zero and are zero already: new memory, and the unwritten
     parts of a preallocated file."""
     state, numel = unit.state, unit.layout.trainable_numel
     with state.weights.to_fill() as weight:
         for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True):
-            own = take_weights(parameter, entry).detach().reshape(-1)
+            own = context.clients.take_weights(parameter, entry).detach().reshape(-1)
             if unit.spec.precision.narrowed:
                 _load_narrowed(unit, entry.offset, own, weight)
             else:
                 weight[entry.offset : entry.offset + own.numel()].copy_(own)
         if any(spec.name == "remainder" and spec.dtype.is_floating_point for spec in state.specs):
             state.write("remainder", slice(0, numel), weight[:numel].float())
-        if unit.resident is not None and ranks.world_size == 1:
+        if unit.resident is not None and context.ranks.world_size == 1:
             unit.resident.copy_(weight)
 
 

@@ -27,7 +27,7 @@ def why_incomplete(units: Sequence[Unit]) -> str:
 
 def close_lanes(parts: Parts) -> None:
     """End the lanes in the order in which work flows, so that nothing queued is lost."""
-    lanes, ssd, shared, failures = parts.lanes, parts.ssd, parts.shared, parts.failures
+    lanes, ssd, shared, failures = parts.context.lanes, parts.ssd, parts.context.shared, parts.context.failures
     if ssd is None:
         lanes.d2h.close()
         lanes.update.close()
@@ -59,6 +59,6 @@ def free_memory(parts: Parts) -> None:
     if parts.window is not None:
         parts.window.refit((), 0, ())
     parts.gradients.free_buffers()
-    parts.memory.forget()
-    if parts.shared is not None:
-        parts.shared.parts.clear()
+    parts.context.memory.forget()
+    if parts.context.shared is not None:
+        parts.context.shared.parts.clear()

@@ -23,11 +23,11 @@ from ds_slide.errors import SlideError
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.activations.checkpointing import CacheHooks
 from ds_slide.runtime.core import running
-from ds_slide.runtime.core.calls import in_backward
+from ds_slide.runtime.core.calls import RootState, in_backward
+from ds_slide.runtime.core.clients import AS_THEY_ARE
 from ds_slide.runtime.core.futures import Future, wait_on_stream
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.ended import ENDED, close_lanes, free_memory, why_incomplete
-from ds_slide.runtime.gradients.holding import HOLD_HINT
 from ds_slide.runtime.gradients.learning import Learning
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.gradients.taking import Taking
@@ -36,13 +36,13 @@ from ds_slide.runtime.memory.parked_states import ParkedStates
 from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.step.accumulation import Accumulation
 from ds_slide.runtime.step.interruptions import Interruptions
+from ds_slide.runtime.step.phases import HOLD_HINT, Event, Phase
 from ds_slide.runtime.updates.apply import device_update
 from ds_slide.runtime.weights.bindings import Bindings
 from ds_slide.runtime.weights.function_transforms import require_no_transform
-from ds_slide.runtime.weights.hooks import BlockHooks, OuterHooks, RootHooks, RootState
-from ds_slide.runtime.weights.outputs import OnGradient
+from ds_slide.runtime.weights.hooks import BlockHooks, OuterHooks, RootHooks
+from ds_slide.runtime.weights.outputs import OutputEvents
 from ds_slide.runtime.weights.resident_weights import ResidentWeights
-from ds_slide.runtime.weights.residents import AS_THEY_ARE, Availability
 from ds_slide.runtime.weights.rows import StreamedRows
 from ds_slide.runtime.weights.saved_weights import SavedWeights
 from ds_slide.runtime.weights.wide_hooks import WideHooks
@@ -61,33 +61,33 @@ class Newcomers(Protocol):
 class SlideRuntime:
     """All methods are called by the thread that computes."""
 
-    def __init__(self, module: nn.Module, parts: Parts, availability: Availability) -> None:
+    def __init__(self, module: nn.Module, parts: Parts) -> None:
         self.parts = parts
-        self.device = parts.device
+        self.device = parts.context.device
         self.units = parts.units
         self.blocks = [unit for unit in parts.units if unit.spec.kind == "block"]
         self.passes = parts.updating.passes
         self.speculating = parts.updating.speculating
         self.gradients = parts.gradients
-        self.learning = Learning(parts.units, self.settle, parts.ranks, parts.device)
-        self.bindings = Bindings(parts, availability)
+        self.learning = Learning(parts.units, self, parts.context.ranks, parts.context.device)
+        self.bindings = Bindings(parts)
         self.residents = self.bindings.residents
         self._window = parts.window
-        self.rows: StreamedRows | None = None if parts.make_rows is None else parts.make_rows(self)
+        self.rows = None if parts.rows is None else StreamedRows(parts.rows, parts.context, parts.gradients, self)
         """The weight of the outer module that is not on the GPU as a whole, for the module that computes with it."""
-        self._root = root = RootState()
-        self.parked = ParkedStates(parts.device)
+        self._root = RootState()
+        self.parked = ParkedStates(parts.context.device)
         self.accumulation = Accumulation()
         self.interruptions = Interruptions(
             self.accumulation,
             parts.units,
             self._root,
-            parts.ranks,
-            parts.failures,
-            self._release_all,
+            parts.context.ranks,
+            parts.context.failures,
+            self,
             deferred=parts.deferred,
         )
-        self.resident_weights = ResidentWeights(parts, self.bindings, lambda: root.active or in_backward())
+        self.resident_weights = ResidentWeights(parts, self.bindings, self._root)
         self.taking = Taking(
             module,
             parts,
@@ -100,11 +100,10 @@ class SlideRuntime:
         self.has_ended = False
         self.spoiled = ""
         """Why the weights that an ended engine has left are no whole weights; empty where they are."""
-        self._totals = Totals(parts.ranks, self.device, [unit.codec.compresses for unit in parts.units])
+        self._totals = Totals(parts.context.ranks, self.device, [unit.codec.compresses for unit in parts.units])
         self._module = module
-        self.on_output_gradient: OnGradient = self._begin_backward
-        """Called with each gradient that reaches an output of the model; the integration puts DeepSpeed's prologue
-        here."""
+        self.prologue: OutputEvents | None = None
+        """Of a backward: the host's, which calls `begin_backward`. None: a backward begins by itself."""
         self.newcomers: Newcomers | None = None
         by_storage = {} if self._window is None else self._window.by_storage
         self._saved = SavedWeights(by_storage, self.bindings.slots, self)
@@ -120,15 +119,9 @@ class SlideRuntime:
         outer_units = [unit for unit in self.units if unit.spec.kind == "outer"]
         self.hooks = [
             *(BlockHooks(unit, self, self._saved, self._root) for unit in self.blocks),
-            *OuterHooks.on(self._module, outer_units, self.resident_weights.bind_if_fetched),
+            *OuterHooks.on(self._module, outer_units, self.resident_weights),
             *WideHooks.on(self._module, self.units, self.device.torch.type),
-            RootHooks(
-                self._module,
-                self._root,
-                self._begin_forward,
-                self._end_forward,
-                lambda gradient: self.on_output_gradient(gradient),
-            ),
+            RootHooks(self._module, self._root, self),
             *CacheHooks.on(self._module, self.parts.spare.activations.leave_unasked),
         ]
 
@@ -156,7 +149,7 @@ class SlideRuntime:
         """Whether one of the whole model is under way."""
         return self._root.active
 
-    def _release_all(self) -> None:
+    def release_all(self) -> None:
         """Release all slots after an exception: nothing computes any more with what is bound."""
         self.parts.spare.end_forward()
         self.take_back(self.units)
@@ -167,11 +160,11 @@ class SlideRuntime:
 
     def wait(self, future: Future) -> None:
         """Make the compute stream wait for a transfer, and book the time it stands still."""
-        wait_on_stream(future, self.device, self.parts.recorder.stalled)
+        wait_on_stream(future, self.device, self.parts.context.recorder)
 
     # ---- forward ---------------------------------------------------------------------------------------------
 
-    def _begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         require_no_transform()
         for hooks in self.hooks:
             if isinstance(hooks, BlockHooks | WideHooks):
@@ -179,11 +172,6 @@ class SlideRuntime:
         self.interruptions.nest()
         self.interruptions.begin_forward(with_gradient=torch.is_grad_enabled())
         self.take_back(self.units)
-        if self.taking.unstepped:
-            raise SlideError(
-                "a forward began after backward() at an accumulation boundary and before engine.step(), but the "
-                f"weights are being updated under backward; call engine.step() first, or {HOLD_HINT}"
-            )
         self.residents.begin_computing()
         self.taking.doubts.begin_forward(args, kwargs)
         if in_backward():
@@ -192,18 +180,18 @@ class SlideRuntime:
             self.newcomers.look()
         self.parts.spare.begin_forward(args, kwargs)
 
-    def _end_forward(self, *, completed: bool) -> None:
+    def end_forward(self, *, completed: bool) -> None:
         if not in_backward():
             self.parts.spare.end_forward(completed=completed)
         for unit in self.blocks:  # only after an exception: a block that was entered and never left
             if unit.order in self.bindings.slots and not unit.in_backward:
                 self.bindings.unbind_slot(unit)
-        if not in_backward() and not (self.parts.trains and self._module.training and torch.is_grad_enabled()):
+        if not in_backward() and not (self.parts.context.trains and self._module.training and torch.is_grad_enabled()):
             self.residents.end_computing()  # otherwise a backward is to come, and its end is the end
 
     def enter_forward(self, unit: Unit, *, with_backward: bool) -> None:
         require_no_transform()
-        if (compute := self.parts.recorder.compute) is not None:
+        if (compute := self.parts.context.recorder.compute) is not None:
             compute.enter(("forward", unit.order), self.device.mark(timed=True))
         self.interruptions.nest()
         if unit.finalized and not self.deferred:
@@ -215,14 +203,14 @@ class SlideRuntime:
             unit.uses += 1
         if unit.is_streamed and unit.order not in self.bindings.slots:
             expects_backward = torch.is_grad_enabled() and self._root.expects_backward()
-            trains = self.parts.trains and (with_backward or expects_backward)
+            trains = self.parts.context.trains and (with_backward or expects_backward)
             self.bindings.bind_slot(unit, "forward" if trains else "inference")
         for resident in (unit, *unit.parts):
             self.resident_weights.bind_if_fetched(resident)
         self.parts.spare.activations.times.enter(unit.order)
 
     def leave_forward(self, unit: Unit) -> None:
-        if (compute := self.parts.recorder.compute) is not None:
+        if (compute := self.parts.context.recorder.compute) is not None:
             compute.leave(("forward", unit.order), self.device.mark(timed=True))
         if not unit.in_backward:
             self.bindings.unbind_slot(unit)
@@ -237,12 +225,12 @@ class SlideRuntime:
     def enter_backward(self, unit: Unit) -> Slot | None:
         """The unit's weights are bound from here to `leave_backward`."""
         self.passes.begin_backward()  # `begin_backward` may be called before the forward, too
-        self.taking.require_only_backward()
+        self.accumulation.require(Event.BLOCK_BACKWARD)
         self.interruptions.begin_backward_of_block()
         if not torch.is_grad_enabled():  # not inside of what is computed again
             self.taking.look()
         self.parts.spare.activations.enter_backward(unit.order)
-        if (compute := self.parts.recorder.compute) is not None:
+        if (compute := self.parts.context.recorder.compute) is not None:
             compute.enter(("backward", unit.order), self.device.mark(timed=True))
         unit.in_backward = True
         if not unit.is_streamed:
@@ -255,7 +243,7 @@ class SlideRuntime:
         return self.bindings.visit(unit)
 
     def leave_backward(self, unit: Unit) -> None:
-        if (compute := self.parts.recorder.compute) is not None:
+        if (compute := self.parts.context.recorder.compute) is not None:
             compute.leave(("backward", unit.order), self.device.mark(timed=True))
         if not unit.raw:
             unit.in_backward = False
@@ -263,7 +251,7 @@ class SlideRuntime:
         if torch.is_grad_enabled():
             return  # of a backward with create_graph: the block's use ends with the backward of what that makes
         unit.uses_done += 1
-        if unit.uses_done >= unit.uses and (self.deferred or not self.accumulation.is_nested):
+        if unit.uses_done >= unit.uses and (self.deferred or not self.accumulation.backward.is_nested):
             with AS_THEY_ARE():
                 self.taking.finalize_block(unit)
 
@@ -273,7 +261,10 @@ class SlideRuntime:
         if unit.uses_done >= unit.uses and unit.spec.kind == "block" and self.accumulation.is_open:
             self.taking.finalize_block(unit)
 
-    def _begin_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+    def on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient has reached an output of the model: a backward begins, if it has not."""
+        if self.prologue is not None:
+            return self.prologue.on_output_gradient(gradient)
         self.interruptions.begin_backward()
         return gradient
 
@@ -283,7 +274,7 @@ class SlideRuntime:
         """Prepare for the first gradient. `hypers`, `grad_scale`: of the coming step, if it clips nothing.
         `of_another`: why the step that follows may be another engine's (`Doubts.of_another`)."""
         if in_backward():
-            self.taking.require_only_backward()
+            self.accumulation.require(Event.BLOCK_BACKWARD)
             self.resident_weights.bind_fetched()  # of a graph older than a step: no forward has bound them since
         self.interruptions.begin_backward()
         self.taking.doubts.of_another = of_another
@@ -332,18 +323,18 @@ class SlideRuntime:
         Combined in the order of the units, so that the value does not depend on which lane finished first.
         """
         self.taking.join()
-        with self.parts.recorder.stalled("the gradients of the step"):
-            self.parts.lanes.d2h.drain()
-            self.parts.lanes.update.drain()
+        with self.parts.context.recorder.stalled("the gradients of the step"):
+            self.parts.context.lanes.d2h.drain()
+            self.parts.context.lanes.update.drain()
         self._note_flags()
-        self.parts.ranks.join()  # GPU-tier units have been through no lane
+        self.parts.context.ranks.join()  # GPU-tier units have been through no lane
         on_device = self.gradients.sums.cpu()
         return self._totals.now([self.gradients.square_sums_of(unit, on_device) for unit in self.units])
 
     def _note_flags(self) -> None:
         """Each rank updates its part of a parameter, so all ranks must have it on, or all off."""
-        if self.parts.ranks.world_size > 1:
-            self.parts.ranks.note(each.requires_grad for unit in self.units for each in unit.trained.parameters)
+        if self.parts.context.ranks.world_size > 1:
+            self.parts.context.ranks.note(each.requires_grad for unit in self.units for each in unit.trained.parameters)
 
     def norm_on_device(self) -> torch.Tensor:
         """Gradient norm of the last backward as a 0-d fp32 device tensor, without waiting for it."""
@@ -368,10 +359,9 @@ class SlideRuntime:
             self.accumulation.interrupt_step()
             raise
         self.passes.end_step()
-        self.taking.unstepped = False
         self.accumulation.clear()
         self.accumulation.steps += 1
-        self.parts.recorder.end_step(self.step_count)
+        self.parts.context.recorder.end_step(self.step_count)
         self.parts.spare.end_step()
 
     def _reach_of_updates(self) -> float:
@@ -398,8 +388,7 @@ class SlideRuntime:
 
     def discard_gradients(self) -> None:
         """Forget the gradients of this accumulation window (overflow, `zero_grad`)."""
-        if self.taking.unstepped:
-            raise SlideError(f"the gradients cannot be discarded: their updates are under way; {HOLD_HINT}")
+        self.accumulation.require(Event.DISCARD)
         self.take_back(self.units)
         self.speculating.skip_step()
         self.learning.discard()
@@ -412,7 +401,7 @@ class SlideRuntime:
         """Drop what was accumulated since the last step (`zero_grad`), if anything was. SlideError where it has been
         applied already."""
         self.interruptions.notice()
-        self.accumulation.require_weights()
+        self.accumulation.require(Event.ZERO_GRAD)
         if any(unit.gradient_ready for unit in self.units):
             self.discard_gradients()
         self.accumulation.clear()
@@ -460,7 +449,7 @@ class SlideRuntime:
     def why_spoiled(self) -> str:
         """Why the weights, as they are now, are not those of a step; empty where they are."""
         why = self.interruptions.why_spoiled()
-        if not why and self.taking.unstepped:
+        if not why and self.accumulation.phase is Phase.UPDATED:
             why = "it has updated weights under a backward() that no engine.step() has followed"
         return why
 
@@ -473,7 +462,7 @@ class SlideRuntime:
         unit.state.settle(unit.completed.synchronize)
         if unit.chunk_rows:
             # A forward that has been submitted may still be reading the state buffer.
-            self.parts.lanes.outer_h2d.drain()
+            self.parts.context.lanes.outer_h2d.drain()
         self.resident_weights.await_fetched(unit)
 
     def take_back(self, units: Sequence[Unit]) -> None:
@@ -490,10 +479,10 @@ class SlideRuntime:
     def begin_writing(self) -> None:
         """Wait until no other rank reads the weights, which have settled and are about to be written from outside.
         Collective where weights are shared: every rank calls it, whichever of its own weights it then writes."""
-        if self.parts.shared is not None:
-            self.parts.lanes.h2d.drain()
-            self.parts.lanes.outer_h2d.drain()
-            self.parts.ranks.exchange(None, "waiting until no rank reads the weights that are to be written")
+        if self.parts.context.shared is not None:
+            self.parts.context.lanes.h2d.drain()
+            self.parts.context.lanes.outer_h2d.drain()
+            self.parts.context.ranks.exchange(None, "waiting until no rank reads the weights that are to be written")
 
     def weights_changed(self, unit: Unit) -> None:
         """The caller has written the unit's state buffers (after `settle`): refresh what the GPU holds of them.
@@ -517,18 +506,18 @@ class SlideRuntime:
         if self.rows is not None:
             self.rows.close()
         self.resident_weights.unbind_all()
-        why = self.parts.failures.message
+        why = self.parts.context.failures.message
         try:
-            with self.parts.failures.waiting("the engine to end"):
+            with self.parts.context.failures.waiting("the engine to end"):
                 self.parts.spare.activations.close()
                 close_lanes(self.parts)
                 self.device.synchronize()
-                for pool in self.parts.pools.values():
+                for pool in self.parts.context.allocator.pools.values():
                     pool.close()
-                self.parts.recorder.close()
+                self.parts.context.recorder.close()
         finally:
             # Whoever goes on with this engine would wait for lanes that are gone.
-            self.parts.failures.end(ENDED)
+            self.parts.context.failures.end(ENDED)
             if self.parts.watchdog is not None:
                 self.parts.watchdog.close(why)
             if not self.has_ended:

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.plan.memory import Plan, Taken
-from ds_slide.report.statistics import StepRecorder
-from ds_slide.runtime.core.device import Device
-from ds_slide.runtime.core.futures import Failures
-from ds_slide.runtime.core.lanes import Lanes
-from ds_slide.runtime.core.pool import BufferPool
+from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.ranks.board import Board
-from ds_slide.runtime.core.ranks.collectives import Ranks
-from ds_slide.runtime.core.ranks.shared_weights import SharedWeights
 from ds_slide.runtime.core.ranks.watchdog import Watchdog
 from ds_slide.runtime.core.unit import Empty, Unit
 from ds_slide.runtime.gradients.route import Gradients
@@ -22,42 +14,29 @@ from ds_slide.runtime.memory.spare_memory import SpareMemory
 from ds_slide.runtime.ssd.ssd import SsdStates
 from ds_slide.runtime.updates.updating import Updating
 from ds_slide.runtime.weights.gathers import Gathers
-from ds_slide.runtime.weights.rows import MakeRows
+from ds_slide.runtime.weights.rows import RowBuffers
 from ds_slide.runtime.weights.uploads import Uploads
 from ds_slide.runtime.weights.window import Window
-from ds_slide.store.host_memory import HostMemory
 
 
 @dataclass
 class Parts:
     """What `ds_slide.runtime.build` puts together; `SlideRuntime` owns all of it."""
 
+    context: Context
     plan: Plan
-    device: Device
-    ranks: Ranks
-    failures: Failures
-    recorder: StepRecorder
-    lanes: Lanes
-    updater: CpuUpdater
-    memory: HostMemory
-    pools: dict[str, BufferPool]
-    """Of host buffers, by their names in the plan."""
+    """As it is now: states move, and more may be trained."""
     units: list[Unit]
-    adopt: Callable[[Unit], None]
-    """Tells the clients of a unit's parameters where its state buffers are, and empties the parameters."""
     window: Window | None
     empty: Empty
     gradients: Gradients
     uploads: Uploads
     gathers: Gathers
-    shared: SharedWeights | None
     updating: Updating
     spare: SpareMemory
-    trains: bool = True
-    """False: weights only, for forwards that no step follows."""
     ssd: SsdStates | None = None
-    make_rows: MakeRows | None = None
-    """Makes the rows of the outer module that pass through the GPU."""
+    rows: RowBuffers | None = None
+    """Of the outer module whose weight passes through the GPU."""
     watchdog: Watchdog | None = None
     announcements: Board | None = None
     """Where ranks that may run different modules announce their gradients; None where all have to run the same."""
@@ -74,7 +53,7 @@ class Parts:
 
     def pool_report(self) -> dict[str, dict[str, int | float | bool]]:
         """Statistics of the pools that have buffers (`slide_stats()["pools"]`)."""
-        return {what: pool.statistics() for what, pool in self.pools.items() if pool.addresses}
+        return {what: pool.statistics() for what, pool in self.context.allocator.pools.items() if pool.addresses}
 
     @property
     def taken(self) -> Taken:

@@ -86,7 +86,7 @@ def give_states(runtime: SlideRuntime, groups: Groups, limits: Limits) -> None:
     changes = [_change(unit, groups) for unit in runtime.units if any(each in groups for each in unit.parameters)]
     for change in changes:
         _require_possible(runtime, change)
-    ranks = runtime.parts.ranks
+    ranks = runtime.parts.context.ranks
     if ranks.world_size > 1:
         names = sorted(name for change in changes for name in change.names)
         ranks.require_equal({"the list of parameters": names}, f"what is trained from now on ({names[0]}, ...)")
@@ -170,10 +170,10 @@ def _require_room(runtime: SlideRuntime, plan: Plan, limits: Limits, name: str) 
     # While a unit's state buffers are copied, the old ones are there as well.
     longest = max(size.state_bytes for size in parts.plan.units)
     more = plan.host_bytes - parts.plan.host_bytes + longest
-    if not parts.device.is_cuda:
+    if not parts.context.device.is_cuda:
         more += plan.gpu_bytes - parts.plan.gpu_bytes
     room = host_room(local_ranks(), running.untouched_host_bytes())
-    (free,) = parts.ranks.least([room.nbytes])
+    (free,) = parts.context.ranks.least([room.nbytes])
     taken, own = running.taken(), parts.taken
     if more > free:
         raise SlideError(
@@ -203,10 +203,10 @@ def _settle(runtime: SlideRuntime, changes: Sequence[_Change]) -> None:
     for change in changes:
         runtime.settle(change.unit)
     runtime.begin_writing()
-    workers = runtime.parts.lanes
+    workers = runtime.parts.context.lanes
     for lane in (workers.d2h, workers.update, workers.h2d, workers.outer_h2d):
         lane.drain()
-    runtime.parts.ranks.join()
+    runtime.parts.context.ranks.join()
     runtime.device.synchronize()
 
 
@@ -227,7 +227,7 @@ def _give(runtime: SlideRuntime, change: _Change, plan: Plan) -> None:
 
 def _longer(runtime: SlideRuntime, change: _Change, plan: Plan) -> UnitState:
     """Return the states of the unit with room for all that is trained."""
-    unit, memory, old = change.unit, runtime.parts.memory, change.unit.state
+    unit, memory, old = change.unit, runtime.parts.context.memory, change.unit.state
     entries = of_unit(plan.units[unit.order], unit.order, plan.needs, plan.placement)
     allocator = Allocator(entries, memory, runtime.device)
 
@@ -269,14 +269,14 @@ def _show(runtime: SlideRuntime, unit: Unit) -> None:
     if runtime.parts.window is not None:
         runtime.parts.window.lay_out_anew(unit)
     runtime.weights_changed(unit)
-    runtime.parts.adopt(unit)
+    runtime.parts.context.clients.adopt(unit)
     if unit.resident is not None:
         runtime.resident_weights.bind(unit)
 
 
 def _release_way_back(runtime: SlideRuntime, unit: Unit) -> None:
     way_back, unit.way_back = unit.way_back, None
-    memory = runtime.parts.memory
+    memory = runtime.parts.context.memory
     if isinstance(way_back, SpareBuffers):
         for name, buffer in way_back.spare.items():
             memory.give_back(buffer.tensor, transfers=name == "weight")
@@ -292,10 +292,12 @@ def _fit_buffers(runtime: SlideRuntime, plan: Plan) -> None:
     parts = runtime.parts
     if not parts.gradients.holds(plan.entry(STAGED).piece):
         entries = [each for each in plan.allocations if each.what in (STAGED, STAGED_PARTS)]
-        allocator = Allocator(entries, parts.memory, runtime.device)
-        parts.gradients.use(make_stagings(allocator, parts.ranks.world_size, parts.failures))
+        allocator = Allocator(entries, parts.context.memory, runtime.device)
+        parts.gradients.use(make_stagings(allocator, parts.context.ranks.world_size, parts.context.failures))
+    context = parts.context
     for what in (BLOCK_RING, OUTER_RING, PIECES_RING):
-        entry, pool = plan.entry(what), parts.pools[what]
+        entry, pool = plan.entry(what), context.allocator.pools[what]
         if entry.count and (entry.count > len(pool.addresses) or entry.piece > pool.buffer_bytes):
-            parts.pools[what] = Allocator([entry], parts.memory, runtime.device).pool(what, parts.failures)
+            larger = Allocator([entry], context.memory, context.device)
+            context.allocator.pools[what] = larger.pool(what, context.failures)
             pool.close()

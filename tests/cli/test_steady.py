@@ -110,11 +110,12 @@ def run(engine: Engine, forwards: int, limit: int | None) -> Plan:
     recorder = StepRecorder(device, None)  # type: ignore[arg-type]
     budget = Budget(engine, limit, lambda: engine.plan.gpu_bytes)
 
-    def schedules() -> Schedules:
-        schedule = step_of(engine.plan).schedule
-        return Schedules(schedule, schedule)
+    class Updating:
+        def schedules(self) -> Schedules:
+            schedule = step_of(engine.plan).schedule
+            return Schedules(schedule, schedule)
 
-    spare = SpareMemory(Activations([], device), budget, Ranks(), recorder, schedules)
+    spare = SpareMemory(Activations([], device), budget, Ranks(), recorder, Updating())
     spare.states, engine.accumulates = engine, forwards > 1
     for number in range(LOOKS[-1]):
         step = step_of(engine.plan)

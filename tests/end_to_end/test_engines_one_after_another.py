@@ -113,8 +113,8 @@ def leave_out_the_step(engine: Any) -> None:
 
 def fail_in_a_lane(engine: Any) -> None:
     engine.backward(engine(inputs(1)[0]))
-    engine.optimizer.runtime.parts.lanes.update.close()
-    engine.optimizer.runtime.parts.failures.record("update", OSError("the disk is gone"))
+    engine.optimizer.runtime.parts.context.lanes.update.close()
+    engine.optimizer.runtime.parts.context.failures.record("update", OSError("the disk is gone"))
 
 
 def keep(_engine: Any) -> None:

@@ -58,13 +58,13 @@ class Counted:
             sizes = [own.get(each.data_ptr(), size) for each, size in zip(tensors, sizes, strict=False)]
             sizes = [sum(sizes)] if what.startswith(names.projectors_of("")) else sizes
             problems += compare(planned[what], sizes, [own.get(each.data_ptr()) is not None for each in tensors])
-        pooled = [planned[what] for what in runtime.parts.pools]
+        pooled = [planned[what] for what in runtime.parts.context.allocator.pools]
         made = Counter((each["buffers"], each["bytes"], each["pinned"]) for each in map(POOL.stats, self._pools))
         if made != Counter((each.count, each.nbytes, each.page_locked) for each in pooled):
             problems.append(f"pools of {made}, not of {pooled}")
         problems += self._on_ssd(runtime, planned)
         left = {what for what, each in planned.items() if each.nbytes and each.tier != "ssd"} - found.keys()
-        left -= runtime.parts.pools.keys()
+        left -= runtime.parts.context.allocator.pools.keys()
         problems += [f"{what}: in the plan, not in the engine" for what in sorted(left)]
         # And nothing beside it.
         known = {each.untyped_storage().data_ptr() for tensors in found.values() for each in tensors}
@@ -143,7 +143,9 @@ def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
         for name, state_buffer in home.buffers.items():
             if state_buffer.tensor is not None:
                 found[names.state_buffer_of(unit.name, name)] = [state_buffer.tensor]
-        lends = unit.spec.kind != "block" and parts.ranks.world_size == 1  # its weights are those that modules read
+        lends = (
+            unit.spec.kind != "block" and parts.context.ranks.world_size == 1
+        )  # its weights are those that modules read
         for name, state_buffer in unit.state.buffers.items() if unit.home is not None else ():
             if name != "weight" or not lends:
                 found[names.promoted_buffer_of(unit.name, name)] = [state_buffer.tensor]
@@ -162,7 +164,7 @@ def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
             found[names.whole_weights_of(unit.name)] = [unit.resident]
     found[names.SLOTS] = [] if parts.window is None else [slot.buffer for slot in parts.window.slots]
     found[names.STAGED] = [staging.packed for staging in gradients._stagings]
-    if parts.ranks.world_size > 1:
+    if parts.context.ranks.world_size > 1:
         found[names.STAGED_PARTS] = [staging.own for staging in gradients._stagings]
     for what, scratch in ((names.GATHERED, parts.gathers.scratch), (names.UPLOADED, parts.uploads._scratch)):
         if scratch is not None:

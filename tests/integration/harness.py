@@ -146,15 +146,15 @@ def train(engine: Any, data: Sequence[Batch], loss_of: Loss = causal_loss) -> Re
 def let_run_ahead(engine: Any) -> None:
     """Wait until all blocks have been updated ahead whose gradients are final."""
     parts = engine.optimizer.runtime.parts
-    parts.lanes.d2h.drain()
-    parts.lanes.update.drain()
-    last = Future(parts.failures)
+    parts.context.lanes.d2h.drain()
+    parts.context.lanes.update.drain()
+    last = Future(parts.context.failures)
 
     def run() -> int:
         last.keep()
         return 0
 
-    parts.lanes.update.submit(len(parts.units), PASSED, run, turn="spare")
+    parts.context.lanes.update.submit(len(parts.units), PASSED, run, turn="spare")
     last.wait()
 
 

@@ -144,8 +144,8 @@ def check_that_nothing_is_left(engine: Any) -> None:
     assert all(parameter.grad is None for parameter in engine.module.parameters())
     for staging in runtime.gradients._stagings:
         runtime.wait(staging.free)
-    runtime.parts.lanes.d2h.drain()
-    runtime.parts.lanes.update.drain()
+    runtime.parts.context.lanes.d2h.drain()
+    runtime.parts.context.lanes.update.drain()
 
 
 def windows(data: list[Batch], accumulation: int) -> Iterator[list[Batch]]:

@@ -118,7 +118,7 @@ class Watched:
         runtime = getattr(engine.optimizer, "runtime", None)
         if runtime is not None:
             shares = engine.config["ds_slide"].get("share_weights", True)
-            assert (runtime.parts.shared is not None) == shares
+            assert (runtime.parts.context.shared is not None) == shares
             gathered = {unit.order for unit in runtime.units if unit.is_gathered}
             others = {u.order for u in runtime.units if u.state.buffers["weight"].tier == "host"}
             assert not gathered & others if shares else gathered

@@ -141,7 +141,7 @@ def test_one_whose_lane_has_failed(disk: Path) -> None:
     def failed() -> None:
         engine = start(llama(num_hidden_layers=2), config_for("ssd", disk, 1.0))
         train(engine, batches(1))
-        engine.optimizer.runtime.parts.lanes.d2h.submit(fail)
+        engine.optimizer.runtime.parts.context.lanes.d2h.submit(fail)
         with pytest.raises(SlideError, match="the disk is gone"):
             train(engine, batches(2))
 

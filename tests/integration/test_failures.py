@@ -33,16 +33,16 @@ def test_the_lanes_end_and_the_rest_with_the_engine(tier: str, standing: str, di
         train(engine, batches(1))
         runtime = engine.optimizer.runtime
         parts = runtime.parts
-        lanes = [parts.lanes.h2d, parts.lanes.outer_h2d, parts.lanes.d2h]
-        threads = [lane._thread for lane in (*lanes, parts.lanes.update) if lane._thread is not None]
+        lanes = [parts.context.lanes.h2d, parts.context.lanes.outer_h2d, parts.context.lanes.d2h]
+        threads = [lane._thread for lane in (*lanes, parts.context.lanes.update) if lane._thread is not None]
         assert len(threads) >= 3
-        for lane in (*lanes, parts.lanes.update):
+        for lane in (*lanes, parts.context.lanes.update):
             lane.drain()
         if standing == "in a wait":
             for lane in lanes:
                 if lane._thread is not None:
-                    lane.submit(lambda: Future(parts.failures, "the sunrise").wait() and None)
-        parts.failures.end("the plug was pulled")
+                    lane.submit(lambda: Future(parts.context.failures, "the sunrise").wait() and None)
+        parts.context.failures.end("the plug was pulled")
         for thread in threads:
             thread.join(SECONDS)
             assert not thread.is_alive(), thread.name

@@ -494,7 +494,7 @@ def test_a_failed_lane_ends_the_run(clip: float, lane: str) -> None:
         data = batches(3)
         engine.backward(engine(**data[0]))
         engine.step()
-        workers = engine.optimizer.runtime.parts.lanes
+        workers = engine.optimizer.runtime.parts.context.lanes
         if lane == "update":
             workers.update.submit(0, PASSED, fail)
         else:

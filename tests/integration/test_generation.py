@@ -144,7 +144,7 @@ def test_reading_a_weight_waits_for_the_update_of_its_block_alone() -> None:
         train(engine, batches(1))
         runtime = engine.optimizer.runtime
         last = runtime.blocks[-1]
-        updated, last.updated = last.updated, Future(runtime.parts.failures, "an update that is held back")
+        updated, last.updated = last.updated, Future(runtime.parts.context.failures, "an update that is held back")
         late = {id(parameter) for parameter in last.parameters}
         read = 0
         for parameter in model.parameters():

@@ -161,13 +161,13 @@ def test_blocks_are_uploaded_ahead_and_once_a_forward() -> None:
         fill = window._fill
         window._fill = lambda unit, buffer: filled.append(unit.order) or fill(unit, buffer)
         logits_of(engine, data[:1])
-        engine.optimizer.runtime.parts.lanes.h2d.drain()
+        engine.optimizer.runtime.parts.context.lanes.h2d.drain()
         filled.clear()
         logits_of(engine, data)
         # With gradients enabled, too: no backward can follow, and the next forward begins with the first block.
         for batch in data:
             engine(**batch)
-        engine.optimizer.runtime.parts.lanes.h2d.drain()
+        engine.optimizer.runtime.parts.context.lanes.h2d.drain()
         blocks = [unit.order for unit in engine.optimizer.runtime.blocks]
         assert window.misses == 0
         assert sorted(filled) == sorted(blocks * 10)

@@ -119,7 +119,7 @@ def test_the_gpu_holds_one_that_has_moved_no_longer(handle: Handle) -> None:
             count.remove()
             assert under_way == [0]  # before the loss, which takes most
             gc.collect()
-            pools = engine.optimizer.runtime.parts.pools
+            pools = engine.optimizer.runtime.parts.context.allocator.pools
             on_host = {address for pool in pools.values() for address in pool.addresses}
             held.append(sum(nbytes for address, nbytes in storages().items() if address not in on_host))
             engine.backward(loss)

@@ -48,7 +48,7 @@ def test_it_is_what_an_engine_takes(name: str, disk: Path, monkeypatch: pytest.M
         parts = engine.optimizer.runtime.parts
         assert planned.plan.report() == parts.memory_report
         assert planned.plan.allocations == parts.plan.allocations
-        assert planned.plan.host_bytes == parts.memory.total_bytes
+        assert planned.plan.host_bytes == parts.context.memory.total_bytes
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -63,7 +63,7 @@ def test_an_adapter_is_what_an_engine_takes() -> None:
     with engine_for(model, config) as engine:
         parts = engine.optimizer.runtime.parts
         assert planned.plan.allocations == parts.plan.allocations
-        assert planned.plan.host_bytes == parts.memory.total_bytes
+        assert planned.plan.host_bytes == parts.context.memory.total_bytes
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,7 @@ def test_a_slot_that_was_filled_meanwhile_is_filled_again() -> None:
             engine.backward(causal_loss(engine, data[1]))  # without the first block, which is fetched all the same
             let_run_ahead(engine)
             runtime._window.prefetch(None, "forward")  # as late as a lane that is slow
-            runtime.parts.lanes.h2d.drain()
+            runtime.parts.context.lanes.h2d.drain()
             return [loss.item() for loss in evaluate(engine, engine.module, data[2])]
 
     assert of(speculate=True) == of(speculate=False)

@@ -147,7 +147,7 @@ def time_limit(engine: Any, where: list[Any]) -> Iterator[None]:
     """Whoever waits for longer gets an error, which says where the program was."""
 
     def stop() -> None:
-        engine.optimizer.runtime.parts.failures.record("test", TimeoutError(f"nothing moved in {where[-1:]}"))
+        engine.optimizer.runtime.parts.context.failures.record("test", TimeoutError(f"nothing moved in {where[-1:]}"))
 
     timer = threading.Timer(SECONDS, stop)
     timer.start()

@@ -42,7 +42,6 @@ from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.memory import tier_moves
 from ds_slide.runtime.memory.tier_moves import move, why_fixed
 from ds_slide.runtime.ssd.ssd import moved_bytes
-from ds_slide.runtime.weights.hooks import RootHooks
 from ds_slide.store.ssd.store import SsdStore
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -144,8 +143,7 @@ def test_the_engine_itself_may_move_them(clip: float) -> None:
     moves, data = RandomMoves(), batches(STEPS)
     with engine_for(model := llama(), config({"debug": DELAYS}, clip=clip)) as engine:
         runtime = engine.optimizer.runtime
-        step, (root,) = runtime.step, [hooks for hooks in runtime.hooks if isinstance(hooks, RootHooks)]
-        begin_forward = root._begin
+        step, begin_forward = runtime.step, runtime.begin_forward
 
         def step_and_move(*given: Any) -> None:
             step(*given)
@@ -155,7 +153,7 @@ def test_the_engine_itself_may_move_them(clip: float) -> None:
             moves.move(runtime)
             begin_forward(*call)
 
-        runtime.step, root._begin = step_and_move, move_and_begin_forward
+        runtime.step, runtime.begin_forward = step_and_move, move_and_begin_forward
         result = train(engine, data)
         result.states = states_of(model)
     assert len(moves.made) == 2 * STEPS and all(moves.made)

@@ -111,7 +111,7 @@ def test_off_there_is_no_recorder_and_no_file(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     with engine_for(llama(), ds_config({})) as engine:
         train(engine, batches(STEPS))
-        recorder = engine.optimizer.runtime.parts.recorder
+        recorder = engine.optimizer.runtime.parts.context.recorder
         assert recorder._trace is None and recorder.compute is None and recorder.requests.trace is None
         assert all(meter._trace is None for meter in (*recorder.meters.values(), recorder.stall))
     assert list(tmp_path.iterdir()) == []
@@ -120,7 +120,7 @@ def test_off_there_is_no_recorder_and_no_file(tmp_path: Path, monkeypatch: pytes
 def test_nothing_is_recorded_before_and_after(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
     with engine_for(llama(), ds_config({"trace": {"path": str(path), "steps": [3, 3]}})) as engine:
-        recorder = engine.optimizer.runtime.parts.recorder
+        recorder = engine.optimizer.runtime.parts.context.recorder
         recording = []
         for batch in batches(STEPS):
             train(engine, [batch])

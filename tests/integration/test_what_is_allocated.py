@@ -62,7 +62,7 @@ def test_of_an_engine_that_trains(name: str, tied: bool, disk: Path) -> None:
         with engine_for(model, config_of(name, disk)) as engine:
             assert count.difference(engine) == []
             assert bool(plan().placement.gradients_on_ssd) == (name == "ssd, gradients, too")
-            memory = engine.optimizer.runtime.parts.memory
+            memory = engine.optimizer.runtime.parts.context.memory
             assert plan().report() == engine.optimizer.runtime.parts.memory_report
             assert (plan().host_bytes, plan().report()["pinned_bytes"]) == (memory.total_bytes, memory.pinned_bytes)
 

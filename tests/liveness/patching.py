@@ -18,7 +18,7 @@ import ds_slide.runtime
 import ds_slide.store
 from ds_slide import _native
 from ds_slide.optim.rule import Part
-from ds_slide.runtime.weights.residents import AS_THEY_ARE
+from ds_slide.runtime.core.clients import AS_THEY_ARE
 from liveness import stand_ins, weights
 from liveness.disk import Disk
 

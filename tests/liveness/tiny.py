@@ -207,17 +207,28 @@ def _without_optimizer(configuration: Configuration) -> Configuration:
     return dataclasses.replace(configuration, held=True, accumulation=1, **kept)
 
 
+@dataclass(frozen=True)
+class _NoClients:
+    """Nobody else uses the parameters."""
+
+    rank: int
+    given: dict[nn.Parameter, torch.Tensor]
+
+    def take_weights(self, parameter: nn.Parameter, entry: Any) -> torch.Tensor:
+        start, stop = piece(entry, self.rank)
+        return self.given[parameter].reshape(-1)[start:stop]
+
+    def adopt(self, unit: Any) -> None: ...
+
+    def set_availability(self, parameters: Any, binding: Any) -> None: ...
+
+
 def build(configuration: Configuration, model: Tiny, *, trains: bool = True) -> Any:
     if not trains:
         configuration = _without_optimizer(configuration)
     device = Device(torch.device("cpu"))
     ranks = _ranks(configuration, device)
     given = {parameter: parameter.detach().clone() for parameter in model.parameters()}
-
-    def take_weights(parameter: nn.Parameter, entry: Any) -> torch.Tensor:
-        start, stop = piece(entry, ranks.rank)
-        return given[parameter].reshape(-1)[start:stop]
-
     sharing = {}
     if _takes(build_runtime, "sharing"):
         sharing = {"sharing": sharing_of(ranks) if configuration.shared else None}
@@ -230,9 +241,7 @@ def build(configuration: Configuration, model: Tiny, *, trains: bool = True) -> 
         settings,
         ranks,
         device,
-        take_weights,
-        adopt=lambda _unit: None,
-        availability=lambda _parameters, _available: None,
+        _NoClients(ranks.rank, given),
         **sharing,
     )
 

@@ -306,7 +306,7 @@ class MovedInputs:
         done.keep(end)
 
     def _wait(self, future: Future) -> None:
-        wait_on_stream(future, self._device, self._recorder.stalled)
+        wait_on_stream(future, self._device, self._recorder)
 
     def close(self) -> None:
         """End the lane, and what passes inputs on. Harmless when called twice."""

@@ -109,3 +109,32 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
+
+
+class RootState:
+    """Whether a forward of the whole model is under way, and whether a backward will follow it."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self._with_gradient = False
+        self.call: FrameType | None = None
+
+    def begin(self, call: FrameType | None) -> None:
+        """Begin a forward. `call`: of the model; None where that is not known."""
+        self.active, self._with_gradient, self.call = True, torch.is_grad_enabled(), call
+
+    def end(self) -> None:
+        self.active, self.call = False, None
+
+    def is_left_open(self) -> bool:
+        """Whether an interrupt (Ctrl-C) has ended the forward, of which no hook is told: its call is not on the stack
+        any more."""
+        if not self.active or self.call is None:
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self.call:
+            frame = frame.f_back
+        return frame is None
+
+    def expects_backward(self) -> bool:
+        return self._with_gradient if self.active else torch.is_grad_enabled()

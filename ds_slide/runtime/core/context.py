@@ -1,28 +1,35 @@
-"""What the parts of a runtime are built with."""
+"""What every room of a runtime may ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ds_slide.optim.cpu import CpuUpdater
+from ds_slide.plan.allocations import BLOCK_RING, OUTER_RING, PIECES_RING
 from ds_slide.plan.memory import Plan
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime.core.allocator import Allocator
+from ds_slide.runtime.core.clients import Clients
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.core.lanes import Lanes
+from ds_slide.runtime.core.pool import BufferPool
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.core.ranks.shared_weights import SharedWeights
 from ds_slide.runtime.core.settings import RuntimeSettings
+from ds_slide.runtime.core.unit import Unit
 from ds_slide.store.host_memory import HostMemory
 from ds_slide.store.ssd.store import SsdStore
 
 
 @dataclass(frozen=True)
-class BuildContext:
-    """`memory`: where `allocator` takes host memory from. `shared`: None where no rank reads another's weights."""
+class Context:
+    """Made before the units, and the same for as long as the engine lives. `memory`: where `allocator` takes host
+    memory from. `shared`: None where no rank reads another's weights."""
 
     plan: Plan
     settings: RuntimeSettings
+    clients: Clients
     ranks: Ranks
     device: Device
     failures: Failures
@@ -30,9 +37,21 @@ class BuildContext:
     memory: HostMemory
     allocator: Allocator
     shared: SharedWeights | None
+    lanes: Lanes
+    updater: CpuUpdater
     cpu_threads: int
     """Threads of the update."""
-    cpu_cores: Sequence[int]
-    """The cores that these threads are pinned to; empty where they are not pinned."""
     stores: list[SsdStore] = field(default_factory=list)
     """Stores of the SSD tier: one, from when the first bytes go there."""
+
+    @property
+    def trains(self) -> bool:
+        """False: weights only, for forwards that no step follows."""
+        return self.settings.trains
+
+    def ring(self, unit: Unit) -> BufferPool:
+        """The buffers that the gradient of a unit passes through. Looked up each time: a larger pool may take the place
+        of one when more is trained (`ds_slide.runtime.unfreezing`)."""
+        pools = self.allocator.pools
+        pool = pools[OUTER_RING if unit.spec.kind == "outer" else BLOCK_RING]
+        return pool if pool.addresses else pools[PIECES_RING]

@@ -13,10 +13,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ds_slide.errors import SlideError
+from ds_slide.report.statistics import StepRecorder
 from ds_slide.report.waits import THREAD_PREFIX, HostWait, NoRanges, Waits
 from ds_slide.runtime.core.device import PASSED, Device, Marker
 
@@ -266,11 +267,10 @@ class Future:
         synchronize(self._failures, self.wait(), self.what)
 
 
-def wait_on_stream(future: Future, device: Device, stalled: Callable[[str], AbstractContextManager[None]]) -> None:
-    """Make the calling thread's stream wait for the work of `future`. `stalled`: books the time that it stands still
-    for what it is told (`ds_slide.report.statistics.StepRecorder.stalled`)."""
+def wait_on_stream(future: Future, device: Device, recorder: StepRecorder) -> None:
+    """Make the calling thread's stream wait for the work of `future`, and book the time that it stands still."""
     if not future.has_ended:
-        with stalled(future.what):
+        with recorder.stalled(future.what):
             device.wait(future.wait())
 
 

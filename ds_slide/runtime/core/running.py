@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ds_slide.plan.memory import NOTHING_TAKEN, Taken
-from ds_slide.store.host_memory import HostMemory
+from ds_slide.runtime.core.context import Context
 
 
 class HoldsMemory(Protocol):
     """What `ds_slide.runtime.parts.Parts` tells of an engine."""
 
-    memory: HostMemory
+    context: Context
 
     @property
     def taken(self) -> Taken: ...
@@ -62,7 +62,7 @@ def on_gpu() -> int:
 def untouched_host_bytes() -> int:
     """What the engines have set aside in host memory and not written yet (moments before the first update), so that the
     operating system still counts it as free."""
-    return sum(engine.parts.memory.untouched_bytes() for engine in _engines)
+    return sum(engine.parts.context.memory.untouched_bytes() for engine in _engines)
 
 
 def close_at_exit(engine: Running) -> Callable[[], None]:

@@ -10,7 +10,7 @@ from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry
 from ds_slide.runtime.core.unit import SquareSum, Unit
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.gradients.holding import HOLD_HINT
+from ds_slide.runtime.step.phases import HOLD_HINT, Event
 
 
 def drop_gradients(runtime: SlideRuntime, given: Collection[int], *, to_none: bool) -> None:
@@ -20,7 +20,7 @@ def drop_gradients(runtime: SlideRuntime, given: Collection[int], *, to_none: bo
     alone. Otherwise the gradients become zero, which a step applies. SlideError where they have been applied already.
     """
     runtime.interruptions.notice()
-    runtime.accumulation.require_weights()
+    runtime.accumulation.require(Event.ZERO_GRAD)
     for unit in runtime.units:
         entries = [entry for parameter, entry in unit.trainable if id(parameter) in given]
         if not unit.gradient_ready or not entries:
@@ -43,7 +43,7 @@ def _zero(runtime: SlideRuntime, unit: Unit, entries: Sequence[Entry]) -> None:
             "engine.zero_grad(), which drops those of the whole model"
         )
     runtime.settle(unit)
-    runtime.parts.lanes.update.drain()  # an accumulation may be under way
+    runtime.parts.context.lanes.update.drain()  # an accumulation may be under way
     if len(entries) == len(unit.trainable):
         unit.state.zero_gradient()
     else:

@@ -27,10 +27,6 @@ from ds_slide.store.in_memory import HeldInMemory, InMemory
 from ds_slide.store.page_locks import require_page_locks
 from ds_slide.store.state import UnitState
 
-HOLD_HINT = (
-    'set "ds_slide": {"defer_updates": true}, which keeps gradients in host memory (2 bytes a parameter) until step()'
-)
-
 
 class Doubts:
     """Reasons why the backward under way may not be followed by this engine's step. Used by the compute thread."""
@@ -74,7 +70,7 @@ def hold_gradients(parts: Parts, why: str) -> None:
     plan = parts.plan.with_held_gradients()
     nbytes = plan.host_bytes - parts.plan.host_bytes
     _require_room(nbytes, why)
-    if parts.device.is_cuda:
+    if parts.context.device.is_cuda:
         require_page_locks(plan.host_bytes)
     held = [HeldInMemory(InMemory(_gradient_memory(parts, unit))) for unit in units]
     for unit, sink in zip(units, held, strict=True):
@@ -83,7 +79,7 @@ def hold_gradients(parts: Parts, why: str) -> None:
         else:
             unit.home = dataclasses.replace(unit.home, gradient=sink)
     parts.plan, parts.updating.deferred = plan, True
-    if parts.ranks.rank == 0:
+    if parts.context.ranks.rank == 0:
         log.info("%s: gradients wait for the step from now on, in %s more of host memory", why, size(nbytes))
 
 
@@ -94,7 +90,7 @@ def _goes_straight_to_its_update(unit: Unit) -> bool:
 
 
 def _gradient_memory(parts: Parts, unit: Unit) -> torch.Tensor:
-    return parts.memory.tensor(unit.codec.numel, unit.codec.dtype, transfers=True)
+    return parts.context.memory.tensor(unit.codec.numel, unit.codec.dtype, transfers=True)
 
 
 def _require_room(nbytes: int, why: str) -> None:

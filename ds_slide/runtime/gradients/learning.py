@@ -12,11 +12,11 @@ Of several ranks each fits other matrices of a unit, to the mean of all ranks' g
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -44,14 +44,20 @@ class _Fitted:
     pair: Pair
 
 
+class Settles(Protocol):
+    """The engine (`ds_slide.runtime.engine.SlideRuntime`)."""
+
+    def settle(self, unit: Unit) -> None:
+        """Wait until the unit's pending update has been applied."""
+
+
 class Learning:
     """Called by the compute thread."""
 
-    def __init__(self, units: Sequence[Unit], settle: Callable[[Unit], None], ranks: Ranks, device: Device) -> None:
-        """`settle`: waits until a unit's pending update has been applied."""
+    def __init__(self, units: Sequence[Unit], engine: Settles, ranks: Ranks, device: Device) -> None:
         self._codecs = {unit.order: unit.codec for unit in units if isinstance(unit.codec, Lsp)}
         self._units = {order: units[order] for order in self._codecs}
-        self._settle = settle
+        self._engine = engine
         self._ranks = ranks
         self._device = device
         self.next_check = {unit.name: 0 for unit in self._units.values()}
@@ -129,7 +135,7 @@ class Learning:
         fitted, self._fitted = self._fitted, []
         self._looked.clear()
         for each in fitted:
-            self._settle(each.unit)
+            self._engine.settle(each.unit)
             self._carry(each)
             each.codec.replace(each.number, each.pair)
             each.unit.state.drain()

@@ -34,7 +34,7 @@ class NormWatch:
     def check(self, *, wait: bool) -> None:
         """Raise SlideError when the last step's norm is not finite; `wait`: also when it is not there yet."""
         if wait:
-            synchronize(self._runtime.parts.failures, self._arrived, "the norm of the last step")
+            synchronize(self._runtime.parts.context.failures, self._arrived, "the norm of the last step")
         if self._step and self._arrived.done() and not math.isfinite(float(self._host)):
             raise SlideError(
                 f"the gradients of step {self._step} were not finite and have been applied, because with clipping off "

@@ -15,23 +15,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-from ds_slide.compression.codec import SegmentStep
-from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.rule import Hyper
-from ds_slide.runtime.core.device import PASSED, Device, Marker
-from ds_slide.runtime.core.futures import Failures, Future, wait_on_stream
-from ds_slide.runtime.core.pool import BufferPool, Lease
-from ds_slide.runtime.core.ranks.collectives import Ranks
-from ds_slide.runtime.core.stream_lane import StreamWorker
+from ds_slide.optim.square_sum import square_sum
+from ds_slide.runtime.core.context import Context
+from ds_slide.runtime.core.device import PASSED, Marker
+from ds_slide.runtime.core.futures import Future, wait_on_stream
+from ds_slide.runtime.core.pool import Lease
 from ds_slide.runtime.core.unit import PackedGradient, SquareSum, Unit, Update
-from ds_slide.runtime.core.update_lane import HOLDING, UpdateWorker
+from ds_slide.runtime.core.update_lane import HOLDING
 from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Staging
 from ds_slide.runtime.gradients.totals import SquareSums
+from ds_slide.runtime.updates.apply import UpdateStep
 from ds_slide.runtime.updates.speculation import Speculation
 from ds_slide.runtime.updates.updating import Updating
 from ds_slide.store.tiers import Held, Ways
@@ -59,44 +57,51 @@ class _Arrival:
     """The update that may begin when it is held."""
 
 
+@dataclass
+class _InRing:
+    """A gradient in a buffer that is given back when `left` spans of it have been used, by the update lane alone."""
+
+    lease: Lease
+    whole: torch.Tensor
+    left: int
+
+    def load(self, span: slice) -> torch.Tensor:
+        return self.whole[span]
+
+    def used(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self.lease.release()
+
+
 class Gradients:
     """Moves gradients. `finalize` is called by the compute thread, once per unit and backward."""
 
     def __init__(
         self,
-        device: Device,
-        ranks: Ranks,
-        d2h: StreamWorker,
-        updates: UpdateWorker,
-        updater: CpuUpdater,
-        failures: Failures,
+        context: Context,
         stagings: Sequence[Staging],
-        ring: Callable[[Unit], BufferPool],
         num_units: int,
-        square_sum: Callable[[torch.Tensor], torch.Tensor],
         updating: Updating,
-        stalled: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        """`stalled`: around a wait of the compute stream, for what."""
-        self._stalled = stalled
-        self._device = device
-        self._ranks = ranks
-        self._d2h = d2h
-        self._updates = updates
-        self._updater = updater
-        self._failures = failures
+        self._recorder = context.recorder
+        self._device = context.device
+        self._ranks = context.ranks
+        self._d2h = context.lanes.d2h
+        self._updates = context.lanes.update
+        self._updater = context.updater
+        self._failures = context.failures
+        self._context = context
         self._stagings = list(stagings)
         self._turn = 0
         self._early: set[Staging] = set()
         """Staging buffers with gradients that are not averaged yet."""
-        self._ring = ring
-        self._square_sum = square_sum
         self._updating = updating
         self.hypers: Sequence[Hyper] = ()
         """Hyper-parameters, by parameter group, of updates that start as soon as a gradient arrives."""
         self.grad_scale = 1.0
         """The factor that such gradients get where nothing is clipped."""
-        self.sums = torch.zeros(3, num_units, dtype=torch.float64, device=device.torch)
+        self.sums = torch.zeros(3, num_units, dtype=torch.float64, device=context.device.torch)
         """Square sums by `Unit.order`: in the first row those of what this rank has of every unit's gradient;
         `Unit.square_sum` says which entries count. Written on the collectives stream where there are several ranks.
         Of units whose gradients are compressed, in the other rows those of this rank's own gradients, and of what
@@ -163,7 +168,7 @@ class Gradients:
 
     def _held_square_sum(self, unit: Unit) -> float:
         gradient = unit.state.read("gradient", slice(0, unit.codec.numel))
-        return self._updater.sum_of_squares(gradient) if unit.is_uploaded else float(self._square_sum(gradient))
+        return self._updater.sum_of_squares(gradient) if unit.is_uploaded else float(square_sum(gradient))
 
     def _keep_on_gpu(self, unit: Unit, state_buffer: torch.Tensor) -> None:
         # From here on it may be there in part, whatever fails.
@@ -171,7 +176,7 @@ class Gradients:
         accumulate = unit.gradient_ready
         if self._ranks.world_size == 1:
             summed = unit.codec.encode(unit.gradients(), state_buffer, accumulate=accumulate)
-            self.square_sums[unit.order] = self._square_sum(state_buffer) if summed is None else summed
+            self.square_sums[unit.order] = square_sum(state_buffer) if summed is None else summed
         else:
             reduced = self._reduced(unit)
             with self._ranks.on_stream():
@@ -179,14 +184,14 @@ class Gradients:
                     state_buffer.add_(reduced.own) if accumulate else state_buffer.copy_(reduced.own)
                 finally:
                     reduced.release(self._device.mark())
-                self.square_sums[unit.order] = self._square_sum(state_buffer)
+                self.square_sums[unit.order] = square_sum(state_buffer)
             unit.arrived = Future.kept(self._failures, self._ranks.mark())
         unit.square_sum = SquareSum("device")
 
     def add_square_sum(self, unit: Unit, part: torch.Tensor) -> None:
         """Add the square sum of one more part of a gradient whose source had no sum when its transfer began."""
         if unit.square_sum.place == "device":
-            self.square_sums[unit.order] += self._square_sum(part)
+            self.square_sums[unit.order] += square_sum(part)
 
     def _send_to_host(self, unit: Unit, final: bool, source: Source, submit: Callable[[_Arrival], None]) -> None:
         adds = unit.gradient_ready or unit.converts_gradient
@@ -194,7 +199,7 @@ class Gradients:
         try:
             with self._ranks.on_stream():
                 if not adds:
-                    self.square_sums[unit.order] = source.square_sum(self._square_sum)
+                    self.square_sums[unit.order] = source.square_sum()
                 packed = self._device.mark()
         except BaseException:
             source.release(self._device.mark())
@@ -203,7 +208,7 @@ class Gradients:
             before = unit.arrived, unit.completed
             unit.arrived = Future(self._failures, f"the gradient of {unit.name} in host memory")
             first = not unit.gradient_ready
-            arrived, square_sum = unit.arrived, unit.square_sum
+            arrived, held_sum = unit.arrived, unit.square_sum
             ahead = self._updating.speculating.of(unit)
             submit(
                 _Arrival(
@@ -215,7 +220,7 @@ class Gradients:
                     first,
                     final,
                     adds,
-                    square_sum,
+                    held_sum,
                     ahead,
                 )
             )
@@ -226,7 +231,7 @@ class Gradients:
     def _add_square_sums(self, unit: Unit, of_gradient: torch.Tensor | None, encoded: torch.Tensor) -> torch.Tensor:
         """Add those of a gradient, which its codec has given, and of what that was compressed to. -> the latter."""
         assert of_gradient is not None
-        of_encoded = self._square_sum(encoded)
+        of_encoded = square_sum(encoded)
         sums, new = self.sums[1:, unit.order], (of_gradient, of_encoded)
         if unit.gradient_ready:
             sums += torch.stack(new)
@@ -237,8 +242,9 @@ class Gradients:
     def _submit_update(self, arrival: _Arrival) -> None:
         unit = arrival.unit
         unit.state.reserve(len(unit.spans))
-        update, steps = unit.open_update(self._failures), unit.trained.begin(self.hypers)
-        self._d2h.submit(lambda: self._update_on_arrival(arrival, update, steps))
+        # Gradients that are not held are not clipped either.
+        update, step = unit.open_update(self._failures), UpdateStep(tuple(unit.trained.begin(self.hypers)), 1.0)
+        self._d2h.submit(lambda: self._update_on_arrival(arrival, update, step))
 
     def _submit_held(self, held: Held, arrival: _Arrival) -> None:
         way = self._add_on_arrival if arrival.adds else self._hold
@@ -277,7 +283,7 @@ class Gradients:
     def _through_ring(self, arrival: _Arrival, use: Callable[[slice, torch.Tensor], int]) -> None:
         """Copy the gradient to a ring buffer, piece by piece where that cannot take it as a whole; `use` each piece on
         the update lane, in order; then it has arrived."""
-        unit, ring = arrival.unit, self._ring(arrival.unit)
+        unit, ring = arrival.unit, self._context.ring(arrival.unit)
         numel, most = unit.codec.numel, ring.buffer_bytes // unit.codec.dtype.itemsize
         marker = PASSED
 
@@ -300,22 +306,13 @@ class Gradients:
         if arrival.speculation is not None:
             self._updating.speculating.submit(arrival.speculation, end)
 
-    def _update_on_arrival(self, arrival: _Arrival, update: Update, steps: Sequence[SegmentStep]) -> None:
-        unit, lease = arrival.unit, self._ring(arrival.unit).lease()
-        whole = _of_dtype(lease.buffer, unit.codec.dtype)
-        left = len(unit.spans)
-
-        def span_is_done() -> None:  # on the update lane, one thread
-            nonlocal left
-            left -= 1
-            if not left:
-                lease.release()
-
+    def _update_on_arrival(self, arrival: _Arrival, update: Update, step: UpdateStep) -> None:
+        unit, lease = arrival.unit, self._context.ring(arrival.unit).lease()
+        gradient = _InRing(lease, _of_dtype(lease.buffer, unit.codec.dtype), len(unit.spans))
         marker = PASSED
         for index, span in enumerate(unit.spans):
-            marker = self._copy(arrival, span, whole)
-            gradient = functools.partial(whole.__getitem__, span)
-            self._updating.start(unit, index, update, marker, gradient, steps, 1.0, span_is_done, reserved=True)
+            marker = self._copy(arrival, span, gradient.whole)
+            self._updating.start(unit, index, update, marker, gradient, step, reserved=True)
         arrival.source.release(marker)
         arrival.arrived.keep(marker)
 
@@ -400,7 +397,7 @@ class Gradients:
     def _take_staging(self) -> Staging:
         staging = self._next_staging()
         self._turn = (self._turn + 1) % len(self._stagings)
-        wait_on_stream(staging.free, self._device, self._stalled)
+        wait_on_stream(staging.free, self._device, self._recorder)
         staging.free = Future(self._failures, "a GPU buffer for a gradient")
         return staging
 

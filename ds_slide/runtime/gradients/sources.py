@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from ds_slide.compression.codec import Place
+from ds_slide.optim.square_sum import square_sum
 from ds_slide.runtime.core.device import Marker
 from ds_slide.runtime.core.futures import Failures, Future
 from ds_slide.runtime.core.stream_lane import StreamWorker
 from ds_slide.runtime.core.unit import Unit
 
-SquareSum = Callable[[torch.Tensor], torch.Tensor]
-
 
 class Source(Protocol):
     """`square_sum` is called by the compute thread, the rest by the d2h lane, on its stream."""
 
-    def square_sum(self, of_flat: SquareSum) -> torch.Tensor: ...
+    def square_sum(self) -> torch.Tensor: ...
 
     def parts(self, span: slice) -> Iterator[slice]:
         """What `span` is made of, each when it can be copied; it has been copied when the next is asked for."""
@@ -56,8 +55,8 @@ class Packed:
     summed: torch.Tensor | None
     """[] fp64, its square sum, where encoding gave it."""
 
-    def square_sum(self, of_flat: SquareSum) -> torch.Tensor:
-        return of_flat(self.own) if self.summed is None else self.summed
+    def square_sum(self) -> torch.Tensor:
+        return square_sum(self.own) if self.summed is None else self.summed
 
     def parts(self, span: slice) -> Iterator[slice]:
         yield span
@@ -84,8 +83,8 @@ class Scattered:
                 place.flat.record_stream(d2h.stream)
         return cls(places)
 
-    def square_sum(self, of_flat: SquareSum) -> torch.Tensor:
-        sums = [of_flat(place.flat) for place in self.places if place.flat is not None]
+    def square_sum(self) -> torch.Tensor:
+        sums = [square_sum(place.flat) for place in self.places if place.flat is not None]
         return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
 
     def parts(self, span: slice) -> Iterator[slice]:

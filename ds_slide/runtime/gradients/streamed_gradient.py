@@ -11,7 +11,6 @@ import torch
 
 from ds_slide.runtime.core.device import Device, Marker
 from ds_slide.runtime.core.futures import Failures, Future
-from ds_slide.runtime.gradients.sources import SquareSum
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,8 @@ class StreamedGradient:
         """No piece comes any more."""
         self._pieces.put(None)
 
-    def square_sum(self, of_flat: SquareSum) -> torch.Tensor:  # noqa: ARG002 - see Gradients.add_square_sum
+    def square_sum(self) -> torch.Tensor:
+        """Zero: `Gradients.add_square_sum` adds up what comes later."""
         return torch.zeros((), dtype=torch.float64, device=self._device.torch)
 
     # The d2h lane.

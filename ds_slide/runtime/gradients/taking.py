@@ -16,12 +16,13 @@ from ds_slide.errors import SlideError
 from ds_slide.runtime.core.ranks.conductor import Conductor
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.gradients.agreement import Agreement, Contribution
-from ds_slide.runtime.gradients.holding import HOLD_HINT, Doubts, hold_gradients
+from ds_slide.runtime.gradients.holding import Doubts, hold_gradients
 from ds_slide.runtime.gradients.learning import Learning
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.step.accumulation import Accumulation
 from ds_slide.runtime.step.interruptions import Interruptions
+from ds_slide.runtime.step.phases import HOLD_HINT
 from ds_slide.runtime.weights.bindings import Bindings
 from ds_slide.runtime.weights.resident_weights import ResidentWeights
 
@@ -50,16 +51,16 @@ class Taking:
         self.doubts = Doubts(module)
         self.final = True
         """The backward under way is the last one before the step."""
-        self.unstepped = False
-        """A backward has updated weights, and its step has not come yet."""
         self._agreement = self._agreement_of(parts)
 
     def _agreement_of(self, parts: Parts) -> Agreement | None:
         """What agrees with the other ranks which units have gradients; None where all run the same modules."""
-        conductor = parts.ranks.conductor
+        conductor = parts.context.ranks.conductor
         if parts.announcements is None or not isinstance(conductor, Conductor):
             return None
-        return Agreement(conductor, parts.announcements, parts.ranks.engine, parts.units, self, parts.failures)
+        return Agreement(
+            conductor, parts.announcements, parts.context.ranks.engine, parts.units, self, parts.context.failures
+        )
 
     @property
     def deferred(self) -> bool:
@@ -71,17 +72,9 @@ class Taking:
         if not self.deferred:
             raise SlideError(f"{what} needs the gradients between backward() and step(); {HOLD_HINT}")
 
-    def require_only_backward(self) -> None:
-        """SlideError where the weights have been updated under a backward whose step has not come yet."""
-        if self.unstepped:
-            raise SlideError(
-                "a backward() that is not the only one before its engine.step() needs held gradients, because with "
-                f"clipping off weights are updated under backward; {HOLD_HINT}"
-            )
-
     def has_gradients(self) -> bool:
         """Whether the backward under way has given any parameter a gradient."""
-        return self._accumulation.has_gradients or any(unit.has_gradient for unit in self._units)
+        return self._accumulation.backward.has_gradients or any(unit.has_gradient for unit in self._units)
 
     # ---- a unit ------------------------------------------------------------------------------------------------------
 
@@ -101,13 +94,14 @@ class Taking:
                 f"{unit.name} received gradients again after its update had begun (used more than once under "
                 f"re-entrant checkpointing, or a streamed head more than once in one backward); {HOLD_HINT}"
             )
-        if not self._accumulation.has_gradients and (source is not None or self.has_gradients()):
+        backward = self._accumulation.backward
+        if not backward.has_gradients and (source is not None or self.has_gradients()):
             self._hold_in_doubt()
-            self._accumulation.has_gradients = True
+            backward.has_gradients = True
         if self._agreement is None:
             self._take(unit, source, final=self.final)
         elif unit.has_gradient and unit.codec.numel:
-            unit.finalized = self._accumulation.has_taken = True
+            unit.finalized = backward.has_taken = True
             self._agreement.announce(unit, at_end=at_end)
 
     def _hold_in_doubt(self) -> None:
@@ -124,7 +118,7 @@ class Taking:
             self._resident_weights.bind_if_fetched(unit)
         if final:
             self._learning.look(unit, self._accumulation.steps)
-        before = unit.arrived, unit.updated
+        backward, before = self._accumulation.backward, (unit.arrived, unit.updated)
         # A unit without gradients is taken for zero, which makes no mixture as long as it is only held.
         counts = source is not None or unit.has_gradient
         try:
@@ -132,21 +126,21 @@ class Taking:
         finally:
             if self.deferred:
                 # Not where packing has failed, for which memory may have been short.
-                self._accumulation.has_taken |= counts and unit.arrived is not before[0]
+                backward.has_taken |= counts and unit.arrived is not before[0]
             else:
-                self._accumulation.has_taken |= unit.updated is not before[1]
+                backward.has_taken |= unit.updated is not before[1]
         if self._parts.window is not None and unit.is_streamed and not self.deferred:
             self._parts.window.prefetch(unit, "backward")
 
     def take_left_gradient(self, unit: Unit) -> None:
         """Take the gradients that a graph without an output of the model's forward has left in the unit's parameters.
         SlideError where its update has begun without them."""
-        accumulation = self._accumulation
+        backward = self._accumulation.backward
         try:
             self.require_held(f"a backward() that reaches {unit.name} and no output of the engine's forward")
-            before = accumulation.has_taken, accumulation.has_gradients
+            before = backward.has_taken, backward.has_gradients
             self.finalize(unit)
-            accumulation.has_taken, accumulation.has_gradients = before
+            backward.has_taken, backward.has_gradients = before
             unit.finalized = False
         finally:
             for parameter, _ in unit.trainable:
@@ -181,7 +175,7 @@ class Taking:
     def join(self) -> None:
         """Take part, before a step, in the ends of backwards in which other ranks had gradients and this one none."""
         if self._agreement is not None:
-            self._parts.ranks.meet("a step", in_step=True)
+            self._parts.context.ranks.meet("a step", in_step=True)
 
     def abandon(self) -> None:
         """Drop what is announced in a backward that has not ended."""
@@ -231,9 +225,9 @@ class Taking:
 
     def end_joined_backward(self) -> None:
         """A backward has ended, on all ranks; this one may have had no gradient in it."""
-        self._accumulation.close(at_boundary=self.final)
-        if not self.deferred and self.final:
-            self.unstepped = True
+        updates = not self.deferred and self.final
+        self._accumulation.close(at_boundary=self.final, updates=updates)
+        if updates:
             self._resident_weights.fetch_updated()
             if self._parts.window is not None:
                 self._parts.window.prefetch(None, "forward")

@@ -8,9 +8,9 @@ own, which torch then has to be told of. So it is in force only while it is not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._C import _len_torch_dispatch_stack
@@ -28,16 +28,25 @@ DRIVERS_OWN = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Trito
 """In the errors of what takes memory from the driver, past torch."""
 
 
+class MakesRoom(Protocol):
+    """What has memory to spare (`ds_slide.runtime.memory.spare_memory.SpareMemory`)."""
+
+    def make_room(self) -> bool:
+        """Give up something. -> whether there was anything."""
+
+    def release_cached(self) -> None:
+        """Give unused memory back to the driver."""
+
+    def explain_shortage(self) -> str:
+        """What is missing, where nothing more can be given up, as the end of a message."""
+
+
 class Retries(OperatorMode):
     """In force between `enter` and `leave`, which the same thread calls, and in each `around_backward`."""
 
-    def __init__(self, give_up: Callable[[], bool], release: Callable[[], None], explain: Callable[[], str]) -> None:
-        """`give_up`: makes room, and tells whether it could. `release`: gives unused memory back to the driver.
-        `explain`: what is missing, where nothing more can be given up."""
+    def __init__(self, room: MakesRoom) -> None:
         super().__init__()
-        self._give_up = give_up
-        self._release = release
-        self._explain = explain
+        self._room = room
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,15 +58,15 @@ class Retries(OperatorMode):
                 if not _is_shortage(error) or _writes_several(function, args):
                     raise
                 if not self._make_room(error):
-                    raise torch.OutOfMemoryError(f"{error}{self._explain()}") from None
+                    raise torch.OutOfMemoryError(f"{error}{self._room.explain_shortage()}") from None
             for generator, state in before:
                 generator.set_state(state)
 
     def _make_room(self, error: RuntimeError) -> bool:
-        if not self._give_up():
+        if not self._room.make_room():
             return False
         if not isinstance(error, torch.OutOfMemoryError):
-            self._release()
+            self._room.release_cached()
         return True
 
     def enter(self) -> None:

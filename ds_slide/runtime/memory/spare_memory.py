@@ -90,6 +90,13 @@ class States(Protocol):
         than the least. -> whether this was the moment for it. Collective."""
 
 
+class HasSchedules(Protocol):
+    """Knows when updates run (`ds_slide.runtime.updates.updating.Updating`)."""
+
+    def schedules(self) -> Schedules:
+        """When a step has ended."""
+
+
 @dataclass(frozen=True)
 class Budget:
     """`gpu`: None where the accelerator has no memory of its own; nothing is placed there unasked then. `limit`: of
@@ -122,17 +129,17 @@ class SpareMemory:
         budget: Budget,
         ranks: Ranks,
         recorder: StepRecorder,
-        schedules: Callable[[], Schedules],
+        updating: HasSchedules,
         vocabulary: int = 0,
     ) -> None:
-        """`schedules`: of updates, when a step has ended. `vocabulary`: logits of a token."""
+        """`vocabulary`: logits of a token."""
         self.activations = activations
         self.states: States | None = None
         """None: they stay where the plan has them."""
         self._budget = budget
         self._ranks = ranks
         self._recorder = recorder
-        self._schedules = schedules
+        self._updating = updating
         self._steps = 0
         self._looks = frozenset(LOOKS)
         self._latest_look = 0
@@ -165,7 +172,7 @@ class SpareMemory:
         """Memory was short since the last step."""
         self._trains = False
         """The newest forward has gradients."""
-        self._retrying = Retries(self._make_room, self._release_cached, self._explain)
+        self._retrying = Retries(self)
 
     @property
     def is_shared_out(self) -> bool:
@@ -238,7 +245,7 @@ class SpareMemory:
         of_a_token = shape is not None and shape.length == 1
         return free < (ROOMY_FOR_TOKENS if of_a_token else ROOMY_FOR_OTHERS) * self._usable
 
-    def _make_room(self) -> bool:
+    def make_room(self) -> bool:
         """An operator has found no memory: give up kept activations, and then the places of states. -> whether it may
         find some now."""
         if self.activations.give_up():
@@ -250,7 +257,7 @@ class SpareMemory:
             self._parked_in_training += parked
         return bool(parked)
 
-    def _explain(self) -> str:
+    def explain_shortage(self) -> str:
         """What is missing where nothing more can be given up."""
         shape = self._need.under_way
         if shape is None:
@@ -302,7 +309,7 @@ class SpareMemory:
                 f"their update, {size(parked)} of them at first"
             )
 
-    def _release_cached(self) -> None:
+    def release_cached(self) -> None:
         if self._budget.gpu is not None:
             self._budget.gpu.release_cached()
 
@@ -438,7 +445,7 @@ class SpareMemory:
     def _look(self, forwards: int) -> None:
         """Decide about states, after a step of so many forwards."""
         self.activations.times.take()
-        self.activations.keeps_first = self._schedules().coming == "two passes"
+        self.activations.keeps_first = self._updating.schedules().coming == "two passes"
         self._latest_look = self._steps
         if self._budget.gpu is not None:
             self._usable, total = _usable(self._budget.gpu)
@@ -461,7 +468,7 @@ class SpareMemory:
             room = min(0.0, self._room(None, with_gradient=True, elsewhere=elsewhere))
         room, reserve = for_states(room, self._need.nbytes, tied=self._is_tied, varying=len(self._shapes) > 1)
         inputs = 2 * forwards * self.activations.statistics.get("moved_to_ssd_bytes", 0)
-        times = _times(latest, self._schedules().measured, inputs)
+        times = _times(latest, self._updating.schedules().measured, inputs)
         kept_s = self.activations.kept_seconds
         times = replace(times, compute=times.compute + kept_s)
         slots = NO_SLOTS if self.states is None else self.states.slots(forwards)

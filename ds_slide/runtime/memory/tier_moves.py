@@ -75,7 +75,7 @@ class _Room:
 def why_fixed(runtime: SlideRuntime, unit: Unit) -> str | None:
     """Why the states of `unit` stay where they are, as a clause; None where they may move."""
     placement = runtime.parts.plan.placement
-    if not runtime.parts.trains:
+    if not runtime.parts.context.trains:
         return "nothing is updated without an optimizer"
     if unit.order in placement.on_gpu:
         return "it was placed on the GPU when the engine was built, and has no place in host memory"
@@ -97,7 +97,7 @@ def move(runtime: SlideRuntime, on_gpu: frozenset[int], *, slots: int | None = N
     Units are promoted in their order as far as the GPU has memory. Collective: all ranks call it with the same values
     at the same place of the program. SlideError for units that cannot move (`why_fixed`).
     """
-    units, ranks, present = runtime.units, runtime.parts.ranks, runtime.parts.plan.placement.window
+    units, ranks, present = runtime.units, runtime.parts.context.ranks, runtime.parts.plan.placement.window
     window = present if slots is None else slots
     moving = [units[order] for order in sorted(on_gpu ^ {unit.order for unit in units if not unit.is_uploaded})]
     is_moment = runtime.interruptions.is_between_steps() and not any(_is_gathered_by_script(unit) for unit in moving)
@@ -155,7 +155,7 @@ def _settle(runtime: SlideRuntime, moving: Iterable[Unit]) -> None:
     for unit in moving:
         runtime.settle(unit)
     runtime.begin_writing()
-    runtime.parts.lanes.h2d.drain()
+    runtime.parts.context.lanes.h2d.drain()
     runtime.device.synchronize()
 
 
@@ -167,8 +167,8 @@ def _demote(runtime: SlideRuntime, unit: Unit, copy: Copy) -> None:
     assert home is not None
     _copy_on_all(runtime, unit, copy, home)
     resident = None if unit.spec.kind == "block" else unit.resident
-    several, on_disk = runtime.parts.ranks.world_size > 1, home.weights.buffer.tier == "ssd"
-    gathered = several and (runtime.parts.shared is None or on_disk)
+    several, on_disk = runtime.parts.context.ranks.world_size > 1, home.weights.buffer.tier == "ssd"
+    gathered = several and (runtime.parts.context.shared is None or on_disk)
     unit.state, unit.home, unit.resident, unit.is_gathered = home, None, resident, gathered
     _show(runtime, unit)
 
@@ -176,7 +176,7 @@ def _demote(runtime: SlideRuntime, unit: Unit, copy: Copy) -> None:
 def _promote(runtime: SlideRuntime, unit: Unit, room: _Room, copy: Copy) -> None:
     home = unit.state
     _copy_on_all(runtime, unit, copy, room.state)
-    gathered = runtime.parts.ranks.world_size > 1
+    gathered = runtime.parts.context.ranks.world_size > 1
     unit.state, unit.home, unit.resident, unit.is_gathered = room.state, home, room.resident, gathered
     _show(runtime, unit)
 
@@ -189,7 +189,7 @@ def _copy_on_all(runtime: SlideRuntime, unit: Unit, copy: Copy, target: UnitStat
         copy(unit.state, target)
     except Exception as caught:
         error = caught
-    ranks = runtime.parts.ranks
+    ranks = runtime.parts.context.ranks
     given = ranks.exchange(None if error is None else str(error), f"moving the states of {unit.name}")
     if error is not None:
         raise error
@@ -207,18 +207,19 @@ def _copies(runtime: SlideRuntime, moving: Sequence[Unit]) -> Iterator[Copy]:
     Gradients pass through the buffer at other times: here it is free, or comes free with the updates under way.
     """
     parts = runtime.parts
-    pools = [parts.pools[what] for what in (PIECES_RING, BLOCK_RING, OUTER_RING) if parts.pools[what].addresses]
+    pools = [runtime.parts.context.allocator.pools[what] for what in (PIECES_RING, BLOCK_RING, OUTER_RING)]
+    pools = [pool for pool in pools if pool.addresses]
     lease = pools[0].lease() if pools and moving else None
     buffer = None if lease is None else lease.buffer
     if parts.ssd is not None and (buffer is None or buffer.numel() < 2 * PAGE):
         buffer = page_buffer(2 * PAGE)  # of a model that is tiny
-    copies = StagedCopies(buffer, parts.updater, parts.device, parts.failures)
+    copies = StagedCopies(buffer, parts.context.updater, parts.context.device, parts.context.failures)
     progress = tqdm(
         total=sum(unit.state.nbytes() for unit in moving),
         desc="ds_slide: moving states",
         unit="B",
         unit_scale=True,
-        disable=None if parts.ranks.rank == 0 else True,
+        disable=None if parts.context.ranks.rank == 0 else True,
         leave=False,
         delay=PROGRESS_AFTER_S,
     )
@@ -249,10 +250,10 @@ def _show(runtime: SlideRuntime, unit: Unit) -> None:
     """The state buffers of `unit` are others: everybody who has known them gets to know these."""
     runtime.weights_changed(unit)
     runtime.residents.leave(unit)
-    runtime.parts.adopt(unit)
+    runtime.parts.context.clients.adopt(unit)
     if unit.resident is not None:
         runtime.resident_weights.bind(unit)
-    runtime.parts.failures.progressed()
+    runtime.parts.context.failures.progressed()
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -267,12 +268,14 @@ def _make_rooms(runtime: SlideRuntime, units: Sequence[Unit]) -> list[_Room]:
 
 def _make_room(runtime: SlideRuntime, unit: Unit) -> _Room:
     parts, name = runtime.parts, unit.name
-    allocator = Allocator(of_promoted(parts.plan.units[unit.order], parts.plan.needs), parts.memory, runtime.device)
+    allocator = Allocator(
+        of_promoted(parts.plan.units[unit.order], parts.plan.needs), parts.context.memory, runtime.device
+    )
 
     def take(buffer: str, dtype: torch.dtype) -> torch.Tensor:
         return allocator.tensor(promoted_buffer_of(name, buffer), dtype)
 
-    resident, several = unit.resident, parts.ranks.world_size > 1
+    resident, several = unit.resident, parts.context.ranks.world_size > 1
     if several and resident is None:
         resident = allocator.tensor(whole_weights_of(name), unit.dtype)
     weight = take("weight", unit.dtype) if several or resident is None else resident
@@ -285,7 +288,7 @@ def _make_room(runtime: SlideRuntime, unit: Unit) -> _Room:
 def _make_scratch(runtime: SlideRuntime, units: Sequence[Unit]) -> bool:
     """Whether the parts of the weights of `units`, which all ranks gather once they are promoted, can meet."""
     parts = runtime.parts
-    if parts.ranks.world_size == 1:
+    if parts.context.ranks.world_size == 1:
         return True
     nbytes = _plan_with(runtime, parts.plan.placement.window, units).entry(GATHERED).nbytes
     if parts.gathers.scratch is not None and parts.gathers.scratch.numel() >= nbytes:
@@ -309,7 +312,7 @@ def _refit(runtime: SlideRuntime, slots: int) -> None:
         if count < entry.count:
             plan = _plan_with(runtime, count)
         parts.window.refit(streamed, count, more)
-    if parts.ranks.world_size > 1:
+    if parts.context.ranks.world_size > 1:
         _shrink_scratch(runtime, plan.entry(GATHERED).nbytes)
     parts.gathers.forget(all_fit=plan.placement.window >= len(streamed))
     parts.plan = plan
@@ -340,4 +343,4 @@ def _as_many_as_fit(runtime: SlideRuntime, makers: Sequence[Callable[[], T]]) ->
     with suppress(torch.OutOfMemoryError):
         for make in makers:
             made.append(make())
-    return made[: runtime.parts.ranks.least([len(made)])[0]]
+    return made[: runtime.parts.context.ranks.least([len(made)])[0]]

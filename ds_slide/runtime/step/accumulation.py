@@ -8,27 +8,26 @@ the second with a checkpoint.
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
 
-from ds_slide.errors import SlideError
+from ds_slide.runtime.step.phases import Event, Phase, require
 
-Spoiled = Literal["step", "gradients", "weights"]
-"""The coming step, until another backward has ended; all gradients accumulated so far; weights and optimizer states."""
 
-NO_BACKWARD = (
-    "engine.step() after a backward() that ended with an exception, and of which nothing was kept; run forward and "
-    "backward() once more, of this micro-batch or another one, before engine.step()"
-)
-LOST_SUM = (
-    "backward() ended with an exception when parts of its gradients had been added to those of earlier micro-batches "
-    "of this step, from which nothing takes them out again; call engine.zero_grad() and begin the step anew, with its "
-    "first micro-batch"
-)
-MIXED_WEIGHTS = (
-    "{what} ended with an exception when some blocks had been updated and others had not, so that weights and "
-    "optimizer states are a mixture of two steps; load the last checkpoint with engine.load_checkpoint(), or end this "
-    "run and resume from there"
-)
+@dataclass
+class Backward:
+    """The backward that is under way, or will be the next one. Each has an object of its own."""
+
+    is_open: bool = False
+    """It is under way, or has ended with an exception that nobody has noticed yet."""
+    task: int = 0
+    """Its autograd graph, or the one that has begun it."""
+    is_nested: bool = False
+    """The model has been called from inside of it. What blocks get there adds up to what they have, so without held
+    gradients no update can begin before the backward ends."""
+    has_gradients: bool = False
+    """It has given a parameter a gradient, as far as the units it has finished tell."""
+    has_taken: bool = False
+    """Gradients of it have left the parameters, or updates have begun under it."""
 
 
 class Accumulation:
@@ -39,85 +38,79 @@ class Accumulation:
         """Optimizer steps so far, those of a checkpoint included."""
         self.micro_batches = 0
         """Backwards that have ended since the last step."""
-        self.is_open = False
-        """A backward is under way, or has ended with an exception that nobody has noticed yet."""
-        self.has_gradients = False
-        """That backward has given a parameter a gradient, as far as the units it has finished tell."""
-        self.has_taken = False
-        """Gradients of that backward have left the parameters, or updates have begun under it."""
+        self.phase = Phase.EMPTY
+        self.backward = Backward()
         self.ended_at_boundary = False
         """The last backward that has ended was the last one before a step."""
-        self._task = 0
-        self._is_nested = False
-        self._spoiled: Spoiled | None = None
-        self._why = ""
         self.mixed_by: str | None = None
         """The call that has left weights of two steps, None where there are none."""
 
+    def require(self, event: Event) -> None:
+        """SlideError where the phase refuses `event`."""
+        require(self.phase, event, what=self.mixed_by or "")
+
     # ---- a backward --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward is under way (`Backward.is_open`)."""
+        return self.backward.is_open
 
     def open(self, task: int) -> None:
         """A backward is under way, in the autograd graph `task` or one that this has begun."""
-        if not self.is_open:
-            self.is_open, self._task = True, task
+        if not self.backward.is_open:
+            self.backward.is_open, self.backward.task = True, task
 
     def nest(self) -> None:
         """The engine has been called from inside of the open backward: a backward of what it returns has another task
         and is a part of that."""
-        self._is_nested = True
-
-    @property
-    def is_nested(self) -> bool:
-        """Whether the model has been called from inside of the backward. What blocks get there adds up to what they
-        have, so without held gradients no update can begin before the backward ends."""
-        return self._is_nested
+        self.backward.is_nested = True
 
     def is_another(self, task: int) -> bool:
         """Whether one is open that `task` does not belong to, so that it has ended with an exception."""
-        return self.is_open and self._task != task and not self._is_nested
+        return self.backward.is_open and self.backward.task != task and not self.backward.is_nested
 
     def pass_over(self, task: int) -> bool:
         """`task` has ended by itself and without DeepSpeed's epilogue, as `torch.autograd.grad` does. -> whether it was
         the open backward and took nothing, so that it is over."""
-        if not self.is_open or self._task != task or self._is_nested or self.has_gradients:
+        backward = self.backward
+        if not backward.is_open or backward.task != task or backward.is_nested or backward.has_gradients:
             return False
-        self.is_open = False
+        backward.is_open = False
         return True
 
     def leave_out(self) -> None:
         """The backward has ended and given no parameter a gradient: it is no micro-batch."""
-        self.is_open = self.has_gradients = self.has_taken = self._is_nested = False
+        self.backward = Backward()
 
-    def close(self, *, at_boundary: bool) -> None:
-        """The backward has ended, and all of its gradients are on their way. `at_boundary`: a step follows."""
+    def close(self, *, at_boundary: bool, updates: bool) -> None:
+        """The backward has ended, and all of its gradients are on their way. `at_boundary`: a step follows. `updates`:
+        weights are updated from them before it."""
         self.micro_batches += 1
         self.ended_at_boundary = at_boundary
-        self.is_open = self.has_gradients = self.has_taken = self._is_nested = False
-        if self._spoiled == "step":
-            self._spoiled = None
+        self.backward = Backward()
+        if self.phase not in (Phase.LOST_SUM, Phase.MIXED):
+            self.phase = Phase.UPDATED if updates else Phase.HELD
 
     @property
     def is_over(self) -> bool:
         """No backward is under way, because the last one has ended with an exception."""
-        return self._spoiled is not None and not self.is_open
+        return self.phase in (Phase.LOST_BACKWARD, Phase.LOST_SUM, Phase.MIXED) and not self.backward.is_open
 
     # ---- exceptions --------------------------------------------------------------------------------------------------
 
     def interrupt(self, *, deferred: bool) -> bool:
         """The open backward has ended with an exception. `deferred`: gradients wait for the step. -> whether what was
         accumulated before still counts."""
-        taken = self.has_taken
-        self.is_open = self.has_gradients = self.has_taken = self._is_nested = False
+        taken, self.backward = self.backward.has_taken, Backward()
         if not taken:
             # Without held gradients a backward before this one is all of the step, which goes on.
             if deferred or not self.micro_batches:
-                self._spoil("step", NO_BACKWARD)
+                self._lose(Phase.LOST_BACKWARD)
         elif not deferred:
             self._mix("backward()")
-        elif self.micro_batches:
-            self._spoil("gradients", LOST_SUM)
         else:
-            self._spoil("step", NO_BACKWARD)
+            self._lose(Phase.LOST_SUM if self.micro_batches else Phase.LOST_BACKWARD)
         return not taken
 
     def interrupt_step(self) -> None:
@@ -125,46 +118,25 @@ class Accumulation:
         self._mix("engine.step()")
 
     def _mix(self, what: str) -> None:
-        self._spoil("weights", MIXED_WEIGHTS.format(what=what))
-        self.mixed_by = what
+        self.phase, self.mixed_by = Phase.MIXED, what
 
-    def _spoil(self, what: Spoiled, why: str) -> None:
-        if self._spoiled != "weights":
-            self._spoiled, self._why = what, why
+    def _lose(self, phase: Phase) -> None:
+        if self.phase is not Phase.MIXED:
+            self.phase = phase
 
     @property
     def is_spoiled(self) -> bool:
         """What was accumulated before cannot be applied."""
-        return self._spoiled in ("gradients", "weights")
-
-    # ---- questions ---------------------------------------------------------------------------------------------------
-
-    def require_weights(self) -> None:
-        """SlideError where the weights are a mixture."""
-        self._refuse("weights")
-
-    def require_gradients(self) -> None:
-        """SlideError where nothing can be added to what has been accumulated."""
-        self._refuse("weights", "gradients")
-
-    def require_whole(self) -> None:
-        """SlideError where a step has nothing that it could apply."""
-        self._refuse("weights", "gradients", "step")
-
-    def _refuse(self, *spoiled: Spoiled) -> None:
-        if self._spoiled in spoiled:
-            raise SlideError(self._why)
+        return self.phase in (Phase.LOST_SUM, Phase.MIXED)
 
     # ---- what makes it good ------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
         """The gradients have been applied or dropped. A mixture of weights remains one."""
         self.micro_batches = 0
-        if self._spoiled != "weights":
-            self._spoiled = None
+        if self.phase is not Phase.MIXED:
+            self.phase = Phase.EMPTY
 
     def reload(self) -> None:
         """Weights and optimizer states have come from a checkpoint."""
-        self.clear()
-        self.is_open = self.has_gradients = self.has_taken = self._is_nested = False
-        self._spoiled = self.mixed_by = None
+        self.micro_batches, self.phase, self.backward, self.mixed_by = 0, Phase.EMPTY, Backward(), None

@@ -7,23 +7,30 @@ accumulated is either whole or refused by name (`ds_slide.runtime.step.accumulat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.core.calls import NO_TASK, graph_task
+from ds_slide.runtime.core.calls import NO_TASK, RootState, graph_task
+from ds_slide.runtime.core.clients import AS_THEY_ARE
 from ds_slide.runtime.core.futures import Failures
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.step.accumulation import Accumulation
-from ds_slide.runtime.weights.hooks import RootState
-from ds_slide.runtime.weights.residents import AS_THEY_ARE
+from ds_slide.runtime.step.phases import Event
+
+
+class HoldsSlots(Protocol):
+    """The engine (`ds_slide.runtime.engine.SlideRuntime`)."""
+
+    def release_all(self) -> None:
+        """Unbind all blocks: nothing computes any more."""
 
 
 class Interruptions:
-    """What ends backwards that an exception has interrupted; called by the thread that computes. `release`: unbinds all
-    blocks."""
+    """What ends backwards that an exception has interrupted; called by the thread that computes."""
 
     def __init__(
         self,
@@ -32,7 +39,7 @@ class Interruptions:
         root: RootState,
         ranks: Ranks,
         failures: Failures,
-        release: Callable[[], None],
+        engine: HoldsSlots,
         *,
         deferred: bool,
     ) -> None:
@@ -41,7 +48,7 @@ class Interruptions:
         self._root = root
         self._ranks = ranks
         self._failures = failures
-        self._release = release
+        self._engine = engine
         self.deferred = deferred
         """Gradients wait for the step."""
         self._begun = 0
@@ -51,9 +58,7 @@ class Interruptions:
         """SlideError where training cannot go on."""
         self.notice()
         self._failures.raise_first()
-        self._accumulation.require_weights()
-        if with_gradient:
-            self._accumulation.require_gradients()
+        self._accumulation.require(Event.TRAINING_FORWARD if with_gradient else Event.FORWARD)
         self._begun = self._ranks.begun
 
     def begin_backward(self) -> None:
@@ -64,7 +69,7 @@ class Interruptions:
         if self._accumulation.is_another(task):
             self._recover()
         self._failures.raise_first()
-        self._accumulation.require_gradients()
+        self._accumulation.require(Event.BACKWARD)
         self._accumulation.open(task)
 
     def begin_backward_of_block(self) -> None:
@@ -97,7 +102,7 @@ class Interruptions:
         """Look, from outside of any forward and backward."""
         if self._root.is_left_open():
             self._root.end()
-            self._release()
+            self._engine.release_all()
         if self._accumulation.is_open and graph_task() == NO_TASK:
             self._recover()
 
@@ -122,7 +127,7 @@ class Interruptions:
         """SlideError where weights and optimizer states are a mixture of two steps, which `what` must not see."""
         self.notice()
         try:
-            self._accumulation.require_weights()
+            self._accumulation.require(Event.READ)
         except SlideError as error:
             raise SlideError(f"{what} is refused: {error}") from None
 
@@ -130,21 +135,24 @@ class Interruptions:
         """SlideError where the last backward has ended with an exception: a step has nothing to apply."""
         self.notice()
         self._failures.raise_first()
-        self._accumulation.require_whole()
+        self._accumulation.require(Event.STEP)
 
     def _end_unannounced(self, task: int) -> None:
         if self._accumulation.pass_over(task):
-            self._leave_units(Unit.expect_backward_again)
+            for unit in self._units:
+                unit.expect_backward_again()
+            self._leave_units()
 
-    def _leave_units(self, count: Callable[[Unit], None]) -> None:
+    def _leave_units(self) -> None:
         for unit in self._units:
             unit.in_backward = unit.finalized = False
-            count(unit)
-        self._release()
+        self._engine.release_all()
 
     def _recover(self) -> None:
         self._end_with_the_others()
-        self._leave_units(Unit.count_uses_anew)
+        for unit in self._units:
+            unit.count_uses_anew()
+        self._leave_units()
         with AS_THEY_ARE():
             for unit in self._units:
                 for parameter, _ in unit.trainable:

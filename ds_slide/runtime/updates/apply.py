@@ -7,7 +7,8 @@ Both give the same bits (see `ds_slide.optim.fp32` for the arithmetic they share
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +22,13 @@ from ds_slide.store.spare_buffers import WayBack
 from ds_slide.store.state_buffers import StateBuffers, items_of
 from ds_slide.store.undo_log import UndoLog
 
-HostUpdate = Callable[
-    [Unit, slice, StateBuffers, torch.Tensor, Sequence[SegmentStep], float, Part, WayBack | None], int
-]
-"""(unit, span, state buffers of the span, gradient of the span, steps of the update, factor on the gradient, part of
-the step, the unit's way back where the span is one of its runs) -> bytes moved."""
+
+@dataclass(frozen=True)
+class UpdateStep:
+    """What one step does with the segments of a unit. `grad_scale`: the factor that its gradient gets."""
+
+    segments: tuple[SegmentStep, ...]
+    grad_scale: float
 
 
 CHANGE_RUN = 1 << 20
@@ -48,31 +51,36 @@ def _segments(
             yield state_buffers.part(part, unit.state.specs), items_of(gradient, part), step.hyper, start
 
 
-def host_update(updater: CpuUpdater) -> HostUpdate:
-    """Update of units in host memory or on SSD; called by the update lane only."""
+@dataclass(frozen=True)
+class HostUpdates:
+    """Updates of units in host memory or on SSD; called by the update lane only."""
 
-    def update(
+    updater: CpuUpdater
+
+    def run(
+        self,
         unit: Unit,
         within: slice,
         state_buffers: StateBuffers,
         gradient: torch.Tensor,
-        steps: Sequence[SegmentStep],
-        grad_scale: float,
-        part: Part,
-        way_back: WayBack | None,
+        step: UpdateStep,
+        part: Part = "whole",
+        way_back: WayBack | None = None,
     ) -> int:
-        for buffers, span, hyper, first in _segments(unit, within, state_buffers, gradient, steps):
+        """Update the elements `within` of a unit. `state_buffers`, `gradient`: of these. `way_back`: the unit's, where
+        `within` is one of its runs. -> bytes moved."""
+        for buffers, span, hyper, first in _segments(unit, within, state_buffers, gradient, step.segments):
             run = None if way_back is None else way_back.part(slice(first, first + span.numel()))
             weight, where = buffers.weight, {}
             if unit.codec.compresses:
                 weight, where = _start_of_changes()[: weight.numel()], {"new_weight": weight}
-            updater.update_(
+            self.updater.update_(
                 weight,
                 buffers.remainder,
                 buffers.states(hyper.rule),
                 span,
                 hyper,
-                grad_scale,
+                step.grad_scale,
                 scales=buffers.scales(hyper.rule),
                 seed=unit.order,
                 first=first,
@@ -81,8 +89,6 @@ def host_update(updater: CpuUpdater) -> HostUpdate:
             )
         log = way_back.part(within).nbytes if isinstance(way_back, UndoLog) else 0
         return _moved(state_buffers, gradient, part) + log
-
-    return update
 
 
 @functools.cache

@@ -15,25 +15,21 @@ taken back, and finds the old bits.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from ds_slide.compression.codec import SegmentStep
-from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.rule import Hyper, Part
+from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import PASSED, Marker
-from ds_slide.runtime.core.futures import Failures, Future
+from ds_slide.runtime.core.futures import Future
 from ds_slide.runtime.core.unit import Unit
-from ds_slide.runtime.core.update_lane import UpdateWorker
-from ds_slide.runtime.updates.apply import HostUpdate
+from ds_slide.runtime.updates.apply import HostUpdates, UpdateStep
 from ds_slide.runtime.updates.passes import Passes
 from ds_slide.store.spare_buffers import SpareBuffers, WayBack
 from ds_slide.store.undo_log import UndoLog
 
-Copy = Callable[[torch.Tensor, torch.Tensor], None]
-"""(target, source), on the threads of the update."""
 CALM_STEPS = 4
 """Norms below the limit, one after the other, before the next one is expected to be."""
 
@@ -44,13 +40,13 @@ class Speculation:
     state buffers are written and exchanged by `run` and `end` alone, before the future of the step's update is kept."""
 
     def __init__(
-        self, unit: Unit, way_back: WayBack, steps: Sequence[SegmentStep], grad_scale: float, *, in_vain: bool = False
+        self, host: HostUpdates, unit: Unit, way_back: WayBack, step: UpdateStep, *, in_vain: bool = False
     ) -> None:
         """`in_vain`: it is taken back, whatever the step brings."""
+        self._host = host
         self.unit = unit
         self._way_back = way_back
-        self._steps = tuple(steps)
-        self._grad_scale = grad_scale
+        self._step = step
         self._in_vain = in_vain
         self._is_over = False
         self._done = 0
@@ -72,41 +68,41 @@ class Speculation:
         """Whether it is of use to call `run` once more."""
         return not self._is_over and self._done < len(self._way_back.runs)
 
-    def run(self, update: HostUpdate) -> int:
+    def run(self) -> int:
         """Do a part of the update, unless it has been ended before its turn came. -> bytes moved."""
         if not self.has_more:
             return 0
-        moved = self._do(update, self._part, self._way_back.runs[self._done])
+        moved = self._do(self._part, self._way_back.runs[self._done])
         self._done += 1
         return moved
 
-    def agrees(self, steps: Sequence[SegmentStep], grad_scale: float) -> bool:
-        """Whether it is the update with these."""
-        return not self._in_vain and self._steps == tuple(steps) and self._grad_scale == grad_scale
+    def agrees(self, step: UpdateStep) -> bool:
+        """Whether it is the update of `step`."""
+        return not self._in_vain and self._step == step
 
-    def end(self, update: HostUpdate, copy: Copy, steps: Sequence[SegmentStep], grad_scale: float) -> bool:
-        """Let it count if it has begun, and is the update with `steps` and `grad_scale`: do what is left of it.
-        -> whether it counts; otherwise the unit has its old bits."""
-        if not (self._done and self.agrees(steps, grad_scale)):
-            self.take_back(update, copy)
+    def end(self, step: UpdateStep) -> bool:
+        """Let it count if it has begun, and is the update of `step`: do what is left of it. -> whether it counts;
+        otherwise the unit has its old bits."""
+        if not (self._done and self.agrees(step)):
+            self.take_back()
             return False
         done, left = self._way_back.runs[: self._done], self._way_back.runs[self._done :]
         self._is_over = True
         if isinstance(self._way_back, SpareBuffers):
             for run in left:
-                self._do(update, self._part, run)
+                self._do(self._part, run)
             self._way_back.exchange()
             return True
         for run in done:
             if self._way_back.slices is not None:
-                self._do(update, "rest", run)
+                self._do("rest", run)
             if self._way_back.new_weight is not None:
-                copy(self._state("weight", run), self._way_back.new_weight[run])
+                self._host.updater.copy_(self._state("weight", run), self._way_back.new_weight[run])
         for run in left:
-            self._do(update, "whole", run, for_good=True)
+            self._do("whole", run, for_good=True)
         return True
 
-    def take_back(self, update: HostUpdate, copy: Copy) -> None:
+    def take_back(self) -> None:
         """Give the unit its old bits. Harmless when called twice, as after an interrupt, and when it has counted."""
         if self._is_over:
             return
@@ -115,12 +111,12 @@ class Speculation:
             return  # they have never been others
         for run in done:
             if (old := self._way_back.part(run).old) is None:
-                self._do(update, "back", run)
+                self._do("back", run)
                 continue
             if self._way_back.new_weight is None:
-                copy(self._state("weight", run), old.weight)
+                self._host.updater.copy_(self._state("weight", run), old.weight)
             for spec in self._way_back.specs:
-                copy(self._state(spec.name, spec.cut(run)), old.optimizer[spec.name])
+                self._host.updater.copy_(self._state(spec.name, spec.cut(run)), old.optimizer[spec.name])
 
     @property
     def _part(self) -> Part:
@@ -129,39 +125,34 @@ class Speculation:
             return "out_of_place"
         return "whole" if self._way_back.slices is None else "with_log"
 
-    def _do(self, update: HostUpdate, part: Part, run: slice, *, for_good: bool = False) -> int:
+    def _do(self, part: Part, run: slice, *, for_good: bool = False) -> int:
         buffers, gradient = self.unit.state.state_buffers(run), self._state("gradient", run)
         way_back = None if for_good else self._way_back
-        return update(self.unit, run, buffers, gradient, self._steps, self._grad_scale, part, way_back)
+        return self._host.run(self.unit, run, buffers, gradient, self._step, part, way_back)
 
     def _state(self, name: str, items: slice) -> torch.Tensor:
         return self.unit.state.raw(name, items)
 
 
+class HoldsWeights(Protocol):
+    """Has copies of weights on the GPU (`ds_slide.runtime.weights.window.Window`)."""
+
+    def forget(self, unit: Unit) -> None: ...
+
+
 class Speculating:
     """Decides which updates are done ahead, and keeps count. Called by the compute thread, but for `submit`."""
 
-    def __init__(
-        self,
-        lane: UpdateWorker,
-        update: HostUpdate,
-        updater: CpuUpdater,
-        passes: Passes,
-        failures: Failures,
-        *,
-        wanted: Literal["auto"] | bool,
-        in_vain: float,
-        seed: int,
-    ) -> None:
-        """`in_vain`: the part of them, chosen at random, that never counts."""
-        self._lane = lane
-        self._update = update
-        self._updater = updater
+    def __init__(self, context: Context, host: HostUpdates, passes: Passes) -> None:
+        debug = context.settings.slide.debug
+        self._lane = context.lanes.update
+        self._host = host
         self._passes = passes
-        self._failures = failures
-        self._wanted = wanted
-        self._in_vain = in_vain
-        self._random = random.Random(seed)
+        self._failures = context.failures
+        self._wanted = debug.speculate
+        self._in_vain = debug.take_back
+        """The part of the updates, chosen at random, that never counts."""
+        self._random = random.Random(debug.seed)
         self._calm_steps = 0
         self._ahead: dict[int, Speculation] = {}
         """By `Unit.order`, from the finalization of the gradient until the update counts or is taken back."""
@@ -180,11 +171,13 @@ class Speculating:
         step that will be. A way back is for whole segments: a unit with parameters that are off has none."""
         if unit.way_back is None or not unit.is_uploaded or not hypers or not self._is_promising():
             return
-        steps = unit.trained.coming(hypers)
-        if not unit.trained.covers(steps):
+        segments = unit.trained.coming(hypers)
+        if not unit.trained.covers(segments):
             return
         in_vain = self._random.random() < self._in_vain
-        self._ahead[unit.order] = Speculation(unit, unit.way_back, steps, grad_scale, in_vain=in_vain)
+        self._ahead[unit.order] = Speculation(
+            self._host, unit, unit.way_back, UpdateStep(tuple(segments), grad_scale), in_vain=in_vain
+        )
 
     def _is_promising(self) -> bool:
         if self._wanted != "auto":
@@ -197,38 +190,34 @@ class Speculating:
 
         def run() -> int:
             with self._passes.timed():
-                moved = speculation.run(self._update)
+                moved = speculation.run()
             if speculation.has_more:
                 self.submit(speculation, PASSED)
             return moved
 
         self._lane.submit(speculation.unit.order, arrived, run, "speculative update", "spare")
 
-    def take_back(self, units: Iterable[Unit], forget: Callable[[Unit], None]) -> None:
-        """Give the units their old bits, and wait until they have them. `forget`: called for each whose weights have
-        been others meanwhile. An interrupt leaves the units as they are, ahead, to be taken back once more."""
+    def take_back(self, units: Iterable[Unit], window: HoldsWeights | None) -> None:
+        """Give the units their old bits, and wait until they have them. `window`: forgets each whose weights have been
+        others meanwhile. An interrupt leaves the units as they are, ahead, to be taken back once more."""
         ahead = [(unit, speculation) for unit in units if (speculation := self.of(unit)) is not None]
         futures = [self._taken_back(speculation) for _, speculation in ahead]
         for (unit, speculation), future in zip(ahead, futures, strict=True):
             future.wait()
-            if speculation.replaces_weights:
-                forget(unit)
+            if window is not None and speculation.replaces_weights:
+                window.forget(unit)
             self.forget(unit)
 
     def _taken_back(self, speculation: Speculation) -> Future:
         future = Future(self._failures, f"the old weights and states of {speculation.unit.name}")
 
         def run() -> int:
-            speculation.take_back(self._update, self._updater.copy_)
+            speculation.take_back()
             future.keep()
             return 0
 
         self._lane.submit(speculation.unit.order, PASSED, run, "update taken back")
         return future
-
-    def end(self, speculation: Speculation | None, steps: Sequence[SegmentStep], grad_scale: float) -> bool:
-        """By the update lane: whether the update of the step is this one, and has been done."""
-        return speculation is not None and speculation.end(self._update, self._updater.copy_, steps, grad_scale)
 
     # ---- the outcome of steps
 
@@ -237,7 +226,7 @@ class Speculating:
         counts."""
         self._calm_steps = self._calm_steps + 1 if grad_scale == expected else 0
         begun = [each for unit in units if (each := self.of(unit)) is not None and each.numel_done]
-        agreed = [each.agrees(each.unit.trained.coming(hypers), grad_scale) for each in begun]
+        agreed = [each.agrees(UpdateStep(tuple(each.unit.trained.coming(hypers)), grad_scale)) for each in begun]
         done, trained = sum(each.numel_done for each in begun), sum(unit.codec.numel for unit in units)
         self._statistics["blocks"], self._statistics["share"] = len(begun), done / max(trained, 1)
         self._statistics["steps"] += bool(begun)

@@ -2,60 +2,81 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from ds_slide.compression.codec import SegmentStep
 from ds_slide.optim.rule import Hyper, Part
+from ds_slide.plan.two_passes import Schedules
+from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import Marker
-from ds_slide.runtime.core.futures import Failures
 from ds_slide.runtime.core.unit import Unit, Update
-from ds_slide.runtime.core.update_lane import UpdateWorker
-from ds_slide.runtime.updates.apply import HostUpdate
+from ds_slide.runtime.updates.apply import HostUpdates, UpdateStep
 from ds_slide.runtime.updates.passes import Passes
 from ds_slide.runtime.updates.speculation import Speculating, Speculation
 from ds_slide.store.state import Leased
 from ds_slide.store.tiers import Held
 
 
+class GradientInMemory(Protocol):
+    """Where an update finds the gradient of a unit, in host memory."""
+
+    def load(self, span: slice) -> torch.Tensor:
+        """The elements `span`."""
+
+    def used(self) -> None:
+        """A span of it has been used."""
+
+
+@dataclass(frozen=True)
+class _HeldGradient:
+    held: Held
+
+    def load(self, span: slice) -> torch.Tensor:
+        return self.held.load(span)
+
+    def used(self) -> None:
+        """It stays where it is held."""
+
+
 class Updating:
     """Called by the compute thread (held gradients) or the d2h lane (gradients on arrival)."""
 
-    def __init__(
-        self,
-        lane: UpdateWorker,
-        apply: HostUpdate,
-        passes: Passes,
-        speculating: Speculating,
-        failures: Failures,
-        *,
-        deferred: bool,
-    ) -> None:
-        self.deferred = deferred
+    def __init__(self, context: Context) -> None:
+        settings = context.settings
+        self.deferred = settings.held_dtype is not None
         """Gradients wait for the step. Otherwise updates begin as they arrive, until a backward is in doubt
         (`ds_slide.runtime.gradients.holding`)."""
-        self._lane = lane
-        self._apply = apply
-        self.passes = passes
-        self.speculating = speculating
-        self._failures = failures
+        self._lane = context.lanes.update
+        self._failures = context.failures
+        self._host = HostUpdates(context.updater)
+        self.passes = Passes(settings.slide.debug.update_passes)
+        self.speculating = Speculating(context, self._host, self.passes)
+
+    def schedules(self) -> Schedules:
+        """When updates run, as measured and as they are to come. Speculative ones count as deferred."""
+        passes = self.passes
+        if not self.deferred:
+            return Schedules("under backward", "under backward")
+        return Schedules(
+            measured="two passes" if passes.did_two else "deferred", coming="two passes" if passes.two else "deferred"
+        )
 
     def queue(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, held: Held) -> None:
         """Update the unit, by the compute thread, from its held gradient. What has been done ahead is done if it is the
         same update, and so has no second pass."""
-        speculation, steps = self.speculating.of(unit), unit.trained.begin(hypers)
+        speculation, step = self.speculating.of(unit), UpdateStep(tuple(unit.trained.begin(hypers)), grad_scale)
         two_passes = (
             self.passes.two
             and unit.state.in_memory
-            and all(step.hyper.two_passes for step in steps)
-            and not (speculation is not None and speculation.agrees(steps, grad_scale))
+            and all(segment.hyper.two_passes for segment in step.segments)
+            and not (speculation is not None and speculation.agrees(step))
         )
         ready, update = unit.arrived.wait(), unit.open_update(self._failures, two_passes=two_passes)
-        for index, span in enumerate(unit.spans):
-            gradient = functools.partial(held.load, span)
-            self.start(unit, index, update, ready, gradient, steps, grad_scale, speculation=speculation)
+        for index in range(len(unit.spans)):
+            self.start(unit, index, update, ready, _HeldGradient(held), step, speculation=speculation)
         # After an interrupt before this a checkpoint is loaded, and nothing may be done ahead.
         self.speculating.forget(unit)
 
@@ -65,30 +86,26 @@ class Updating:
         index: int,
         update: Update,
         ready: Marker,
-        gradient: Callable[[], torch.Tensor],
-        steps: Sequence[SegmentStep],
-        grad_scale: float,
-        after: Callable[[], None] | None = None,
+        gradient: GradientInMemory,
+        step: UpdateStep,
         *,
         reserved: bool = False,
         speculation: Speculation | None = None,
     ) -> None:
-        """Update span `index` from `gradient()` ([its elements], in host memory) once `ready` has passed, then call
-        `after()`; all on the update lane. `reserved`: after `UnitState.reserve`.
-        `speculation`: of the unit, which has one span then; it counts or is taken back."""
+        """Update span `index` from `gradient` once `ready` has passed, on the update lane. `reserved`: after
+        `UnitState.reserve`. `speculation`: of the unit, which has one span then; it counts or is taken back."""
         span = unit.spans[index]
 
         def apply(leased: Leased, part: Part) -> int:
             with self.passes.timed():
-                return self._apply(unit, span, leased(), gradient(), steps, grad_scale, part, None)
+                return self._host.run(unit, span, leased(), gradient.load(span), step, part)
 
         def run(leased: Leased) -> int:
             moved = 0
-            if not self.speculating.end(speculation, steps, grad_scale):
+            if speculation is None or not speculation.end(step):
                 moved = apply(leased, "weights" if update.two_passes else "whole")
             update.finish(index)
-            if after is not None:
-                after()
+            gradient.used()
             if not update.two_passes:
                 unit.state.put_back(index, span)
             return moved

@@ -10,21 +10,22 @@ from collections.abc import Sequence
 
 import torch
 
+from ds_slide.runtime.core.clients import Binding
 from ds_slide.runtime.core.futures import wait_on_stream
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.parts import Parts
-from ds_slide.runtime.weights.residents import Availability, Binding, Residents
+from ds_slide.runtime.weights.residents import Residents
 from ds_slide.runtime.weights.window import Slot
 
 
 class Bindings:
     """All methods are called by the thread that computes."""
 
-    def __init__(self, parts: Parts, availability: Availability) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._window = parts.window
-        self._availability = availability
-        self.residents = Residents(availability)
+        self._clients = parts.context.clients
+        self.residents = Residents(self._clients)
         self.slots: dict[int, Slot] = {}
         """Of the units that are bound to one, by `Unit.order`, the one that was bound first at the front."""
         self._visited: Unit | None = None
@@ -32,7 +33,7 @@ class Bindings:
 
     def bind(self, unit: Unit, views: Sequence[torch.Tensor]) -> None:
         """Let the unit's parameters point to `views`, one for each, in its own shape."""
-        self._availability(unit.parameters, Binding.COMPUTING)
+        self._clients.set_availability(unit.parameters, Binding.COMPUTING)
         for parameter, view in zip(unit.parameters, views, strict=True):
             parameter.data = view
 
@@ -41,12 +42,11 @@ class Bindings:
         self.residents.leave(unit)
         for parameter in unit.parameters:
             parameter.data = self._parts.empty.tensors[unit.parameter_dtype]
-        self._availability(unit.parameters, Binding.ABSENT)
+        self._clients.set_availability(unit.parameters, Binding.ABSENT)
 
     def take_back(self, units: Sequence[Unit]) -> None:
         """Give the units the bits that they had before updates that no step has confirmed, and wait for that."""
-        window = self._window
-        self._parts.updating.speculating.take_back(units, lambda unit: None if window is None else window.forget(unit))
+        self._parts.updating.speculating.take_back(units, self._window)
 
     # ---- slots -------------------------------------------------------------------------------------------------------
 
@@ -59,12 +59,12 @@ class Bindings:
         slot = self._window.acquire(unit, direction)  # type: ignore[arg-type]
         assert slot.ready is not None
         self.slots[unit.order] = slot
-        stalled = self._parts.recorder.stalled
+        recorder = self._parts.context.recorder
         if unit.is_gathered:
-            with stalled(slot.ready.what):
-                self._parts.device.wait(self._parts.gathers.into_slot(unit, slot))
+            with recorder.stalled(slot.ready.what):
+                self._parts.context.device.wait(self._parts.gathers.into_slot(unit, slot))
         else:
-            wait_on_stream(slot.ready, self._parts.device, stalled)
+            wait_on_stream(slot.ready, self._parts.context.device, recorder)
         self.bind(unit, slot.views(unit))
         return slot
 

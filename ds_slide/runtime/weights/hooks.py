@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,11 +24,20 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import _pytree as pytree
 
-from ds_slide.runtime.core.calls import Call, call_under_way, function_around, in_backward, is_in_vmap, unwrapped
+from ds_slide.runtime.core.calls import (
+    Call,
+    RootState,
+    call_under_way,
+    function_around,
+    in_backward,
+    is_in_vmap,
+    unwrapped,
+)
 from ds_slide.runtime.core.trees import add_tensors
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.weights.fields import differentiable, fields_in, tensors_of
-from ds_slide.runtime.weights.outputs import OnGradient, hook_outputs
+from ds_slide.runtime.weights.outputs import OutputEvents, hook_outputs
+from ds_slide.runtime.weights.resident_weights import ResidentWeights
 from ds_slide.runtime.weights.saved_weights import OpenHooks, SavedWeights, hooks_around
 from ds_slide.runtime.weights.uses import UseToken, WholeGradients, give_to, token_of_recomputation
 from ds_slide.runtime.weights.window import Slot
@@ -43,6 +51,13 @@ class BlockEvents(Protocol):
     def leave_forward(self, unit: Unit) -> None: ...
     def enter_backward(self, unit: Unit) -> Slot | None: ...
     def leave_backward(self, unit: Unit) -> None: ...
+
+
+class RootEvents(OutputEvents, Protocol):
+    """What is told of the forward of the whole model."""
+
+    def begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None: ...
+    def end_forward(self, *, completed: bool) -> None: ...
 
 
 class _Boundary(torch.autograd.Function):
@@ -145,7 +160,7 @@ class BlockHooks:
         self._root = root
         self._open: OpenHooks | None = None
         self._forward: _Forward | None = None
-        self._whole_gradients = WholeGradients(unit, events.leave_backward)
+        self._whole_gradients = WholeGradients(unit, events)
         module = unit.spec.module
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -258,27 +273,27 @@ class BlockHooks:
         if token is None:
             self._events.leave_backward(self._unit)
         else:
-            token.fire(self._events.leave_backward)
+            token.fire(self._events)
 
 
 class OuterHooks:
     """Hooks of a module that owns parameters of an outer module: its weights are waited for when it runs, not
     before."""
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], bind: Callable[[Unit], None]) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[Unit], weights: ResidentWeights) -> None:
         self._units = units
-        self._bind = bind
+        self._weights = weights
         self._handle = module.register_forward_pre_hook(self._before)
 
     @classmethod
-    def on(cls, root: nn.Module, outer_units: Sequence[Unit], bind: Callable[[Unit], None]) -> list[OuterHooks]:
+    def on(cls, root: nn.Module, outer_units: Sequence[Unit], weights: ResidentWeights) -> list[OuterHooks]:
         """One for every module below `root` that owns outer module parameters directly."""
         owner = {id(parameter): unit for unit in outer_units for parameter in unit.parameters}
         hooks = []
         for module in root.modules():
             own = {owner[id(p)].order: owner[id(p)] for p in module.parameters(recurse=False) if id(p) in owner}
             if own:
-                hooks.append(cls(module, list(own.values()), bind))
+                hooks.append(cls(module, list(own.values()), weights))
         return hooks
 
     def remove(self) -> None:
@@ -286,36 +301,7 @@ class OuterHooks:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         for unit in self._units:
-            self._bind(unit)
-
-
-class RootState:
-    """Whether a forward of the whole model is under way, and whether a backward will follow it."""
-
-    def __init__(self) -> None:
-        self.active = False
-        self._with_gradient = False
-        self.call: FrameType | None = None
-
-    def begin(self, call: FrameType | None) -> None:
-        """Begin a forward. `call`: of the model; None where that is not known."""
-        self.active, self._with_gradient, self.call = True, torch.is_grad_enabled(), call
-
-    def end(self) -> None:
-        self.active, self.call = False, None
-
-    def is_left_open(self) -> bool:
-        """Whether an interrupt (Ctrl-C) has ended the forward, of which no hook is told: its call is not on the stack
-        any more."""
-        if not self.active or self.call is None:
-            return False
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not self.call:
-            frame = frame.f_back
-        return frame is None
-
-    def expects_backward(self) -> bool:
-        return self._with_gradient if self.active else torch.is_grad_enabled()
+            self._weights.bind_if_fetched(unit)
 
 
 class RootHooks:
@@ -325,17 +311,11 @@ class RootHooks:
         self,
         module: nn.Module,
         root: RootState,
-        begin: Callable[[Any, Any], None],
-        end: Callable[..., None],
-        on_gradient: OnGradient,
+        events: RootEvents,
     ) -> None:
-        """`begin` gets the arguments of the call, and `end` whether it has `completed`. `on_gradient` gets each
-        gradient that reaches an output, and returns the one that goes on."""
         self.are_there = True
         self._root = root
-        self._begin = begin
-        self._end = end
-        self._on_gradient = on_gradient
+        self._events = events
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),
@@ -348,7 +328,7 @@ class RootHooks:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if call_under_way() is Call.FORWARD and (not self._root.active or self._root.is_left_open()):
-            self._begin(args, kwargs)
+            self._events.begin_forward(args, kwargs)
             self._root.begin(None if torch.compiler.is_compiling() else sys._getframe(1))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -356,5 +336,5 @@ class RootHooks:
             if not self._root.active:
                 return None
             self._root.end()
-            self._end(completed=output is not None)
-        return hook_outputs(output, self._on_gradient) if torch.is_grad_enabled() else None
+            self._events.end_forward(completed=output is not None)
+        return hook_outputs(output, self._events) if torch.is_grad_enabled() else None

@@ -8,7 +8,7 @@ what comes from the loss a second time; a hook on an alias of them sees only wha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,30 +16,34 @@ from torch import nn
 from ds_slide.patching.identity import identity
 from ds_slide.patching.pending import PendingLogits
 
-OnGradient = Callable[[torch.Tensor], torch.Tensor]
-"""Gets the gradient of an output and returns the one that goes on."""
+
+class OutputEvents(Protocol):
+    """Who is told of gradients that reach an output."""
+
+    def on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The one that goes on."""
 
 
-def hook_outputs(output: Any, on_gradient: OnGradient) -> Any:
-    """Return `output` with `on_gradient` on each differentiable tensor in it.
+def hook_outputs(output: Any, events: OutputEvents) -> Any:
+    """Return `output` with a hook on each differentiable tensor in it, which tells `events` of its gradient.
 
     Lists, dictionaries and objects stay the same object and get the aliases in the place of their tensors. Tuples,
     which cannot change, are made anew.
     """
     if isinstance(output, torch.Tensor):
-        return _hooked(output, on_gradient)
+        return _hooked(output, events)
     if isinstance(output, tuple):
-        items = [hook_outputs(item, on_gradient) for item in output]
+        items = [hook_outputs(item, events) for item in output]
         unchanged = all(new is old for new, old in zip(items, output, strict=True))
         return output if unchanged else _tuple_like(output, items)
     for place, item in _places(output):
-        new = hook_outputs(item, on_gradient)
+        new = hook_outputs(item, events)
         if new is not item:
             _put(output, place, new)
     return output
 
 
-def _hooked(tensor: torch.Tensor, on_gradient: OnGradient) -> torch.Tensor:
+def _hooked(tensor: torch.Tensor, events: OutputEvents) -> torch.Tensor:
     if not tensor.requires_grad:
         return tensor
     if isinstance(tensor, PendingLogits) and tensor.made is None:
@@ -48,7 +52,7 @@ def _hooked(tensor: torch.Tensor, on_gradient: OnGradient) -> torch.Tensor:
         return tensor
     else:
         alias = identity(tensor)
-    alias.register_hook(on_gradient)
+    alias.register_hook(lambda gradient: events.on_output_gradient(gradient))
     return alias
 
 

@@ -10,11 +10,12 @@ them, and so cannot see the old weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ds_slide.compression.codec import Masters, SegmentStep
+from ds_slide.runtime.core.calls import RootState, in_backward
 from ds_slide.runtime.core.device import Marker
 from ds_slide.runtime.core.futures import Future, wait_on_stream
 from ds_slide.runtime.core.stream_lane import StreamWorker
@@ -26,12 +27,11 @@ from ds_slide.runtime.weights.bindings import Bindings
 class ResidentWeights:
     """All methods are called by the thread that computes."""
 
-    def __init__(self, parts: Parts, bindings: Bindings, computes: Callable[[], bool]) -> None:
-        """`computes`: whether a forward or backward of the model is under way."""
+    def __init__(self, parts: Parts, bindings: Bindings, root: RootState) -> None:
         self._parts = parts
-        self._device = parts.device
+        self._device = parts.context.device
         self._bindings = bindings
-        self._computes = computes
+        self._root = root
         self._fetched: dict[int, Future] = {}
         """New weights on their way, by `Unit.order`."""
 
@@ -47,14 +47,14 @@ class ResidentWeights:
         """Give one such unit its weights. The compute stream waits for a copy that is under way."""
         assert unit.resident is not None
         if (future := self._fetched.pop(unit.order, None)) is not None:
-            stalled = self._parts.recorder.stalled
+            recorder = self._parts.context.recorder
             if unit.is_gathered and unit.is_uploaded:
-                with stalled(future.what):
+                with recorder.stalled(future.what):
                     self._device.wait(self._parts.gathers.into(unit, unit.resident, future.wait()))
             else:
-                wait_on_stream(future, self._device, stalled)
+                wait_on_stream(future, self._device, recorder)
         self._bindings.bind(unit, unit.slot_views(unit.resident))
-        self._bindings.residents.bound(unit, computing=self._computes())
+        self._bindings.residents.bound(unit, computing=self._root.active or in_backward())
 
     def bind_if_fetched(self, unit: Unit) -> None:
         """Bind such a unit before a module that owns parameters of it runs: its new weights may be on their way."""
@@ -79,11 +79,13 @@ class ResidentWeights:
         assert unit.resident is not None
         self._bindings.unbind(unit)
         gathered = self._parts.gathers.into(unit, unit.resident, self._device.mark(), in_step=True)
-        self._fetched[unit.order] = Future.kept(self._parts.failures, gathered, f"the gathered weights of {unit.name}")
+        self._fetched[unit.order] = Future.kept(
+            self._parts.context.failures, gathered, f"the gathered weights of {unit.name}"
+        )
 
     def fetch_updated(self) -> None:
         """Bring what updates of the host have written to the buffers on the GPU, behind what compute has submitted."""
-        h2d, free = self._parts.lanes.outer_h2d, self._device.mark()
+        h2d, free = self._parts.context.lanes.outer_h2d, self._device.mark()
         for unit in self._parts.units:
             if unit.resident is None or not unit.is_uploaded or not unit.layout.trainable_numel:
                 continue
@@ -94,10 +96,10 @@ class ResidentWeights:
             self._fetched[unit.order] = self._fetch(unit, unit.resident, h2d, free)
 
     def _fetch(self, unit: Unit, resident: torch.Tensor, h2d: StreamWorker, free: Marker) -> Future:
-        future = Future(self._parts.failures, f"the new weights of {unit.name} on the GPU")
+        future = Future(self._parts.context.failures, f"the new weights of {unit.name} on the GPU")
         parts, version = list(zip(unit.spans, unit.span_updated, strict=True)), unit.version
         steps = unit.trained.latest
-        if self._parts.ranks.world_size > 1 or unit.codec.compresses:
+        if self._parts.context.ranks.world_size > 1 or unit.codec.compresses:
             parts = [(slice(0, unit.codec.numel), unit.updated)]  # as a whole
         masters = Masters(resident, unit.remainder_on_gpu)
 
@@ -116,10 +118,10 @@ class ResidentWeights:
         return future
 
     def _fill_span(self, unit: Unit, span: slice, masters: Masters, steps: Sequence[SegmentStep]) -> int:
-        shared = self._parts.shared
+        shared = self._parts.context.shared
         if unit.codec.compresses and shared is not None:
             return unit.codec.apply(shared.parts[unit.order], span, masters, steps)
-        if self._parts.ranks.world_size > 1:
+        if self._parts.context.ranks.world_size > 1:
             return self._parts.uploads.fill(unit, masters.weight)
         # A view: what is written for a unit that is on the GPU is in memory.
         written = unit.state.written.buffer.read(slice(0, unit.codec.numel))
@@ -135,16 +137,16 @@ class ResidentWeights:
     def renew(self, unit: Unit) -> None:
         """The unit's state buffers have been written, while no lane has to do with it: upload them. Collective."""
         self._fetched.pop(unit.order, None)
-        several = self._parts.ranks.world_size > 1
+        several = self._parts.context.ranks.world_size > 1
         if unit.resident is not None and (several or unit.resident is not unit.state.weights.buffer.tensor):
-            self._parts.lanes.outer_h2d.drain()
+            self._parts.context.lanes.outer_h2d.drain()
             self._fill(unit, unit.resident)
             self._device.synchronize()
 
     def fill_all(self) -> None:
         """Fill the buffers, once, when the units of all ranks have their weights: they need the others' parts."""
         for unit in self._parts.units:
-            if self._parts.ranks.world_size > 1 and unit.resident is not None:
+            if self._parts.context.ranks.world_size > 1 and unit.resident is not None:
                 self._fill(unit, unit.resident)
         self._device.synchronize()
 
@@ -164,5 +166,5 @@ class ResidentWeights:
             assert buffer.tensor is not None
             for entry in unit.layout.entries:
                 own = buffer.read(slice(entry.offset, entry.offset + entry.partition_numel))
-                whole = self._parts.ranks.gather(own, f"the weights of {entry.name}")
+                whole = self._parts.context.ranks.gather(own, f"the weights of {entry.name}")
                 buffer.tensor[entry.slot_offset : entry.slot_offset + entry.numel].copy_(whole[: entry.numel])

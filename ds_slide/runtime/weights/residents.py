@@ -7,42 +7,15 @@ the model's reads. A write to the GPU's copy alone would be undone by the next u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from enum import Enum, auto
-from typing import TYPE_CHECKING
-
-import torch
-from torch import nn
-
-if TYPE_CHECKING:
-    from ds_slide.runtime.core.unit import Unit
-
-AS_THEY_ARE: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-"""Around what the engine does with parameters that are KEPT or ABSENT: 0.25 us, where each access to `grad` of one that
-the integration watches would cost 2 us."""
-
-
-class Binding(Enum):
-    """What the parameters of a unit hold."""
-
-    COMPUTING = auto()
-    """The weights, for a forward or backward."""
-    KEPT = auto()
-    """The weights, between forwards."""
-    ABSENT = auto()
-    """Nothing."""
-
-
-Availability = Callable[[Sequence[nn.Parameter], Binding], None]
-"""Is told what parameters hold: before they are given weights, and after these are taken from them."""
+from ds_slide.runtime.core.clients import Binding, Clients
+from ds_slide.runtime.core.unit import Unit
 
 
 class Residents:
     """The units that are on the GPU all the time and whose parameters hold weights now, by `Unit.order`."""
 
-    def __init__(self, availability: Availability) -> None:
-        self._availability = availability
+    def __init__(self, clients: Clients) -> None:
+        self._clients = clients
         self._computing: dict[int, Unit] = {}
         self._kept: dict[int, Unit] = {}
 
@@ -52,7 +25,7 @@ class Residents:
         other.pop(unit.order, None)
         to[unit.order] = unit
         if not computing:
-            self._availability(unit.parameters, Binding.KEPT)
+            self._clients.set_availability(unit.parameters, Binding.KEPT)
 
     def is_kept(self, unit: Unit) -> bool:
         """Whether the unit's parameters have its weights between forwards."""
@@ -62,18 +35,18 @@ class Residents:
         """The unit's weights are about to be taken from its parameters. Harmless for other units."""
         self._computing.pop(unit.order, None)
         if self._kept.pop(unit.order, None) is not None:
-            self._availability(unit.parameters, Binding.COMPUTING)
+            self._clients.set_availability(unit.parameters, Binding.COMPUTING)
 
     def begin_computing(self) -> None:
         """A forward or backward begins."""
         for unit in self._kept.values():
-            self._availability(unit.parameters, Binding.COMPUTING)
+            self._clients.set_availability(unit.parameters, Binding.COMPUTING)
         self._computing.update(self._kept)
         self._kept.clear()
 
     def end_computing(self) -> None:
         """The forward or backward has ended."""
         for unit in self._computing.values():
-            self._availability(unit.parameters, Binding.KEPT)
+            self._clients.set_availability(unit.parameters, Binding.KEPT)
         self._kept.update(self._computing)
         self._computing.clear()

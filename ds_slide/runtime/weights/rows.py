@@ -12,7 +12,7 @@ transfers of 34 MB, 0.6 ms each at 55 GB/s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,9 +20,9 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.plan.allocations import ROW_BUFFERS
-from ds_slide.runtime.core.device import PASSED, Device, Marker
-from ds_slide.runtime.core.futures import Failures, Future
-from ds_slide.runtime.core.stream_lane import StreamWorker
+from ds_slide.runtime.core.context import Context
+from ds_slide.runtime.core.device import PASSED, Marker
+from ds_slide.runtime.core.futures import Future
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
@@ -75,10 +75,7 @@ class StreamedRows:
     def __init__(
         self,
         buffers: RowBuffers,
-        device: Device,
-        h2d: StreamWorker,
-        d2h: StreamWorker,
-        failures: Failures,
+        context: Context,
         gradients: Gradients,
         events: RowEvents,
     ) -> None:
@@ -87,10 +84,11 @@ class StreamedRows:
         self.shape = torch.Size(entry.shape)
         self.dtype = buffers.weights[0].dtype
         self._buffers = buffers
-        self._device, self._h2d, self._d2h, self._failures = device, h2d, d2h, failures
+        self._device, self._failures = context.device, context.failures
+        self._h2d, self._d2h = context.lanes.outer_h2d, context.lanes.d2h
         self._gradients, self._events = gradients, events
         self._read: list[Marker] = [PASSED] * len(buffers.weights)
-        self._copied = [Future.kept(failures) for _ in buffers.gradients]
+        self._copied = [Future.kept(context.failures) for _ in buffers.gradients]
         self._open: StreamedGradient | None = None
         self._closed = False
 
@@ -185,6 +183,3 @@ class StreamedRows:
 
         lane.submit(job)
         return ready
-
-
-MakeRows = Callable[[RowEvents], StreamedRows]

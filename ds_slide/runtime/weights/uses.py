@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,9 +18,14 @@ from torch import nn
 from ds_slide.runtime.core.calls import graph_task, recomputing_nodes
 from ds_slide.runtime.core.unit import Unit
 
-LeaveBackward = Callable[[Unit], None]
 _USES = "_ds_slide_uses"
 """Attribute of a Function's context: the tokens of the blocks in its forward."""
+
+
+class UseEvents(Protocol):
+    """Who is told that a use has ended."""
+
+    def leave_backward(self, unit: Unit) -> None: ...
 
 
 class UseToken:
@@ -38,10 +43,10 @@ class UseToken:
     def is_open(self) -> bool:
         return self._fired != self.unit.left_out and self._counting == self.unit.counting
 
-    def fire(self, leave_backward: LeaveBackward) -> None:
+    def fire(self, events: UseEvents) -> None:
         # A backward with create_graph does not end the use: the backward that follows does.
         self._fired = -1 if torch.is_grad_enabled() else self.unit.left_out
-        leave_backward(self.unit)
+        events.leave_backward(self.unit)
 
     def __del__(self) -> None:
         # torch.compile makes one without its constructor.
@@ -70,9 +75,9 @@ class WholeGradients:
     Autograd adds up what a parameter gets from all calls of a block before it hands that over, once in each backward.
     """
 
-    def __init__(self, unit: Unit, leave_backward: LeaveBackward) -> None:
+    def __init__(self, unit: Unit, events: UseEvents) -> None:
         self._unit = unit
-        self._leave_backward = leave_backward
+        self._events = events
         self.awaited: dict[int, _WholeGradient] = {}
         """By graph task: a hook of one backward may run another one."""
 
@@ -88,7 +93,7 @@ class WholeGradients:
         whole = self.awaited.pop(task)
         whole.give_up()
         for token in whole.tokens:
-            token.fire(self._leave_backward)
+            token.fire(self._events)
 
     def give_up(self) -> None:
         """Wait for nothing any more: the backwards have ended, with an exception perhaps."""

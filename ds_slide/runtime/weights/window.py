@@ -11,8 +11,8 @@ are a cache: with one for each block nothing is fetched in backward, nor in the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Literal
+from collections.abc import Container, Iterator, Sequence
+from typing import Literal, Protocol
 
 import torch
 
@@ -54,11 +54,23 @@ class Slot:
         return self._views[unit.order]
 
 
-Fill = Callable[[Unit, torch.Tensor], int]
-"""Copies a unit's weights into a GPU buffer on the current stream; returns the bytes moved."""
-Announce = Callable[[Sequence[Unit], Sequence[Unit]], None]
-"""(blocks whose fetch is to come or under way; in backward also the blocks whose backward is to come or under way; both
-in the order of their use)"""
+class Source(Protocol):
+    """Where the weights come from (`ds_slide.runtime.weights.uploads.Uploads`)."""
+
+    def fill(self, unit: Unit, buffer: torch.Tensor) -> int:
+        """Copy a unit's weights into a GPU buffer on the current stream. -> bytes moved."""
+
+
+class Ahead(Protocol):
+    """Who prepares weights before their fetch is asked for: the SSD tier."""
+
+    @property
+    def horizon(self) -> int:
+        """Blocks behind those in the slots that it is told of."""
+
+    def expect(self, coming: Sequence[Unit], in_backward: Sequence[Unit]) -> None:
+        """`coming`: blocks whose fetch is to come or under way; `in_backward`: in backward also the blocks whose
+        backward is to come or under way; both in the order of their use."""
 
 
 class Window:
@@ -75,19 +87,17 @@ class Window:
         failures: Failures,
         order: Sequence[Unit],
         buffers: Sequence[torch.Tensor],
-        fill: Fill,
-        announce: Announce | None = None,
-        horizon: int = 0,
+        source: Source,
+        ahead: Ahead | None = None,
     ) -> None:
-        """`announce` is told what comes after the slots, at most `horizon` blocks, each time that this changes."""
-        self._announce = announce
-        self._horizon = horizon
+        """`ahead` is told what comes after the slots each time that this changes."""
+        self._ahead = ahead
         self._device = device
         self._h2d = h2d
         self._failures = failures
         self._order = list(order)
         self._position = {unit.order: position for position, unit in enumerate(order)}
-        self._fill = fill
+        self._source = source
         self._lock = threading.RLock()
         self._slots_of: dict[int, Slot] = {}
         """The last slot that was given to each unit; another one may have it by now."""
@@ -175,15 +185,15 @@ class Window:
             for unit in wanted.values():
                 if self._slot_of(unit) is None and self._request(unit, keep=wanted) is None:
                     break
-            if self._announce is not None:
-                self._tell(self._announce, ended, current, direction)
+            if self._ahead is not None:
+                self._tell(self._ahead, ended, current, direction)
 
-    def _tell(self, announce: Announce, ended: bool, current: Unit | None, direction: Direction) -> None:
+    def _tell(self, ahead: Ahead, ended: bool, current: Unit | None, direction: Direction) -> None:
         coming: dict[int, Unit] = {}
         # Compute may be about to wait for the current block itself: then nothing is needed sooner.
         standing_at = [] if current is None or ended else [current]
         for unit in (*standing_at, *self._upcoming(current, direction)):
-            if len(coming) >= self._horizon:
+            if len(coming) >= ahead.horizon:
                 break
             slot = self._slot_of(unit)
             if slot is None or slot.ready is None or not slot.ready.is_kept:
@@ -191,8 +201,8 @@ class Window:
         awaited: list[Unit] = []
         if direction == "backward" and current is not None:
             before = self._order[: self._position[current.order] + 1]
-            awaited = [unit for unit in reversed(before) if unit.awaits_backward][: self._horizon]
-        announce(list(coming.values()), awaited)
+            awaited = [unit for unit in reversed(before) if unit.awaits_backward][: ahead.horizon]
+        ahead.expect(list(coming.values()), awaited)
 
     def _upcoming(self, current: Unit | None, direction: Direction) -> Iterator[Unit]:
         order = self._order
@@ -233,7 +243,7 @@ class Window:
             unit.await_others(version)
             self._h2d.wait(free, f"a slot of the window for {unit.name}")
             start = self._device.mark(self._h2d.stream, timed=True)
-            moved = self._fill(unit, slot.buffer)
+            moved = self._source.fill(unit, slot.buffer)
             end = self._device.mark(self._h2d.stream, timed=True)
             ready.keep(end)
             self._h2d.meter.add_interval(start, end, moved, ("weights", unit.order))

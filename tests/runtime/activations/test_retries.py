@@ -34,17 +34,20 @@ class Reserve:
     def __init__(self, left: int) -> None:
         self.left, self.released = left, 0
 
-    def give_up(self) -> bool:
+    def make_room(self) -> bool:
         self.left -= 1
         return self.left >= 0
 
-    def release(self) -> None:
+    def release_cached(self) -> None:
         self.released += 1
+
+    def explain_shortage(self) -> str:
+        return " Nothing is left."
 
 
 def retries(left: int) -> tuple[Retries, Reserve]:
     reserve = Reserve(left)
-    return Retries(reserve.give_up, reserve.release, lambda: " Nothing is left."), reserve
+    return Retries(reserve), reserve
 
 
 def test_an_operator_runs_again_until_there_is_room() -> None:

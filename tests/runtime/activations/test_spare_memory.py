@@ -128,21 +128,28 @@ class Telling(Ranks):
         return self._told
 
 
+class Updating:
+    """Says when updates run."""
+
+    found = Schedules("deferred", "deferred")
+
+    def schedules(self) -> Schedules:
+        return self.found
+
+
 class Run:
     """A training. `stall`: seconds of a step of 1 s in which the GPU waits for the host."""
 
     def __init__(self, *, ranks: Ranks | None = None, stall: float = 0.5, limit: int | None = None) -> None:
         self.gpu = Gpu()
         self.units = Units(self.gpu)
-        self.schedules = Schedules("deferred", "deferred")
+        self.updating = Updating()
         device = Device(torch.device("cpu"))
         self.recorder = StepRecorder(device, Waits(device))
         lanes: dict[str, dict[str, float | int]] = {"compute": {"busy_s": 1 - stall, "bytes": 0}}
         self.recorder.latest = StepStatistics(1, 1.0, 1.0, "compute", lanes, {})
         budget = Budget(self.gpu, limit, lambda: self.gpu.on_gpu)
-        self.spare = SpareMemory(
-            Activations([], device), budget, ranks or Ranks(), self.recorder, lambda: self.schedules
-        )
+        self.spare = SpareMemory(Activations([], device), budget, ranks or Ranks(), self.recorder, self.updating)
         self.spare.states = self.units
 
     def forward(self, batch: Sequence[int] = (1, TOKENS)) -> None:
@@ -364,7 +371,7 @@ def test_a_step_is_judged_by_the_updates_that_ran_in_it(monkeypatch: pytest.Monk
         return times(busy, step_s, schedule, **given)
 
     monkeypatch.setattr(StepTimes, "of", of)
-    run.schedules = Schedules("deferred", "two passes")
+    run.updating.found = Schedules("deferred", "two passes")
     assert run.recorder.latest is not None
     run.recorder.latest.lanes["update"] = {"busy_s": 0.3, "bytes": 0, "holding_s": 0.125}
     run.steps(LOOKS[0])
@@ -435,7 +442,7 @@ def test_states_that_make_room_in_a_step_leave_as_much_free(ranks: int) -> None:
     most, reserves = len(run.units.orders), list[float]()
     for _ in range(4):
         run.forward()
-        assert run.spare._make_room()
+        assert run.spare.make_room()
         run.spare.end_step()
         reserves.append(run.spare._reserve)
     if ranks == 2:
@@ -450,7 +457,7 @@ def test_states_that_make_room_for_an_evaluation_leave_nothing_free() -> None:
     run.units.parkable = True
     with torch.no_grad():
         run.spare.begin_forward((), {"input_ids": torch.zeros(1, TOKENS, dtype=torch.long)})
-        assert run.spare._make_room()
+        assert run.spare.make_room()
         run.spare.end_forward(completed=True)
     margin = run.spare._margin
     run.gpu.retries += 3

@@ -59,7 +59,9 @@ def rows(device: Device, failures: Failures, make_worker: Callable[[str], Stream
     )
     weights, gradients = ([torch.zeros(CHUNK * WIDTH * 4, dtype=torch.uint8) for _ in range(2)] for _ in range(2))
     buffers = RowBuffers.of(unit, weights, gradients)
-    streamed = StreamedRows(buffers, device, make_worker("h2d"), make_worker("d2h"), failures, None, Events())  # type: ignore[arg-type]
+    lanes = SimpleNamespace(outer_h2d=make_worker("h2d"), d2h=make_worker("d2h"))
+    context: Any = SimpleNamespace(device=device, failures=failures, lanes=lanes)
+    streamed = StreamedRows(buffers, context, None, Events())  # type: ignore[arg-type]
     return SimpleNamespace(unit=unit, streamed=streamed)
 
 

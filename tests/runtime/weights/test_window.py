@@ -23,6 +23,17 @@ from ds_slide.runtime.weights.window import Direction, Slot, Window
 NUMEL = 64
 
 
+class Ahead:
+    """Keeps what it is told of: the orders of the blocks."""
+
+    def __init__(self, horizon: int) -> None:
+        self.horizon = horizon
+        self.told: list[tuple[list[int], list[int]]] = []
+
+    def expect(self, coming: Sequence[Unit], in_backward: Sequence[Unit]) -> None:
+        self.told.append(([unit.order for unit in coming], [unit.order for unit in in_backward]))
+
+
 class Rig:
     """A window over units with real lanes; `delay_ms` shakes the order in which threads run."""
 
@@ -34,9 +45,9 @@ class Rig:
         self.h2d = StreamWorker("h2d", device, failures, LaneMeter(), Delay(delay_ms, 1))
         self.updates = UpdateWorker(device, failures, LaneMeter(), Delay(delay_ms, 2))
         buffers = [torch.full((NUMEL,), -1.0) for _ in range(slots)]
-        self.window = Window(device, self.h2d, failures, units, buffers, self._fill)
+        self.window = Window(device, self.h2d, failures, units, buffers, self)
 
-    def _fill(self, unit: Unit, buffer: torch.Tensor) -> int:
+    def fill(self, unit: Unit, buffer: torch.Tensor) -> int:
         self.fills.append(unit.order)
         buffer.copy_(unit.state.weights.buffer.tensor)
         return NUMEL * 4
@@ -124,9 +135,8 @@ def test_a_slot_for_each_block_spares_backward_and_other_micro_batches_the_fetch
 def test_what_comes_next_is_announced_once_and_in_order(rig: Any) -> None:
     """Blocks still to be fetched; in backward also those whose backward is to come, wherever they are."""
     own = rig(6, 3)
-    told: list[tuple[list[int], list[int]]] = []
-    own.window._announce = lambda coming, awaited: told.append(([u.order for u in coming], [u.order for u in awaited]))
-    own.window._horizon = 2
+    own.window._ahead = ahead = Ahead(2)
+    told = ahead.told
     own.window.prefetch(None, "forward")
     own.h2d.drain()
     own.through(own.units[:2], "forward")
@@ -142,17 +152,16 @@ def test_what_comes_next_is_announced_once_and_in_order(rig: Any) -> None:
 def test_the_block_that_compute_waits_for_is_announced_first(rig: Any) -> None:
     """Its update has to find a buffer: nothing may be held back for what comes after it."""
     own = rig(6, 2)
-    told: list[list[int]] = []
-    own.window._announce = lambda coming, _: told.append([u.order for u in coming])
-    own.window._horizon = 3
+    own.window._ahead = ahead = Ahead(3)
+    told = ahead.told
     pending = own.units[1].open_update(own.failures)
     own.through(own.units[:1], "forward")
     own.window.release(own.window.acquire(own.units[1], "forward"))
-    assert told[-1] == [1, 2, 3]
+    assert told[-1] == ([1, 2, 3], [])
     pending.finish(0)
     own.h2d.drain()
     own.window.prefetch(own.units[1], "forward")
-    assert told[-1] == [3, 4, 5]  # its slot is filled, and so is that of the next
+    assert told[-1] == ([3, 4, 5], [])  # its slot is filled, and so is that of the next
 
 
 def test_inference_starts_again_from_the_front(rig: Any) -> None:

@@ -1,0 +1,97 @@
+"""Where the coming step stands, and what may happen then.
+
+EMPTY           no gradient of it has been taken
+HELD            the gradients of one or more backwards wait for `step()`
+UPDATED         a backward has updated weights, and only `step()` may follow (clipping off)
+LOST_BACKWARD   the last backward ended with an exception, and nothing of it was kept
+LOST_SUM        ... when parts of it had been added to the gradients of earlier backwards
+MIXED           ... when some blocks had been updated and others had not
+
+a backward ends             EMPTY, HELD, LOST_BACKWARD -> HELD or UPDATED
+a step, `zero_grad()`       all but MIXED -> EMPTY
+an exception in a backward  EMPTY -> LOST_BACKWARD; HELD -> LOST_BACKWARD or LOST_SUM; clipping off -> MIXED
+an exception in a step      -> MIXED
+a checkpoint is loaded      all -> EMPTY
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from ds_slide.errors import SlideError
+
+HOLD_HINT = (
+    'set "ds_slide": {"defer_updates": true}, which keeps gradients in host memory (2 bytes a parameter) until step()'
+)
+
+
+class Phase(Enum):
+    """Of the coming step."""
+
+    EMPTY = auto()
+    HELD = auto()
+    UPDATED = auto()
+    LOST_BACKWARD = auto()
+    LOST_SUM = auto()
+    MIXED = auto()
+
+
+class Event(Enum):
+    """What a phase may refuse."""
+
+    FORWARD = auto()
+    """Of the whole model, also one without gradients."""
+    TRAINING_FORWARD = auto()
+    BACKWARD = auto()
+    """It begins at an output of the model."""
+    BLOCK_BACKWARD = auto()
+    """It comes to a block, whichever way it has begun."""
+    STEP = auto()
+    DISCARD = auto()
+    """All gradients go: other states have been loaded, or numbers have overflowed."""
+    ZERO_GRAD = auto()
+    READ = auto()
+    """Weights and optimizer states are read: saved, for example."""
+
+
+_LOST_BACKWARD = (
+    "engine.step() after a backward() that ended with an exception, and of which nothing was kept; run forward and "
+    "backward() once more, of this micro-batch or another one, before engine.step()"
+)
+_LOST_SUM = (
+    "backward() ended with an exception when parts of its gradients had been added to those of earlier micro-batches "
+    "of this step, from which nothing takes them out again; call engine.zero_grad() and begin the step anew, with its "
+    "first micro-batch"
+)
+_MIXED = (
+    "{what} ended with an exception when some blocks had been updated and others had not, so that weights and "
+    "optimizer states are a mixture of two steps; load the last checkpoint with engine.load_checkpoint(), or end this "
+    "run and resume from there"
+)
+_SECOND_BACKWARD = (
+    "a backward() that is not the only one before its engine.step() needs held gradients, because with clipping off "
+    f"weights are updated under backward; {HOLD_HINT}"
+)
+
+REFUSED: dict[tuple[Phase, Event], str] = {
+    **{(Phase.MIXED, event): _MIXED for event in Event if event not in (Event.BLOCK_BACKWARD, Event.DISCARD)},
+    (Phase.LOST_SUM, Event.TRAINING_FORWARD): _LOST_SUM,
+    (Phase.LOST_SUM, Event.BACKWARD): _LOST_SUM,
+    (Phase.LOST_SUM, Event.STEP): _LOST_SUM,
+    (Phase.LOST_BACKWARD, Event.STEP): _LOST_BACKWARD,
+    (Phase.UPDATED, Event.FORWARD): (
+        "a forward began after backward() at an accumulation boundary and before engine.step(), but the weights are "
+        f"being updated under backward; call engine.step() first, or {HOLD_HINT}"
+    ),
+    (Phase.UPDATED, Event.BACKWARD): _SECOND_BACKWARD,
+    (Phase.UPDATED, Event.BLOCK_BACKWARD): _SECOND_BACKWARD,
+    (Phase.UPDATED, Event.DISCARD): f"the gradients cannot be discarded: their updates are under way; {HOLD_HINT}",
+}
+"""The sentences. What is not here may happen. `{what}`: the call that has ended with an exception."""
+
+
+def require(phase: Phase, event: Event, *, what: str = "") -> None:
+    """SlideError where `phase` refuses `event`."""
+    sentence = REFUSED.get((phase, event))
+    if sentence is not None:
+        raise SlideError(sentence.replace("{what}", what))
