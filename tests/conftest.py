@@ -119,9 +119,10 @@ def quick_interpreter() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def _known_cpu() -> Iterator[None]:
-    """DeepSpeed asks which CPU it has at every engine, in a process of its own that takes longer than most tests do."""
+    """DeepSpeed asks which CPU it has at every engine, and `ds-slide` does at every plan for this machine. The answer
+    comes from a process of its own that takes longer than most tests do, so it is asked for once."""
     import cpuinfo
 
     with pytest.MonkeyPatch.context() as patch:
@@ -146,7 +147,7 @@ def _process_group(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_rank(_process_group: None, _known_cpu: None) -> Iterator[None]:
+def one_rank(_process_group: None) -> Iterator[None]:
     """A process group of one rank, and one torch thread: the models are too small for two, and bits must repeat.
 
     A garbage collection passes over all that was made before: over the modules' million objects it takes a third of a
