@@ -32,15 +32,21 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave all but every n-th parameter set of a thinned test to the slow run. A step that has no common divisor with
-    the sizes of a grid leaves each of its values in."""
+    """Leave most parameter sets of some tests to the slow run.
+
+    `thinned(n)` keeps every n-th one. A step that has no common divisor with the sizes of a grid leaves each of its
+    values in. `by_turns(n)` keeps one of each n, the first of the first n, the second of the next, and so on: where a
+    case has n settings, each case stays in, and so does each setting.
+    """
     seen: dict[str, int] = {}
     for item in items:
-        if (marker := item.get_closest_marker("thinned")) is None:
+        if (marker := item.get_closest_marker("by_turns") or item.get_closest_marker("thinned")) is None:
             continue
         test = item.nodeid.partition("[")[0]
-        number = seen[test] = seen.get(test, -1) + 1
-        if number % marker.args[0]:
+        number, step = seen.get(test, 0), marker.args[0]
+        seen[test] = number + 1
+        kept = number // step % step if marker.name == "by_turns" else 0
+        if number % step != kept:
             item.add_marker(pytest.mark.slow)
 
 

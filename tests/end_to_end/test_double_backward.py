@@ -97,6 +97,7 @@ def penalty_of_the_penalty(run: Run) -> float:
 LOOPS = [gradient_penalty, forces, forces_alone, penalty_through_checkpoints, penalty_of_the_penalty]
 
 
+@pytest.mark.by_turns(3)
 @SLIDES
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("loop", LOOPS)

@@ -325,6 +325,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_numbers_are_plain_torchs(name: str, clip: float) -> None:

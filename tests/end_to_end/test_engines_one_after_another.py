@@ -135,6 +135,7 @@ SPOILED = [
 ]
 
 
+@pytest.mark.by_turns(2)
 @WINDOWS
 @pytest.mark.parametrize("end", [keep, destroy])
 @pytest.mark.parametrize("spoil, clip, sentence", SPOILED)
@@ -220,6 +221,7 @@ def write_partitions(value: Callable[[torch.Tensor], torch.Tensor], *, train_on:
     return loop
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @WINDOWS
 @pytest.mark.parametrize("train_on", [True, False])
@@ -290,6 +292,7 @@ def evaluated_by_turns(model: nn.Module, number: int) -> tuple[nn.Module, dict[s
     return model, {} if number % 2 else {"optimizer": None}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "dropped"])
 @pytest.mark.parametrize("end", [keep, destroy])
 @pytest.mark.parametrize("slide", [{"window": 2}, {"window": 2, "gpu_states": "1GiB"}], ids=["host", "gpu"])

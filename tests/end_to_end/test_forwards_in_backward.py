@@ -175,6 +175,7 @@ HELD = {
 }
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     "name, clip", [*((name, clip) for name in LOOPS for clip in (1.0, 0.0)), *((name, 1.0) for name in HELD)]
 )
@@ -189,6 +190,7 @@ def test_the_default_window(name):
     assert_right(run_loop(loop, "slide", slide={}), run_loop(loop, "plain"))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", LOOPS | HELD)
 def test_stock_is_as_the_table_says(name):
     loop, expected = (LOOPS | HELD)[name]

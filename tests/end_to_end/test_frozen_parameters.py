@@ -117,12 +117,14 @@ KEYS = {
 }
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("loop", [loop for loop, _ in LOOPS])
 def test_the_numbers_are_plain_torchs(loop, clip):
     assert_right(run_loop(loop, "slide", clip=clip), run_loop(loop, "plain", clip=clip))
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("keys", [keys for keys in KEYS if keys != "window 2"])
 @pytest.mark.parametrize("loop", [half_of_each_block, lisa])
@@ -130,6 +132,7 @@ def test_wherever_and_whenever_updates_run(loop, keys, clip):
     assert_right(run_loop(loop, "slide", clip=clip, slide=KEYS[keys]), run_loop(loop, "plain", clip=clip))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("loop, expected", LOOPS)
 def test_stock_is_as_the_table_says(loop, expected):
     assert outcome(loop, "stock") == expected
@@ -164,6 +167,7 @@ def _bits(model: torch.nn.Module, state_names: Iterable[str], compressed: bool) 
     return {name: value.clone() for name, value in found.items()}
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize(
     "store, optimizer", [*((store, "AdamW") for store in STORES), ("window 2", "Lion"), ("window 2", "SGD")]

@@ -104,6 +104,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.by_turns(4)
 @pytest.mark.parametrize("slide", [{"window": 2}, {}], ids=["window 2", "default"])
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("loop", REFUSED)
@@ -239,6 +240,7 @@ COMPUTED = [
 ]
 
 
+@pytest.mark.by_turns(4)
 @pytest.mark.parametrize("slide", [{"window": 2}, {}], ids=["window 2", "default"])
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("loop", COMPUTED)

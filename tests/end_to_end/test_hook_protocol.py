@@ -149,6 +149,7 @@ def plain_tokens(engine: Any) -> torch.Tensor:
     return tokens
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(("slide", "clip"), [({"window": 2}, 1.0), ({}, 0.0)])
 @pytest.mark.parametrize("way", WAYS)
 def test_generation_between_steps(way: Callable[[Any], Any], clip: float, slide: dict[str, Any]) -> None:
@@ -168,6 +169,7 @@ def test_generation_between_steps(way: Callable[[Any], Any], clip: float, slide:
     assert differences(*results) == []
 
 
+@pytest.mark.by_turns(2)
 @SLIDES
 @pytest.mark.parametrize("way", WAYS)
 def test_generation_without_an_optimizer(way: Callable[[Any], Any], slide: dict[str, Any]) -> None:

@@ -119,6 +119,7 @@ LOOPS: list[Loop] = [dictionary, pairs, numbered, named]
 SLIDES = [{"window": 2}, {}]
 
 
+@pytest.mark.by_turns(4)
 @pytest.mark.parametrize("slide", SLIDES, ids=["window 2", "default"])
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("loop", LOOPS)

@@ -420,6 +420,7 @@ LOOPS = [*map(stepping, KINDS), *OTHERS]
 plain = functools.cache(functools.partial(run_loop, system="plain"))
 
 
+@pytest.mark.by_turns(4)
 @pytest.mark.parametrize(("clip", "slide"), [(1.0, "ample"), (1.0, "small"), (0.0, "small"), (0.0, "default")])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_the_numbers_are_plain_torchs(loop: Loop, clip: float, slide: str) -> None:

@@ -212,6 +212,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_numbers_are_plain_torchs(name, clip):
@@ -225,6 +226,7 @@ def test_the_default_window(name):
     assert_right(run_loop(loop, "slide", slide={}), run_loop(loop, "plain"))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", LOOPS)
 def test_stock_is_as_the_table_says(name):
     loop, expected = LOOPS[name]

@@ -119,6 +119,7 @@ LOOPS = [
 ]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @SLIDES
 @pytest.mark.parametrize("loop", LOOPS)

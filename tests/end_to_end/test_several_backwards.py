@@ -80,6 +80,7 @@ BACKWARDS = [
 ]
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("slide", [{"window": 2}, {}], ids=["window 2", "default"])
 @pytest.mark.parametrize("backwards", BACKWARDS)
 def test_the_gradients_add_up(backwards, slide):

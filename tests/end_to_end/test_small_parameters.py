@@ -201,6 +201,7 @@ LOOPS = [
 WINDOWS: list[dict[str, Any]] = [{"window": 2}, {}]
 
 
+@pytest.mark.by_turns(4)
 @pytest.mark.parametrize("slide", WINDOWS, ids=["window 2", "default window"])
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("loop", [loop for loop, _ in LOOPS])
@@ -208,6 +209,7 @@ def test_the_numbers_are_plain_torchs(loop, clip, slide):
     assert_right(run_loop(loop, "slide", clip=clip, slide=slide), run_loop(loop, "plain", clip=clip))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("loop, expected", LOOPS)
 def test_stock_is_as_the_table_says(loop, expected):
     assert outcome(loop, "stock") == expected

@@ -63,6 +63,7 @@ class Bag(Reader):
         self.words = nn.EmbeddingBag(VOCABULARY, WIDTH, sparse=sparse)  # type: ignore[assignment]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("slide", [{"window": 2}, {}, {"gpu_states": "1GiB"}], ids=["window 2", "default", "on GPU"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("clip", [1.0, 0.0])

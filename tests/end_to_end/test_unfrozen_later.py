@@ -119,12 +119,14 @@ KEYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("loop", [loop for loop, _ in LOOPS])
 def test_the_numbers_are_plain_torchs(loop, clip):
     assert_right(run_loop(loop, "slide", clip=clip), run_loop(loop, "plain", clip=clip))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("loop, expected", LOOPS)
 def test_stock_is_as_the_table_says(loop, expected):
     assert outcome(loop, "stock") == expected
@@ -169,6 +171,7 @@ def _in_two_stages(
     return _bits(engine.module, engine.optimizer.rule.state_names)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "keys",
     [*KEYS.values(), {"window": 2, "state_dtype": "bf16"}, {"window": 2, "state_dtype": "8bit"}],

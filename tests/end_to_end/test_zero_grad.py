@@ -119,6 +119,7 @@ def before_an_accumulation(zero: Zero, run: Run) -> None:
             engine.step()
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("zero", [*ALL, *SOME])
 def test_a_backward_in_an_evaluation_is_dropped(zero: Zero, clip: float) -> None:
@@ -153,6 +154,7 @@ def test_micro_batches_of_an_accumulation_stay(clip: float) -> None:
     assert_right(found, run_loop(before_each_micro_batch, "plain", clip=clip))
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("zero", ALL)
 def test_what_is_no_micro_batch_goes_before_an_accumulation(zero: Zero, clip: float) -> None:

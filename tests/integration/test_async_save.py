@@ -70,6 +70,7 @@ def writes(monkeypatch) -> Iterator[Writes]:
     held.go.set()
 
 
+@pytest.mark.thinned(2)
 @cases
 def test_the_checkpoint_is_of_the_step_that_was_saved(name, writes, tmp_path, disk):
     """The thread writes after four more steps; the run goes on as if nothing had been saved."""

@@ -48,6 +48,7 @@ def reference(schedule: Schedule) -> Result:
     return result
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("slide", PLACEMENTS.values(), ids=PLACEMENTS)
 def test_placement_changes_no_bit(schedule: Schedule, slide: dict[str, Any]) -> None:

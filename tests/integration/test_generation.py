@@ -62,6 +62,7 @@ WAYS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipping", "immediate"])
 @pytest.mark.parametrize("states", SLIDE)
 @pytest.mark.parametrize("way", WAYS)

@@ -203,6 +203,7 @@ def test_the_other_rank_takes_its_time(launcher: Launcher, together: list[dict[s
 INTERRUPTED = r"backward\(\) on rank 1 ended with an exception in the middle of what all ranks do"
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("slide", [{}, {"share_weights": False}], ids=["shared", "gathered"])
 @pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipping", "immediate"])
 def test_a_rank_catches_an_exception_out_of_backward(launcher: Launcher, slide: dict[str, Any], clip: float) -> None:

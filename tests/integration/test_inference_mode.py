@@ -45,6 +45,7 @@ def losses(slide: dict[str, Any], clip: float, folder: Path, mode: Callable[[], 
     return found
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("slide", PLACES, ids=str)
 def test_training_goes_on_as_after_no_grad(slide: dict[str, Any], clip: float, tmp_path: Path) -> None:

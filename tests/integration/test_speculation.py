@@ -303,6 +303,7 @@ def fail(engine: Any, model: nn.Module, batch: Batch) -> list[torch.Tensor]:
     return []
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("way_back", [SPARE, LOGS], ids=["spare", "logs"])
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("what", "kind", "clip", "accumulation", "calls"), CASES)
 def test_damage_ends_the_run(tmp_path: Path, what: str, kind: str, clip: float, accumulation: int, calls: int) -> None:
     """After so many calls of a step: between steps (0), forward and backward (1), backward and step (2), or after the

@@ -437,6 +437,7 @@ def test_a_copy_that_fails_leaves_units_where_they_are(failing: int, monkeypatch
     assert differences(result, trained(llama(), config(), data)) == []
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("failing", [0, 1, 5])
 @pytest.mark.parametrize("name", ["read_now", "write_now"])
 def test_a_disk_that_fails_leaves_units_where_they_are(
