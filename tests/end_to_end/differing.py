@@ -212,14 +212,14 @@ def reference(case: Case, ranks: int) -> Run:
 GATHERED = {"share_weights": False}
 DELAYS = {"debug": {"lane_delay_ms": 0.3, "seed": 5}}
 
+GRID: dict[str, Case] = {
+    f"{kind.__name__}, clip {clip}, accumulation {accumulation}": Case(
+        kind, clip=clip, accumulation=accumulation, slide=DELAYS
+    )
+    for kind in (images_on_one_rank, layer_drop, experts, mixture)
+    for clip, accumulation in ((1.0, 1), (0.0, 1), (1.0, 2))
+}
 CASES: dict[str, Case] = {
-    **{
-        f"{kind.__name__}, clip {clip}, accumulation {accumulation}": Case(
-            kind, clip=clip, accumulation=accumulation, slide=DELAYS
-        )
-        for kind in (images_on_one_rank, layer_drop, experts, mixture)
-        for clip, accumulation in ((1.0, 1), (0.0, 1), (1.0, 2))
-    },
     "default window": Case(mixture, slide={"window": "auto"}),
     "expected in vain": Case(forgetful, Forgetful, steps=9, slide=DELAYS),
     "expected in vain, clip 0.0": Case(forgetful, Forgetful, clip=0.0, steps=9, slide=DELAYS),
@@ -257,4 +257,4 @@ VISION_LANGUAGE: dict[str, Case] = {
     "mixtral, gathered, clip 0.0": Case(vl.mixtral_batch, vl.mixtral, clip=0.0, steps=3, slide=GATHERED),
 }
 LONG = {"200 steps": Case(mixture, steps=200, slide={"debug": {"lane_delay_ms": 0.2, "seed": 7}})}
-ALL = {**CASES, **VISION_LANGUAGE, **LONG}
+ALL = {**GRID, **CASES, **VISION_LANGUAGE, **LONG}

@@ -1,6 +1,8 @@
-"""One of two ranks (gloo, CPU): runs every loop of `LOOPS` and leaves the masters in FOLDER/rank<N>.pt.
+"""One of two ranks (gloo, CPU): runs loops of `LOOPS` and leaves the masters in FOLDER/rank<N>.pt.
 
-    python doubtful_ranks_worker.py FOLDER
+    python doubtful_ranks_worker.py FOLDER CASES
+
+CASES: a loop and a clipping each, as JSON.
 
 Each rank gets half of each batch, so that plain torch with the whole batches has the right numbers.
 """
@@ -8,6 +10,7 @@ Each rank gets half of each batch, so that plain torch with the whole batches ha
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,12 +106,10 @@ CLIPS = (1.0, 0.0)
 
 def main(rank: int, folder: Path) -> None:
     with two_ranks.as_rank(rank, folder) as seen:
-        for name, (loop, slide) in LOOPS.items():
-            for clip in CLIPS:
-                run = run_loop(
-                    functools.partial(loop, functools.partial(of_rank, rank)), "slide", clip=clip, slide=slide
-                )
-                seen[f"{name}, {clip}"] = run.masters
+        for name, clip in json.loads(sys.argv[2]):
+            loop, slide = LOOPS[name]
+            own = functools.partial(loop, functools.partial(of_rank, rank))
+            seen[name, clip] = run_loop(own, "slide", clip=clip, slide=slide).masters
 
 
 if __name__ == "__main__":

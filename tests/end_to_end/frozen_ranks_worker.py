@@ -1,11 +1,15 @@
 """One of two ranks (gloo, CPU) that freeze and unfreeze, for test_frozen_ranks.py: leaves what it saw in rank<N>.pt.
 
-python frozen_ranks_worker.py FOLDER
+python frozen_ranks_worker.py FOLDER CASES
+
+CASES: a loop, a name of `KEYS` and a clipping each, as JSON.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -80,11 +84,9 @@ def different_flags(run: Run, rank: int) -> None:
 
 def main(rank: int, folder: Path) -> None:
     with two_ranks.as_rank(rank, folder) as seen:
-        for clip in (1.0, 0.0):
-            for keys, slide in KEYS.items():
-                for name, loop in LOOPS.items():
-                    own = functools.partial(loop, batches=batches_of(rank))
-                    seen[name, keys, clip] = run_loop(own, "slide", clip=clip, slide=slide).masters
+        for name, keys, clip in json.loads(sys.argv[2]):
+            own = functools.partial(LOOPS[name], batches=batches_of(rank))
+            seen[name, keys, clip] = run_loop(own, "slide", clip=clip, slide=KEYS[keys]).masters
         for clip in (1.0, 0.0):
             try:
                 run_loop(functools.partial(different_flags, rank=rank), "slide", clip=clip)

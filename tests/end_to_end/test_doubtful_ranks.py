@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,17 @@ WORKER = Path(__file__).resolve().parent / "doubtful_ranks_worker.py"
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """The masters at the end, by rank and loop."""
-    yield two_ranks.seen_by(two_ranks.run(str(WORKER), tmp_path_factory.mktemp("ranks")))
+    rows = two_ranks.asked_for(request, "test_the_numbers_are_plain_torchs")
+    cases = json.dumps([(row["name"], row["clip"]) for row in rows])
+    return two_ranks.seen_by(two_ranks.run(WORKER, tmp_path_factory.mktemp("ranks"), cases))
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_numbers_are_plain_torchs(name: str, clip: float, seen: list[Any]) -> None:
     expected = run_loop(functools.partial(LOOPS[name][0], whole), "plain", clip=clip)
     for of_rank in seen:
-        assert_right(replace(expected, masters=of_rank[f"{name}, {clip}"]), expected)
+        assert_right(replace(expected, masters=of_rank[name, clip]), expected)

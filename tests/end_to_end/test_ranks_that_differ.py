@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 import two_ranks
 import warm
-from differing import ALL, CASES, LONG, VISION_LANGUAGE, reference
+from differing import ALL, CASES, GRID, LONG, VISION_LANGUAGE, reference
 from loops import TOLERANCE, distance
 
 HERE = Path(__file__).parent
@@ -23,7 +25,7 @@ THREE_RANKS = [
 ]
 
 Seen = list[dict[str, Any]]
-Runs = Callable[[int, Sequence[str]], Seen]
+Runs = Callable[..., Seen]
 
 
 def run_worker(worker: str, folder: Path, ranks: int, *arguments: str) -> Seen:
@@ -34,15 +36,13 @@ def run_worker(worker: str, folder: Path, ranks: int, *arguments: str) -> Seen:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs these cases on so many ranks, all in one process each, once."""
-    known: dict[tuple[int, str], Seen] = {}
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs the cases of a test on so many ranks, all in one process each, once."""
 
-    def run(ranks: int, names: Sequence[str]) -> Seen:
-        key = ranks, ";".join(names)
-        if key not in known:
-            known[key] = run_worker("differing_worker.py", tmp_path_factory.mktemp("ranks"), ranks, *names)
-        return known[key]
+    @functools.cache
+    def run(ranks: int, *tests: str) -> Seen:
+        names = [row["name"] for test in tests for row in two_ranks.asked_for(request, test)]
+        return run_worker("differing_worker.py", tmp_path_factory.mktemp("ranks"), ranks, *dict.fromkeys(names))
 
     return run
 
@@ -55,32 +55,41 @@ def assert_as_one_process(name: str, seen: Seen) -> None:
         assert of_rank[name][0] == norm
         for parameter, master in masters[0].items():
             assert torch.equal(of_rank[name][1][0][parameter], master), parameter
-    found = reference(ALL[name], len(seen))
-    found.masters = masters
-    assert distance(found, expected) < TOLERANCE
+    assert distance(replace(expected, masters=masters), expected) < TOLERANCE
     assert norm == pytest.approx(expected.returned, rel=1e-4)
+
+
+TWO_RANKS = ("test_two_ranks", "test_two_ranks_whose_steps_differ", "test_models_of_vision_and_language")
+
+
+@pytest.mark.by_turns(3)
+@pytest.mark.parametrize("name", GRID)
+def test_two_ranks_whose_steps_differ(name: str, runs: Runs) -> None:
+    assert_as_one_process(name, runs(2, *TWO_RANKS))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks(name: str, runs: Runs) -> None:
-    assert_as_one_process(name, runs(2, list(CASES)))
+    assert_as_one_process(name, runs(2, *TWO_RANKS))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", VISION_LANGUAGE)
 def test_models_of_vision_and_language(name: str, runs: Runs) -> None:
-    assert_as_one_process(name, runs(2, list(VISION_LANGUAGE)))
+    assert_as_one_process(name, runs(2, *TWO_RANKS))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", THREE_RANKS)
 def test_three_ranks(name: str, runs: Runs) -> None:
-    assert_as_one_process(name, runs(3, THREE_RANKS))
+    assert_as_one_process(name, runs(3, "test_three_ranks"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", LONG)
 def test_many_steps_of_random_mixtures(name: str, ranks: int, runs: Runs) -> None:
-    assert_as_one_process(name, runs(ranks, list(LONG)))
+    assert_as_one_process(name, runs(ranks, "test_many_steps_of_random_mixtures"))
 
 
 @pytest.fixture(scope="module")

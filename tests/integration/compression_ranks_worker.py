@@ -21,9 +21,9 @@ from ds_slide.integration import assemble
 from ds_slide.runtime import learning
 from ds_slide.runtime.weights import sharing
 
-STEPS, BLOCKS = 6, 2
+STEPS, BLOCKS = 4, 2
 # 17 x 17 and, of k and v, 16 x 16: odd, so that the parts of the ranks are padded.
-LSP: dict[str, Any] = {"type": "lsp", "d": 17, "r": 4, "check_every": 2, "threshold": 0.0}
+LSP: dict[str, Any] = {"type": "lsp", "d": 17, "r": 2, "check_every": 2, "threshold": 0.0}
 EXACT: dict[str, Any] = {"type": "lsp", "d": 64, "r": 1, "check_every": 2}
 ROUNDED = LSP | {"master_dtype": "bf16"}
 DELAYS = {"lane_delay_ms": 3.0, "seed": 5}
@@ -71,7 +71,7 @@ def odd_loss(engine: Any, x: torch.Tensor) -> torch.Tensor:
 
 def odd_data(rank: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(2, 35, generator=generator).bfloat16() for _ in range(STEPS)]
+    return [torch.randn(2, 35, generator=generator).bfloat16() for _ in range(6)]
 
 
 def odd_config(master_dtype: str = "auto", **slide: Any) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def left_by(model: nn.Module, engine: Any, result: Any) -> dict[str, Any]:
 
 def resumed(rank: int, folder: Path) -> dict[str, Any]:
     """A run, and one from its checkpoint on; then what a step with an infinite loss on one rank does."""
-    data, config = batches(2 * STEPS)[rank::2], ds_config({"compression": LSP})
+    data, config = batches(10)[rank::2], ds_config({"compression": LSP})
     seen: dict[str, Any] = {}
     model = llama(seed=rank, num_hidden_layers=BLOCKS)
     with engine_for(model, config) as engine:

@@ -69,6 +69,7 @@ def test_losses(clip: float, accumulation: int) -> None:
     assert slide.norms == pytest.approx(stock.norms, rel=NORM_TOLERANCE)
 
 
+@pytest.mark.thinned(3)
 @by_schedule
 def test_masters(clip: float, accumulation: int) -> None:
     """The masters end in the same place, compared with the way that they have come."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 import warm
 
@@ -17,9 +18,10 @@ HERE = Path(__file__).resolve().parent
 RANKS = 2
 
 
-def run(worker: str, folder: Path, timeout_s: float = warm.PATIENCE_S) -> Path:
-    """Runs `python WORKER FOLDER`, which is to call `fork_ranks`; fails with the end of the logs. Returns `folder`."""
-    code = warm.start(HERE / worker, folder, folder=folder).end(timeout_s)
+def run(worker: str | Path, folder: Path, *arguments: str, timeout_s: float = warm.PATIENCE_S) -> Path:
+    """Runs `python WORKER FOLDER ARGUMENTS`, which is to call `fork_ranks`; fails with the end of the logs. Returns
+    `folder`."""
+    code = warm.start(HERE / worker, folder, *arguments, folder=folder).end(timeout_s)
     assert code == 0, "\n".join(log.read_text(errors="replace")[-4000:] for log in _logs(folder))
     return folder
 
@@ -27,6 +29,14 @@ def run(worker: str, folder: Path, timeout_s: float = warm.PATIENCE_S) -> Path:
 def _logs(folder: Path) -> list[Path]:
     """That of the worker, and those of its ranks, the oldest first."""
     return [folder / "log", *sorted(folder.rglob("rank*.log"), key=lambda log: log.stat().st_mtime)]
+
+
+def asked_for(request: pytest.FixtureRequest, test: str) -> list[dict[str, Any]]:
+    """The parameters of each run of `test`, of the same module, that this session has: a worker runs no other cases."""
+    own = (
+        item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module
+    )
+    return [item.callspec.params for item in own if item.originalname == test]
 
 
 def seen_by(folder: Path, ranks: int = RANKS) -> list[Any]:
