@@ -1,9 +1,13 @@
-"""One rank of `test_ranks`: trains in several ways and writes what came out to a file."""
+"""One rank of `test_ranks`: trains in several ways and writes what came out to a file.
+
+python ranks_worker.py FOLDER NAME...
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -202,7 +206,8 @@ def main(rank: int, folder: Path) -> None:
         callers = threads_by_collective()
         ends, settled = ends_of_backwards(), results.setdefault("settled", {})
         entries, entered = entries_of_rank_0(), results.setdefault("entered", {})
-        for name, (slide, settings) in RUNS.items():
+        for name in sys.argv[2:]:
+            slide, settings = RUNS[name]
             data = batches(2 * STEPS * settings.get("accumulation", 1))
             # Every rank draws other weights: rank 0's have to win.
             config = ds_config(slide, **settings)

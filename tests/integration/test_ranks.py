@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import two_ranks
 from harness import Result, batches, differences, ds_config, llama, trained, unequal
 from two_ranks import RANKS
 
@@ -41,9 +43,26 @@ SAME_BITS = {
     "spare-gathered": "immediate",
     "ssd-inputs": "clipping",
 }
-SLIDE_RUNS = ["clipping", "immediate", "accumulation", "held", *SAME_BITS]
+ALWAYS = ("clipping", "immediate", "immediate-gpu-states", "gpu-states", "accumulation", "held", "stock")
+# Each beside another run of the same kind: with clipping or without, shared or gathered.
+SLOW = (
+    *("speculative-gathered", "gathered", "gathered-gpu-states", "ssd-immediate", "spare"),
+    *("moves-immediate", "moves-gathered-kept", "moves-ssd"),
+)
+
+
+def runs(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in names]
+
 
 RankResults = Callable[[str], list[Result]]
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = two_ranks.asked_for(request, "test_placement_and_timing_change_no_bit")
+    names = dict.fromkeys([*ALWAYS, *(row["name"] for row in rows)])
+    return two_ranks.run(WORKER, tmp_path_factory.mktemp("ranks"), *names)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +105,7 @@ def test_ranks_of_the_same_modules_agree_on_an_order_once_a_backward(seen: list[
     assert after_first == ["ORDER", "END"] * (backwards - 1)
 
 
-@pytest.mark.parametrize("name", SLIDE_RUNS)
+@pytest.mark.parametrize("name", runs("clipping", "immediate", "accumulation", "held", *SAME_BITS))
 def test_all_ranks_have_the_same_weights(of_ranks: RankResults, name: str) -> None:
     first, second = of_ranks(name)
     assert first.losses != second.losses  # each its own half of the data
@@ -94,10 +113,10 @@ def test_all_ranks_have_the_same_weights(of_ranks: RankResults, name: str) -> No
     assert unequal(first.states, second.states) == []
 
 
-@pytest.mark.parametrize(("name", "reference"), SAME_BITS.items())
-def test_placement_and_timing_change_no_bit(of_ranks: RankResults, name: str, reference: str) -> None:
+@pytest.mark.parametrize("name", runs(*SAME_BITS))
+def test_placement_and_timing_change_no_bit(of_ranks: RankResults, name: str) -> None:
     for rank in range(RANKS):
-        assert differences(of_ranks(name)[rank], of_ranks(reference)[rank]) == []
+        assert differences(of_ranks(name)[rank], of_ranks(SAME_BITS[name])[rank]) == []
 
 
 def test_against_stock(of_ranks: RankResults) -> None:
