@@ -24,6 +24,8 @@ ACTIVATE := PATH="$(BIN):$$PATH"
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export DS_ACCELERATOR := cpu
+# Tests start fresh processes: what these import is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-clients test-clients-quick lint sanitize native install clean
 

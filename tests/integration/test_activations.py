@@ -14,6 +14,7 @@ import pytest
 import torch
 from activation_runs import (
     BLOCK_BYTES,
+    CASES,
     FORMS,
     FUNCTION,
     MODELS,
@@ -23,6 +24,7 @@ from activation_runs import (
     SmallGpu,
     checkpointed,
     config_of,
+    expected,
     layers_of,
     run,
 )
@@ -46,18 +48,6 @@ transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.thinned(2)]
 
 
-@functools.cache
-def reference(name: str, reentrant: bool, schedule: str) -> Result:
-    data = batches(STEPS * SCHEDULES[schedule][1])
-    model = checkpointed(MODELS[name](), reentrant)
-    result, report = run(model, {"activations": "as_written", "gpu_memory": "1GiB"}, data, schedule)
-    assert report.get("checkpointed", 0) == 0
-    return result
-
-
-CASES = [("llama", schedule) for schedule in SCHEDULES] + [("qwen2", "clipping"), ("adapters", "clipping")]
-
-
 @pytest.mark.thinned(3)
 @FORMS
 @pytest.mark.parametrize(("name", "schedule"), CASES)
@@ -66,7 +56,7 @@ def test_what_is_kept_changes_no_bit(name: str, schedule: str, reentrant: bool) 
     data, blocks = batches(STEPS * SCHEDULES[schedule][1]), len(layers_of(MODELS[name]()))
     for limit in (OWN_BYTES + 3 * BLOCK_BYTES, "1GiB"):
         result, report = run(checkpointed(MODELS[name](), reentrant), {"gpu_memory": limit}, data, schedule)
-        assert differences(result, reference(name, reentrant, schedule)) == []
+        assert differences(result, expected(name, reentrant, schedule)) == []
         assert report["keep"] + report["mix"] + report["recompute"] == report["checkpointed"] == blocks
         assert 0 < report["keep"] <= blocks
     assert report["keep"] == blocks
@@ -85,7 +75,7 @@ def test_options_of_newer_transformers_are_taken_over(options: dict[str, Any], r
     model.activation_checkpointing_enable({"use_reentrant": reentrant}, **options)
     for limit in (OWN_BYTES + 3 * BLOCK_BYTES, "1GiB"):
         result, report = run(copy.deepcopy(model), {"gpu_memory": limit}, batches(STEPS))
-        assert differences(result, reference("llama", reentrant, "clipping")) == []
+        assert differences(result, expected("llama", reentrant, "clipping")) == []
         assert report["keep"] + report["mix"] + report["recompute"] == report["checkpointed"] == 6
     assert report["keep"] == 6
 
@@ -130,8 +120,8 @@ def test_what_is_counted_is_what_is_saved() -> None:
         for layer in layers:
             hidden = layer(hidden, position_ids=positions, position_embeddings=around)
     others = weights | {tensor.untyped_storage().data_ptr() for tensor in beside}
-    expected = sum(nbytes for address, nbytes in saved.items() if address not in others)
-    assert of == {True: expected, False: expected}
+    own = sum(nbytes for address, nbytes in saved.items() if address not in others)
+    assert of == {True: own, False: own}
 
 
 def with_hooks_inside(model: nn.Module) -> nn.Module:
@@ -461,7 +451,7 @@ def test_states_and_activations_share_the_limit(schedule: str, monkeypatch: pyte
         result.states = states_of(model)
         report = engine.optimizer.slide_stats()
     assert 0 < report["memory"]["promoted_units"] < report["memory"]["units"] and report["activations"]["keep"]
-    assert differences(result, reference("llama", False, schedule)) == []
+    assert differences(result, expected("llama", False, schedule)) == []
 
 
 def test_slots_of_an_automatic_window_give_way_to_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,7 +473,7 @@ def test_slots_of_an_automatic_window_give_way_to_states(monkeypatch: pytest.Mon
             assert parts.spare.states.move(frozenset())
             assert parts.memory_report["slots"] == (3 if grows else 6)
             result.states = states_of(model)
-        assert differences(result, reference("llama", False, "clipping")) == []
+        assert differences(result, expected("llama", False, "clipping")) == []
     assert found == [(3, 3), (2, 5)]  # the outer module, and so many blocks
 
 

@@ -73,6 +73,7 @@ def as_if_undisturbed(config: dict[str, Any], data: Any, reentrant: bool | None 
 # ---- gradients are held ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(3)
 @KINDS
 def test_the_batch_never_happened(tier: str, reentrant: bool | None, disk: Path) -> None:
     config, data = config_for(tier, disk, 1.0), batches(40)
@@ -267,6 +268,7 @@ def test_the_head_of_a_streamed_vocabulary(monkeypatch: pytest.MonkeyPatch) -> N
 # ---- weights are updated under backward ------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(2)
 @KINDS
 def test_without_clipping(tier: str, reentrant: bool | None, disk: Path, tmp_path: Path) -> None:
     """Before the first update the batch never happened. After it nothing goes on but from a checkpoint."""

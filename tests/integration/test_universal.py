@@ -56,6 +56,7 @@ def runs(one_rank, tmp_path_factory) -> Callable[..., Run]:  # noqa: ARG001
     return cache(run)
 
 
+@pytest.mark.thinned(2)
 @cases
 def test_a_resumed_run_continues_to_the_bit(name, runs):
     """Master, moments, step, scheduler and the settings of every parameter group: each of them shows in the bits."""
@@ -106,6 +107,7 @@ def test_stock_loads_ours(name, runs):
     assert rest.norms == pytest.approx(run.rest.norms, rel=2e-2)
 
 
+@pytest.mark.thinned(2)
 @with_stock
 def test_we_load_what_stock_has_saved(name, runs):
     run = runs(name, slide=False)
