@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-# Test files import `ports` by this name, and `harness`, `warm` and `loops`.
+# Test files import `harness`, `warm`, `loops` and the other helpers by these names, and the package `liveness`.
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE / "integration"), str(HERE / "end_to_end")]
+sys.path[:0] = [str(HERE), str(HERE / "support")]
 
 # torch lists the functions that `with torch.device(...)` acts on when it is first entered, and keeps the list. Entered
 # first inside of zero.Init, which replaces some of them, it never acts on torch.empty again.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import time
 from dataclasses import replace
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +21,13 @@ from activation_runs import (
     SCHEDULES,
     STEPS,
     SmallGpu,
+    Twice,
     checkpointed,
     config_of,
     expected,
     layers_of,
     run,
+    with_hooks_inside,
 )
 from allocated import storages
 from harness import Batch, Result, batches, differences, engine_for, llama, states_of, to_bf16, train
@@ -122,24 +123,6 @@ def test_what_is_counted_is_what_is_saved() -> None:
     others = weights | {tensor.untyped_storage().data_ptr() for tensor in beside}
     own = sum(nbytes for address, nbytes in saved.items() if address not in others)
     assert of == {True: own, False: own}
-
-
-def with_hooks_inside(model: nn.Module) -> nn.Module:
-    """As older transformers have it (5.17), which checkpoint the call of a layer, hooks included, not its forward."""
-    kind = type(layers_of(model)[0])
-    if not hasattr(kind.forward, "__wrapped__"):
-        return model  # one of those
-
-    class Layer(kind):  # type: ignore[misc, valid-type]
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            if not self.gradient_checkpointing:
-                return super().__call__(*args, **kwargs)
-            return self._gradient_checkpointing_func(functools.partial(super().__call__, **kwargs), *args)
-
-    Layer.forward = kind.forward.__wrapped__
-    for layer in layers_of(model):
-        layer.__class__ = Layer
-    return model
 
 
 @FORMS
@@ -254,28 +237,6 @@ def test_graphs_of_batches_that_differ_count() -> None:
             assert kept and parts.plan.gpu_bytes + kept <= limit
         engine.backward(sum(losses))
         engine.step()
-
-
-class Twice(nn.Module):
-    """Calls its blocks twice."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        model = self.inner.model
-        hidden = model.embed_tokens(input_ids)
-        positions = torch.arange(hidden.size(1))[None]
-        around = model.rotary_emb(hidden, positions)
-        for layer in (*model.layers, *model.layers):
-            hidden = layer(hidden, position_ids=positions, position_embeddings=around)
-        logits = self.inner.lm_head(model.norm(hidden))
-        return Output(self.inner.loss_function(logits, labels, logits.size(-1)))
-
-
-class Output(NamedTuple):
-    loss: torch.Tensor
 
 
 @FORMS

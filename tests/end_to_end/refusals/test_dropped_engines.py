@@ -166,9 +166,10 @@ def test_at_the_end_of_the_interpreter(disk: Path) -> None:
     """Nobody drops it, and nobody destroys it."""
     script = disk.parent / "script.py"
     script.write_text(f"""
-import os
+import os, sys
 import torch, deepspeed
 from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_dropped_engines import config_for, start, llama, train, batches
 os.environ["LOCAL_RANK"] = "0"
 store = torch.distributed.FileStore({str(disk.parent / "store")!r}, 1)

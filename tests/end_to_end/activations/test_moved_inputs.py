@@ -20,6 +20,7 @@ from activation_runs import (
     STEPS,
     Handle,
     SmallGpu,
+    Twice,
     asked,
     checkpointed,
     config_of,
@@ -28,11 +29,11 @@ from activation_runs import (
     handle_of,
     layers_of,
     run,
+    with_hooks_inside,
 )
 from allocated import storages
 from harness import Batch, Result, batches, differences, engine_for, llama, train
 from interrupting import Failure, Interrupt
-from test_activations import Twice, with_hooks_inside
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 

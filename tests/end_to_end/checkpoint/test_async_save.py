@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 from adapters import adapted
+from checkpoint_runs import CASES, HALF, WHOLE, Case, continued, leftovers
 from harness import Result, batches, differences, ds_config, engine_for, states_of, train
-from test_checkpoint import CASES, HALF, WHOLE, Case, continued
-from test_checkpoint_safety import leftovers
 
 from ds_slide.checkpoint import agreement, publish, snapshot
 from ds_slide.checkpoint.agreement import Agreement

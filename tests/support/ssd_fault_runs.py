@@ -12,7 +12,6 @@ import pytest
 import warm
 from warm import Run
 
-HERE = Path(__file__).resolve().parent
 Actions = list[list[Any]]
 
 
@@ -26,7 +25,7 @@ class Launcher:
 
     def __init__(self, folder: Path, worker: str) -> None:
         self._folder = folder
-        self._worker = HERE / worker
+        self._worker = worker
         self._numbers = itertools.count()
         self.runs: list[Run] = []
 

@@ -16,12 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "integration")]
-
-import torch  # noqa: E402
-import two_ranks  # noqa: E402
-from loops import Net, Run, inputs, made, run_loop  # noqa: E402
+import torch
+import two_ranks
+from loops import Net, Run, inputs, made, run_loop
 
 Shares = Callable[[int], Iterator[torch.Tensor]]
 SHARED: dict[str, Any] = {"window": 2}

@@ -3,7 +3,7 @@
 Each life of a run resumes from the newest checkpoint, trains and saves until it is killed. No checkpoint is lost, the
 losses after a resume are those of a run that was never killed, and nothing is left when the last life has ended.
 
-DS_SLIDE_KILLS=200 python -m pytest -m slow tests/integration/test_kill_campaign.py
+DS_SLIDE_KILLS=200 python -m pytest -m slow tests/end_to_end/checkpoint/test_kill_campaign.py
 """
 
 from __future__ import annotations

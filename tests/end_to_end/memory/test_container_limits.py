@@ -17,7 +17,7 @@ from forking import ONE_THREAD
 
 from ds_slide.plan.probe.cgroups import _group_paths, _mounts
 
-HERE = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[2]
 PATIENCE_S = 280
 MIB = 1 << 20
 # A minute: four processes that fill memory.
@@ -61,9 +61,9 @@ def peak(file: Path) -> int:
 
 def trained(folder: Path, cases: dict[str, Any]) -> dict[str, dict[str, Any]]:
     environment = os.environ | {"DS_ACCELERATOR": "cpu", **ONE_THREAD}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(HERE / "container_worker.py"), str(folder)],
+        [sys.executable, str(TESTS / "support" / "container_worker.py"), str(folder)],
         input=json.dumps(cases),
         env=environment,
         stdout=subprocess.PIPE,

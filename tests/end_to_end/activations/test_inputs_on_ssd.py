@@ -22,6 +22,7 @@ from activation_runs import (
     SCHEDULES,
     STEPS,
     Handle,
+    Twice,
     asked,
     checkpointed,
     config_of,
@@ -33,7 +34,6 @@ from activation_runs import (
 from harness import Result, batches, differences, engine_for, llama, on_ssd, states_of, train
 from interrupting import Failure, Interrupt
 from ssd_fault_runs import Launcher, launched, needs_shim
-from test_activations import Twice
 
 from ds_slide.errors import SlideError
 from ds_slide.plan import spare

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import shutil
 import signal
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_runs import Wide, leftovers, peak_growth
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import batches, ds_config, engine_for, llama, same_bits, states_of, train, unequal
@@ -69,10 +68,6 @@ def folder(engine, old, tmp_path) -> Path:
     engine.load_checkpoint(tmp_path / "run")
     train(engine, batches(1, seed=2))
     return tmp_path / "run"
-
-
-def leftovers(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
 def copied_state_buffers(engine: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -398,41 +393,6 @@ def test_another_checkpoint_engine_is_refused():
     with pytest.raises(SlideConfigError, match=r"FastCheckpointEngine, .*remove checkpoint\.writer"):
         attach(other)
     assert type(other.checkpoint_engine) is FastCheckpointEngine
-
-
-class Wide(nn.Module):
-    """16.8 million parameters: 200 MB of states."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(4))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return hidden
-
-
-M_MMAP_THRESHOLD = -3
-"""Of glibc's `mallopt`."""
-
-
-def peak_growth(action: Callable[[], Any]) -> int:
-    """Bytes by which the resident memory of this process rose at most while `action` ran, without the pages of files
-    (147 MB of libraries) that a busy machine had taken away and that came back."""
-
-    def status(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
-
-    # What is freed goes back at once. glibc keeps pieces of 8 MiB for reuse, in a heap for each thread, once it has
-    # seen such pieces freed: growth was 0 to 48 MiB by chance, and 72 MiB once in a suite; so it is 8 to 32.
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
-    gc.collect()  # what earlier tests have left is not in the way
-    before, files = status("VmRSS"), status("RssFile")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    action()
-    return status("VmHWM") - before - max(0, status("RssFile") - files)
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])

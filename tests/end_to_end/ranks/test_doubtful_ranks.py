@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import two_ranks
 from doubtful_ranks_worker import CLIPS, LOOPS, whole
 from loops import assert_right, run_loop
 
-WORKER = Path(__file__).resolve().parent / "doubtful_ranks_worker.py"
+WORKER = "doubtful_ranks_worker.py"
 
 
 @pytest.fixture(scope="module")

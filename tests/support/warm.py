@@ -81,9 +81,10 @@ class Run:
 
 
 def start(script: str | Path, *arguments: str | Path, folder: Path, **environment: str) -> Run:
-    """`python SCRIPT ARGUMENTS`, of no rank unless the environment says so."""
+    """`python SCRIPT ARGUMENTS`, of no rank unless the environment says so. `script`: a path, or a file beside this
+    one."""
     request = {
-        "script": str(script),
+        "script": str(HERE / script),
         "arguments": [str(argument) for argument in arguments],
         "environment": environment,
         "log": str(folder / "log"),

@@ -3,117 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from checkpoint_runs import (
+    CASES,
+    HALF,
+    WHOLE,
+    Run,
+    continued,
+    saved_and_continued,
+)
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import (
-    Result,
     batches,
     differences,
-    ds_config,
-    engine_for,
     exchanged,
     half_up,
-    llama,
     same_bits,
     states_of,
     train,
     unequal,
     with_every_low_half,
 )
-from torch import nn
 
 from ds_slide.errors import SlideError
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-HALF = 4
-WHOLE = 2 * HALF
-GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
-WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 6}}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A kind of training. `prepare` changes the model and returns what `model_parameters` is."""
-
-    clip: float = 1.0
-    accumulation: int = 1
-    zero: dict[str, Any] = field(default_factory=dict)
-    others: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-    slide: dict[str, Any] = field(default_factory=dict)
-    prepare: Callable[[nn.Module], Any] | None = None
-
-    def engine(self, seed: int, *, slide: bool = True) -> Any:
-        """Context of an engine whose weights come from `seed`."""
-        model = llama(seed, num_hidden_layers=3, **self.model)
-        arguments = {} if self.prepare is None else {"model_parameters": self.prepare(model)}
-        config = ds_config(
-            {"window": 2, **self.slide} if slide else None,
-            clip=self.clip,
-            accumulation=self.accumulation,
-            **self.others,
-        )
-        config["zero_optimization"] = {**config["zero_optimization"], **GATHER, **self.zero}
-        return engine_for(model, config, **arguments)
-
-
-def freeze(model: nn.Module) -> list[nn.Parameter]:
-    model.model.embed_tokens.requires_grad_(False)
-    model.model.layers[1].mlp.requires_grad_(False)
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-3}]
-
-
-CASES = {
-    "clipping": Case(),
-    "no_clipping": Case(clip=0.0),
-    "accumulation_and_schedule": Case(accumulation=2, others={"scheduler": WARMUP}),
-    "frozen": Case(prepare=freeze),
-    "tied": Case(clip=0.0, model={"tie_word_embeddings": True}),
-    "two_groups_in_sub_groups": Case(prepare=two_groups, zero={"sub_group_size": 20_000}),
-    "fp32": Case(others={"bf16": None}),
-    "states_on_the_gpu": Case(slide={"gpu_states": 400_000}),
-}
 cases = pytest.mark.parametrize("name", CASES)
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run that was saved half way and went on. `half`: its states then; `rest`: its second half."""
-
-    folder: Path
-    half: Result
-    rest: Result
-
-
-def continued(engine: Any, half: int) -> Result:
-    """Train one half of the data and read everything back."""
-    result = train(engine, batches(WHOLE)[half * HALF : (half + 1) * HALF])
-    result.states = states_of(engine.module)
-    return result
-
-
-def saved_and_continued(case: Case, folder: Path, *, slide: bool = True) -> Run:
-    """Saved with the last step's updates pending."""
-    with case.engine(0, slide=slide) as engine:
-        half = train(engine, batches(WHOLE)[:HALF])
-        engine.save_checkpoint(folder, client_state={"note": "kept"})
-        half.states = states_of(engine.module)
-        engine.save_16bit_model(str(folder), "model.bin")
-        return Run(folder, half, continued(engine, 1))
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 from adapters import adapted
+from checkpoint_runs import CASES, HALF, WHOLE, Case, Run, Wide, continued, peak_growth, saved_and_continued
 from harness import ADAMW, Result, batches, differences, ds_config, engine_for, exchanged, same_bits, states_of, train
-from test_checkpoint import CASES, HALF, WHOLE, Case, Run, continued, saved_and_continued
-from test_checkpoint_safety import Wide, peak_growth
 from universal import UNIVERSAL, convert, universal
 
 from ds_slide.errors import SlideError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import two_ranks
 from frozen_ranks_worker import KEYS, LOOPS, batches_of
 from loops import Run, assert_right, run_loop
 
-WORKER = Path(__file__).with_name("frozen_ranks_worker.py")
+WORKER = "frozen_ranks_worker.py"
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import two_ranks
 from async_worker import KILLS, engine_of
+from checkpoint_runs import leftovers
 from harness import states_of, unequal
-from test_checkpoint_safety import leftovers
 from world_two_worker import tokens_of, train
 
 from ds_slide.checkpoint.manifest import Manifest

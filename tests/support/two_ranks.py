@@ -14,14 +14,13 @@ import pytest
 import torch
 import warm
 
-HERE = Path(__file__).resolve().parent
 RANKS = 2
 
 
 def run(worker: str | Path, folder: Path, *arguments: str, timeout_s: float = warm.PATIENCE_S) -> Path:
     """Runs `python WORKER FOLDER ARGUMENTS`, which is to call `fork_ranks`; fails with the end of the logs. Returns
     `folder`."""
-    code = warm.start(HERE / worker, folder, *arguments, folder=folder).end(timeout_s)
+    code = warm.start(worker, folder, *arguments, folder=folder).end(timeout_s)
     assert code == 0, "\n".join(log.read_text(errors="replace")[-4000:] for log in _logs(folder))
     return folder
 

@@ -13,7 +13,7 @@ import pytest
 from forking import ONE_THREAD
 from ports import free_port
 
-HERE = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[2]
 PATIENCE_S = 240.0  # for what takes twenty seconds on an idle machine
 
 
@@ -31,7 +31,7 @@ def test_a_signal_leaves_nothing(disk, tmp_path, number):
     launch = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "1", "--master_port", str(free_port())]
     with open(tmp_path / "log", "w") as log:
         launcher = subprocess.Popen(
-            [*launch, str(HERE / "signal_worker.py"), str(disk), str(fifo)],
+            [*launch, str(TESTS / "support" / "signal_worker.py"), str(disk), str(fifo)],
             env=os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdout=log,
             stderr=subprocess.STDOUT,

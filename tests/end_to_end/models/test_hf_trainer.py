@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 import warm
 from hf_trainer_worker import EVALUATIONS, REFUSED, RUNS, SAVED_AT, STEPS, model
 
-HERE = Path(__file__).resolve().parent
 # Weights of bf16 differ by single roundings after the first update (see test_parity.py).
 TOLERANCE = 2.0**-9
 
@@ -18,7 +16,7 @@ TOLERANCE = 2.0**-9
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("trainer")
-    run = warm.start(HERE / "hf_trainer_worker.py", folder, folder=folder)
+    run = warm.start("hf_trainer_worker.py", folder, folder=folder)
     assert run.end() == 0, run.log[-6000:]
     # Of the runs with the key; it is Trainer that says how often steps are printed: never.
     own = [line for line in run.log.splitlines() if "[ds_slide]" in line]

@@ -259,7 +259,7 @@ def test_a_state_file_that_is_removed_does_no_harm(launcher: Launcher, whole: An
 
 
 def test_a_state_file_that_is_changed_is_an_error(launcher: Launcher, disk: Path) -> None:
-    """The process ends with one sentence; tests/integration/test_ssd_damage.py has all kinds, places and moments."""
+    """The process ends with one sentence; tests/end_to_end/ssd/test_ssd_damage.py has all kinds, places and moments."""
     slide = {"ssd_buffers": 2, "weight_buffers": 2}
     run = launcher.begin(start(disk, slide), ["train", 2], ["damage", "hole punched", 2, 5], ["train", 2])
     place = r"\(chunk 5 of the optimizer states of model\.layers\.2\)"

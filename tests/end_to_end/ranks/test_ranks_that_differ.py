@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 import two_ranks
-import warm
 from differing import ALL, CASES, GRID, LONG, VISION_LANGUAGE, reference
 from loops import TOLERANCE, distance
 
-HERE = Path(__file__).parent
 THREE_RANKS = [
     "mixture, clip 1.0, accumulation 2",
     "mixture, clip 0.0, accumulation 1",
@@ -30,9 +28,7 @@ Runs = Callable[..., Seen]
 
 def run_worker(worker: str, folder: Path, ranks: int, *arguments: str) -> Seen:
     """What each rank has left."""
-    code = warm.start(HERE / worker, folder, str(ranks), *arguments, folder=folder).end()
-    assert code == 0, "\n".join(log.read_text(errors="replace")[-4000:] for log in sorted(folder.glob("rank*.log")))
-    return two_ranks.seen_by(folder, ranks)
+    return two_ranks.seen_by(two_ranks.run(worker, folder, str(ranks), *arguments), ranks)
 
 
 @pytest.fixture(scope="module")
