@@ -1,8 +1,12 @@
-"""One rank of `test_compression_ranks`: trains with compressed gradients and writes what came out to a file."""
+"""One rank of `test_compression_ranks`: trains with compressed gradients and writes what came out to a file.
+
+python compression_ranks_worker.py FOLDER NAME...
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +182,8 @@ def refusal(config: dict[str, Any]) -> str:
 def main(rank: int, folder: Path) -> None:
     learning.FIT_STEPS = 2
     with two_ranks.as_rank(rank, folder) as seen:
-        for name, (slide, settings) in RUNS.items():
+        for name in sys.argv[2:]:
+            slide, settings = RUNS[name]
             data = batches(2 * STEPS * settings.get("accumulation", 1))[rank::2]
             config = ds_config({"window": 2, **slide}, **settings)
             if name.endswith("ssd"):

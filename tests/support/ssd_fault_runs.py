@@ -34,7 +34,7 @@ class Launcher:
         folder = self._folder / f"run{next(self._numbers)}"
         folder.mkdir()
         request = json.dumps({"folder": str(folder), "actions": actions, **rank})
-        self.runs.append(warm.start(self._worker, request, folder=folder))
+        self.runs.append(warm.start(self._worker, request, folder=folder, faults=True))
         return self.runs[-1]
 
     def begin_ranks(self, *actions: Actions) -> list[Run]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,18 @@ def _logs(folder: Path) -> list[Path]:
     return [folder / "log", *sorted(folder.rglob("rank*.log"), key=lambda log: log.stat().st_mtime)]
 
 
-def asked_for(request: pytest.FixtureRequest, test: str) -> list[dict[str, Any]]:
-    """The parameters of each run of `test`, of the same module, that this session has: a worker runs no other cases."""
-    own = (
-        item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module
-    )
-    return [item.callspec.params for item in own if item.originalname == test]
+def asked_for(request: pytest.FixtureRequest, test: str | None = None) -> list[dict[str, Any]]:
+    """The parameters of each run of `test`, or of all tests, of the same module that this session has: a worker runs no
+    other cases."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    own = [item for item in items if item.module is request.module and test in (None, item.originalname)]
+    return [item.callspec.params for item in own if hasattr(item, "callspec")]
+
+
+def names_asked_for(request: pytest.FixtureRequest, references: Mapping[str, str]) -> list[str]:
+    """The parameters `name` of this session's tests, and the `references` that these are compared with."""
+    names = [row["name"] for row in asked_for(request) if "name" in row]
+    return [*names, *(references[name] for name in names if name in references)]
 
 
 def seen_by(folder: Path, ranks: int = RANKS) -> list[Any]:

@@ -1,7 +1,7 @@
 """Scripts as forks of one process that has imported torch, DeepSpeed and transformers, which takes longer than most do.
 
-There is one such process for each of pytest's. It preloads tests/store/fault_shim.c, which does nothing until a run
-makes its I/O fail. Tests of the launcher and of the order of imports start Python themselves.
+There is one such process for each of pytest's, and one more for runs that make I/O fail, which preloads
+tests/store/fault_shim.c. Tests of the launcher and of the order of imports start Python themselves.
 """
 
 from __future__ import annotations
@@ -80,16 +80,16 @@ class Run:
         return found
 
 
-def start(script: str | Path, *arguments: str | Path, folder: Path, **environment: str) -> Run:
+def start(script: str | Path, *arguments: str | Path, folder: Path, faults: bool = False, **environment: str) -> Run:
     """`python SCRIPT ARGUMENTS`, of no rank unless the environment says so. `script`: a path, or a file beside this
-    one."""
+    one. `faults`: with the shim if there is one."""
     request = {
         "script": str(HERE / script),
         "arguments": [str(argument) for argument in arguments],
         "environment": environment,
         "log": str(folder / "log"),
     }
-    parent = _process()
+    parent = _process(shim() if faults else None)
     return Run(parent, int(_ask(parent, request)), folder)
 
 
@@ -106,12 +106,12 @@ def shim() -> Path | None:
 
 
 @functools.cache
-def _process() -> subprocess.Popen[str]:
+def _process(preloaded: Path | None) -> subprocess.Popen[str]:
     """It ends when this process does, whose end of the pipe closes then."""
     folders = [str(TESTS.parent), str(TESTS), str(HERE), os.environ.get("PYTHONPATH", "")]
     environment = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, folders)), **ON_CPU}
-    if (preloaded := shim()) is not None:
+    if preloaded is not None:
         environment["LD_PRELOAD"] = str(preloaded)
     return subprocess.Popen(
         [sys.executable, str(HERE / "warm_process.py")],

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import two_ranks
 from compression_ranks_worker import BLOCKS, LSP, RUNS, STEPS
 from harness import Result, batches, differences, ds_config, engine_for, half_up, llama, same_bits, train, unequal
-from two_ranks import RANKS
 
 from ds_slide.errors import SlideError
 
@@ -27,7 +27,21 @@ SAME_BITS = {
     "resumed": "went on",
 }
 
+SLOW = ("delays", "permutations-immediate", "exact-immediate")
+"""Each beside another run: of odd matrices, and with clipping."""
+
 OfRanks = Callable[[str], list[Result]]
+
+
+def runs(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in names]
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    always = [name for name in RUNS if name not in SLOW]
+    names = [name for name in two_ranks.names_asked_for(request, SAME_BITS) if name in RUNS]
+    return two_ranks.run(WORKER, tmp_path_factory.mktemp("ranks"), *dict.fromkeys([*always, *names]))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +54,7 @@ def of_ranks(seen: list[dict[str, Any]]) -> OfRanks:
     return results
 
 
-@pytest.mark.parametrize("name", [*RUNS, "odd", "odd-delays", "went on", "resumed"])
+@pytest.mark.parametrize("name", runs(*RUNS, "odd", "odd-delays", "went on", "resumed"))
 def test_all_ranks_have_the_same_weights(of_ranks: OfRanks, name: str) -> None:
     first, second = of_ranks(name)
     assert first.losses != second.losses  # each its own half of the data
@@ -50,11 +64,11 @@ def test_all_ranks_have_the_same_weights(of_ranks: OfRanks, name: str) -> None:
         assert unequal(state["weight"], half_up(state["master"]) if name != "fp32" else state["master"]) == []
 
 
-@pytest.mark.parametrize(("name", "reference"), SAME_BITS.items())
-def test_placement_timing_and_permutations_change_no_bit(of_ranks: OfRanks, name: str, reference: str) -> None:
-    for rank in range(RANKS):
-        assert differences(of_ranks(name)[rank], of_ranks(reference)[rank]) == []
-        assert of_ranks(name)[rank].norms == of_ranks(reference)[rank].norms
+@pytest.mark.parametrize("name", runs(*SAME_BITS))
+def test_placement_timing_and_permutations_change_no_bit(of_ranks: OfRanks, name: str) -> None:
+    for found, expected in zip(of_ranks(name), of_ranks(SAME_BITS[name]), strict=True):
+        assert differences(found, expected) == []
+        assert found.norms == expected.norms
 
 
 def test_projectors_are_fitted_alike(seen: list[dict[str, Any]]) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import two_ranks
 from harness import Result, batches, differences, ds_config, llama, trained, unequal
-from two_ranks import RANKS
 
 WORKER = "ranks_worker.py"
 STEPS = 4
@@ -60,8 +59,7 @@ RankResults = Callable[[str], list[Result]]
 
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rows = two_ranks.asked_for(request, "test_placement_and_timing_change_no_bit")
-    names = dict.fromkeys([*ALWAYS, *(row["name"] for row in rows)])
+    names = dict.fromkeys([*ALWAYS, *two_ranks.names_asked_for(request, SAME_BITS)])
     return two_ranks.run(WORKER, tmp_path_factory.mktemp("ranks"), *names)
 
 
@@ -115,8 +113,8 @@ def test_all_ranks_have_the_same_weights(of_ranks: RankResults, name: str) -> No
 
 @pytest.mark.parametrize("name", runs(*SAME_BITS))
 def test_placement_and_timing_change_no_bit(of_ranks: RankResults, name: str) -> None:
-    for rank in range(RANKS):
-        assert differences(of_ranks(name)[rank], of_ranks(SAME_BITS[name])[rank]) == []
+    for found, expected in zip(of_ranks(name), of_ranks(SAME_BITS[name]), strict=True):
+        assert differences(found, expected) == []
 
 
 def test_against_stock(of_ranks: RankResults) -> None:

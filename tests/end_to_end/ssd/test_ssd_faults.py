@@ -72,6 +72,7 @@ def check_failure(run: Run, disk: Path, *parts: str) -> None:
 # ---- the disk fails ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_short_and_interrupted_transfers_are_invisible(
     launcher: Launcher, whole: Any, disk: Path, backend: str
@@ -348,6 +349,7 @@ def test_an_ordinary_signal_leaves_nothing(launcher: Launcher, whole: Any, disk:
         check_resume(launcher, whole, disk, shutil.copytree(whole[0], disk.parent / "saves"))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_files_with_names_go_at_the_end_or_with_the_next_start(
     launcher: Launcher, whole: Any, disk: Path, number: int

@@ -425,7 +425,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     yield from launched(tmp_path_factory.mktemp("runs"), "ahead_worker.py")
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("way_back", "instant", "count"),
     [
