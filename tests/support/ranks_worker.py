@@ -30,12 +30,12 @@ from ds_slide.plan.sharing import StepTimes
 from ds_slide.runtime.activations import spare_memory
 from ds_slide.runtime.ranks.conductor import Conductor, Entry
 
-STEPS = 4
-LESS_MEMORY = 1_700_000
+STEPS, BLOCKS = 4, 4
+LESS_MEMORY = 1_300_000
 RUNS = {
     "clipping": ({"window": 2}, {"clip": 1.0}),
     "immediate": ({"window": 2}, {"clip": 0.0}),
-    "immediate-gpu-states": ({"window": 2, "gpu_states": 900_000}, {"clip": 0.0}),
+    "immediate-gpu-states": ({"window": 2, "gpu_states": 600_000}, {"clip": 0.0}),
     "accumulation": ({"window": 2}, {"clip": 1.0, "accumulation": 2}),
     "delays": ({"window": 3, "debug": {"lane_delay_ms": 3.0, "seed": 5}}, {"clip": 1.0}),
     "speculative": ({"window": 2, "debug": {"speculate": True, "lane_delay_ms": 2.0, "seed": 7}}, {"clip": 1.9}),
@@ -48,7 +48,7 @@ RUNS = {
         {"clip": 1.9},
     ),
     "held": ({"window": 2, "debug": {"speculate": False}}, {"clip": 1.9}),
-    "gpu-states": ({"window": 2, "gpu_states": 900_000}, {"clip": 1.0}),
+    "gpu-states": ({"window": 2, "gpu_states": 600_000}, {"clip": 1.0}),
     "ssd": ({"window": 2, "host_memory": 0, "debug": {"lane_delay_ms": 2.0, "seed": 9}}, {"clip": 1.0}),
     "ssd-immediate": ({"window": 2, "host_memory": 0, "ssd_buffers": 2, "weight_buffers": 3}, {"clip": 0.0}),
     "ssd-gradients": ({"window": 2, "gradient_buffers": 2, "debug": {"lane_delay_ms": 2.0, "seed": 11}}, {"clip": 1.0}),
@@ -58,14 +58,14 @@ RUNS = {
         {"clip": 0.0},
     ),
     "gathered-kept": ({"window": 9, "share_weights": False}, {"clip": 1.0, "accumulation": 2}),
-    "gathered-gpu-states": ({"window": 2, "gpu_states": 900_000, "share_weights": False}, {"clip": 0.0}),
-    "ssd-states": ({"window": 2, "host_memory": 500_000, "share_weights": True}, {"clip": 1.0}),
+    "gathered-gpu-states": ({"window": 2, "gpu_states": 600_000, "share_weights": False}, {"clip": 0.0}),
+    "ssd-states": ({"window": 2, "host_memory": 350_000, "share_weights": True}, {"clip": 1.0}),
     "ssd-less-memory": ({"window": 2}, {"clip": 1.0}),
     "moves": ({"window": 2, "debug": {"lane_delay_ms": 2.0, "seed": 15}}, {"clip": 1.0}),
-    "moves-immediate": ({"window": 2, "gpu_states": 900_000}, {"clip": 0.0}),
+    "moves-immediate": ({"window": 2, "gpu_states": 600_000}, {"clip": 0.0}),
     "moves-gathered": ({"window": 2, "share_weights": False}, {"clip": 1.0, "accumulation": 2}),
     "moves-gathered-kept": ({"window": 9, "share_weights": False}, {"clip": 0.0}),
-    "moves-ssd": ({"window": 2, "host_memory": 500_000, "share_weights": True}, {"clip": 1.0}),
+    "moves-ssd": ({"window": 2, "host_memory": 350_000, "share_weights": True}, {"clip": 1.0}),
     "moves-ssd-immediate": (
         {"window": 2, "host_memory": 0, "debug": {"lane_delay_ms": 2.0, "seed": 19}},
         {"clip": 0.0},
@@ -226,11 +226,11 @@ def main(rank: int, folder: Path) -> None:
                 if name.startswith("spare"):
                     loss_of = Sharing(reentrant=name == "spare")
                 if name == "ssd-inputs":
-                    handle_of(patch)(0, 4 + rank)  # each for itself
+                    handle_of(patch)(0, 2 + rank)  # each for itself
                     loss_of = Moving()
-                result = trained(llama(seed=rank), config, data[rank::2], loss_of=loss_of)
+                result = trained(llama(seed=rank, num_hidden_layers=BLOCKS), config, data[rank::2], loss_of=loss_of)
             assert not isinstance(loss_of, Sharing) or (loss_of.promoted and loss_of.kept)
-            assert not isinstance(loss_of, Moving) or loss_of.moved == (4 + rank) * INPUT
+            assert not isinstance(loss_of, Moving) or loss_of.moved == (2 + rank) * INPUT
             assert not isinstance(loss_of, RandomMoves) or any(made.demoted for made in loss_of.made if made)
             if name.startswith("speculative"):
                 assert plan().placement.undo_logs

@@ -10,9 +10,9 @@ import pytest
 import torch
 import two_ranks
 from harness import Result, batches, differences, ds_config, llama, trained, unequal
+from ranks_worker import BLOCKS, STEPS
 
 WORKER = "ranks_worker.py"
-STEPS = 4
 # The average of two gradients in bf16 is not the gradient of the mean in bf16: 2^-9 each, and so for the norm.
 LOSS_TOLERANCE = 2.0**-8
 # Run, and the run in host memory whose bits it has.
@@ -136,7 +136,7 @@ def test_against_one_rank_with_the_whole_batch(
         for left, right in zip(halves[::2], halves[1::2], strict=True)
     ]
     config = ds_config({"window": 2}, clip=clip, accumulation=accumulation, train_micro_batch_size_per_gpu=4)
-    alone = trained(llama(), config, whole)
+    alone = trained(llama(num_hidden_layers=BLOCKS), config, whole)
     first, second = of_ranks(name)
     together = [(left + right) / 2 for left, right in zip(first.losses, second.losses, strict=True)]
     assert together == pytest.approx(alone.losses, abs=LOSS_TOLERANCE)
