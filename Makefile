@@ -24,6 +24,8 @@ ACTIVATE := PATH="$(BIN):$$PATH"
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export DS_ACCELERATOR := cpu
+# Tests start fresh processes: what these import is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-clients test-clients-quick lint sanitize native install clean
 
@@ -43,19 +45,19 @@ test-clients: $(foreach client,trl sentence-transformers llamafactory axolotl li
 	$(CLIENT_TEST) $(CLIENTS)/axolotl/bin/python $(CLIENT_FLAGS) tests/clients/test_axolotl.py
 	$(CLIENT_TEST) $(CLIENTS)/lightning/bin/python $(CLIENT_FLAGS) tests/clients/test_lightning.py
 	$(CLIENT_TEST) $(CLIENTS)/swift/bin/python $(CLIENT_FLAGS) tests/clients/test_swift.py
-	$(OLDER_TEST) $(OLDER:%=tests/integration/test_%.py)
+	$(OLDER_TEST) $(OLDER:%=tests/end_to_end/%.py)
 
 # What of it continuous integration has time for: a loss in chunks, generation, parameters of two data types, and inputs of
 # blocks that are moved under an older transformers.
 test-clients-quick: $(foreach client,trl older-transformers,$(CLIENTS)/$(client)/.installed)
 	$(CLIENT_TEST) $(CLIENTS)/trl/bin/python $(CLIENT_FLAGS) $(QUICK:%='tests/clients/%')
-	$(OLDER_TEST) tests/integration/test_moved_inputs.py -k "changes_no_bit and clipping or one_block_ahead"
+	$(OLDER_TEST) tests/end_to_end/activations/test_moved_inputs.py -k "changes_no_bit and clipping or one_block_ahead"
 
 QUICK := $(foreach case,sft grpo,test_trl.py::test_losses_and_weights_are_stocks[$(case)]) \
 	test_peft.py::test_losses_and_norms_are_stocks[lora]
 # Those of DS-Slide's own tests in which transformers says how a layer is called and recomputed.
-OLDER := activations moved_inputs mixed_blocks inputs_on_ssd unasked_recomputation saved_tensors own_boundaries two_passes \
-	families features generation hf_trainer
+OLDER := $(addprefix activations/test_,activations moved_inputs mixed_blocks inputs_on_ssd unasked_recomputation saved_tensors) \
+	$(addprefix steps/test_,own_boundaries two_passes) $(addprefix models/test_,families features generation hf_trainer)
 OLDER_TEST = $(CLIENT_TEST) $(CLIENTS)/older-transformers/bin/python -m pytest -m "not slow and not gpu" $(PYTEST_FLAGS)
 CLIENT_TEST = $(ACTIVATE) OMP_NUM_THREADS=1
 CLIENT_FLAGS = -m pytest -m clients $(PYTEST_FLAGS)

@@ -33,7 +33,7 @@ from trl.models.utils import unwrap_model_for_generation
 
 # The tokenizer and the Trainer's JSON are those of the tests.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "clients"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integration"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 import tiny
 from trainer_json import trainer_json
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-# Test files import `ports` by this name, and `harness`, `warm` and `loops`.
+# Test files import `harness`, `warm`, `loops` and the other helpers by these names, and the package `liveness`.
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE / "integration"), str(HERE / "end_to_end")]
+sys.path[:0] = [str(HERE), str(HERE / "support")]
 
 # torch lists the functions that `with torch.device(...)` acts on when it is first entered, and keeps the list. Entered
 # first inside of zero.Init, which replaces some of them, it never acts on torch.empty again.
@@ -32,15 +32,21 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave all but every n-th parameter set of a thinned test to the slow run. A step that has no common divisor with
-    the sizes of a grid leaves each of its values in."""
+    """Leave most parameter sets of some tests to the slow run.
+
+    `thinned(n)` keeps every n-th one. A step that has no common divisor with the sizes of a grid leaves each of its
+    values in. `by_turns(n)` keeps one of each n, the first of the first n, the second of the next, and so on: where a
+    case has n settings, each case stays in, and so does each setting.
+    """
     seen: dict[str, int] = {}
     for item in items:
-        if (marker := item.get_closest_marker("thinned")) is None:
+        if (marker := item.get_closest_marker("by_turns") or item.get_closest_marker("thinned")) is None:
             continue
         test = item.nodeid.partition("[")[0]
-        number = seen[test] = seen.get(test, -1) + 1
-        if number % marker.args[0]:
+        number, step = seen.get(test, 0), marker.args[0]
+        seen[test] = number + 1
+        kept = number // step % step if marker.name == "by_turns" else 0
+        if number % step != kept:
             item.add_marker(pytest.mark.slow)
 
 
@@ -119,9 +125,10 @@ def quick_interpreter() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def _known_cpu() -> Iterator[None]:
-    """DeepSpeed asks which CPU it has at every engine, in a process of its own that takes longer than most tests do."""
+    """DeepSpeed asks which CPU it has at every engine, and `ds-slide` does at every plan for this machine. The answer
+    comes from a process of its own that takes longer than most tests do, so it is asked for once."""
     import cpuinfo
 
     with pytest.MonkeyPatch.context() as patch:
@@ -146,7 +153,7 @@ def _process_group(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_rank(_process_group: None, _known_cpu: None) -> Iterator[None]:
+def one_rank(_process_group: None) -> Iterator[None]:
     """A process group of one rank, and one torch thread: the models are too small for two, and bits must repeat.
 
     A garbage collection passes over all that was made before: over the modules' million objects it takes a third of a

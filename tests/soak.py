@@ -1,6 +1,6 @@
 """Repeats tests in fresh processes while others keep the disk and the cores busy: for hangs that an idle machine hides.
 
-    python tests/soak.py --times 200 --writers 2 --cores 0 -- tests/integration/test_ssd_stock_faults.py
+    python tests/soak.py --times 200 --writers 2 --cores 0 -- tests/end_to_end/ssd/test_ssd_stock_faults.py
 
 Each writer writes and reads a file of its own beside the tests' temporary files with O_DIRECT, 1 MiB at a time; each
 busy core computes. A run that does not end within `--limit` seconds is a hang: its threads' stacks are printed (by

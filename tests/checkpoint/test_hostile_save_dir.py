@@ -219,6 +219,7 @@ def test_a_save_whose_directory_is_renamed_ends_cleanly(saves, theirs, exchange,
     assert not (saves / "moved").exists()
 
 
+@pytest.mark.thinned(2)
 @AS_ROOT
 @ROUNDS
 @pytest.mark.parametrize("mode", [0o777, 0o1777])

@@ -1,4 +1,4 @@
-"""`ds-slide trace` on files that are small, damaged or of something else; engines are in tests/integration."""
+"""`ds-slide trace` on files that are small, damaged or of something else; engines are in tests/end_to_end."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from workers import assert_stocks
 # Two runs of one process each, with the imports before the first.
 pytestmark = pytest.mark.timeout(600)
 
-# Weights of bf16 differ by single roundings after the first update (see tests/integration/test_parity.py).
+# Weights of bf16 differ by single roundings after the first update (see tests/end_to_end/steps/test_parity.py).
 LOSS_TOLERANCE = 2.0**-9
 # With weights in host memory stock gives all of them the data type that the first parameter has been converted to, and
 # trains a bf16 model in fp32: axolotl converts the embedding. It is compared with stock's run on the GPU alone.

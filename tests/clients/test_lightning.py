@@ -9,7 +9,7 @@ import pytest
 # Two runs of one process each, with the imports before the first.
 pytestmark = pytest.mark.timeout(600)
 
-# Weights of bf16 differ by single roundings after the first update (see tests/integration/test_parity.py).
+# Weights of bf16 differ by single roundings after the first update (see tests/end_to_end/steps/test_parity.py).
 LOSS_TOLERANCE = 2.0**-8
 
 

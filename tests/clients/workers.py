@@ -83,7 +83,7 @@ def start_worker(script: str, folder: Path) -> Iterator[Worker]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     # Without the repository, whose `kernels` would hide Hugging Face's; the installation finds ds_slide.
     tests, own = HERE.parent, variables.get("PYTHONPATH")
-    search = [str(tests), str(tests / "integration"), *([own] if own else [])]
+    search = [str(tests), str(tests / "support"), *([own] if own else [])]
     variables |= {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(search)}
     command = [sys.executable, str(HERE / script), str(folder)]
     with subprocess.Popen(

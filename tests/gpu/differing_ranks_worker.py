@@ -1,4 +1,4 @@
-"""One rank over NCCL of the trainings of `tests/end_to_end/differing.py`, whose batches use different modules.
+"""One rank over NCCL of the trainings of `tests/support/differing.py`, whose batches use different modules.
 
     RANK=... WORLD_SIZE=2 LOCAL_RANK=... python differing_ranks_worker.py CASE...
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / "integration"), str(TESTS / "end_to_end")]
+sys.path.insert(0, str(TESTS / "support"))
 
 from differing import ALL, reference, train  # noqa: E402
 from loops import distance  # noqa: E402

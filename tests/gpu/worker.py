@@ -325,7 +325,7 @@ def main(source: Path, target: Path) -> None:
     os.environ.update(launcher)
     import ds_slide  # noqa: F401  (for a source tree on the path; an installed package is found by itself)
 
-    sys.path.append(str(Path(__file__).resolve().parent.parent / "integration"))
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
     from all_mixed import all_mixed
 
     results: dict[str, dict[str, Any]] = {}

@@ -16,8 +16,8 @@ import pytest
 from forking import ONE_THREAD
 from ports import free_port
 
-HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parents[1]
+TESTS = Path(__file__).resolve().parents[1]
+REPOSITORY = TESTS.parent
 ENTRY_POINT = ("ds_slide", "ds_slide._autoload:install_hook")
 
 # Prints what the engine's optimizer is. It does not name DS-Slide; neither does anything that it imports by name.
@@ -174,7 +174,7 @@ def forks(folder, pythonpath, *stages, **variables):
     for statements, cases in stages:
         files |= {name: len(files) + number for number, name in enumerate(cases)}
         numbered.append((statements, {files[name]: of for name, of in cases.items()}))
-    command = [sys.executable, HERE / "activation_forks.py", folder]
+    command = [sys.executable, TESTS / "support" / "activation_forks.py", folder]
     whole = run(command, pythonpath, json.dumps(numbered), **ONE_THREAD, **variables)
 
     def ended(name):

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import deepspeed
 import pytest
+from deepspeed.checkpoint import constants
 
 import ds_slide.integration.selfcheck as selfcheck
+from ds_slide.checkpoint import names
 from ds_slide.errors import SlideError
 from ds_slide.integration.selfcheck import SYMBOLS, Symbol, check_deepspeed, faults
 
@@ -104,3 +106,9 @@ def test_every_override_of_a_deepspeed_method_is_in_the_table():
     for name, value in vars(SlideZeroOptimizer).items():
         if callable(value) and hasattr(DeepSpeedZeroOptimizer_Stage3, name):
             assert f"DeepSpeedZeroOptimizer_Stage3.{name}" in listed
+
+
+def test_every_key_of_a_checkpoint_is_deepspeeds():
+    ours = {name: value for name, value in vars(names).items() if name.isupper()}
+    assert ours
+    assert ours == {name: getattr(constants, name) for name in ours}

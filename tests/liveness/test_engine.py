@@ -42,6 +42,7 @@ def test_all_schedules(configuration: Configuration) -> None:
     check(count)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "configuration",
     [*TWO_PASSES, *SPECULATIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *DIFFERENT, *BESIDE],

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-# The test files of this folder import `models` by this name, and `harness` from the one beside it.
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "integration")]
+# The test files of this folder import `models` by this name.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 pytest.importorskip("triton")
 pytest.importorskip("transformers")

@@ -40,6 +40,7 @@ def run(kernels: Any, tied: bool, checkpointing: bool = False, clip: float = 1.0
     return result.losses, result.norms
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("kernels", "tied", "checkpointing", "clip"),
     [(ALL, False, True, 1.0), (["loss", "mlp"], True, True, 1.0), (["loss"], False, False, 0.0)],
@@ -56,6 +57,7 @@ def test_losses_with_kernels_are_those_without(
     torch.testing.assert_close(found[1], expected[1], rtol=5e-2, atol=0)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("clip", "accumulation"), [(1.0, 1), (0.0, 1), (1.0, 2)])
 def test_the_loss_of_a_streamed_head_is_that_of_a_head_on_the_gpu(
     clip: float, accumulation: int, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from ds_slide.patching.apply import apply_kernels
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 6e-2}
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_are_those_of_the_model_without_kernels(family: str, dtype: torch.dtype) -> None:

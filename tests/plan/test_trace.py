@@ -77,6 +77,7 @@ def with_checkpointing(blocks: int, *, last: bool = False, **options: Any) -> An
     return model
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("vocabulary", [512, 16_384], ids=["blocks are the peak", "the loss is"])
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("recomputed", range(BLOCKS + 1))

@@ -176,6 +176,7 @@ def test_rounding_knows_names_and_steps_but_no_units() -> None:
     assert not torch.equal(later, first)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_parts_of_several_ranks_are_those_of_the_whole(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made, alone = odd(ranks), odd()

@@ -43,6 +43,7 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
     assert torch.equal(found.view(kind), expected.view(kind))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compress(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -56,6 +57,7 @@ def test_compress(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         assert_same_bits(found, expected)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("kind", ["split", "bf16", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
