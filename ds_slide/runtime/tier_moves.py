@@ -10,7 +10,7 @@ second time, which takes 0.35 s a GiB. The states' copies there are older than t
 reads them: what was read ahead of them has been forgotten when the unit has settled, and nothing asks for it again.
 
 The bits of weights and states are the same before and after, and later steps give the bits that they would have given
-with that placement from the start (`docs/architecture.md`: placement never changes the result).
+with that placement from the start (`docs/architecture.md`, "The idea": placement never changes the result).
 """
 
 from __future__ import annotations
