@@ -36,6 +36,7 @@ from ds_slide.plan.allocations import (
     whole_weights_of,
 )
 from ds_slide.plan.memory import Plan
+from ds_slide.report.log import size
 from ds_slide.runtime.allocator import Allocator
 from ds_slide.runtime.build_units import state_on_gpu
 from ds_slide.runtime.deferred_interrupt import deferred_interrupt
@@ -305,7 +306,7 @@ def _refit(runtime: SlideRuntime, slots: int) -> None:
         more = _as_many_as_fit(runtime, [make] * (entry.count - present))
         count = min(entry.count, present + len(more))
         if streamed and not count:
-            raise SlideError(f"GPU tier: {entry.piece:,} bytes for a slot of the window could not be had; free some")
+            raise SlideError(f"GPU tier: {size(entry.piece)} for a slot of the window could not be had; free some")
         if count < entry.count:
             plan = _plan_with(runtime, count)
         parts.window.refit(streamed, count, more)
