@@ -19,7 +19,13 @@ from ds_slide.config import SlideConfig
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 CITING = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
-LINKING = [*CITING, *(ROOT / name for name in ("LOG.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md"))]
+LINKING = [
+    *CITING,
+    *(
+        ROOT / name
+        for name in ("LOG.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md", "benchmarks/results/README.md")
+    ),
+]
 NOT_OURS = {"train.py", "zero_to_fp32.py", "ds_to_universal.py"}
 """Files of users and of DeepSpeed."""
 
