@@ -115,7 +115,7 @@ class DebugConfig(_Block):
     """
 
     seed: StrictInt = Field(default=0, ge=0, le=_LARGEST_SEED, description="an integer from 0 to 2^63 - 1")
-    """Seed of those delays."""
+    """Seed of these delays."""
 
     update_passes: Literal["auto", 1, 2] = Field(default="auto", description='"auto", 1 or 2')
     """Passes of a deferred update over states in host memory.
@@ -202,7 +202,7 @@ class CompressionConfig(_Block):
     )
     """Rows and columns of the subspace.
 
-    A matrix gets at most half of its smaller side. "auto": the largest d for which transfers and updates still fit
+    A matrix gets at most half of its smaller side. "auto": the largest d whose transfers and updates still fit
     beside the GPU's work, by the ceilings of this machine.
     """
 
@@ -390,9 +390,9 @@ class SlideConfig(_Block):
     """Whether the weight of the language model head stays in host memory.
 
     Its rows then pass through the GPU in chunks. For a head of 152,064 x 8,192 the GPU holds buffers of 0.2 GB
-    instead of 7.5 GB (weight, gradient, and the fp32 sum of the gradient in the loss), and an fp32 sum of the
-    loss's input gradient. The kernel of the loss computes the logits a second time in backward: four products
-    instead of three, and as many transfers under them. It needs one rank and a head that shares its weight with
+    instead of 7.5 GB (weight, gradient, and the fp32 sum of the gradient in the loss). It also holds an fp32 sum of
+    the loss's input gradient. The kernel of the loss computes the logits a second time in backward: four products
+    instead of three, each with its transfers under it. It needs one rank and a head that shares its weight with
     nothing. If gradients are not held, the head may be used once in a backward.
     """
 
