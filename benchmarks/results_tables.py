@@ -1,4 +1,4 @@
-"""Writes the tables of figures in README.md and docs/results.md from benchmarks/results/index.csv.
+"""Writes the tables of README.md, docs/results.md and benchmarks/results/README.md from benchmarks/results/index.csv.
 
     python3 benchmarks/results_tables.py
 
@@ -21,13 +21,14 @@ SSD = ", nvme, gpu_states 0, host_memory 0"
 
 @dataclass(frozen=True)
 class Row:
-    """One run of one system. `figures`: by unit, as they stand on the page `file`."""
+    """One run of one system. `figures`: by unit, as they stand on the page `file`. `command`: that made it."""
 
     system: str
     case: str
     setting: str
     file: str
     figures: dict[str, str]
+    command: str
 
     def number(self, unit: str) -> float | None:
         return float(self.figures[unit]) if unit in self.figures else None
@@ -39,7 +40,7 @@ def read_index(path: Path = RESULTS / "index.csv") -> list[Row]:
     with open(path, newline="", encoding="utf-8") as file:
         for line in csv.DictReader(file):
             key = line["system"], line["case"], line["setting"], line["file"]
-            rows.setdefault(key, Row(*key, {})).figures[line["unit"]] = line["figure"]
+            rows.setdefault(key, Row(*key, {}, line["command"])).figures[line["unit"]] = line["figure"]
     return list(rows.values())
 
 
@@ -49,7 +50,8 @@ Rows = list[Row]
 def find(rows: Rows, system: str, case: str, setting: str, page: str) -> Row:
     """The one run of that name; `page`: what its file's name ends in."""
     key = (system, case, setting)
-    found = [row for row in rows if (row.system, row.case, row.setting) == key and row.file.endswith(f"_{page}.md")]
+    ends = f"_{page}.md", f"-{page}.md"
+    found = [row for row in rows if (row.system, row.case, row.setting) == key and row.file.endswith(ends)]
     if len(found) != 1:
         raise ValueError(f"the index has {len(found)} runs {system}, {case}, {setting} on the page {page}")
     return found[0]
@@ -105,6 +107,78 @@ def readme(rows: Rows) -> str:
         for name, stock, ours in chosen
     ]
     return table(["8 x 2048 tokens a step, clipping 1.0", "stock s/step", "DS-Slide s/step", "times"], lines)
+
+
+MACHINES = {"nvidia-h200": "H200", "nvidia-h200-x2": "2 x H200", "nvidia-h100": "H100"}
+CLIP, IN_24, IN_12 = "clipping 1", "clipping 1, GPU 30.3%", "clipping 1, GPU 15.2%"
+CURRENT = (
+    # name, case, setting of DS-Slide, end of its page's name, setting and page of stock where it was run
+    ("3 B, 8 x 2048", "qwen2.5-3b 8 x 2048", CLIP, "default", (CLIP, "default")),
+    ("7.6 B, 8 x 2048", "qwen2.5-7b 8 x 2048", CLIP, "default", None),
+    ("3 B, 8 x 2048 on each GPU", "qwen2.5-3b 2 x 8 x 2048", CLIP, "default", (CLIP, "default")),
+    ("1.5 B, TRL SFT, 8 x 2048", "TRL SFT qwen2.5-1.5b 8 x 2048", CLIP, "trl", (CLIP, "trl")),
+    ("1.5 B, TRL SFT with LoRA", "TRL SFT with LoRA qwen2.5-1.5b 8 x 2048", CLIP, "trl", (CLIP, "trl")),
+    ("1.5 B, TRL GRPO, 8 x 64", "TRL GRPO qwen2.5-1.5b 8 x 64", CLIP, "trl", (CLIP, "trl")),
+    (
+        "1.5 B, all states on SSD",
+        "qwen2.5-1.5b 8 x 2048",
+        CLIP + SSD,
+        "ssd-1.5b_huge-pages",
+        (CLIP + ", nvme", "ssd-1.5b_huge-pages"),
+    ),
+    ("3 B, all states on SSD", "qwen2.5-3b 8 x 2048", CLIP + SSD, "ssd-3b-2", (CLIP + ", nvme", "ssd-3b")),
+    ("0.5 B, 8 x 2048", "qwen2.5-0.5b 8 x 2048", CLIP, "26_nvidia-h100_forecast", None),
+    ("1.5 B, 8 x 2048, no clipping", "qwen2.5-1.5b 8 x 2048", "clipping 0", "26_nvidia-h100_forecast", None),
+    ("1.5 B, 8 x 2048, 24 GiB", "qwen2.5-1.5b 8 x 2048", IN_24, "26_nvidia-h100_forecast", None),
+    ("3 B, 8 x 2048", "qwen2.5-3b 8 x 2048", CLIP, "26_nvidia-h100_forecast", None),
+    ("3 B, 8 x 2048, no clipping", "qwen2.5-3b 8 x 2048", "clipping 0", "26_nvidia-h100_forecast", None),
+    ("3 B, 32 x 512", "qwen2.5-3b 32 x 512", CLIP, "26_nvidia-h100_forecast", None),
+    ("3 B, 1 x 32768", "qwen2.5-3b 1 x 32768", CLIP, "26_nvidia-h100_forecast", None),
+    ("3 B, 4 micro-batches of 4 x 2048", "qwen2.5-3b 4 x 2048 x 4", CLIP, "26_nvidia-h100_forecast", None),
+    ("3 B, 8 x 2048, 24 GiB", "qwen2.5-3b 8 x 2048", IN_24, "26_nvidia-h100_forecast", None),
+    ("3 B, 4 x 2048, 12 GiB", "qwen2.5-3b 4 x 2048", IN_12, "26_nvidia-h100_forecast", None),
+    ("7.6 B, 8 x 2048", "qwen2.5-7b 8 x 2048", CLIP, "26_nvidia-h100_forecast", None),
+    ("7.6 B, 4 x 2048, 24 GiB", "qwen2.5-7b 4 x 2048", IN_24, "26_nvidia-h100_forecast", None),
+    ("14 B LoRA, 4 x 2048, 24 GiB", "qwen2.5-14b LoRA 4 x 2048", "24 GiB", "lengths", None),
+)
+"""The newest runs: of each setting the one beside stock, or the latest."""
+
+
+def current(rows: Rows) -> str:
+    """Seconds of the settings in `CURRENT`, and the pages that they are from."""
+    lines = [("setting", "machine", "stock s", "DS-Slide s", "times", "GPU GB", "page")]
+    pages = [row.file for row in _current_rows(rows)]
+    for (name, case, _, _, of_stock), row in zip(CURRENT, _current_rows(rows), strict=True):
+        stock = None if of_stock is None else find(rows, "stock", case, *of_stock)
+        lines.append(
+            (
+                name,
+                MACHINES[row.file.split("_")[1]],
+                "" if stock is None else number(stock.number("s/step"), ".2f"),
+                number(row.number("s/step"), ".3f" if (row.number("s/step") or 0) < 10 else ".2f"),
+                "" if stock is None else ratio(row, stock).strip("*"),
+                number(row.number("GPU peak GB"), ".1f"),
+                str(list(dict.fromkeys(pages)).index(row.file) + 1),
+            )
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    lines.insert(1, tuple("-" * width for width in widths))  # type: ignore[arg-type]
+    padded = (" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(f"| {line} |" for line in padded)
+
+
+def commands(rows: Rows) -> str:
+    """The pages of the table `current` by their numbers, each with a command."""
+    pages = {row.file: row.command for row in reversed(_current_rows(rows))}
+    names = list(dict.fromkeys(row.file for row in _current_rows(rows)))
+    return "\n".join(
+        f"{index}. [{name.split('_')[0]}](../benchmarks/results/{name}): `{pages[name]}`"
+        for index, name in enumerate(names, 1)
+    )
+
+
+def _current_rows(rows: Rows) -> Rows:
+    return [find(rows, "slide", case, setting, page) for _, case, setting, page, _ in CURRENT]
 
 
 def host(rows: Rows) -> str:
@@ -199,7 +273,8 @@ def kernels(rows: Rows) -> str:
 
 TABLES: dict[Path, dict[str, Callable[[Rows], str]]] = {
     ROOT / "README.md": {"results": readme},
-    ROOT / "docs" / "results.md": {"host": host, "ssd": ssd, "kernels": kernels},
+    ROOT / "docs" / "results.md": {"current figures": current, "commands": commands},
+    RESULTS / "README.md": {"host": host, "ssd": ssd, "kernels": kernels},
 }
 
 

@@ -130,15 +130,25 @@ def _memory_lines(slide: dict[str, Any], parameters: int, gpu_peak_bytes: int | 
     if memory:
         place = "the GPU:" if gpu_peak_bytes is not None else "what stands for the GPU here:"
         lines.append(f"window      {size(memory['gpu_bytes'])} on {place} slots, outer modules and states kept there")
-        lines.append(
-            f"host states {size(memory['host_bytes'])}, {memory['host_bytes'] / parameters:.1f} B/parameter; "
-            f"stock ZeRO-3 offload needs {size(stock)} ({STOCK_BYTES_PER_PARAMETER} B/parameter, measured)"
-        )
+        lines += _host_lines(memory, parameters, stock)
     else:
         lines.append(
             f"host states about {size(stock)} with offload (measured: {STOCK_BYTES_PER_PARAMETER} B/parameter)"
         )
     lines.append(f"process     {size(process_peak_bytes())} peak resident, libraries and data included")
+    return lines
+
+
+def _host_lines(memory: dict[str, int], parameters: int, stock: int) -> list[str]:
+    """Host memory that the run needs, and free memory that it has used besides, for speed. `stock`: bytes."""
+    spare = memory.get("spare_state_bytes", 0) + memory.get("undo_log_bytes", 0)
+    needed = memory["host_bytes"] - spare
+    lines = [
+        f"host states {size(needed)} needed, {needed / parameters:.1f} B/parameter; stock ZeRO-3 offload needs "
+        f"{size(stock)} ({STOCK_BYTES_PER_PARAMETER} B/parameter, measured)"
+    ]
+    if spare:
+        lines.append(f"host spare  {size(spare)} of free memory used besides, to update blocks during backward")
     return lines
 
 

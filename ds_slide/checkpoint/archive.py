@@ -20,6 +20,7 @@ from ds_slide.checkpoint.opening import regular_file
 from ds_slide.checkpoint.pickle_writer import MARK, Record, records_of
 from ds_slide.checkpoint.sums import THREADS, Sum, sum_of, total
 from ds_slide.errors import SlideError
+from ds_slide.report.log import size
 
 Wrote = Callable[[int], None]
 _ROOT = "archive"
@@ -76,7 +77,7 @@ class Archive:
                 return result
         except OSError as error:
             raise SlideError(
-                f"writing {Path(path)} failed after {written:,} of {self.nbytes:,} bytes ({error.strerror}); this "
+                f"writing {Path(path)} failed after {size(written)} of {size(self.nbytes)} ({error.strerror}); this "
                 "checkpoint is not saved and earlier ones are as they were; free space or choose another directory"
             ) from error
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from ds_slide.checkpoint.archive import Wrote
 from ds_slide.checkpoint.one_thread import take_one_thread
 from ds_slide.errors import SlideError
+from ds_slide.report.log import size
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +99,10 @@ class BackgroundSave:
         if tenth > self._told:
             self._told = tenth
             logger.warning(
-                "waiting for the checkpoint %s: %s of %s bytes are written",
+                "waiting for the checkpoint %s: %s of %s are written",
                 self._target,
-                f"{self._written:,}",
-                f"{self._nbytes:,}",
+                size(self._written),
+                size(self._nbytes),
             )
 
     def _at_exit(self) -> None:

@@ -21,6 +21,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, 
 from ds_slide.checkpoint.opening import regular_file
 from ds_slide.checkpoint.sums import Sum, sum_of_file
 from ds_slide.errors import SlideError
+from ds_slide.report.log import size
 
 NAME = "ds_slide_manifest.json"
 _FORMAT = 1
@@ -63,7 +64,7 @@ class Manifest:
             with regular_file(path) as file:
                 data = file.read(_LIMIT + 1)
             if len(data) > _LIMIT:
-                raise ValueError(f"more than {_LIMIT:,} bytes")
+                raise ValueError(f"more than {size(_LIMIT)}")
             value = json.loads(data.decode(), object_pairs_hook=_without_duplicates)
             if isinstance(value, dict) and value.get("format") in range(_FORMAT + 1, 1000):
                 raise SlideError(
@@ -98,9 +99,9 @@ class Manifest:
         for name, expected in self.files.items():
             path = directory / name
             try:
-                size = path.stat().st_size
-                if size != expected.nbytes:
-                    raise _broken(path, f"has {size:,} bytes instead of {expected.nbytes:,}")
+                if more := path.stat().st_size - expected.nbytes:
+                    by = f"{size(abs(more))} {'longer' if more > 0 else 'shorter'}"
+                    raise _broken(path, f"is {by} than when it was saved ({size(expected.nbytes)})")
                 if contents_of(name) and (found := sum_of_file(path)) != expected:
                     raise _broken(path, f"has CRC-32 {found.crc:08x} instead of {expected.crc:08x}")
             except OSError as error:

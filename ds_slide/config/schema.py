@@ -109,43 +109,62 @@ class DebugConfig(_Block):
         strict=True,
         description=f"a number of milliseconds from 0 to {MOST_DELAY_MS}",
     )
-    """Longest random delay put before every operation of every lane, to bring races out; 0 switches it off."""
+    """Longest random delay before every operation of every lane.
+
+    It brings races out. 0 switches it off.
+    """
 
     seed: StrictInt = Field(default=0, ge=0, le=_LARGEST_SEED, description="an integer from 0 to 2^63 - 1")
-    """Seed of those delays."""
+    """Seed of these delays."""
 
     update_passes: Literal["auto", 1, 2] = Field(default="auto", description='"auto", 1 or 2')
-    """Passes in which the CPU does a deferred update of states in host memory: 1 under the next forward, or 2, the
-    weights under the forward and the states under its backward; "auto": 2 where the updates take longer than the
-    forward."""
+    """Passes of a deferred update over states in host memory.
+
+    1: one pass, under the next forward. 2: the weights under the forward and the states under its backward. "auto":
+    2 while the updates take longer than the forward.
+    """
 
     speculate: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
-    """Whether deferred updates of blocks in host memory begin under backward, before the norm is known, as if it was
-    below the limit, and are taken back where it is not. "auto": while the last four norms were below the limit and the
-    updates take longer than the forward. With false no memory is set aside for the way back."""
+    """Whether deferred updates begin under backward, before the norm is known.
+
+    Such a speculative update assumes that the norm is below the limit. If it is not, the update is undone. It
+    concerns blocks in host memory. "auto": while the last four norms were below the limit and the updates take
+    longer than the forward. With false, no memory is set aside for the way back.
+    """
 
     out_of_place: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
-    """Whether such updates write to spare state buffers of their block (12 bytes a parameter, 14 of fp16), which become
-    its own when the update counts; the others write an undo log beside the update in place. "auto": as far as half of
-    the host memory reaches that is left, when all blocks have undo logs. True: spare state buffers first. False: undo
-    logs only. Short moments, blocks that train in part and several ranks have undo logs."""
+    """Whether speculative updates write to spare state buffers.
+
+    These take 12 bytes a parameter (14 for fp16) and become the block's own when the update counts. Without them,
+    an update works in place and writes an undo log. "auto": all blocks get undo logs, then half of the host memory
+    that is left goes to spare state buffers. true: spare state buffers first. false: undo logs only. Short moments,
+    blocks that train in part, and several ranks always have undo logs.
+    """
 
     take_back: float = Field(
         default=0.0, ge=0, le=1, allow_inf_nan=False, strict=True, description="a number from 0 to 1"
     )
-    """The part of such updates, chosen at random, that are taken back although they would count."""
+    """Share of speculative updates that are undone at random.
+
+    They are undone although they would count.
+    """
 
     mix: StrictBool = Field(default=True, description="true or false")
-    """Whether a block may keep some results of its operators and recompute the rest; with false it keeps all that it
-    saves, or nothing."""
+    """Whether a block may keep some results and recompute the rest.
+
+    With false a block keeps all that it saves, or nothing.
+    """
 
 
 class CheckpointConfig(_Block):
     """How checkpoints are loaded."""
 
     require_manifest: StrictBool = Field(default=False, description="true or false")
-    """Whether a checkpoint without a manifest, such as stock DeepSpeed's, is refused. A manifest tells damage; it is no
-    proof of who has written the files ([what is trusted](checkpoints.md#what-is-trusted))."""
+    """Whether a checkpoint without a manifest is refused.
+
+    Stock DeepSpeed writes none. A manifest shows damage. It does not prove who wrote the files ([what is
+    trusted](checkpoints.md#what-is-trusted)).
+    """
 
 
 class TraceConfig(_Block):
@@ -154,16 +173,18 @@ class TraceConfig(_Block):
     path: Annotated[StrictStr, Field(min_length=1)] | None = Field(
         default=None, description='a file that is to be written, such as "step.json", or null'
     )
-    """File for the record, a Chrome trace in JSON, which Perfetto opens and [`ds-slide trace`](tracing.md) reads; null:
-    nothing is recorded. Of several ranks each writes its own: "step.rank1.json". `~` and `$NAME` mean what they mean in
-    a shell.
+    """File for the record of chosen steps; null records nothing.
+
+    The file is a Chrome trace in JSON. Perfetto opens it, and [`ds-slide trace`](tracing.md) reads it. With several
+    ranks each writes its own file: "step.rank1.json". `~` and `$NAME` mean what they mean in a shell.
     """
 
     steps: Annotated[tuple[StrictInt, StrictInt], AfterValidator(_first_and_last)] = Field(
         default=(3, 3), description=f"the first and the last of at most {MOST_TRACED_STEPS} steps, the first at least 2"
     )
-    """First and last step that are recorded, counted as in `slide_stats()["step"]`; the very first step has no
-    beginning, so 2 is the earliest.
+    """First and last step that are recorded.
+
+    They are counted as in `slide_stats()["step"]`. The very first step has no beginning, so 2 is the earliest.
     """
 
 
@@ -171,190 +192,232 @@ class CompressionConfig(_Block):
     """Gradients in learned subspaces ([compression](compression.md)). Lossy."""
 
     type: Literal["lsp"] = Field(description='"lsp"')
-    """LSP-Offload: a matrix's gradient G goes down as P^T G Q, d x d, is updated there, and comes back as P D Q^T."""
+    """The method: LSP-Offload.
+
+    The gradient G of a matrix goes down as P^T G Q, which is d x d. It is updated there and comes back as P D Q^T.
+    """
 
     d: Literal["auto"] | Annotated[StrictInt, Field(ge=LEAST_D, le=MOST_D)] = Field(
         default="auto", description=f'"auto" or an integer from {LEAST_D} to {MOST_D:,}'
     )
-    """Rows and columns of the subspace, of each matrix at most half of its smaller side; "auto": the most for which
-    transfers and updates still fit beside the GPU's work, by the ceilings of this machine."""
+    """Rows and columns of the subspace.
+
+    A matrix gets at most half of its smaller side. "auto": the largest d whose transfers and updates still fit
+    beside the GPU's work, by the ceilings of this machine.
+    """
 
     r: Annotated[StrictInt, Field(ge=1, le=MOST_R)] = Field(default=4, description=f"an integer from 1 to {MOST_R}")
-    """Numbers other than zero in each row of P and Q."""
+    """Nonzero numbers in each row of P and Q."""
 
     master_dtype: Literal["auto", "fp32", "bf16"] = Field(default="auto", description='"auto", "fp32" or "bf16"')
-    """Masters of the compressed matrices, on the GPU: exact fp32, bf16 weights with their low halves (4 bytes a
-    parameter); or the bf16 weights alone, each update rounded stochastically (2 bytes). "auto": fp32 where that fits,
-    by what the engine itself places; activations come on top of it."""
+    """Masters of the compressed matrices, on the GPU.
+
+    "fp32": bf16 weights with their low halves, exact, 4 bytes a parameter. "bf16": the bf16 weights alone, each
+    update rounded stochastically, 2 bytes. "auto": "fp32" if what the engine itself places fits; activations come
+    on top.
+    """
 
     check_every: Annotated[StrictInt, Field(ge=1, le=MOST_STEPS)] = Field(
         default=500, description=f"an integer from 1 to {MOST_STEPS:,}"
     )
-    """Steps from one check of the projectors to the next; the first step is checked."""
+    """Steps from one check of the projectors to the next.
+
+    The first step is checked.
+    """
 
     threshold: Annotated[float, Field(ge=0, le=MOST_BIAS, allow_inf_nan=False, strict=True)] | None = Field(
         default=None, description=f"a number from 0 to {MOST_BIAS}, or null"
     )
-    """The part of a gradient, by its norm, that its way through the subspace may lose or add in a check; where it is
-    more, P and Q are fitted to that gradient anew. null: they never are. Fits made the loss worse in each training that
-    was compared ([page](../benchmarks/results/2026-11-24_nvidia-h100_compression-curves.md))."""
+    """Error of the subspace that makes a check fit P and Q anew.
+
+    The error is the part of a gradient, by its norm, that the way through the subspace loses or adds. null: P and Q
+    are never fitted. Fits made the loss worse in each training that was compared
+    ([page](../benchmarks/results/2026-11-24_nvidia-h100_compression-curves.md)).
+    """
 
     seed: StrictInt = Field(default=0, ge=0, le=_LARGEST_SEED, description="an integer from 0 to 2^63 - 1")
-    """Seed of the first P and Q, and of the bits by which bf16 masters are rounded."""
+    """Seed of the first P and Q and of stochastic rounding."""
 
 
 class SlideConfig(_Block):
     """The "ds_slide" block. Sizes are stored in bytes, lists as tuples."""
 
     enabled: StrictBool = Field(default=False, description="true or false")
-    """Whether DS-Slide replaces DeepSpeed's ZeRO-3 optimizer; false leaves stock DeepSpeed."""
+    """Whether DS-Slide replaces DeepSpeed's ZeRO-3 optimizer.
+
+    With false, stock DeepSpeed runs.
+    """
 
     window: Literal["auto"] | BufferCount = Field(default="auto", description=f'"auto" or {BUFFERS_HELP}')
-    """Number of GPU slots, one block each: one that computes and at least one that is filled meanwhile.
+    """Number of GPU slots, one block each.
 
-    "auto" is 3, and as many more as fit into 10 % of the GPU and into `gpu_memory`: a block that is still in its slot
-    is not fetched again, neither in backward nor in the other micro-batches of a step. Give 3 where activations need
-    all of the GPU.
+    One slot computes, and at least one is filled meanwhile. "auto" is 3, and more slots if they fit into 10 % of
+    the GPU and into `gpu_memory`. A block that is still in its slot is not fetched again, neither in backward nor
+    in the other micro-batches of a step. Give 3 if activations need all of the GPU.
     """
 
     gpu_memory: Budget = Field(default=None, description=f"{SIZE_HELP}, above 0, or null for what is free")
-    """Limit in bytes of everything that DS-Slide itself places on the GPU, activations that it keeps included; null:
-    what is free."""
+    """Limit of what DS-Slide itself places on the GPU.
+
+    It includes the activations that DS-Slide keeps. null: what is free.
+    """
 
     host_memory: StateBudget = Field(default=None, description=f"{SIZE_HELP}, 0, or null for what is free")
-    """Limit in bytes of the states in host memory; null: what is free of the machine, of the container's control groups
-    and of `ulimit -v`. With an SSD tier, the rest goes there, block by block; 0 puts there every state that may go.
-    Held gradients and staging buffers come on top of it; undo logs and inputs of blocks take what states leave, and
-    with an SSD tier the rest of these inputs goes there, too.
+    """Limit of the states in host memory.
+
+    null: what the machine, the container's control groups and `ulimit -v` leave free. With an SSD tier, the rest
+    goes there, block by block; 0 puts every state there that may go. Held gradients and staging buffers come on top
+    of the limit. Undo logs and inputs of blocks take what the states leave of it. With an SSD tier, further inputs
+    go there, too.
     """
 
     nvme_path: Paths = Field(
         default=None,
         description=f"a directory, a list of at most {MOST_DIRECTORIES} directories on different disks, or null",
     )
-    """Directories of the SSD tier; several are striped, in proportion to their measured bandwidths. `~` and `$NAME`
-    mean what they mean in a shell.
+    """Directories of the SSD tier.
 
+    Several are striped, in proportion to their measured bandwidths. `~` and `$NAME` mean what they mean in a shell.
     null: DeepSpeed's own `zero_optimization.offload_optimizer.nvme_path` or `offload_param.nvme_path`.
     """
 
     state_dtype: Literal["fp32", "bf16", "8bit"] = Field(default="fp32", description='"fp32", "bf16" or "8bit"')
-    """Storage of the two moments of AdamW: exact fp32; bf16 with stochastic rounding; 8 bits with a scale per 64.
-    Other optimizers have fp32 only.
+    """Storage of the two moments of AdamW.
 
-    The weights' masters stay exact. The two short formats save 4 and nearly 6 of 12 bytes a parameter, in memory and
-    on SSD; they are updated on the CPU, so they exclude `gpu_states`.
+    "fp32" is exact. "bf16" rounds stochastically. "8bit" has a scale for each 64 numbers. Other optimizers have
+    "fp32" only. The masters of the weights stay exact. The two short formats save 4 and nearly 6 of 12 bytes a
+    parameter, in memory and on SSD. They are updated on the CPU, so they exclude `gpu_states`.
     """
 
     ssd_buffers: Literal["auto"] | BufferCount = Field(default="auto", description=f'"auto" or {BUFFERS_HELP}')
-    """Host buffers through which optimizer states pass on their way from SSD to the update and back, of 8 Mi parameters
-    each (80 MiB in fp32); "auto": as many as keep a fast disk busy, at most 16.
+    """Host buffers for optimizer states between SSD and update.
+
+    A buffer holds 8 Mi parameters (80 MiB in fp32). "auto": enough to keep a fast disk busy, at most 16.
     """
 
     weight_buffers: Literal["auto"] | BufferCount = Field(default="auto", description=f'"auto" or {BUFFERS_HELP}')
-    """Host buffers of one block's weights each, used where weights live on SSD.
+    """Host buffers for weights that live on SSD, one block each.
 
-    "auto": 7, or 4 more than a `window` that is given.
+    "auto": 7, or 4 more than the `window` that is given.
     """
 
     io_backend: Literal["auto", "io_uring", "libaio", "threads"] = Field(
         default="auto", description='"auto", "io_uring", "libaio" or "threads"'
     )
-    """How the SSD is read and written; "auto" takes the first that works on this machine."""
+    """How the SSD is read and written.
+
+    "auto" takes the first that works on this machine.
+    """
 
     checksums: StrictBool = Field(default=True, description="true or false")
-    """Whether what is read from SSD is compared with what was written there, by a CRC32C of every 4 KiB in host memory.
+    """Whether reads from SSD are compared with what was written.
 
-    Bytes that the disk or another program has changed end the run with their file and offset; without checksums they
-    become wrong losses. 4 bytes of host memory for 4 KiB on SSD.
+    A CRC32C of every 4 KiB is kept in host memory: 4 bytes for 4 KiB on SSD. If the disk or another program has
+    changed bytes, the run ends with file and offset. Without checksums such bytes become wrong losses.
     """
 
     gpu_states: AutoSize = Field(default="auto", description=f'"auto", 0 or {SIZE_HELP}')
-    """GPU memory in bytes for optimizer states: outer modules first, then the first blocks, which are then updated on
-    the GPU.
+    """GPU memory for optimizer states.
 
-    0 keeps all states in host memory; "auto" takes 5 % of the GPU, as far as the GPU budget leaves that, up to
-    60 % where host memory has no place for the rest and there is no SSD tier, and more once the first steps have shown
-    [what is spare](budgets.md#spare-gpu-memory).
+    Outer modules come first, then the first blocks; they are updated on the GPU. 0 keeps all states in host memory.
+    "auto" takes 5 % of the GPU, if the GPU budget leaves that. It takes up to 60 % if host memory has no place for
+    the rest and there is no SSD tier. It takes more when the first steps have shown [what is
+    spare](budgets.md#spare-gpu-memory).
     """
 
     activations: Literal["auto", "as_written"] = Field(default="auto", description='"auto" or "as_written"')
-    """Which blocks are recomputed in backward. "auto": the saved tensors of a layer of transformers stay on the GPU
-    where memory is left, and it is recomputed where it is not, forward by forward and with the same bits, whether the
-    script has switched gradient checkpointing on or not. Where that does not suffice, inputs of recomputed blocks wait
-    in host memory, and then on SSD. [What is left alone](budgets.md#spare-gpu-memory).
+    """Which blocks are recomputed in backward.
 
-    "as_written" recomputes what the script says, always.
+    "auto": DS-Slide decides for each layer of transformers and each forward, whether or not the script has switched
+    gradient checkpointing on. If memory is left, the layer's saved tensors stay on the GPU; otherwise it is
+    recomputed, with the same bits. If that does not suffice, inputs of recomputed blocks wait in host memory, and
+    then on SSD. Some models [are left alone](budgets.md#spare-gpu-memory). "as_written": always what the script
+    says.
     """
 
     share_weights: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
-    """Whether the ranks of one machine read each other's weights in host memory, so that each uploads whole units.
+    """Whether ranks of one machine read each other's weights in host memory.
 
-    With false each uploads its part, and the parts are gathered over the process group: more work on the GPU, but fewer
-    bytes through a host link that several GPUs share. So it is anyway for weights on SSD, for units that are updated on
-    the GPU, and, under "auto", for all where the ranks are on several machines; true refuses such a run.
+    Then each rank uploads whole units. With false, each uploads its part, and the process group gathers the parts:
+    more work for the GPU, but fewer bytes through a host link that several GPUs share. Weights on SSD and units
+    that are updated on the GPU are always gathered. With ranks on several machines "auto" gathers all weights, and
+    true is refused.
     """
 
     defer_updates: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
-    """Whether updates are deferred: gradients then wait in host memory until backward has ended.
+    """Whether gradients wait in host memory until backward has ended.
 
-    "auto" defers them when gradient clipping, fp16 or gradient accumulation need that; otherwise a block is updated as
-    soon as its gradient has arrived. Its old name, `hold_gradients`, still works.
+    "auto": if gradient clipping, fp16 or gradient accumulation need that. Otherwise a block is updated as soon as
+    its gradient has arrived. The old name of this key, `hold_gradients`, still works.
     """
 
     gradient_buffers: Literal["auto"] | BufferCount = Field(default="auto", description=f'"auto" or {BUFFERS_HELP}')
-    """Host staging buffers of one block each, for gradients that are not held, or held on SSD; "auto": 4, and where
-    updates begin as gradients arrive, one for every three blocks if host memory has room.
+    """Host staging buffers for gradients, one block each.
 
-    Backward waits when all of them hold gradients whose updates have not ended.
+    They serve gradients that are not held, or are held on SSD. "auto": 4. If updates begin as gradients arrive,
+    "auto" is one for every three blocks, if host memory has room. Backward waits when all buffers hold gradients
+    whose updates have not ended.
     """
 
     cpu_threads: Literal["auto"] | Annotated[StrictInt, Field(ge=1, le=MOST_THREADS)] = Field(
         default="auto", description=f'"auto" or an integer from 1 to {MOST_THREADS}'
     )
-    """Threads of the CPU update on this rank; "auto": the cores this process may use, shared between local ranks."""
+    """Threads of the CPU update on this rank.
+
+    "auto": the cores that this process may use, shared between local ranks.
+    """
 
     cpu_cores: Literal["auto", "none"] | Annotated[tuple[CoreNumber, ...], Field(min_length=1)] = Field(
         default="auto",
         description=f'"auto", "none" or a list of core numbers from 0 to {LAST_CORE} such as [0, 1, 2, 3]',
     )
-    """Cores that the update threads are pinned to; "none" does not pin."""
+    """Cores that the update threads are pinned to.
+
+    "none" does not pin.
+    """
 
     blocks: Literal["auto"] | Annotated[tuple[ModulePath, ...], Field(min_length=1)] = Field(
         default="auto", description='"auto" or a list of module paths such as ["model.layers"]'
     )
-    """Module paths of what is streamed as blocks: a list or a dictionary of layers stands for its elements, another
-    module for itself. Each part of a path may be a pattern: ["encoder.*.layers"], ["layer?"], ["block_*"]. "auto" finds
-    layers of one class that repeat and hold a tenth of the model, in lists, in dictionaries and as attributes."""
+    """Module paths of what is streamed as blocks.
+
+    The path of a list or dictionary of layers stands for its elements; any other path stands for that module. Each
+    part of a path may be a pattern: ["encoder.*.layers"], ["layer?"], ["block_*"]. "auto" finds layers of one class
+    that repeat and hold a tenth of the model, in lists, in dictionaries and as attributes.
+    """
 
     stream_head: StrictBool = Field(default=False, description="true or false")
-    """Whether the weight of the language model head stays in host memory, and its rows pass through the GPU in chunks.
+    """Whether the weight of the language model head stays in host memory.
 
-    Of a head of 152,064 x 8,192 the GPU then holds buffers of 0.2 GB instead of 7.5 GB (weight, gradient, and the fp32
-    sum of that in the loss), and an fp32 sum of the loss's input gradient. The kernel of the loss computes the logits a
-    second time in backward: four products for three, and as many transfers under them. For one rank, and a head that
-    shares its weight with nothing; where gradients are not held, one that is used once in a backward.
+    Its rows then pass through the GPU in chunks. For a head of 152,064 x 8,192 the GPU holds buffers of 0.2 GB
+    instead of 7.5 GB (weight, gradient, and the fp32 sum of the gradient in the loss). It also holds an fp32 sum of
+    the loss's input gradient. The kernel of the loss computes the logits a second time in backward: four products
+    instead of three, each with its transfers under it. It needs one rank and a head that shares its weight with
+    nothing. If gradients are not held, the head may be used once in a backward.
     """
 
     huge_pages: StrictBool = Field(default=False, description="true or false")
-    """Whether the states in host memory ask the kernel for transparent huge pages; the buffers of the disk always do.
+    """Whether states in host memory ask for transparent huge pages.
+
+    The buffers of the disk always do.
     """
 
     kernels: Literal["auto", "off"] | Annotated[tuple[KernelKind, ...], Field(min_length=1)] = Field(
         default="auto", description='"auto", "off" or a list out of "loss", "norm", "rope" and "mlp"'
     )
-    """Which parts of the model are computed by Triton kernels: the loss from the head's input (the logits are then made
-    only if something reads them), norms, rotary embeddings, gated feed-forwards. Each module is replaced only where a
-    probe shows that the kernel computes the same; results differ by rounding.
+    """Which parts of the model are computed by Triton kernels.
 
-    "auto": all of them on a GPU with Triton, none elsewhere. A list needs a GPU.
+    The kinds are the loss from the head's input (logits are then made only if something reads them), norms, rotary
+    embeddings, and gated feed-forwards. A module is replaced only if a probe shows that the kernel computes the
+    same; results differ by rounding. "auto": all of them on a GPU with Triton, none elsewhere. A list needs a GPU.
     """
 
     async_save: StrictBool = Field(default=False, description="true or false")
-    """Whether `save_checkpoint` returns when the states have been copied in host memory, and a thread writes the copy
-    ([checkpoints](checkpoints.md#asynchronous-saves)).
+    """Whether `save_checkpoint` returns before the files are written.
 
-    Where the copy does not fit what is free, saving waits for the end of the write, and says so once.
+    It returns when the states have been copied in host memory, and a thread writes the copy
+    ([checkpoints](checkpoints.md#asynchronous-saves)). If free memory does not hold the copy, saving waits for the
+    end of the write, and says so once.
     """
 
     checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig(), description="an object")
@@ -368,16 +431,21 @@ class SlideConfig(_Block):
         strict=True,
         description=f"a number of seconds from {LEAST_HANG_TIMEOUT_S} to {MOST_HANG_TIMEOUT_S:,}, or 0 for never",
     )
-    """Seconds after which a run is ended that stands still while nothing comes forward on any rank: no transfer, no
-    request of the disk, no update, no work of the GPU. The message says who waits for what ([liveness](liveness.md)).
-    Slow work is no standstill. 0 switches this off.
+    """Seconds of standstill after which a run is ended.
+
+    Standstill means that nothing comes forward on any rank: no transfer, no request of the disk, no update, no work
+    of the GPU. Slow work is no standstill. The message says what waits for what ([liveness](liveness.md)). 0
+    switches this off.
     """
 
     compression: CompressionConfig | None = Field(default=None, description="an object or null")
-    """How gradients of blocks' matrices leave the GPU where the link is too slow for all of them; null: exactly."""
+    """How gradients of the blocks' matrices leave the GPU; null: exactly.
+
+    It is for links that are too slow for all gradients.
+    """
 
     trace: TraceConfig = Field(default_factory=lambda: TraceConfig(), description="an object")
-    """A record of what every lane did in chosen steps, for a picture of them."""
+    """A record of what every lane did in chosen steps."""
 
     debug: DebugConfig = Field(default_factory=lambda: DebugConfig(), description="an object")
     """Switches for race tests."""

@@ -31,6 +31,7 @@ from ds_slide.checkpoint.sums import Sum
 from ds_slide.errors import SlideError
 from ds_slide.integration.checkpoint_names import require_own_parameters
 from ds_slide.integration.checkpoint_ranks import together
+from ds_slide.report.log import size
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,9 @@ def _snapshot(engine: Any, target: Path, *, frozen: bool) -> Snapshot | None:
         reason = "checkpoint.use_node_local_storage leaves the ranks no directory in which they could agree"
     elif not all(together(snapshot.fits)):
         room = snapshot.room()
-        reason = f"a copy of the states needs {snapshot.nbytes():,} bytes and {room.nbytes:,} are free ({room.source})"
+        reason = (
+            f"a copy of the states needs {size(snapshot.nbytes())}, and {size(room.nbytes)} are free ({room.source})"
+        )
     else:
         return snapshot
     if not optimizer.has_said_that_saves_wait:
@@ -231,7 +234,8 @@ def _open(engine: Any, staging: Staging, tag: str, needed: int) -> None:
         free = staging.free_bytes()
     if free < needed:
         raise SlideError(
-            f"saving {target} needs {needed:,} bytes, but {free:,} are free there; remove an older checkpoint (one "
+            f"saving {target} needs {size(needed)}, but {size(free)} are free there, "
+            f"{size(needed - free)} short; remove an older checkpoint (one "
             "that is replaced is kept until the new one is whole), or choose another directory"
         )
 
@@ -262,7 +266,7 @@ def _as_failure(target: Path, nbytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         raise SlideError(
-            f"saving {target} ({nbytes:,} bytes) failed at {error.filename or target} ({error.strerror}); earlier "
+            f"saving {target} ({size(nbytes)}) failed at {error.filename or target} ({error.strerror}); earlier "
             "checkpoints are as they were; make the directory writable or choose another one"
         ) from error
 

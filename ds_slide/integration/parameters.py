@@ -24,6 +24,7 @@ from ds_slide.integration.left_weights import LOW_HALVES
 from ds_slide.integration.partition import Access, Partition, as_partition, as_plain
 from ds_slide.integration.present_values import PresentValues
 from ds_slide.model.layout import Entry, piece
+from ds_slide.report.log import size
 from ds_slide.runtime.core.clients import Binding
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
@@ -338,7 +339,7 @@ class ParameterProtocol:
         free += needed  # of the rank that has the least: all of them refuse, or none
         if needed > free:
             raise SlideError(
-                f"gathering {len(parameters)} parameters takes {needed:,} bytes of the GPU, where {free:,} are free; "
+                f"gathering {len(parameters)} parameters takes {size(needed)} of the GPU, where {size(free)} are free; "
                 "gather fewer at once (for TRL's generation: ds3_gather_for_generation=False, which streams the "
                 "weights through the window), or lower ds_slide.window or ds_slide.gpu_states"
             )

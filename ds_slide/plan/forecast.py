@@ -13,6 +13,7 @@ from ds_slide.plan.spare import FRAGMENTATION
 from ds_slide.plan.time import StepTime
 from ds_slide.plan.trace import StepTrace
 from ds_slide.plan.two_passes import Schedule
+from ds_slide.report.log import size
 
 CONTEXT_BYTES = 900 << 20
 """Of the GPU: the CUDA context and kernels (0.90 GB of what the device had in use on an H200 beyond torch's allocator,
@@ -183,6 +184,6 @@ class Forecast:
                     tier,  # type: ignore[arg-type]
                     needed,
                     available,
-                    f"{what} {needed:,} bytes, but {available:,} are there, {needed - available:,} short",
+                    f"{what} {size(needed)}, but {size(available)} are there, {size(needed - available)} short",
                 )
         return None

@@ -26,6 +26,7 @@ from ds_slide.plan.allocations import (
 )
 from ds_slide.plan.needs import Needs, Placement, UnitSize, is_held
 from ds_slide.plan.placement import USABLE_SHARE, place_on_host
+from ds_slide.report.log import size
 
 # 5 %: on a 141 GB card that covers the vocabulary matrix of a 3 B model and some blocks, on a 24 GB card a block or
 # two; activations, which DS-Slide does not place yet, need the rest.
@@ -80,7 +81,7 @@ class Budgets:
     @property
     def are_free(self) -> str:
         """`host_free`, as the end of a clause."""
-        return f"{self.host_free:,} are free" + (f" ({self.host_source})" if self.host_source else "")
+        return f"{size(self.host_free)} are free" + (f" ({self.host_source})" if self.host_source else "")
 
     @property
     def gpu_limit(self) -> int:
@@ -371,15 +372,15 @@ def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
         if not any(unit.kind == "block" for unit in plan.units):
             stay = f", name layers that can be streamed in ds_slide.blocks (none were found){stay}"
         if saved := 0 if needs.rounds_masters else sum(unit.low_bytes for unit in compressed):
-            stay = f', set ds_slide.compression.master_dtype to "bf16" ({saved:,} bytes less){stay}'
+            stay = f', set ds_slide.compression.master_dtype to "bf16" ({size(saved)} less){stay}'
         raise DoesNotFit(
             "gpu",
             plan.gpu_bytes,
             gpu_limit,
-            f"GPU tier: window, outer modules and GPU states need {plan.gpu_bytes:,} bytes, but {source} is "
-            f"{gpu_limit:,}{others}; "
+            f"GPU tier: window, outer modules and GPU states need {size(plan.gpu_bytes)}, but {source} is "
+            f"{size(gpu_limit)}{others}, {size(plan.gpu_bytes - gpu_limit)} short; "
             f"lower ds_slide.window (now {plan.placement.window}) or ds_slide.gpu_states (now "
-            f"{plan.gpu_states_used:,} bytes){stay}, or allow more{_largest(entries)}",
+            f"{size(plan.gpu_states_used)}){stay}, or allow more{_largest(entries)}",
         )
     _check_host(plan, budgets, needs)
 
@@ -393,8 +394,9 @@ def _check_host(plan: Plan, budgets: Budgets, needs: Needs) -> None:
             "host",
             plan.host_state_bytes,
             budget,
-            f"host tier: the states need {plan.host_state_bytes:,} bytes, but ds_slide.host_memory is "
-            f"{budget:,}{_beside(budgets.taken.host_states)}; allow more, or let the rest go to SSD with "
+            f"host tier: the states need {size(plan.host_state_bytes)}, but ds_slide.host_memory is "
+            f"{size(budget)}{_beside(budgets.taken.host_states)}, {size(plan.host_state_bytes - budget)} short; "
+            "allow more, or let the rest go to SSD with "
             f'zero_optimization.{section}.device "nvme" and its nvme_path{_largest(states)}',
         )
     # An accelerator that is the host computes in the same memory.
@@ -417,8 +419,9 @@ def _check_host(plan: Plan, budgets: Budgets, needs: Needs) -> None:
             "host",
             needed,
             budgets.host_free,
-            f"host tier: states, gradients and buffers need {needed:,} bytes, but {budgets.are_free}; "
-            f"change {way_out}, ds_slide.gpu_states (now {plan.gpu_states_used:,} bytes, more moves states to "
+            f"host tier: states, gradients and buffers need {size(needed)}, but {budgets.are_free}, "
+            f"{size(needed - budgets.host_free)} short; "
+            f"change {way_out}, ds_slide.gpu_states (now {size(plan.gpu_states_used)}, more moves states to "
             f"the GPU){held}, or use more ranks or a machine with more memory{_largest(entries)}",
         )
 
@@ -433,18 +436,19 @@ def _no_room_for_weights(entries: Sequence[Allocation], budgets: Budgets, needs:
         "host",
         needed,
         budgets.host_free,
-        f"host tier: the weights need {needed:,} bytes, but {budgets.are_free}; change {way_out}, "
+        f"host tier: the weights need {size(needed)}, but {budgets.are_free}, {size(needed - budgets.host_free)} "
+        f"short; change {way_out}, "
         f"or use more ranks or a machine with more memory{_largest(entries)}",
     )
 
 
 def _beside(taken: int) -> str:
     """Part of a sentence, behind a limit that is less than the configured one."""
-    return f" beside the {taken:,} of other engines in this process" if taken else ""
+    return f" beside the {size(taken)} of other engines in this process" if taken else ""
 
 
 def _largest(entries: Iterable[Allocation]) -> str:
     """The end of a sentence: what takes most of it."""
     largest = sorted(entries, key=lambda each: -each.nbytes)[:3]
-    named = [f"{each.what} ({each.nbytes:,} bytes)" for each in largest if each.nbytes]
+    named = [f"{each.what} ({size(each.nbytes)})" for each in largest if each.nbytes]
     return f"; the largest entries are {', '.join(named)}" if named else ""

@@ -39,11 +39,11 @@ def show() -> None:
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people: "1.5 GB"."""
-    for unit, exponent in (("GB", 9), ("MB", 6), ("kB", 3)):
+    """Bytes as every message gives them: "1.5 GB", "2.0 MB", and exact below 1 MB: "1,500 bytes"."""
+    for unit, exponent in (("GB", 9), ("MB", 6)):
         if nbytes >= 10**exponent:
-            return f"{nbytes / 10**exponent:.1f} {unit}"
-    return f"{nbytes:.0f} B"
+            return f"{nbytes / 10**exponent:,.1f} {unit}"
+    return "1 byte" if nbytes == 1 else f"{nbytes:,.0f} bytes"
 
 
 def start_line(

@@ -31,6 +31,7 @@ from ds_slide.plan.allocations import (
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.probe.host_room import host_room
 from ds_slide.plan.probe.local_ranks import local_ranks
+from ds_slide.report.log import size
 from ds_slide.runtime.build import make_stagings
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.allocator import Allocator
@@ -168,7 +169,7 @@ def _planned(runtime: SlideRuntime, changes: Sequence[_Change]) -> Plan:
 def _require_room(runtime: SlideRuntime, plan: Plan, limits: Limits, name: str) -> None:
     parts = runtime.parts
     # While a unit's state buffers are copied, the old ones are there as well.
-    longest = max(size.state_bytes for size in parts.plan.units)
+    longest = max(unit.state_bytes for unit in parts.plan.units)
     more = plan.host_bytes - parts.plan.host_bytes + longest
     if not parts.context.device.is_cuda:
         more += plan.gpu_bytes - parts.plan.gpu_bytes
@@ -177,20 +178,22 @@ def _require_room(runtime: SlideRuntime, plan: Plan, limits: Limits, name: str) 
     taken, own = running.taken(), parts.taken
     if more > free:
         raise SlideError(
-            f"host tier: parameter {name} and what else is unfrozen need {more:,} bytes, but {free:,} are free "
-            f"({room.source}); leave more parameters frozen"
+            f"host tier: parameter {name} and what else is unfrozen need {size(more)}, but {size(free)} are free "
+            f"({room.source}), {size(more - free)} short; leave more parameters frozen"
         )
     host = plan.host_state_bytes + taken.host_states - own.host_states
     if limits.host_memory is not None and host > limits.host_memory:
         raise SlideError(
-            f"host tier: with parameter {name} and what else is unfrozen all states need {host:,} bytes, but "
-            f"ds_slide.host_memory is {limits.host_memory:,}; leave more parameters frozen, or allow more"
+            f"host tier: with parameter {name} and what else is unfrozen all states need {size(host)}, but "
+            f"ds_slide.host_memory is {size(limits.host_memory)}, {size(host - limits.host_memory)} short; "
+            "leave more parameters frozen, or allow more"
         )
     gpu = plan.gpu_bytes + taken.gpu - own.gpu
     if limits.gpu_memory is not None and gpu > limits.gpu_memory:
         raise SlideError(
-            f"GPU tier: with parameter {name} and what else is unfrozen buffers and states need {gpu:,} bytes, but "
-            f"ds_slide.gpu_memory is {limits.gpu_memory:,}; leave more parameters frozen, or allow more"
+            f"GPU tier: with parameter {name} and what else is unfrozen buffers and states need {size(gpu)}, but "
+            f"ds_slide.gpu_memory is {size(limits.gpu_memory)}, {size(gpu - limits.gpu_memory)} short; "
+            "leave more parameters frozen, or allow more"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ds_slide.errors import SlideError
+from ds_slide.report.log import size
 from ds_slide.store.untouched import untouched_bytes
 
 
@@ -91,9 +92,9 @@ class HostMemory:
 
     def refusal(self, nbytes: int, transfers: bool, error: BaseException) -> SlideError:
         """What to raise when so much memory could not be had."""
-        locked = " page-locked" if self._page_lock and transfers else ""
+        of_memory = " of page-locked memory" if self._page_lock and transfers else ""
         return SlideError(
-            f"host tier: {nbytes:,} bytes{locked} could not be had after "
-            f"{self.total_bytes:,} bytes ({error}); lower ds_slide.host_memory, raise ds_slide.gpu_states, "
+            f"host tier: {size(nbytes)}{of_memory} could not be had after "
+            f"{size(self.total_bytes)} ({error}); lower ds_slide.host_memory, raise ds_slide.gpu_states, "
             "or use a machine with more memory"
         )

@@ -12,6 +12,7 @@ import resource
 from pathlib import Path
 
 from ds_slide.errors import SlideError
+from ds_slide.report.log import size
 
 _STATUS = Path("/proc/self/status")
 _CAP_IPC_LOCK = 1 << 14
@@ -40,9 +41,9 @@ def require_page_locks(nbytes: int) -> None:
         _native.Slab(limit + _BEYOND, True, False).close()
     except RuntimeError as error:
         raise SlideError(
-            f"host tier: the GPU copies from up to {nbytes:,} bytes of page-locked memory, but RLIMIT_MEMLOCK "
-            f"(ulimit -l) is {limit:,} and the driver keeps to it ({' '.join(str(error).split())}); raise that limit, "
-            "as with `ulimit -l unlimited` or the container's --ulimit memlock=-1"
+            f"host tier: the GPU copies from up to {size(nbytes)} of page-locked memory, but RLIMIT_MEMLOCK "
+            f"(ulimit -l) is {size(limit)} and the driver keeps to it ({' '.join(str(error).split())}); "
+            "raise that limit, as with `ulimit -l unlimited` or the container's --ulimit memlock=-1"
         ) from error
 
 

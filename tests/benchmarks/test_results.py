@@ -11,7 +11,7 @@ import results_tables
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-TEXTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"]
+TEXTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md", RESULTS / "README.md"]
 
 
 def index() -> list[dict[str, str]]:
@@ -19,7 +19,7 @@ def index() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("path", results_tables.TABLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", results_tables.TABLES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_tables_are_written_from_the_index(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     made = results_tables.filled(text, results_tables.TABLES[path], results_tables.read_index())
@@ -40,6 +40,7 @@ def test_no_figure_stands_twice() -> None:
 
 
 def test_what_is_kept_is_cited() -> None:
-    cited = {name for path in TEXTS for name in re.findall(r"results/([\w.\-]+)", path.read_text(encoding="utf-8"))}
+    texts = "".join(path.read_text(encoding="utf-8") for path in TEXTS)
+    cited = {name for before in ("results/", r"\]\(") for name in re.findall(rf"{before}([\w.\-]+)", texts)}
     kept = {path.name for path in RESULTS.iterdir()} - {"README.md", "index.csv"}
     assert kept - cited == set()

@@ -124,7 +124,9 @@ def test_every_master_is_joined_from_its_state_buffers():
 
 
 def test_a_failure_names_file_and_bytes(tmp_path):
-    with pytest.raises(SlideError, match=r"no_folder/file.pt failed after 0 of [\d,]+ bytes \(No such file"):
+    with pytest.raises(
+        SlideError, match=r"no_folder/file.pt failed after 0 bytes of [\d,.]+ (MB|bytes) \(No such file"
+    ):
         Archive({"a": torch.ones(1)}).write(tmp_path / "no_folder" / "file.pt")
 
 

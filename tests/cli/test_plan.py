@@ -12,7 +12,7 @@ import pytest
 
 import ds_slide as package
 from ds_slide.cli.planning.output import as_text
-from ds_slide.config import parse_bytes
+from ds_slide.config import format_bytes, parse_bytes
 from ds_slide.plan.ceilings.figures import read_ceilings
 from ds_slide.plan.forecast import ENGINE_BYTES, PROCESS_BYTES, PYTHON_BYTES, PYTHON_ENGINE_BYTES
 
@@ -116,7 +116,7 @@ def test_a_plan_that_cannot_fit(
     assert (ran.code, answer["fits"], answer["tier"]) == (1, False, tier)
     assert answer["short"] == answer["needed"] - answer["available"] > 0
     assert change in answer["change"] and said.code == 1
-    assert f"{answer['short']:,} short; {answer['change']}" in said.out and said.out.count("\n") == 1
+    assert f"{format_bytes(answer['short'])} short; {answer['change']}" in said.out and said.out.count("\n") == 1
     if "micro-batch of" in answer["change"]:
         smaller = answer["change"].split("micro-batch of ")[1].split()[0]
         assert ds_slide("plan", *options, *memory, *H200, "--batch", smaller).code == 0

@@ -37,6 +37,14 @@ def test_slide_report_sets_host_states_against_stock() -> None:
     assert "14.0 B/parameter" in text and "needs 24.8 MiB" in text  # one of two ranks: a million parameters
 
 
+def test_free_memory_that_is_used_for_speed_is_told_apart() -> None:
+    used = record(1, lane="update")
+    used.slide["memory"] |= {"host_bytes": 26_000_000, "spare_state_bytes": 11_000_000, "undo_log_bytes": 1_000_000}
+    text = report([used], engine="DS-Slide", parameters=1_000_000, world_size=1, gpu_peak_bytes=None)
+    assert "host states 13.4 MiB needed, 14.0 B/parameter; stock ZeRO-3 offload needs 24.8 MiB" in text
+    assert "host spare  11.4 MiB of free memory used besides" in text
+
+
 def test_statistics_that_lag_count_once() -> None:
     lagging = [
         record(1),

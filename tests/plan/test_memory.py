@@ -18,6 +18,7 @@ from ds_slide.plan.allocations import BLOCK_RING, PIECES, PIECES_RING, undo_byte
 from ds_slide.plan.memory import NOTHING_TAKEN, Budgets, Plan, Taken, gpu_cost, make_plan
 from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
 from ds_slide.plan.placement import USABLE_SHARE
+from ds_slide.report.log import size
 from ds_slide.store.state_buffers import optimizer_buffers
 
 OUTER, BLOCK = 64_000, 6_400
@@ -137,7 +138,8 @@ def test_gradients_of_a_second_backward_need_no_more_than_pieces(monkeypatch: py
 def test_gpu_budget_is_hard(source: str) -> None:
     assert plan(**{source: WINDOW_BYTES}).gpu_bytes == WINDOW_BYTES
     name = "ds_slide.gpu_memory" if source == "gpu_memory" else "free GPU memory"
-    sentence = rf"GPU tier: .* need {WINDOW_BYTES:,} bytes, but {name} is {WINDOW_BYTES - 1:,}; lower ds_slide.window"
+    need = f"need {WINDOW_BYTES:,} bytes, but {name} is {WINDOW_BYTES - 1:,} bytes, 1 byte short"
+    sentence = rf"GPU tier: .* {need}; lower ds_slide.window"
     with pytest.raises(SlideError, match=sentence):
         plan(**{source: WINDOW_BYTES - 1})
 
@@ -164,7 +166,8 @@ def test_gpu_states_that_do_not_fit_are_refused() -> None:
 
 def test_free_host_memory_is_a_hard_limit() -> None:
     assert plan(host_free=HOST_BYTES).host_bytes == HOST_BYTES
-    sentence = rf"host tier: .* need {HOST_BYTES:,} bytes, but {HOST_BYTES - 1:,} are free; .*\"nvme\".*defer_updates"
+    need = f"need {size(HOST_BYTES)}, but {size(HOST_BYTES - 1)} are free, 1 byte short"
+    sentence = rf"host tier: .* {need}; .*\"nvme\".*defer_updates"
     with pytest.raises(SlideError, match=sentence):
         plan(host_free=HOST_BYTES - 1)
 
@@ -172,7 +175,8 @@ def test_free_host_memory_is_a_hard_limit() -> None:
 def test_without_an_ssd_tier_the_budget_of_the_states_is_hard() -> None:
     states = (OUTER + 4 * BLOCK) * 12  # held gradients and buffers come on top of ds_slide.host_memory
     assert plan(host_memory=states).host_bytes == HOST_BYTES
-    sentence = rf"host tier: the states need {states:,} bytes, but ds_slide.host_memory is {states - 1:,}; .*SSD"
+    limit = f"ds_slide.host_memory is {size(states - 1)}, 1 byte short"
+    sentence = rf"host tier: the states need {size(states)}, but {limit}; .*SSD"
     with pytest.raises(SlideError, match=sentence):
         plan(host_memory=states - 1)
 
@@ -323,11 +327,13 @@ def test_configured_limits_are_for_all_engines_together() -> None:
     assert plan(gpu_states=OUTER_COST + 10, taken=Taken(gpu_states=10)).placement.on_gpu == frozenset((0,))
     assert 0 not in plan(gpu_states=OUTER_COST + 10, taken=Taken(gpu_states=11)).placement.on_gpu
     plan(gpu_memory=WINDOW_BYTES + 7, taken=Taken(gpu=7))
-    with pytest.raises(SlideError, match=r"gpu_memory is [\d,]+ beside the 8 of other engines in this process"):
+    with pytest.raises(
+        SlideError, match=r"gpu_memory is [\d,]+ bytes beside the 8 bytes of other engines in this process"
+    ):
         plan(gpu_memory=WINDOW_BYTES + 7, taken=Taken(gpu=8))
     states = plan().host_state_bytes
     plan(host_memory=states + 7, taken=Taken(host_states=7))
-    with pytest.raises(SlideError, match=r"host_memory is [\d,]+ beside the 8 of other engines in this process"):
+    with pytest.raises(SlideError, match=r"host_memory is .* beside the 8 bytes of other engines in this process"):
         plan(host_memory=states + 7, taken=Taken(host_states=8))
     # What is free has been measured after the others.
     assert plan(gpu_free=WINDOW_BYTES, taken=Taken(gpu=PLENTY)).gpu_bytes == WINDOW_BYTES

@@ -83,10 +83,11 @@ def test_a_handler_of_the_logger_itself_is_enough(capsys: pytest.CaptureFixture[
 
 
 def test_sizes() -> None:
-    assert [size(nbytes) for nbytes in (0, 999, 1500, 2_000_000, 37_084_000_000)] == [
-        "0 B",
-        "999 B",
-        "1.5 kB",
+    assert [size(nbytes) for nbytes in (0, 1, 999, 1500, 2_000_000, 37_084_000_000)] == [
+        "0 bytes",
+        "1 byte",
+        "999 bytes",
+        "1,500 bytes",
         "2.0 MB",
         "37.1 GB",
     ]

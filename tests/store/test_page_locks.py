@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_slide.report.log import size
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Refuses what is longer than LIMIT bytes, where that is set.
 DRIVER = r"""
@@ -76,8 +78,8 @@ def test_a_driver_that_keeps_to_the_limit_refuses_by_its_name(driver):
     asked, message = ask(driver, 1 * MIB, 50 * MIB, LIMIT=str(1 * MIB))
     assert asked == f"asked {5 * MIB}"
     assert message.startswith(
-        f"host tier: the GPU copies from up to {50 * MIB:,} bytes of page-locked memory, but RLIMIT_MEMLOCK "
-        f"(ulimit -l) is {MIB:,} and the driver keeps to it (cannot page-lock"
+        f"host tier: the GPU copies from up to {size(50 * MIB)} of page-locked memory, but RLIMIT_MEMLOCK "
+        f"(ulimit -l) is {size(MIB)} and the driver keeps to it (cannot page-lock"
     )
 
 

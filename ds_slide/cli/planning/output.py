@@ -94,8 +94,8 @@ def sentence(short: DoesNotFit, change: str | None) -> str:
     """What is short where, and what makes it fit."""
     missing = short.needed - short.available
     return (
-        f"{TIERS[short.tier]} tier: the run needs {short.needed:,} bytes, but {short.available:,} are there, "
-        f"{missing:,} short; {change or 'no change of the JSON or the batch makes it fit'}"
+        f"{TIERS[short.tier]} tier: the run needs {format_bytes(short.needed)}, but {format_bytes(short.available)} "
+        f"are there, {format_bytes(missing)} short; {change or 'no change of the JSON or the batch makes it fit'}"
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from ds_slide.plan.probe.cgroups import MemoryLimit, memory_limits
+from ds_slide.report.log import size
 
 # Of the address space: the stacks (8 MiB) and malloc's arenas (64 MiB) of the threads that an engine starts. 14 of them
 # take that on a small machine; those of the update need a stack only.
@@ -52,12 +53,12 @@ def host_room(local_ranks: int, untouched: int = 0) -> HostRoom:
     rooms = [HostRoom(machine - untouched, f"MemAvailable of /proc/meminfo{_for_each(local_ranks)}")]
     for limit in memory_limits():
         ranks = max(1, _ranks_in[_name(limit)])
-        source = f"{limit.file} is {limit.limit:,} and has {limit.room:,} left{_for_each(ranks)}"
+        source = f"{limit.file} is {size(limit.limit)} and has {size(limit.room)} left{_for_each(ranks)}"
         rooms.append(HostRoom(limit.room // ranks - untouched, source))
     soft = resource.getrlimit(resource.RLIMIT_AS)[0]
     if soft != resource.RLIM_INFINITY:
         used = psutil.Process().memory_info().vms
-        source = f"the limit of address space (ulimit -v) is {soft:,}, of which {used:,} are in use"
+        source = f"the limit of address space (ulimit -v) is {size(soft)}, and {size(used)} are in use"
         rooms.append(HostRoom(soft - used - THREADS_ADDRESS_SPACE, source))
     least = min(rooms, key=lambda room: room.nbytes)
     return HostRoom(max(0, least.nbytes), least.source)

@@ -97,7 +97,8 @@ def _require_room(nbytes: int, why: str) -> None:
     room = host_room(local_ranks(), running.untouched_host_bytes())
     if nbytes > room.nbytes:
         raise SlideError(
-            f"{why}, so its gradients have to wait for engine.step() in {nbytes:,} bytes of host memory, but "
-            f"{room.nbytes:,} are free ({room.source}); free some, run that part without DS-Slide, or set "
-            '"ds_slide": {"defer_updates": true}, which plans for these bytes at the start'
+            f"{why}, so its gradients have to wait for engine.step() in {size(nbytes)} of host memory, but "
+            f"{size(room.nbytes)} are free ({room.source}), {size(nbytes - room.nbytes)} short; "
+            "free some, run that part without DS-Slide, or set "
+            '"ds_slide": {"defer_updates": true}, which plans for that memory at the start'
         )

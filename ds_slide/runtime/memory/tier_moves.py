@@ -10,7 +10,7 @@ second time, which takes 0.35 s a GiB. The states' copies there are older than t
 reads them: what was read ahead of them has been forgotten when the unit has settled, and nothing asks for it again.
 
 The bits of weights and states are the same before and after, and later steps give the bits that they would have given
-with that placement from the start (`docs/architecture.md`: placement never changes the result).
+with that placement from the start (`docs/architecture.md`, "The idea": placement never changes the result).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from ds_slide.plan.allocations import (
     whole_weights_of,
 )
 from ds_slide.plan.memory import Plan
+from ds_slide.report.log import size
 from ds_slide.runtime.build_units import state_on_gpu
 from ds_slide.runtime.core.allocator import Allocator
 from ds_slide.runtime.core.deferred_interrupt import deferred_interrupt
@@ -308,7 +309,7 @@ def _refit(runtime: SlideRuntime, slots: int) -> None:
         more = _as_many_as_fit(runtime, [make] * (entry.count - present))
         count = min(entry.count, present + len(more))
         if streamed and not count:
-            raise SlideError(f"GPU tier: {entry.piece:,} bytes for a slot of the window could not be had; free some")
+            raise SlideError(f"GPU tier: {size(entry.piece)} for a slot of the window could not be had; free some")
         if count < entry.count:
             plan = _plan_with(runtime, count)
         parts.window.refit(streamed, count, more)

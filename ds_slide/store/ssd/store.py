@@ -21,6 +21,7 @@ import torch
 
 from ds_slide import _native
 from ds_slide.errors import SlideError
+from ds_slide.report.log import size
 from ds_slide.store.directories.new_directories import missing_directories, remove_if_empty
 from ds_slide.store.directories.run_files import RunFile, RunFiles
 from ds_slide.store.ssd.bandwidth import mixed_bandwidth
@@ -265,9 +266,9 @@ class SsdStore:
     def _check_space(self, nbytes: int) -> None:
         """Refuse what does not fit before any of it is allocated; mounts may share a filesystem."""
         needs: Counter[int] = Counter()
-        for json_path, place, size in self._sizes(nbytes):
+        for json_path, place, share in self._sizes(nbytes):
             device = place.path.stat().st_dev
-            needs[device] += size
+            needs[device] += share
             free = shutil.disk_usage(place.path).free
             if needs[device] > free:
                 raise SlideError(_too_little(json_path, place.path, needs[device], free))
@@ -438,7 +439,8 @@ class SsdStore:
         for file, nbytes in self._state_files:
             found = os.fstat(file.descriptor).st_size
             if found < nbytes:
-                return f"{file.label} has {found:,} of its {nbytes:,} bytes, because something else has cut it"
+                lost = f"{size(nbytes - found)} of its {size(nbytes)}"
+                return f"{file.label} lacks {lost}, because something else has cut it"
         return None
 
     def _record(self, error: BaseException) -> None:
@@ -472,7 +474,7 @@ def _engine(backend: str, queue_depth: int | None, mounts: int, request_bytes: i
 
 def _too_little(json_path: str, path: Path, needed: int, free: int) -> str:
     return (
-        f"{json_path}: {str(path)!r} has {free:,} bytes free and needs {needed:,} for states on SSD; free "
+        f"{json_path}: {str(path)!r} has {size(free)} free and needs {size(needed)} for states on SSD; free "
         "space there, name a further directory on another disk, or raise ds_slide.host_memory"
     )
 

@@ -302,7 +302,7 @@ def test_a_disk_without_room(handle: Handle, config: Any, monkeypatch: pytest.Mo
     assert differences(result, expected("llama", False, "clipping")) == [] and stats["activations"]["move"] == 0
     (said,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert said.startswith("inputs of blocks stay on the GPU, where memory is short: zero_optimization.")
-    assert "bytes free" in said
+    assert "B free and needs" in said
 
 
 def test_bytes_that_the_disk_has_changed_end_the_run(handle: Handle, config: Any) -> None:

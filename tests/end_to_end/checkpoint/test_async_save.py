@@ -25,6 +25,7 @@ from ds_slide.checkpoint.manifest import NAME as MANIFEST
 from ds_slide.checkpoint.manifest import Manifest
 from ds_slide.errors import SlideError
 from ds_slide.integration import checkpoint_save
+from ds_slide.report.log import size
 from ds_slide.store.directories import locked_directory
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -180,7 +181,7 @@ def test_without_memory_for_a_copy_saving_waits_and_says_so_once(engine, writes,
         assert (tmp_path / "latest").read_text() == tag
     assert not writes.begun.is_set()
     said = [record.getMessage() for record in caplog.records if "async_save" in record.getMessage()]
-    assert len(said) == 1 and f"needs {needed:,} bytes" in said[0] and "(MemAvailable of /proc/meminfo)" in said[0]
+    assert len(said) == 1 and f"needs {size(needed)}, and" in said[0] and "(MemAvailable of /proc/meminfo)" in said[0]
 
 
 def test_the_copy_is_given_back(engine, tmp_path):
@@ -265,7 +266,7 @@ def test_destroying_waits_and_tells_how_far_it_is(writes, tmp_path, disk, caplog
         threading.Timer(0.1, writes.go.set).start()
     assert (tmp_path / "latest").read_text() == "tag" and leftovers(tmp_path) == []
     told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("waiting for")]
-    assert f"{tmp_path}/tag: 0 of " in told[0] and len(told) > 3
+    assert f"{tmp_path}/tag: 0 bytes of " in told[0] and len(told) > 3
 
 
 def test_destroying_raises_what_the_save_has_met(tmp_path, disk, monkeypatch):

@@ -294,7 +294,7 @@ def test_a_full_disk(checked, tag, engine, old, small_disk, monkeypatch):
     if not checked:  # as when others fill the disk meanwhile
         monkeypatch.setattr(publish.Staging, "free_bytes", lambda _self: 1 << 60)
     before = states_of(engine.module)
-    sentence = "needs [0-9,]+ bytes, but [0-9,]+ are free" if checked else r"bytes \(No space left on device\)"
+    sentence = "needs [0-9.]+ MB, but [0-9,]+ bytes are free" if checked else r"MB \(No space left on device\)"
     with pytest.raises(SlideError, match=f"{small_disk}.*{sentence}"):
         engine.save_checkpoint(small_disk, tag)
     check_after_failure(engine, small_disk, old[1], before)
@@ -303,7 +303,7 @@ def test_a_full_disk(checked, tag, engine, old, small_disk, monkeypatch):
 def test_a_read_only_disk(engine, old, small_disk):
     before = states_of(engine.module)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(SlideError, match=rf"saving {small_disk}/new \([0-9,]+ bytes\) failed .*Read-only file system"):
+    with pytest.raises(SlideError, match=rf"saving {small_disk}/new \([0-9.]+ MB\) failed .*Read-only file system"):
         engine.save_checkpoint(small_disk, "new")
     check_after_failure(engine, small_disk, old[1], before)
 

@@ -469,7 +469,7 @@ def test_gradients_that_find_no_room_are_refused_before_any_update(monkeypatch: 
         engine.eval()
         with monkeypatch.context() as patched:
             patched.setattr(holding, "host_room", lambda *_: HostRoom(1000, "the test"))
-            with pytest.raises(SlideError, match=r"eval mode .*, so .* in [\d,]+ bytes .* 1,000 are free "):
+            with pytest.raises(SlideError, match=r"eval mode .*, so .* in [\d,]+ bytes .* 1,000 bytes are free "):
                 engine.backward(engine(first))
         engine.train()
         for x in rest:

@@ -148,7 +148,7 @@ def test_a_model_without_blocks_is_told_so(caplog: pytest.LogCaptureFixture) -> 
         run_loop(pairs, "slide")
     (said,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert said.getMessage().startswith("this model has no blocks (no layers of one class in it repeat and hold")
-    assert "kB beside activations" in said.getMessage() and "name them in ds_slide.blocks" in said.getMessage()
+    assert "bytes beside activations" in said.getMessage() and "name them in ds_slide.blocks" in said.getMessage()
 
 
 def test_where_it_does_not_fit_the_way_out_is_named() -> None:

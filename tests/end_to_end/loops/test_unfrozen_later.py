@@ -292,7 +292,7 @@ def test_states_that_do_not_fit_are_refused_with_their_bytes():
     """Of 34,984 parameters at 12 bytes, but for 8,416 that are frozen and have 2."""
     gc.collect()  # engines that earlier tests have dropped count against the limit until they are collected
     said = _refusal(ds_config({"window": 2, "host_memory": 350_000}), lambda model: model.blocks[0])
-    assert "blocks.0.norm.weight" in said and "ds_slide.host_memory is 350,000" in said
+    assert "blocks.0.norm.weight" in said and "ds_slide.host_memory is 350,000 bytes" in said
 
 
 def test_states_on_ssd_are_refused(tmp_path):

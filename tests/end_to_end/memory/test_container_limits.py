@@ -16,6 +16,7 @@ import pytest
 from forking import ONE_THREAD
 
 from ds_slide.plan.probe.cgroups import _group_paths, _mounts
+from ds_slide.report.log import size
 
 TESTS = Path(__file__).resolve().parents[2]
 PATIENCE_S = 280
@@ -117,7 +118,7 @@ def test_a_control_group_above_this_one_refuses_before_memory_is_taken(runs: Run
     result, file = runs.in_group("tight"), runs.groups["tight"]
     message = result["error"]
     assert message.startswith("host tier: states, gradients and buffers need 5")
-    assert f"are free ({file} is {512 * MIB:,} and has " in message and "\n" not in message
+    assert f"are free ({file} is {size(512 * MIB)} and has " in message and "\n" not in message
     assert result["grown"] < 128 * MIB
     assert peak(file) < 512 * MIB
 

@@ -34,6 +34,7 @@ from torch import nn
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideError
 from ds_slide.integration import assemble
+from ds_slide.report.log import size
 from ds_slide.runtime.core.device import Device
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -197,7 +198,7 @@ def test_weights_on_ssd(disk: Path) -> None:
 
 
 def test_weights_that_do_not_fit_are_refused_with_the_way_out() -> None:
-    with pytest.raises(SlideError, match=r"host_memory is 1,000; .*zero_optimization\.offload_param\.device"):
+    with pytest.raises(SlideError, match=r"host_memory is 1,000 bytes, .*zero_optimization\.offload_param\.device"):
         deepspeed.initialize(model=llama(), config=forward_config({"host_memory": 1000}))
 
 
@@ -482,8 +483,14 @@ def test_the_limits_are_for_all_engines_together() -> None:
     assert ours.host_states > 5 * theirs.host_states
     gpu, host = ours.gpu + theirs.gpu, ours.host_states + theirs.host_states
     for limits, message in (
-        ({"gpu_memory": gpu - 1}, rf"gpu_memory is {ours.gpu - 1:,} beside the {theirs.gpu:,} of other engines"),
-        ({"host_memory": host - 1}, rf"host_memory is {ours.host_states - 1:,} beside the {theirs.host_states:,} of"),
+        (
+            {"gpu_memory": gpu - 1},
+            rf"gpu_memory is {size(ours.gpu - 1)} beside the {size(theirs.gpu)} of other engines",
+        ),
+        (
+            {"host_memory": host - 1},
+            rf"host_memory is {size(ours.host_states - 1)} beside the {size(theirs.host_states)} of",
+        ),
     ):
         with forward_engine(llama(seed=1), forward_config({"window": 2, **limits})) as reference:
             with pytest.raises(SlideError, match=message), engine_for(llama(), ds_config({**NO_LOGS, **limits})):

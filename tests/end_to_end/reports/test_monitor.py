@@ -112,8 +112,8 @@ def test_one_line_at_the_start(log):
         slots = 2 * 2 * sum(parameter.ds_numel for parameter in engine.module.model.layers[0].parameters())
     assert list(log) == [
         f"DS-Slide {ds_slide.__version__}: {parameters:,} parameters in 2 blocks and the modules outside them, "
-        f"window of 2 slots ({size(slots)}); states: 0 B on the GPU, {size(12 * parameters)} in host memory, "
-        "0 B on SSD; ranks: 1; gradients wait for the step; kernels: none"
+        f"window of 2 slots ({size(slots)}); states: 0 bytes on the GPU, {size(12 * parameters)} in host memory, "
+        "0 bytes on SSD; ranks: 1; gradients wait for the step; kernels: none"
     ]
 
 

@@ -177,8 +177,8 @@ def small_disk(request: pytest.FixtureRequest, disk: Path, tmp_path: Path) -> It
 def test_a_disk_too_small_is_refused_before_training(launcher: Launcher, small_disk: Callable[[int], Path]) -> None:
     disk = small_disk(2)
     run = launcher.begin(start(disk))
-    check_failure(run, disk, "zero_optimization.offload_optimizer.nvme_path: .* has [12],[0-9,]+ bytes free and needs ")
-    needed = int(re.search(r"needs ([0-9,]+) for", run.log)[1].replace(",", ""))  # type: ignore[index]
+    check_failure(run, disk, "zero_optimization.offload_optimizer.nvme_path: .* has [12][.][0-9] MB free and needs ")
+    needed = 1e6 * float(re.search(r"needs ([0-9.]+) MB for", run.log)[1])  # type: ignore[index]
     assert 12 * 300_000 < needed < 16 * 400_000
 
 

@@ -14,6 +14,7 @@ from harness import batches, differences, ds_config, engine_for, llama, states_o
 
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.optim.reference import encode_split
+from ds_slide.report.log import size
 
 pytestmark = pytest.mark.usefixtures("one_rank", "quick_fits")
 
@@ -117,11 +118,11 @@ def test_auto_takes_what_fits(caplog: pytest.LogCaptureFixture) -> None:
     assert begun("auto", exact) == (0, exact) and "rounded stochastically" not in caplog.text
     assert begun("auto", exact - 1) == begun("auto", rounded) == (some, rounded)
     assert f"masters of {some:,} parameters in bf16, rounded stochastically" in caplog.text
-    said = f'set ds_slide.compression.master_dtype to "bf16" ({exact - rounded:,} bytes less)'
+    said = f'set ds_slide.compression.master_dtype to "bf16" ({size(exact - rounded)} less)'
     with pytest.raises(SlideError, match=re.escape(said)):
         begun("fp32", exact - 1)
     with pytest.raises(
-        SlideError, match=f"need {rounded:,} bytes, but ds_slide.gpu_memory is {rounded - 1:,}"
+        SlideError, match=f"need {size(rounded)}, but ds_slide.gpu_memory is {size(rounded - 1)}, 1 byte short"
     ) as refused:
         begun("auto", rounded - 1)
     assert "master_dtype" not in str(refused.value)

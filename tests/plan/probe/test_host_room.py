@@ -10,6 +10,7 @@ import pytest
 from ds_slide.plan.probe import host_room as module
 from ds_slide.plan.probe.cgroups import MemoryLimit
 from ds_slide.plan.probe.host_room import THREADS_ADDRESS_SPACE, host_room, share_with
+from ds_slide.report.log import size
 
 GIB = 1 << 30
 
@@ -39,7 +40,7 @@ def test_the_least_counts(limits):
     limits += [limit("/a/b/memory.max", 60 * GIB, "1"), limit("/a/memory.max", 20 * GIB, "2")]
     room = host_room(local_ranks=1, untouched=GIB)
     assert room.nbytes == 19 * GIB
-    assert room.source == f"/a/memory.max is {40 * GIB:,} and has {20 * GIB:,} left"
+    assert room.source == f"/a/memory.max is {size(40 * GIB)} and has {size(20 * GIB)} left"
 
 
 def test_ranks_share_the_groups_that_they_are_in(limits):
@@ -51,7 +52,7 @@ def test_ranks_share_the_groups_that_they_are_in(limits):
     limits[1] = limit("/job/memory.max", 18 * GIB, "job")
     room = host_room(local_ranks=2)
     assert room.nbytes == 9 * GIB
-    assert room.source.endswith(f"has {18 * GIB:,} left, for 2 ranks")
+    assert room.source.endswith(f"has {size(18 * GIB)} left, for 2 ranks")
 
 
 @pytest.mark.usefixtures("limits")
@@ -59,7 +60,7 @@ def test_the_address_space_is_no_ranks_but_this_ones(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 * GIB, resource.RLIM_INFINITY))
     room = host_room(local_ranks=2, untouched=GIB)  # what is set aside is counted as used there
     assert room.nbytes == 5 * GIB - THREADS_ADDRESS_SPACE
-    assert room.source == f"the limit of address space (ulimit -v) is {8 * GIB:,}, of which {3 * GIB:,} are in use"
+    assert room.source == f"the limit of address space (ulimit -v) is {size(8 * GIB)}, and {size(3 * GIB)} are in use"
 
 
 def test_no_room_at_all_is_zero(limits):

@@ -264,7 +264,7 @@ def test_bytes_that_come_later_are_checked_as_the_first_ones(
     monkeypatch.setattr(run_files, "unnamed_file", lambda _directory: None)
     made, more = make(mounts=mounts), 2 * UNIT_BYTES * mounts + PAGE
     memory = Memory(more, seed=5)
-    with pytest.raises(SlideError, match="bytes free and needs"):
+    with pytest.raises(SlideError, match="B free and needs"):
         made.store.extend("inputs-1", 1 << 60, None)
     for number in (1, 2):
         table = torch.empty(more // PAGE, dtype=torch.int32)
