@@ -368,9 +368,9 @@ class SlideConfig(_Block):
         strict=True,
         description=f"a number of seconds from {LEAST_HANG_TIMEOUT_S} to {MOST_HANG_TIMEOUT_S:,}, or 0 for never",
     )
-    """Seconds after which a run is ended that stands still while nothing comes forward on any rank: no transfer, no
-    request of the disk, no update, no work of the GPU. The message says who waits for what ([liveness](liveness.md)).
-    Slow work is no standstill. 0 switches this off.
+    """Seconds after which a run is ended that stands still while nothing comes forward on any rank of its machine: no
+    transfer, no request of the disk, no update, no work of the GPU. The message says who waits for what
+    ([liveness](liveness.md)). Slow work is no standstill. 0 switches this off.
     """
 
     compression: CompressionConfig | None = Field(default=None, description="an object or null")

@@ -308,9 +308,7 @@ def _watchdog(
 ) -> Watchdog | None:
     if not settings.slide.hang_timeout:
         return None
-    peers = Peers.of(ranks.rank, ranks.exchange) if ranks.world_size > 1 else None
-    if ranks.world_size > 1 and peers is None:
-        return None
+    peers = Peers.of(ranks) if ranks.world_size > 1 else None
 
     def remove_files() -> None:
         for store in stores:
