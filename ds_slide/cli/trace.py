@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_slide.errors import SlideError
+from ds_slide.report import drawing
 from ds_slide.report.causes import duration, lane_shares, largest_waits
-from ds_slide.report.drawing import svg, write_png
 from ds_slide.report.recorded import RecordedStep, read
 from ds_slide.report.trace_picture import trace_picture
 
@@ -30,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--step", type=int, metavar="N", help="the step to look at (default: the last one recorded)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--png", type=Path, metavar="PICTURE", help="draw the step (needs matplotlib)")
-    parser.add_argument("--svg", type=Path, metavar="PICTURE", help="draw the step as SVG")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the step, for instance as step.svg")
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
@@ -43,13 +42,8 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
         say(json.dumps([figures(step) for step in steps], indent=2))
     else:
         say("\n\n".join("\n".join(lines(step)) for step in steps))
-    if arguments.svg is not None:
-        try:
-            arguments.svg.write_text(svg(trace_picture(steps)), encoding="utf-8")
-        except OSError as error:
-            raise SlideError(f"{arguments.svg} cannot be written: {error}") from error
-    if arguments.png is not None:
-        write_png(trace_picture(steps), arguments.png)
+    if arguments.plot is not None:
+        drawing.write(trace_picture(steps), arguments.plot)
     return 0
 
 

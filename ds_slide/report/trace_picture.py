@@ -6,14 +6,17 @@ import colorsys
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ds_slide.report.causes import causes, clipped, duration
-from ds_slide.report.drawing import Picture
-from ds_slide.report.panels import Bar, Panel, picture
+from ds_slide.report.drawing import Bar, Panel, steps_side_by_side
 from ds_slide.report.recorded import RecordedStep
 from ds_slide.report.trace import BETWEEN, COMPUTE, REQUESTS
 
-WIDTH = 1400
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WIDTH = 14.0
 OTHER, WAITING = "#9aa0a6", "#f7dcdc"
 PHASES = {"forward": "#3b6fb6", "backward": "#e08a2e"}
 SHOWN_SHARE = 0.01
@@ -22,13 +25,13 @@ _SHORT = {"h2d of outer modules": "h2d, outer", "inputs of blocks": "inputs"}
 _DISK_ROWS = {REQUESTS: ("ssd read", "ssd written")}
 
 
-def trace_picture(steps: Sequence[RecordedStep]) -> Picture:
+def trace_picture(steps: Sequence[RecordedStep]) -> Figure:
     """One step of each rank, on one scale of time of day."""
     origin = min(step.begin_unix_s for step in steps)
     legend = [(colour, f"{what} (upper edge)") for what, colour in PHASES.items()]
     legend += [(OTHER, "outside of the blocks"), (WAITING, "waits for what it says")]
     caption = ["A block has one colour in all rows. Where a row has no colour there was nothing to do."]
-    return picture([_panel(step, step.begin_unix_s - origin) for step in steps], legend, caption, WIDTH)
+    return steps_side_by_side([_panel(step, step.begin_unix_s - origin) for step in steps], legend, caption, WIDTH)
 
 
 def _panel(step: RecordedStep, offset: float) -> Panel:

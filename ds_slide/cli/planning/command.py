@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_slide.cli.doctor import cache
-from ds_slide.cli.planning import output, plot
+from ds_slide.cli.planning import output
 from ds_slide.cli.planning.model import ModelShape
 from ds_slide.cli.planning.planner import Planner, Request
 from ds_slide.cli.planning.search import (
@@ -25,6 +25,7 @@ from ds_slide.config import parse_bytes
 from ds_slide.errors import DoesNotFit, SlideConfigError
 from ds_slide.plan.ceilings.figures import Ceilings, read_ceilings
 from ds_slide.plan.forecast import Forecast, Room
+from ds_slide.report import drawing
 
 LEAST_SIZE = 1 << 20
 """Bytes of memory; less is a number whose unit was forgotten."""
@@ -35,7 +36,7 @@ ELSEWHERE = "h200-16-cores"
 def run(arguments: argparse.Namespace, say: Any) -> int:
     """Answer with `say`, line by line. 0: it fits; 1: it does not. Raises SlideError for what cannot be planned."""
     if arguments.plot:
-        plot.require_matplotlib()
+        drawing.require_matplotlib()
     request, notes = _request(arguments)
     planner = Planner()
     request, chosen = with_subspace(planner, request)
@@ -96,7 +97,7 @@ def _answer(
         for line in output.as_text(answer, name):
             say(line)
     if arguments.plot:
-        plot.draw(answer, name, arguments.plot)
+        drawing.write(output.picture(answer, name), arguments.plot)
 
 
 def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
