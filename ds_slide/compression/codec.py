@@ -86,8 +86,22 @@ class GradientCodec(Protocol):
 
     @property
     def compresses(self) -> bool:
-        """Whether a step writes a change of the weights. The square sum that `encode` gives is then that of the
-        gradient itself, not of what `out` holds."""
+        """Whether a step writes a change of the weights, for the plan: a unit that has been built answers this by
+        `UnitState.writes_change`. The square sum that `encode` gives is then that of the gradient itself, not of what
+        `out` holds."""
+        ...
+
+    def written_dtype(self, weight: torch.dtype) -> torch.dtype:
+        """The data type of what a step writes, for weights of a data type."""
+        ...
+
+    @property
+    def update_run(self) -> int:
+        """The most elements that the CPU updates in one call."""
+        ...
+
+    def update_begin(self, written: torch.Tensor) -> torch.Tensor:
+        """The weights that a step begins from, as many as `written`: that itself where a step writes in place."""
         ...
 
     @property

@@ -31,6 +31,16 @@ class Identity:
     def compresses(self) -> bool:
         return False
 
+    def written_dtype(self, weight: torch.dtype) -> torch.dtype:
+        return weight
+
+    @property
+    def update_run(self) -> int:
+        return max(self.numel, 1)
+
+    def update_begin(self, written: torch.Tensor) -> torch.Tensor:
+        return written
+
     @property
     def gpu_bytes(self) -> int:
         return 0

@@ -70,5 +70,5 @@ def ranks_problems(slide: SlideConfig, ranks: int) -> Iterator[str]:
 
 def require_own_layout(unit: Unit, what: str) -> None:
     """Raise SlideError where `what` of the parameters of `unit` is in a subspace, and so no parameter's own."""
-    if unit.codec.compresses:
+    if unit.state.writes_change:
         raise SlideError(f"{what} of {unit.name} is in the subspace of ds_slide.compression, and no parameter's own")

@@ -92,7 +92,7 @@ class PresentValues:
         if unit.resident is not None:
             return unit.is_gathered
         shared = parts.shared is not None and unit.order in parts.shared.parts
-        return not shared or unit.codec.compresses or unit.spec.precision.narrowed
+        return not shared or unit.state.writes_change or unit.spec.precision.narrowed
 
     def write(self, parameter: Any, value: torch.Tensor) -> None:
         """Make `value` the weights. Elements that do not change keep their exact master. Collective over the ranks."""

@@ -100,7 +100,7 @@ class SlideRuntime:
         self.has_ended = False
         self.spoiled = ""
         """Why the weights that an ended engine has left are no whole weights; empty where they are."""
-        self._totals = Totals(parts.ranks, self.device, [unit.codec.compresses for unit in parts.units])
+        self._totals = Totals(parts.ranks, self.device, [unit.state.writes_change for unit in parts.units])
         self._module = module
         self.on_output_gradient: OnGradient = self._begin_backward
         """Called with each gradient that reaches an output of the model; the integration puts DeepSpeed's prologue

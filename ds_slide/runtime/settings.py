@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ds_slide.compression.codec import CHANGE_DTYPE, GradientCodec
+from ds_slide.compression.codec import GradientCodec
 from ds_slide.compression.identity import Identity
 from ds_slide.compression.lsp.codec import Lsp, subspace
 from ds_slide.config import SlideConfig
@@ -158,7 +158,7 @@ class UnitPlan:
 
     def specs(self, settings: RuntimeSettings) -> tuple[StateBufferSpec, ...]:
         """The optimizer state buffers, beside what an update writes."""
-        return settings.specs(CHANGE_DTYPE if self.codec.compresses else self.dtype)
+        return settings.specs(self.codec.written_dtype(self.dtype))
 
     def size(self, settings: RuntimeSettings) -> UnitSize:
         """What the plan knows of it."""
