@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from ds_slide.config.old_names import under_new_names
+from ds_slide.config.old_names import refuse_moved, under_new_names
 from ds_slide.config.paths import check_directory_text
 from ds_slide.config.shown import shown, shown_key
 from ds_slide.config.sizes import SIZE_HELP, parse_bytes
@@ -114,30 +114,16 @@ class DebugConfig(_Block):
     seed: StrictInt = Field(default=0, ge=0, le=_LARGEST_SEED, description="an integer from 0 to 2^63 - 1")
     """Seed of those delays."""
 
-    update_passes: Literal["auto", 1, 2] = Field(default="auto", description='"auto", 1 or 2')
-    """Passes in which the CPU does a deferred update of states in host memory: 1 under the next forward, or 2, the
-    weights under the forward and the states under its backward; "auto": 2 where the updates take longer than the
-    forward."""
-
-    speculate: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
-    """Whether deferred updates of blocks in host memory begin under backward, before the norm is known, as if it was
-    below the limit, and are taken back where it is not. "auto": while the last four norms were below the limit and the
-    updates take longer than the forward. With false no memory is set aside for the way back."""
-
     out_of_place: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
-    """Whether such updates write to spare state buffers of their block (12 bytes a parameter, 14 of fp16), which become
-    its own when the update counts; the others write an undo log beside the update in place. "auto": as far as half of
-    the host memory reaches that is left, when all blocks have undo logs. True: spare state buffers first. False: undo
-    logs only. Short moments, blocks that train in part and several ranks have undo logs."""
+    """Whether speculative updates write to spare state buffers of their block (12 bytes a parameter, 14 of fp16), which
+    become its own when the update counts; the others write an undo log beside the update in place. "auto": as far as
+    half of the host memory reaches that is left, when all blocks have undo logs. True: spare state buffers first.
+    False: undo logs only. Short moments, blocks that train in part and several ranks have undo logs."""
 
     take_back: float = Field(
         default=0.0, ge=0, le=1, allow_inf_nan=False, strict=True, description="a number from 0 to 1"
     )
-    """The part of such updates, chosen at random, that are taken back although they would count."""
-
-    mix: StrictBool = Field(default=True, description="true or false")
-    """Whether a block may keep some results of its operators and recompute the rest; with false it keeps all that it
-    saves, or nothing."""
+    """The part of speculative updates, chosen at random, that are taken back although they would count."""
 
 
 class CheckpointConfig(_Block):
@@ -278,14 +264,27 @@ class SlideConfig(_Block):
     [what is spare](budgets.md#spare-gpu-memory).
     """
 
-    activations: Literal["auto", "as_written"] = Field(default="auto", description='"auto" or "as_written"')
+    activations: Literal["auto", "whole_blocks", "as_written"] = Field(
+        default="auto", description='"auto", "whole_blocks" or "as_written"'
+    )
     """Which blocks are recomputed in backward. "auto": the saved tensors of a layer of transformers stay on the GPU
     where memory is left, and it is recomputed where it is not, forward by forward and with the same bits, whether the
     script has switched gradient checkpointing on or not. Where that does not suffice, inputs of recomputed blocks wait
     in host memory, and then on SSD. [What is left alone](budgets.md#spare-gpu-memory).
 
-    "as_written" recomputes what the script says, always.
+    With "auto" a block may also keep some results of its operators and recompute the rest; with "whole_blocks" it keeps
+    all that it saves, or nothing. "as_written" recomputes what the script says, always.
     """
+
+    update_passes: Literal["auto", 1, 2] = Field(default="auto", description='"auto", 1 or 2')
+    """Passes in which the CPU does a deferred update of states in host memory: 1 under the next forward, or 2, the
+    weights under the forward and the states under its backward; "auto": 2 where the updates take longer than the
+    forward."""
+
+    speculate: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
+    """Whether deferred updates of blocks in host memory begin under backward, before the norm is known, as if it was
+    below the limit, and are taken back where it is not. "auto": while the last four norms were below the limit and the
+    updates take longer than the forward. With false no memory is set aside for the way back."""
 
     share_weights: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
     """Whether the ranks of one machine read each other's weights in host memory, so that each uploads whole units.
@@ -402,6 +401,7 @@ class SlideConfig(_Block):
                 f"{CONFIG_KEY}.checkpoint.require_manifest"
             )
         block = under_new_names(block)
+        refuse_moved(block)
         _refuse_unknown_keys(block, CONFIG_KEY, cls)
         try:
             config = cls.model_validate(dict(block))

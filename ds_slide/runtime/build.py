@@ -277,10 +277,17 @@ def _make_workers(context: BuildContext, units: Sequence[Unit]) -> Workers:
 
 
 def _updating(settings: RuntimeSettings, lane: UpdateWorker, updater: CpuUpdater, failures: Failures) -> Updating:
-    debug, update = settings.slide.debug, host_update(updater)
-    passes = Passes(debug.update_passes)
+    slide, debug, update = settings.slide, settings.slide.debug, host_update(updater)
+    passes = Passes(slide.update_passes)
     speculating = Speculating(
-        lane, update, updater, passes, failures, wanted=debug.speculate, in_vain=debug.take_back, seed=debug.seed
+        lane,
+        update,
+        updater,
+        passes,
+        failures,
+        wanted=slide.speculate,
+        in_vain=debug.take_back,
+        seed=debug.seed,
     )
     return Updating(lane, update, passes, speculating, failures, deferred=settings.held_dtype is not None)
 

@@ -84,7 +84,7 @@ class RuntimeSettings:
             shares_weights=shares_weights,
             ssd=None if self.ssd is None else self._ssd_needs(self.ssd),
             page_locks=gpu_is_own,
-            speculates=held is not None and self.trains and self.slide.debug.speculate is not False,
+            speculates=held is not None and self.trains and self.slide.speculate is not False,
             rounds_masters=_ROUNDS_MASTERS["fp32" if slide.compression is None else slide.compression.master_dtype],
             out_of_place=slide.debug.out_of_place,
         )

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ds_slide.config import SlideConfig
-from ds_slide.config.schema import DebugConfig
 from ds_slide.model.layout import ParameterInfo, build_layout, piece
 from ds_slide.model.precision import Precision
 from ds_slide.model.structure import UnitSpec
@@ -188,7 +187,8 @@ def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
         cpu_cores="none",
         checksums=False,
         hang_timeout=0.0,  # a watchdog is no part of what is explored
-        debug=DebugConfig(update_passes=configuration.passes, speculate=configuration.speculates),
+        update_passes=configuration.passes,
+        speculate=configuration.speculates,
     )
     return RuntimeSettings(
         slide=slide,
