@@ -317,10 +317,6 @@ def _watchdog(
         return None
     peers = Peers.of(ranks) if ranks.world_size > 1 else None
 
-    def remove_files() -> None:
-        for store in stores:
-            store.remove_files()
-
     # Its thread must not keep the engine alive, so it knows the store, which may come later, and not what that is for.
     return Watchdog(
         failures,
@@ -328,7 +324,6 @@ def _watchdog(
         settings.slide.hang_timeout,
         progress=[lambda: sum(map(moved_bytes, stores))],
         peers=peers,
-        last=remove_files,
     )
 
 

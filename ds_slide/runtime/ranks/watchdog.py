@@ -36,7 +36,7 @@ about to end itself."""
 BLAME_S = 5.0
 """Seconds in which the end of a rank has to show after a collective has failed."""
 LAST_S = 10.0
-"""Seconds for each of the last acts of a process. A disk or a terminal that hangs must not keep it."""
+"""Seconds for each of the last acts of a process. A terminal that hangs must not keep it."""
 MOST_NAMED = 8
 """Other ranks whose waits a message has; one may stand for a thousand."""
 
@@ -53,7 +53,7 @@ class PeerStates(Protocol):
 
 class Watchdog:
     """A thread of its own, from `start` on. `progress`: counters of what moves without a hand-over, such as the disk's
-    bytes. `last`: called before the process is ended, to remove what would be left behind."""
+    bytes."""
 
     _of_process: ClassVar[list[Watchdog]] = []
     """One for each engine: a rank that stands still in one of its engines does so in all."""
@@ -65,7 +65,6 @@ class Watchdog:
         limit_s: float,
         progress: Sequence[Callable[[], object]] = (),
         peers: PeerStates | None = None,
-        last: Callable[[], None] = lambda: None,
         end_process: Callable[[int], None] = os._exit,
     ) -> None:
         self._failures = failures
@@ -74,7 +73,6 @@ class Watchdog:
         self._look_s = min(LONGEST_LOOK_S, limit_s / LOOKS)
         self._progress = progress
         self._peers = peers
-        self._last = last
         self._end_process = end_process
         self._seen: object = None
         self._since = 0.0
@@ -214,7 +212,7 @@ class Watchdog:
             sys.stderr.write(f"ds_slide: {first or message}\n")
             sys.stderr.flush()
 
-        for act in (self._last, sys.stdout.flush, say):
+        for act in (sys.stdout.flush, say):
             thread = threading.Thread(target=act, name=f"{THREAD_PREFIX}end", daemon=True)
             thread.start()
             thread.join(LAST_S)

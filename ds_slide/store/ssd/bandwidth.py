@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,4 +66,4 @@ def _full_file(files: RunFiles, backend: str) -> Iterator[tuple[_native.IoEngine
         yield engine, file, rate
     finally:
         engine.close()
-        files.discard(trial)
+        os.close(trial.descriptor)

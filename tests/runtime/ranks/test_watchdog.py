@@ -62,7 +62,6 @@ class Scene:
         self.peers = peers
         self.bytes = 0
         self.ended: list[int] = []
-        self.last: list[str] = []
         self.watchdog = self.new()
 
     def new(self) -> Watchdog:
@@ -72,7 +71,6 @@ class Scene:
             LIMIT_S,
             progress=[lambda: self.bytes],
             peers=self.peers,
-            last=lambda: self.last.append("removed"),
             end_process=self.ended.append,
         )
 
@@ -297,7 +295,7 @@ def test_whoever_is_stuck_after_the_end_is_ended_by_force(scene: Scene) -> None:
 
 def test_the_last_acts(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     scene.watchdog._end_by_force("everyone waits")
-    assert scene.ended == [1] and scene.last == ["removed"]
+    assert scene.ended == [1]
     assert capsys.readouterr().err == "ds_slide: everyone waits\n"
 
 
@@ -312,7 +310,7 @@ def test_no_last_act_keeps_the_process(scene: Scene, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "LAST_S", 0.01)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     for last in (blocked.wait, lambda: 1 // 0):
-        monkeypatch.setattr(scene.watchdog, "_last", last)
+        monkeypatch.setattr(module.sys.stdout, "flush", last)
         scene.watchdog._end_by_force("everyone waits")
     blocked.set()
     assert scene.ended == [1, 1]
@@ -351,7 +349,7 @@ def test_a_run_that_hangs_is_ended_and_by_force_if_somebody_is_stuck(
     ranks.peers.are(STANDS)
     with ranks.waiting("block 1"):
         (message,) = run(ranks, monkeypatch, looks=21 + 6)
-    assert ranks.ended == [1] and ranks.last == ["removed"]
+    assert ranks.ended == [1]
     assert capsys.readouterr().err.endswith(f"ds_slide: {message}\n")
     assert ranks.peers.told[-1] == State(closed=True, what="ended by its watchdog: MainThread waits for block 1")
 
