@@ -29,8 +29,7 @@ from ds_slide.checkpoint.state_buffers import read_weights
 from ds_slide.checkpoint.subgroups import States
 from ds_slide.checkpoint.sums import Sum
 from ds_slide.errors import SlideError
-from ds_slide.integration.checkpoint_names import require_own_parameters
-from ds_slide.integration.checkpoint_ranks import together
+from ds_slide.integration.checkpoint_files import require_own_parameters, together
 
 logger = logging.getLogger(__name__)
 

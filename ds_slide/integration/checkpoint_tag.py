@@ -20,8 +20,7 @@ from ds_slide.checkpoint.publish import checked_tag, recover
 from ds_slide.checkpoint.state_buffers import MASTER
 from ds_slide.checkpoint.universal import LATEST
 from ds_slide.errors import SlideError
-from ds_slide.integration.checkpoint_names import require_same_parameters
-from ds_slide.integration.checkpoint_ranks import together
+from ds_slide.integration.checkpoint_files import require_same_parameters, together
 from ds_slide.integration.checkpoint_save import is_publisher
 
 logger = logging.getLogger(__name__)
