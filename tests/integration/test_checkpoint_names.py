@@ -2,7 +2,7 @@
 
 from deepspeed.checkpoint import constants
 
-from ds_slide.checkpoint import names
+from ds_slide.checkpoint import universal as names
 
 
 def test_every_key_is_deepspeeds():
