@@ -20,14 +20,14 @@ import statistics
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ds_slide.report import drawing
-from ds_slide.report.drawing import Line, Picture, Rectangle, Text
 
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 960, 320, 50, 30, 40
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 WITHIN, ABOVE = "#2f9e8f", "#c4424d"
-BAND = 6  # height of what is said of a step's updates, below its dot
 Updates = Literal["held", "ahead", "taken_back"]
 BANDS: dict[Updates, str] = {"ahead": "#5b7fc7", "taken_back": "#d9902f"}
 
@@ -60,36 +60,28 @@ def summarise(norms: list[float], limit: float) -> dict[str, Any]:
     }
 
 
-def svg(norms: list[float], limit: float, caption: str, updates: list[Updates] | None = None) -> str:
+def picture(norms: list[float], limit: float, caption: str, updates: list[Updates] | None = None) -> Figure:
     """A dot a step on a logarithmic scale, the limit as a line, and below it which steps had updates ahead."""
     finite = [norm for norm in norms if math.isfinite(norm) and norm > 0]
-    low, high = math.log10(min(*finite, limit)), math.log10(max(*finite, limit))
-    across = (WIDTH - LEFT - 20) / max(1, len(norms) - 1)
-
-    def y(norm: float) -> float:
-        height = high - low if not math.isfinite(norm) else math.log10(norm) - low if norm > 0 else 0.0
-        return HEIGHT - BOTTOM - height / ((high - low) or 1.0) * (HEIGHT - TOP - BOTTOM)
-
-    def dot(number: int, norm: float) -> Rectangle:
-        return Rectangle(LEFT + number * across - 2, y(norm) - 2, 4, 4, WITHIN if norm <= limit else ABOVE)
-
-    def band(number: int, what: Updates) -> Rectangle:
-        top = HEIGHT - BOTTOM + (8 if what == "ahead" else 16)
-        return Rectangle(LEFT + number * across - across / 2, top, across, BAND, BANDS[what])
-
-    bands = [band(number, what) for number, what in enumerate(updates or []) if what != "held"]
-    legend = "updates ahead (blue), taken back (orange)" if bands else ""
-    shapes = [
-        Line(LEFT, y(limit), WIDTH - 20, y(limit)),
-        Text(WIDTH - 20, y(limit) - 5, f"limit {limit:g}", anchor="end", size=11),
-        Text(LEFT, 18, caption),
-        Text(WIDTH - 20, HEIGHT - 4, f"step {len(norms)}", anchor="end", size=11),
-        Text(LEFT, HEIGHT - 4, legend, size=11),
-        *(Text(LEFT - 6, y(norm) + 4, f"{norm:.2g}", anchor="end", size=11) for norm in (min(finite), max(finite))),
-        *(dot(number, norm) for number, norm in enumerate(norms)),
-        *bands,
-    ]
-    return drawing.svg(Picture(WIDTH, HEIGHT, shapes))
+    # Norms that are not finite lie at the largest, zeros at the smallest.
+    shown = [max(*finite, limit) if not math.isfinite(norm) else norm or min(*finite, limit) for norm in norms]
+    figure = drawing.new_figure(9.6, 3.2)
+    axes = figure.subplots()
+    axes.set_title(caption, loc="left", fontsize=10, parse_math=False)
+    axes.set_yscale("log")
+    axes.axhline(limit, color="black", linewidth=1)
+    colours = [WITHIN if norm <= limit else ABOVE for norm in norms]
+    axes.scatter(range(len(norms)), shown, s=6, c=colours)
+    for height, (what, colour) in zip((0.05, 0.0), BANDS.items(), strict=True):
+        steps = [number for number, which in enumerate(updates or []) if which == what]
+        if steps:
+            bars = [(number - 0.5, 1) for number in steps]
+            place = axes.get_xaxis_transform()  # the height as a share of the axes
+            axes.broken_barh(bars, (height, 0.04), color=colour, transform=place, label=what.replace("_", " "))
+    axes.set_xlabel(f"step; the line: the limit of {limit:g}")
+    if updates and set(updates) & set(BANDS):
+        figure.legend(loc="outside upper right", frameon=False, fontsize=8)
+    return figure
 
 
 def main() -> None:
@@ -110,7 +102,8 @@ def main() -> None:
         for step, norm, what in zip(steps, norms, updates, strict=True):
             writer.writerow([step["step"], f"{norm:.6g}", int(norm <= arguments.limit), f"{step['loss']:.6g}", what])
     caption = f"Gradient norms: {summary['within']} of {summary['steps']} steps within the limit"
-    arguments.out.with_name(f"{arguments.out.name}.svg").write_text(svg(norms, arguments.limit, caption, updates))
+    drawn = picture(norms, arguments.limit, caption, updates)
+    drawing.write(drawn, arguments.out.with_name(f"{arguments.out.name}.svg"))
     print(json.dumps(summary))
 
 

@@ -260,18 +260,16 @@ def with_disk(ceilings: Ceilings, rate: float) -> Ceilings:
 def as_engine_of_then(request: Request, setting: Setting, stats: Mapping[str, Any]) -> Request:
     """Without what the engine of an older record had not: two passes, kernels by default, updates ahead,
     recomputation that the script does not ask for, blocks that are recomputed in part, more buffers for gradients."""
-    of_then: dict[str, Any] = dict(request.raw.get("ds_slide", {}).get("debug", {}))
     if "speculation" not in stats:
-        of_then["speculate"] = False
+        request = request.with_block(speculate=False)
     if "spare_state_bytes" not in (stats.get("memory") or {}):
-        of_then["out_of_place"] = False
+        request = request.with_block(debug={"out_of_place": False})
     if "mix" not in (stats.get("activations") or {}):
-        of_then["mix"] = False
-    request = request.with_block(debug=of_then)
+        request = request.with_block(activations="whole_blocks")
     ring = (stats.get("pools") or {}).get(BLOCK_RING, {"buffers": LEAST_RING})
     request = request.with_block(gradient_buffers=ring["buffers"])
     if "update_passes" not in stats:
-        request = request.with_block(debug={**of_then, "update_passes": 1})
+        request = request.with_block(update_passes=1)
     if "kernels" not in stats and "kernels" not in setting.slide:
         request = request.with_block(kernels="off")
     if setting.checkpointing == "none" and not (stats.get("activations") or {}).get("checkpointed"):

@@ -33,7 +33,7 @@ from timeline_picture import Bar, Panel
 from torch.profiler import ProfilerActivity, profile, record_function
 from trainers import Trainer, make_trainer
 
-from ds_slide.report import chrome
+from ds_slide.report import chrome, drawing
 
 STEP, UPDATE = "recorded step", "update"
 PHASES = ("forward", "backward", "step")
@@ -177,9 +177,9 @@ def main() -> None:
     recording = actions.add_parser("record", help="run one system and write what its lanes did in one step")
     settings.add_arguments(recording)
     recording.add_argument("--out", type=Path, required=True, help="JSON file")
-    drawing = actions.add_parser("draw", help="draw two records, one above the other")
-    drawing.add_argument("records", type=Path, nargs=2, help="stock's and DS-Slide's")
-    drawing.add_argument("--out", type=Path, required=True, help="SVG file")
+    draw = actions.add_parser("draw", help="draw two records, one above the other")
+    draw.add_argument("records", type=Path, nargs=2, help="stock's and DS-Slide's")
+    draw.add_argument("--out", type=Path, required=True, help="SVG file")
     arguments = parser.parse_args()
     if arguments.action == "record":
         panel = record(settings.from_arguments(arguments))
@@ -187,7 +187,7 @@ def main() -> None:
         print(f"{panel.system}: {panel.step_s:.3f} s, {len(panel.bars)} bars in {arguments.out}")
         return
     panels = [Panel(**json.loads(path.read_text())) for path in arguments.records]
-    arguments.out.write_text(timeline_picture.svg(panels))
+    drawing.write(timeline_picture.picture(panels), arguments.out)
 
 
 if __name__ == "__main__":

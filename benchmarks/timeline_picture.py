@@ -1,11 +1,14 @@
-"""Draws recorded steps of `timeline.py` as one SVG: a panel for each system, a row for each lane, one scale of time."""
+"""Draws recorded steps of `timeline.py`: a panel for each system, a row for each lane, all on one scale of time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ds_slide.report import drawing, panels
+from ds_slide.report import drawing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SYSTEMS = {"stock": "DeepSpeed ZeRO-3 offload", "slide": "DS-Slide"}
 ROWS = {"compute": "compute", "h2d": "weights up", "d2h": "gradients down", "update": "CPU update"}
@@ -50,20 +53,20 @@ class Panel:
     command: str
 
 
-def svg(recorded: list[Panel]) -> str:
+def picture(recorded: list[Panel]) -> Figure:
     """Stock above, DS-Slide below, or as they are given; the caption says on what they ran."""
     used = {bar["what"] for panel in recorded for bar in panel.bars}
     legend = [(COLOURS[what], name) for what, name in LEGEND.items() if what in used]
-    return drawing.svg(panels.picture([_panel(panel) for panel in recorded], legend, _caption(recorded)))
+    return drawing.steps_side_by_side([_panel(panel) for panel in recorded], legend, _caption(recorded))
 
 
-def _panel(panel: Panel) -> panels.Panel:
+def _panel(panel: Panel) -> drawing.Panel:
     title = SYSTEMS[panel.system]
     if panel.facts["GPU"] != "none":
         title += f": {panel.step_s:.2f} s a step"
     bars = [Bar(**bar) for bar in panel.bars]
-    shown = [panels.Bar(bar.row, bar.begin, bar.end, COLOURS[bar.what]) for bar in bars]
-    return panels.Panel(title, ROWS, shown, max(bar.end for bar in bars if bar.row == "compute"))
+    shown = [drawing.Bar(bar.row, bar.begin, bar.end, COLOURS[bar.what]) for bar in bars]
+    return drawing.Panel(title, ROWS, shown, max(bar.end for bar in bars if bar.row == "compute"))
 
 
 def _caption(recorded: list[Panel]) -> list[str]:

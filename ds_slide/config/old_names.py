@@ -10,6 +10,13 @@ from ds_slide.report.log import log
 
 NEW_NAMES = {"hold_gradients": "defer_updates"}
 
+MOVED = {
+    "speculate": "ds_slide.speculate",
+    "update_passes": "ds_slide.update_passes",
+    "mix": 'ds_slide.activations, where "whole_blocks" is what false was,',
+}
+"""Keys of "debug" that are settings of their own."""
+
 _said: set[str] = set()
 
 
@@ -27,3 +34,11 @@ def under_new_names(block: Mapping[Any, Any]) -> Mapping[Any, Any]:
             _said.add(key)
             log.warning("ds_slide.%s is called ds_slide.%s now; the old name will go", key, new)
     return {NEW_NAMES.get(key, key): value for key, value in block.items()} if old else block
+
+
+def refuse_moved(block: Mapping[Any, Any]) -> None:
+    """Raise SlideConfigError for a key that is no longer in "debug"."""
+    debug = block.get("debug")
+    for key in MOVED:
+        if isinstance(debug, Mapping) and key in debug:
+            raise SlideConfigError(f"ds_slide.debug.{key} is no test switch any more; set {MOVED[key]} in its place")

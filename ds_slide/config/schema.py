@@ -21,10 +21,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from ds_slide.config.old_names import under_new_names
-from ds_slide.config.paths import check_directory_text
-from ds_slide.config.shown import shown, shown_key
-from ds_slide.config.sizes import SIZE_HELP, parse_bytes
+from ds_slide.config.old_names import refuse_moved, under_new_names
+from ds_slide.config.values import SIZE_HELP, check_directory_text, parse_bytes, shown, shown_key
 from ds_slide.errors import SlideConfigError
 
 CONFIG_KEY = "ds_slide"
@@ -72,7 +70,7 @@ MOST_THREADS = 4096
 LAST_CORE = 1023  # a cpu_set_t has 1,024 bits
 MOST_DELAY_MS = 60_000
 LEAST_HANG_TIMEOUT_S, MOST_HANG_TIMEOUT_S = 0.1, 100_000_000
-# A disk that would get less than one stripe in 32 is left out (ds_slide.store.ssd.striping), so more are of no use.
+# A disk that would get less than one stripe in 32 is left out (ds_slide.store.ssd.extents), so more are of no use.
 MOST_DIRECTORIES = 32
 MOST_TRACED_STEPS = 100  # some thousand events each, which wait in memory until the last of them has ended
 _LARGEST_SEED = 2**63 - 1
@@ -117,21 +115,6 @@ class DebugConfig(_Block):
     seed: StrictInt = Field(default=0, ge=0, le=_LARGEST_SEED, description="an integer from 0 to 2^63 - 1")
     """Seed of these delays."""
 
-    update_passes: Literal["auto", 1, 2] = Field(default="auto", description='"auto", 1 or 2')
-    """Passes of a deferred update over states in host memory.
-
-    1: one pass, under the next forward. 2: the weights under the forward and the states under its backward. "auto":
-    2 while the updates take longer than the forward.
-    """
-
-    speculate: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
-    """Whether deferred updates begin under backward, before the norm is known.
-
-    Such a speculative update assumes that the norm is below the limit. If it is not, the update is undone. It
-    concerns blocks in host memory. "auto": while the last four norms were below the limit and the updates take
-    longer than the forward. With false, no memory is set aside for the way back.
-    """
-
     out_of_place: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
     """Whether speculative updates write to spare state buffers.
 
@@ -147,12 +130,6 @@ class DebugConfig(_Block):
     """Share of speculative updates that are undone at random.
 
     They are undone although they would count.
-    """
-
-    mix: StrictBool = Field(default=True, description="true or false")
-    """Whether a block may keep some results and recompute the rest.
-
-    With false a block keeps all that it saves, or nothing.
     """
 
 
@@ -325,15 +302,28 @@ class SlideConfig(_Block):
     spare](budgets.md#spare-gpu-memory).
     """
 
-    activations: Literal["auto", "as_written"] = Field(default="auto", description='"auto" or "as_written"')
+    activations: Literal["auto", "whole_blocks", "as_written"] = Field(
+        default="auto", description='"auto", "whole_blocks" or "as_written"'
+    )
     """Which blocks are recomputed in backward.
 
     "auto": DS-Slide decides for each layer of transformers and each forward, whether or not the script has switched
     gradient checkpointing on. If memory is left, the layer's saved tensors stay on the GPU; otherwise it is
     recomputed, with the same bits. If that does not suffice, inputs of recomputed blocks wait in host memory, and
-    then on SSD. Some models [are left alone](budgets.md#spare-gpu-memory). "as_written": always what the script
-    says.
+    then on SSD. Some models [are left alone](budgets.md#spare-gpu-memory). With "auto" a
+    block may also keep some results and recompute the rest. With "whole_blocks" it keeps all that it saves, or nothing.
+    "as_written": always what the script says.
     """
+
+    update_passes: Literal["auto", 1, 2] = Field(default="auto", description='"auto", 1 or 2')
+    """Passes in which the CPU does a deferred update of states in host memory: 1 under the next forward, or 2, the
+    weights under the forward and the states under its backward; "auto": 2 where the updates take longer than the
+    forward."""
+
+    speculate: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
+    """Whether deferred updates of blocks in host memory begin under backward, before the norm is known, as if it was
+    below the limit, and are taken back where it is not. "auto": while the last four norms were below the limit and the
+    updates take longer than the forward. With false no memory is set aside for the way back."""
 
     share_weights: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
     """Whether ranks of one machine read each other's weights in host memory.
@@ -433,8 +423,8 @@ class SlideConfig(_Block):
     )
     """Seconds of standstill after which a run is ended.
 
-    Standstill means that nothing comes forward on any rank: no transfer, no request of the disk, no update, no work
-    of the GPU. Slow work is no standstill. The message says what waits for what ([liveness](liveness.md)). 0
+    Standstill means that nothing comes forward on any rank of its machine: no transfer, no request of the disk, no
+    update, no work of the GPU. Slow work is no standstill. The message says what waits for what ([liveness](liveness.md)). 0
     switches this off.
     """
 
@@ -470,6 +460,7 @@ class SlideConfig(_Block):
                 f"{CONFIG_KEY}.checkpoint.require_manifest"
             )
         block = under_new_names(block)
+        refuse_moved(block)
         _refuse_unknown_keys(block, CONFIG_KEY, cls)
         try:
             config = cls.model_validate(dict(block))

@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_slide.checkpoint import state_buffers
 from ds_slide.errors import SlideAttributeError, SlideError
-from ds_slide.integration.compression import require_own_layout
+from ds_slide.integration.refused import require_own_layout
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.runtime.core.unit import SquareSum, Unit

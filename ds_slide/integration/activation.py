@@ -21,12 +21,12 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ds_slide.integration import STOCKS
+
 logger = logging.getLogger(__name__)
 
 _wrapped_classes: set[type] = set()
 _read_configs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-_stocks: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
-"""Stock's stage-3 engines, by the models that have their hooks."""
 
 
 def install(engine_module: ModuleType) -> None:
@@ -43,11 +43,9 @@ def install(engine_module: ModuleType) -> None:
     if hasattr(engine_class, "_configure_distributed_model"):
         engine_class._configure_distributed_model = _keeping(engine_class._configure_distributed_model)
     from deepspeed.ops.adam import cpu_adam
-    from deepspeed.ops.op_builder import builder
     from deepspeed.runtime import config as config_module
     from deepspeed.runtime.zero import partition_parameters
 
-    from ds_slide.integration.compile_lock import install_lock_line
     from ds_slide.integration.zero_init import install_zero_init
 
     install_zero_init(partition_parameters.Init, slide_config)
@@ -55,8 +53,6 @@ def install(engine_module: ModuleType) -> None:
         config_module.DeepSpeedConfig._initialize_params = _typed(config_module.DeepSpeedConfig._initialize_params)
     if hasattr(cpu_adam, "DeepSpeedCPUAdam"):
         cpu_adam.DeepSpeedCPUAdam.__init__ = _sparing_clients(cpu_adam.DeepSpeedCPUAdam.__init__)
-    if hasattr(getattr(builder, "OpBuilder", None), "jit_load"):
-        install_lock_line(builder.OpBuilder)
     _wrapped_classes.add(engine_class)
 
 
@@ -126,7 +122,7 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
             _leave_to_stock(given.get("model"))
             original(self, *args, **kwargs)
             if getattr(self, "optimizer", None) is not None and self.zero_optimization_partition_weights():
-                _stocks[self.module] = weakref.ref(self)
+                STOCKS[self.module] = weakref.ref(self)
             return
         from ds_slide.integration.contract import check_deepspeed_config
         from ds_slide.integration.selfcheck import check_deepspeed, check_extension
@@ -140,13 +136,11 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
         )
         # Not before the check: they need names of DeepSpeed that it asks for.
         from ds_slide.integration import (
-            backward_prologue,
             checkpoint,
+            gradients,
             inference,
             monitor,
-            retrying_backward,
-            training_engines,
-            zero_grad,
+            ownership,
         )
 
         _take_from_stock(given["model"])
@@ -157,10 +151,8 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
             else:
                 monitor.attach(self)
                 checkpoint.attach(self)
-                zero_grad.attach(self)
-                training_engines.enter(self.optimizer)
-                backward_prologue.attach(self)
-                retrying_backward.attach(self)
+                gradients.attach(self)
+                ownership.enter_training(self.optimizer)
             self.optimizer.engine_hooks = _hooks_of(self)
         except BaseException:
             _discard(self)
@@ -185,18 +177,13 @@ def _take_from_stock(model: Any) -> None:
     """Remove the hooks of an engine of stock that has `model`, or a module in it, and was not destroyed: they would
     gather what DS-Slide has bound, as in Lightning's `fit()` after `validate()`."""
     for module in model.modules():
-        earlier = _stocks.pop(module, None)
+        earlier = STOCKS.pop(module, None)
         engine = None if earlier is None else earlier()
         if engine is None:
             continue
         engine.optimizer.destroy()
         for handle in _hooks_of(engine):  # which keep that engine and its states alive
             handle.remove()
-
-
-def stock_modules() -> list[Any]:
-    """The models of stock's stage-3 engines that live."""
-    return [module for module, optimizer in _stocks.items() if optimizer() is not None]
 
 
 def _discard(engine: Any) -> None:
@@ -264,7 +251,7 @@ def _sparing(original: Callable[..., Any]) -> Callable[..., Any]:
     def _configure_basic_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
         if slide_config(self._config) is None:
             return original(self, *args, **kwargs)
-        from ds_slide.integration.bare_optimizers import without_kernels
+        from ds_slide.integration.update_rules import without_kernels
 
         with without_kernels():
             return original(self, *args, **kwargs)
@@ -278,7 +265,7 @@ def _sparing_clients(original: Callable[..., None]) -> Callable[..., None]:
         if slide_config(_config_of_accelerate()) is None:
             original(self, *args, **kwargs)
             return
-        from ds_slide.integration.bare_optimizers import kernels_on_use
+        from ds_slide.integration.update_rules import kernels_on_use
 
         with kernels_on_use():
             original(self, *args, **kwargs)

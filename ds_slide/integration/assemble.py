@@ -1,13 +1,20 @@
-"""A running engine made from DeepSpeed's arguments: structure, layouts, plan, runtime."""
+"""A running engine made from DeepSpeed's arguments: structure, layouts, plan, runtime, kernels, precision."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import importlib
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.torch_autocast import (
+    get_comm_dtype,
+    get_default_autocast_lower_precision_modules,
+    has_comm_dtype,
+)
 from deepspeed.utils import z3_leaf_module
 from torch import nn
 
@@ -15,19 +22,19 @@ from ds_slide.compression.lsp.codec import LEAST_SUBSPACE
 from ds_slide.config import CompressionConfig, SlideConfig
 from ds_slide.errors import SlideConfigError
 from ds_slide.integration import parameters as protocol
-from ds_slide.integration.compression import REMOVE
-from ds_slide.integration.kernels import install_kernels
+from ds_slide.integration.refused import REMOVE
 from ds_slide.model.layout import ParameterInfo, build_layout
-from ds_slide.model.precision import Precision
-from ds_slide.model.structure import PrecisionOf, UnitSpec, find_structure, parameter_numel, parameter_shape
+from ds_slide.model.structure import Precision, PrecisionOf, UnitSpec, find_structure, parameter_numel, parameter_shape
 from ds_slide.optim.rule import UpdateRule
-from ds_slide.patching.apply import Replaced
-from ds_slide.patching.streamed_head import stream_head
+from ds_slide.patching.apply import Replaced, apply_kernels
+from ds_slide.patching.head import stream_head
+from ds_slide.patching.kinds import Which
 from ds_slide.plan.memory import Budgets, Plan, Taken, make_plan
 from ds_slide.plan.probe.file_mappings import FileMappings
 from ds_slide.plan.probe.host_room import groups, host_room, share_with
 from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.plan.ssd_settings import ssd_settings
+from ds_slide.report.log import log
 from ds_slide.runtime.build import build_runtime
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.device import Device
@@ -37,7 +44,7 @@ from ds_slide.runtime.core.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.weights.rows import chunk_rows
 from ds_slide.runtime.weights.streamed_head import StreamedHead, check_is_outer, find_streamed_head
-from ds_slide.store.page_locks import require_page_locks
+from ds_slide.store.host_memory import require_page_locks
 
 
 def assemble(
@@ -257,3 +264,69 @@ def _release_cached_host_memory() -> None:
         release()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kernels in the model of an engine: put in before the runtime's hooks, taken out when the engine is closed.
+
+
+def install_kernels(module: nn.Module, which: Which) -> Replaced:
+    """Put the kernels `which` into `module` for the accelerator in use.
+
+    Raises SlideConfigError where they are listed and cannot run.
+    """
+    replaced = apply_kernels(module, which, get_accelerator().device_name())
+    log.debug("kernels: %s", replaced)
+    return replaced
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# DeepSpeed's `torch_autocast`: a model in fp32 whose matrix products run in bf16.
+#
+# Stock ZeRO-3 gathers the weights of modules that are safe in lower precision (linear and convolutional ones, or
+# those that the JSON names) in bf16, widens them again, and autocast narrows them at each use. Here the weights
+# themselves are kept in bf16, beside the low halves of their exact masters: what crosses to the GPU is what autocast
+# computes with, so that it has nothing to cast. A weight that another module has as well (a tied embedding, which
+# computes in fp32) stays as it is, and so do frozen ones, which have no master that would keep their low halves.
+#
+# Gradients leave as in stock: in bf16 those of weights that are gathered in it, the rest as the parameters are.
+
+
+def autocast_is_enabled(ds_config: Mapping[str, Any]) -> bool:
+    """Whether `torch_autocast` is on. `ds_config`: raw."""
+    return bool((ds_config.get("torch_autocast") or {}).get("enabled", False))
+
+
+def precision_under_autocast(
+    module: nn.Module, ds_config: Mapping[str, Any], trainable: Collection[nn.Parameter]
+) -> PrecisionOf:
+    """The precision of the parameters of `module`, which DeepSpeed has marked with the data type of their collectives.
+    `trainable`: those that an optimizer updates."""
+    names = ds_config["torch_autocast"].get("lower_precision_safe_modules")
+    safe = {_class_of(name) for name in names or get_default_autocast_lower_precision_modules()}
+    owners: dict[nn.Parameter, set[type[nn.Module]]] = defaultdict(set)
+    for child in module.modules():
+        for parameter in _own_parameters(child):
+            owners[parameter].add(type(child))
+
+    def precision_of(parameter: nn.Parameter) -> Precision:
+        dtype = parameter.dtype
+        if parameter not in trainable or not has_comm_dtype(parameter):
+            return Precision(dtype, dtype, dtype)
+        reduced: torch.dtype = get_comm_dtype(parameter)
+        narrows = dtype == torch.float32 and reduced == torch.bfloat16 and owners[parameter] <= safe
+        return Precision(dtype, reduced if narrows else dtype, reduced)
+
+    return precision_of
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    # By `values`, which looks only; ZeRO-3's dictionary gathers what is looked up in it.
+    return (parameter for parameter in module._parameters.values() if parameter is not None)
+
+
+def _class_of(name: str) -> type[nn.Module]:
+    """DeepSpeed has found it before, and compares exact types."""
+    package, _, attribute = name.rpartition(".")
+    found: type[nn.Module] = getattr(importlib.import_module(package), attribute)
+    return found

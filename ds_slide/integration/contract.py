@@ -13,12 +13,15 @@ from torch import nn
 
 from ds_slide.config import SlideConfig, shown
 from ds_slide.errors import SlideConfigError
-from ds_slide.integration import compression, update_rules
+from ds_slide.integration import update_rules
 from ds_slide.integration.refused import (
     FP32_STATES,
     REFUSED_ENGINE_SETTINGS,
     REFUSED_ZERO_SETTINGS,
     Values,
+    compressed_engine_problems,
+    compressed_json_problems,
+    compressed_rule_problems,
     setting_problems,
 )
 from ds_slide.optim.rule import UpdateRule
@@ -52,7 +55,7 @@ def check_deepspeed_config(
         *ssd_problems(slide, config._param_dict),
         *(state_dtype_problems(slide) if trains else ()),
         *rule_problems(slide, rule),
-        *(compression.json_problems(values, slide, rule) if trains else ()),
+        *(compressed_json_problems(values, slide, rule) if trains else ()),
         *(holding_problems(values, slide) if trains else ()),
         *(core_problems(slide) if trains else ()),
         *model_problems(model),
@@ -80,8 +83,8 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, slid
         *model_problems(module),
         *optimizer_problems(init_optimizer),
         *rule_problems(slide, rule),
-        *compression.rule_problems(slide, rule),
-        *compression.engine_problems(kwargs, init_optimizer, slide),
+        *compressed_rule_problems(slide, rule),
+        *compressed_engine_problems(kwargs, init_optimizer, slide),
     )
 
 

@@ -23,26 +23,30 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_slide.checkpoint import state_buffers
+from ds_slide.checkpoint.archive import PIECE, materialized
 from ds_slide.checkpoint.background import BackgroundSave
-from ds_slide.checkpoint.mapped import MappedFiles
-from ds_slide.checkpoint.pickle_writer import PIECE, materialized
+from ds_slide.checkpoint.restricted import MappedFiles
 from ds_slide.checkpoint.state_buffers import require_no_update
 from ds_slide.checkpoint.subgroups import States, SubGroups, load_settings
 from ds_slide.checkpoint.universal import UniversalCheckpoint
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideError
-from ds_slide.integration import autocast, ownership, plain_copy, training_engines, zero_grad
+from ds_slide.integration import gradients, ownership, plain_copy
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.access import StateAccess, end_access
-from ds_slide.integration.assemble import assemble, runtime_settings
+from ds_slide.integration.assemble import (
+    assemble,
+    autocast_is_enabled,
+    precision_under_autocast,
+    runtime_settings,
+)
 from ds_slide.integration.contract import check_supported, gradient_dtype
+from ds_slide.integration.monitor import leaf_parameters, missing
 from ds_slide.integration.newcomers import Newcomers, OptimizerGroups
-from ds_slide.integration.other_engines import part_in_backward
+from ds_slide.integration.ownership import part_in_backward
 from ds_slide.integration.parameter_offload import Coordinator, ParameterOffload
-from ds_slide.integration.stock_names import leaf_parameters, missing
 from ds_slide.integration.update_rules import rule_of
-from ds_slide.model.precision import Precision
-from ds_slide.model.structure import PrecisionOf
+from ds_slide.model.structure import Precision, PrecisionOf
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.core.clients import AS_THEY_ARE
 from ds_slide.runtime.gradients.norm_watch import NormWatch
@@ -95,8 +99,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             for parameter in parameters
         }
         precision_of: PrecisionOf = Precision.declared
-        if autocast.is_enabled(ds_config):
-            precision_of = autocast.precision_under_autocast(module, ds_config, group_of)
+        if autocast_is_enabled(ds_config):
+            precision_of = precision_under_autocast(module, ds_config, group_of)
         self.runtime, self.kernels = assemble(module, group_of, settings, self.dp_process_group, precision_of)
         try:
             self._take_over(module)
@@ -528,8 +532,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
                 self.runtime.newcomers = None  # the runtime lives as long as the model, and this engine need not
             self.runtime.close()
             self.kernels.undo()
-            zero_grad.detach(self.optimizer)
-            training_engines.leave(self)
+            gradients.detach(self.optimizer)
+            ownership.leave_training(self)
             vars(self.optimizer).pop("add_param_group", None)
             ownership.end(self, self.module)
             end_access(self.module.parameters(), self)

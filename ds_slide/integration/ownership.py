@@ -1,4 +1,6 @@
-"""Which engine a model belongs to: one at a time.
+"""Which engine a model belongs to, which engines train, and whose step follows a backward.
+
+A model belongs to one engine at a time.
 
 `Trainer.evaluate()` builds an engine and `Trainer.train()` after it another one of the same model, and nobody destroys
 the first. Its hooks would run under the second's.
@@ -6,18 +8,22 @@ the first. Its hooks would run under the second's.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
+from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_slide.errors import SlideError
+from ds_slide.integration import gradients, stock_modules
 from ds_slide.integration import parameters as protocol
-from ds_slide.integration import without_engine
+from ds_slide.integration.present_values import allow_forwards, refuse_forwards
 from ds_slide.runtime.engine import SlideRuntime
 
 
@@ -37,7 +43,7 @@ _owners = WeakIdKeyDictionary()
 
 def enter(owner: Owner, module: nn.Module) -> None:
     """The parameters of `module` are `owner`'s from now on."""
-    without_engine.allow_forwards(module)
+    allow_forwards(module)
     reference = weakref.ref(owner)
     for parameter in module.parameters():
         _owners[parameter] = reference
@@ -56,7 +62,7 @@ def end(owner: Owner, module: nn.Module) -> None:
             (parameter for unit in owner.runtime.units for parameter in unit.parameters), owner.runtime.spoiled
         )
     if leave(owner, module):
-        without_engine.refuse_forwards(module)
+        refuse_forwards(module)
 
 
 def leave(owner: Owner, module: nn.Module) -> bool:
@@ -111,3 +117,93 @@ def owner_of(parameter: nn.Parameter) -> Any:
     """The engine's optimizer that has `parameter`; None where none has it."""
     reference = _owners.get(parameter)
     return None if reference is None else reference()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The living engines that train, and `nn.Module.zero_grad` while there is one.
+#
+# A script empties gradients through whatever module it has at hand: the model, a wrapper around it, a part of it. All
+# of them call `nn.Module.zero_grad`, so that is replaced, once, from the first engine with the key to the end of the
+# last. Nothing is put into modules, which remain picklable and can be copied.
+
+_living: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Their optimizers."""
+_stock = nn.Module.zero_grad
+
+
+def enter_training(optimizer: Any) -> None:
+    """`optimizer`, a SlideZeroOptimizer with an engine, begins to train."""
+    _living.add(optimizer)
+    if nn.Module.zero_grad is _stock:
+        nn.Module.zero_grad = _zero_grad  # type: ignore[method-assign]
+    weakref.finalize(optimizer, _restore).atexit = False
+
+
+def leave_training(optimizer: Any) -> None:
+    """Forget `optimizer`; harmless when it has never entered, or left before."""
+    _living.discard(optimizer)
+    _restore()
+
+
+def living_trainers() -> list[Any]:
+    """Their optimizers."""
+    return list(_living)
+
+
+def _restore() -> None:
+    # A script may have put a function of its own in place of ours: then ours stays below it, and finds no engine.
+    if not living_trainers() and nn.Module.zero_grad is _zero_grad:
+        nn.Module.zero_grad = _stock  # type: ignore[method-assign]
+
+
+@functools.wraps(_stock)
+def _zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+    _stock(self, set_to_none)
+    given: dict[Any, list[nn.Parameter]] = {}
+    for parameter in self.parameters():
+        owner = owner_of(parameter)
+        if owner in _living:
+            given.setdefault(owner, []).append(parameter)
+    for optimizer, parameters in given.items():
+        if (engine := optimizer.engine()) is not None:
+            gradients.drop_some(engine, parameters, set_to_none=set_to_none)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whose step follows a backward that runs through the outputs of several engines.
+#
+# The generator's loss of a GAN passes the discriminator, which then gets gradients that its own next step must not use.
+
+
+def part_in_backward(engine: Any) -> str | None:
+    """Return, while a backward through an output of `engine` runs, a clause that says why the step that follows may be
+    another engine's; None where the backward is this engine's own."""
+    if engine._running_engine_backward or engine._manual_backward_expected:
+        return None
+    if deepspeed_engine._ENGINE_BACKWARD_GRAPH_TRACKER.is_current_graph_registered():
+        return "the backward of another engine ran through this one's model"
+    if _another_may_take_part(engine):
+        return "one loss.backward() ran through the models of two engines"
+    return None
+
+
+def _another_may_take_part(engine: Any) -> bool:
+    own = engine.optimizer
+    owners = [owner for owner in living_trainers() if owner is not own]
+    # A checkpointed block's parameters are in graphs that backward makes, so a graph that waits counts, too.
+    if any(unit.awaits_backward for owner in owners for unit in owner.runtime.units):
+        return True
+    modules = [owner.module for owner in owners] + [module for module in stock_modules() if module is not own.module]
+    return any(_is_in_graph(parameter) for module in modules for parameter in module.parameters())
+
+
+def _is_in_graph(parameter: nn.Parameter) -> bool:
+    """Whether the backward under way gives the parameter a gradient."""
+    if not parameter.requires_grad:
+        return False
+    with torch.enable_grad():
+        node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # the parameter is one of the inputs of torch.autograd.grad
+        return True

@@ -19,10 +19,8 @@ from torch import nn
 
 from ds_slide.checkpoint import state_buffers
 from ds_slide.errors import SlideError
-from ds_slide.integration import absent_parameters, left_weights, plain_copy, without_engine
-from ds_slide.integration.left_weights import LOW_HALVES
-from ds_slide.integration.partition import Access, Partition, as_partition, as_plain
-from ds_slide.integration.present_values import PresentValues
+from ds_slide.integration import absent_parameters, plain_copy, present_values
+from ds_slide.integration.present_values import LOW_HALVES, Access, Partition, PresentValues, as_partition, as_plain
 from ds_slide.model.layout import Entry, piece
 from ds_slide.report.log import size
 from ds_slide.runtime.core.clients import Binding
@@ -56,7 +54,7 @@ def _require_weights(module: nn.Module) -> None:
     """SlideError for a parameter whose elements went with an engine that had them on SSD, or are of no step."""
     for name, parameter in _partitioned(module):
         if parameter.ds_numel and not parameter.ds_tensor.numel():
-            raise left_weights.without_weights(name)
+            raise present_values.without_weights(name)
     _require_unspoiled(module)
 
 
@@ -138,7 +136,7 @@ class DeepSpeedClients:
         start, stop = piece(entry, self.rank)
         if parameter.ds_status == ZeroParamStatus.AVAILABLE:
             return _of_first_rank(parameter.data, self.group).reshape(-1)[start:stop]
-        return left_weights.read(parameter.ds_tensor, entry.name)[: stop - start]
+        return present_values.read_left(parameter.ds_tensor, entry.name)[: stop - start]
 
     def adopt(self, unit: Unit) -> None:
         """Point the parameters of `unit` at its state buffers and let go of what they held before."""
@@ -195,7 +193,7 @@ def leave_to_stock(module: nn.Module) -> None:
     """
     _require_unspoiled(module)
     plain_copy.forget(module)
-    without_engine.allow_forwards(module)
+    present_values.allow_forwards(module)
     for name, each in module.named_parameters():
         parameter: Any = each
         if not hasattr(parameter, _STOCKS):
@@ -204,8 +202,8 @@ def leave_to_stock(module: nn.Module) -> None:
         vars(parameter).pop(absent_parameters.VALUES, None)
         partition = parameter.ds_tensor
         if partition.ds_numel and not partition.numel():
-            raise left_weights.without_weights(name)
-        whole = left_weights.read(partition, name) if hasattr(partition, LOW_HALVES) else as_plain(partition)
+            raise present_values.without_weights(name)
+        whole = present_values.read_left(partition, name) if hasattr(partition, LOW_HALVES) else as_plain(partition)
         parameter.ds_tensor = _as_partition(whole, partition.ds_numel)
         for method, stocks in vars(parameter).pop(_STOCKS).items():
             setattr(parameter, method, stocks)
@@ -348,7 +346,7 @@ class ParameterProtocol:
         """This rank's elements of a parameter, as a script sees them."""
         unit, entry = self.places[parameter]
         if self._runtime.has_ended:
-            own = left_weights.read(parameter.ds_tensor, entry.name)
+            own = present_values.read_left(parameter.ds_tensor, entry.name)
             return nn.functional.pad(own, (0, entry.partition_numel - own.numel()))
         self._runtime.settle(unit)
         span = state_buffers.local_span(entry)
@@ -409,7 +407,7 @@ class ParameterProtocol:
         if self._runtime.has_ended:
             for parameter in parameters:
                 start, stop = piece(self.places[parameter][1], ranks.rank)
-                left_weights.write(parameter.ds_tensor, parameter.data.reshape(-1)[start:stop])
+                present_values.write_left(parameter.ds_tensor, parameter.data.reshape(-1)[start:stop])
             return
         written: dict[int, Unit] = {}
         parameters = list(parameters)
@@ -437,7 +435,7 @@ class ParameterProtocol:
         unit, entry = self.places[parameter]
         state_buffers.require_stepped(self._runtime, unit, "writing to ds_tensor")
         if self._runtime.has_ended:
-            left_weights.write(parameter.ds_tensor, values)
+            present_values.write_left(parameter.ds_tensor, values)
             return
         self._runtime.settle(unit)
         self._runtime.begin_writing()

@@ -19,11 +19,11 @@ from torch import nn
 from ds_slide.config import CONFIG_KEY, SlideConfig, shown
 from ds_slide.config.json_types import AUTO
 from ds_slide.errors import SlideConfigError
-from ds_slide.integration import autocast, update_rules
-from ds_slide.integration.assemble import divided, gpu_states_of, plan_of, runtime_settings
-from ds_slide.integration.compression import ranks_problems
+from ds_slide.integration import update_rules
+from ds_slide.integration.assemble import autocast_is_enabled, divided, gpu_states_of, plan_of, runtime_settings
 from ds_slide.integration.contract import check_deepspeed_config, raise_all
 from ds_slide.integration.early import check_types
+from ds_slide.integration.refused import compressed_ranks_problems
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.plan.forecast import Room
 from ds_slide.plan.memory import Budgets, Plan
@@ -135,8 +135,8 @@ def plan_json(model: nn.Module, raw: Mapping[str, Any], room: Room) -> Planned:
     parsed = DeepSpeedConfig(dict(raw))
     # The cores are those of the machine that runs it.
     check_deepspeed_config(parsed, slide.model_copy(update={"cpu_cores": "auto"}), model=model)
-    raise_all(*ranks_problems(slide, room.ranks))
-    if autocast.is_enabled(raw):
+    raise_all(*compressed_ranks_problems(slide, room.ranks))
+    if autocast_is_enabled(raw):
         raise SlideConfigError(
             "torch_autocast.enabled is true, which cannot be planned before the run; plan with bf16.enabled"
         )

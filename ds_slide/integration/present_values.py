@@ -1,8 +1,12 @@
-"""The value of one parameter for a script that reads or writes it between forwards (`absent_parameters`)."""
+"""Values of parameters where no forward runs: of a living engine, of one that has ended, and in `ds_tensor`.
+
+First the value of one parameter for a script that reads or writes it between forwards (`absent_parameters`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +15,8 @@ from torch import nn
 
 from ds_slide.checkpoint import state_buffers
 from ds_slide.errors import SlideError
-from ds_slide.integration import left_weights
 from ds_slide.model.layout import Entry, piece
+from ds_slide.optim.reference import encode_split
 from ds_slide.runtime.core.clients import AS_THEY_ARE
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
@@ -92,7 +96,7 @@ class PresentValues:
         if unit.resident is not None:
             return unit.is_gathered
         shared = parts.context.shared is not None and unit.order in parts.context.shared.parts
-        return not shared or unit.codec.compresses or unit.spec.precision.narrowed
+        return not shared or unit.state.writes_change or unit.spec.precision.narrowed
 
     def write(self, parameter: Any, value: torch.Tensor) -> None:
         """Make `value` the weights. Elements that do not change keep their exact master. Collective over the ranks."""
@@ -105,7 +109,7 @@ class PresentValues:
         runtime = self._runtime
         start, stop = piece(entry, runtime.parts.context.ranks.rank)
         if runtime.has_ended:
-            left_weights.write(parameter.ds_tensor, value.reshape(-1)[start:stop])
+            write_left(parameter.ds_tensor, value.reshape(-1)[start:stop])
             return
         state_buffers.require_stepped(runtime, unit, "writing to a parameter")
         runtime.settle(unit)
@@ -157,3 +161,135 @@ class _Bringer:
         with AS_THEY_ARE():
             if self._parameter.grad is not None and not self._runtime.accumulation.is_open:
                 self._runtime.taking.take_left_gradient(self._unit)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The weights that an ended engine has left: in `ds_tensor` of each parameter, and nowhere else.
+#
+# An engine's state buffers go with it (`ds_slide.runtime.ended`). A view of the weights stays with each parameter, so
+# that a script can still gather them, and so that the next engine of the model begins with them.
+
+LOW_HALVES = "ds_slide_low_halves"
+"""Attribute of the partition of narrowed weights: what completes them to their masters, None where that is on SSD. It
+outlives the engine, for the next one that takes the model over."""
+
+
+def without_weights(name: str) -> SlideError:
+    """The error for parameter `name`, whose weights were on an SSD tier."""
+    return SlideError(
+        f"parameter {name} has no weights: they were on the SSD of an engine that was destroyed; build the model "
+        "again, or load it, before deepspeed.initialize"
+    )
+
+
+def read_left(partition: Any, name: str) -> torch.Tensor:
+    """The elements of the partition of parameter `name`, flat; of narrowed weights their masters."""
+    low: torch.Tensor | None = getattr(partition, LOW_HALVES, partition)
+    if low is None:
+        raise SlideError(
+            f"parameter {name} has no exact weights: half of each was on the SSD of an engine that was destroyed; "
+            "build the model again, or load it, before deepspeed.initialize"
+        )
+    if partition.ds_numel and not partition.numel():
+        raise without_weights(name)
+    return partition.reshape(-1) if low is partition else state_buffers.joined(partition.reshape(-1), low)
+
+
+def write_left(partition: Any, values: torch.Tensor) -> None:
+    """Set the first elements of the partition to the flat `values`."""
+    weights: torch.Tensor = partition.reshape(-1)[: values.numel()]
+    low: torch.Tensor | None = getattr(partition, LOW_HALVES, None)
+    if low is None:
+        weights.copy_(values)
+        return
+    high, low_halves = encode_split(values.float().cpu())
+    weights.copy_(high.view(weights.dtype))
+    low[: values.numel()].copy_(low_halves)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `parameter.ds_tensor` of an engine with DS-Slide: this rank's elements of a parameter, a view of a state buffer.
+#
+# Scripts write to it as to any tensor of ZeRO-3: `parameter.ds_tensor.data = values`. An ordinary tensor would point
+# elsewhere from then on: the engine would train the weights that it has, and the next engine of the model would begin
+# with those that the script has left there.
+
+
+@dataclass(frozen=True)
+class Access:
+    """How the engine's weights are reached. `settle` waits until no update of them is under way."""
+
+    settle: Callable[[], None]
+    write: Callable[[torch.Tensor], None]
+
+
+class Partition(torch.Tensor):
+    """A tensor whose `data` can be set to values and stays where it is. What is computed from it is a plain tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    ds_slide_access: Access | None = None
+    """None before there is an engine."""
+    ds_slide_spoiled = ""
+    """Why these are no weights of a step, and whose; empty where they are. It outlives the engine."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        if self.ds_slide_access is not None:
+            self.ds_slide_access.settle()
+        plain: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return plain
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if values.numel() != self.numel():
+            raise SlideError(
+                f"ds_tensor.data of a parameter is set to {values.numel():,} elements, but this rank has "
+                f"{self.numel():,} of it; set as many, or write the whole parameter in "
+                "deepspeed.zero.GatheredParameters(..., modifier_rank=0)"
+            )
+        if self.ds_slide_access is None:
+            self.data.copy_(values.reshape(-1))
+        else:
+            self.ds_slide_access.write(values.reshape(-1))
+
+
+def as_partition(view: torch.Tensor) -> Any:
+    """Return `view` itself as a Partition, so that weak references to it stay valid."""
+    view.__class__ = Partition
+    return view
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor on the same memory, which stock may point elsewhere."""
+    return tensor.detach()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A model whose engine has ended: its weights are partitioned, and a forward of it has nothing to compute with.
+#
+# It may be computed with while a script has gathered its parameters, and as soon as another engine has it.
+
+
+def refuse_forwards(module: nn.Module) -> None:
+    """Give each module in `module` that has parameters of its own a sentence in the place of torch's error of sizes."""
+    for child in module.modules():
+        if any(True for _ in child.parameters(recurse=False)):
+            child.register_forward_pre_hook(_require_weights)
+
+
+def allow_forwards(module: nn.Module) -> None:
+    """An engine has the model."""
+    for child in module.modules():
+        for number in [number for number, hook in child._forward_pre_hooks.items() if hook is _require_weights]:
+            del child._forward_pre_hooks[number]
+
+
+def _require_weights(module: nn.Module, _args: Any) -> None:
+    for name, each in module.named_parameters(recurse=False):
+        parameter: Any = each
+        if getattr(parameter, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE:
+            raise SlideError(
+                f"a forward of a {type(module).__name__} whose {name} is not here, because the engine of the model has "
+                "ended, by destroy(); give the model to deepspeed.initialize again, or compute with it in "
+                "deepspeed.zero.GatheredParameters(model.parameters())"
+            )

@@ -4,10 +4,20 @@ A row is a key of `Values` (where the check finds the setting), the JSON path (w
 supported, and the two halves of the sentence that refuses the rest.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch.distributed as dist
+
+from ds_slide.config import SlideConfig
+from ds_slide.errors import SlideError
+from ds_slide.optim.adamw import ADAMW
+from ds_slide.optim.rule import UpdateRule
+from ds_slide.runtime.core.unit import Unit
 
 Values = Mapping[str, Any]
 """Settings by the argument names of DeepSpeedZeroOptimizer_Stage3's constructor, plus some of the engine's own."""
@@ -105,3 +115,66 @@ def setting_problems(values: Values, refused: Iterable[Refused]) -> Iterator[str
         value = values.get(setting.name, setting.allowed[0])
         if value not in setting.allowed:
             yield f"{setting.path} is {json.dumps(value, default=repr)}, but {setting.why}; {setting.remedy}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Where gradients cannot be compressed, refused by name.
+
+REMOVE = "remove ds_slide.compression"
+
+
+def compressed_json_problems(values: Values, slide: SlideConfig, rule: UpdateRule | None) -> Iterator[str]:
+    """What the JSON asks for beside `ds_slide.compression`. `rule`: None where it is not known yet."""
+    if slide.compression is None:
+        return
+    if slide.compression.d == "auto":
+        yield 'ds_slide.compression.d is "auto", which `ds-slide plan` replaces by a number; write that one'
+    if values.get("fp16"):
+        yield f"fp16.enabled is true, but compressed gradients are of weights in bf16 or fp32; use bf16, or {REMOVE}"
+    if values.get("torch_autocast"):
+        yield f"torch_autocast.enabled is true, but compressed gradients need weights in one dtype; {REMOVE}"
+    if not values.get("managed_gradient_accumulation", True):
+        yield (
+            "managed_gradient_accumulation is false, but compressed gradients are checked on the last before a step, "
+            f"which nothing announces then; set it to true, or {REMOVE}"
+        )
+    if slide.async_save:
+        yield f"ds_slide.async_save is true, but compressed gradients are saved at once; turn it off, or {REMOVE}"
+    yield from compressed_rule_problems(slide, rule)
+
+
+def compressed_rule_problems(slide: SlideConfig, rule: UpdateRule | None) -> Iterator[str]:
+    if slide.compression is not None and rule not in (None, ADAMW):
+        assert rule is not None
+        yield f"the optimizer is {rule.name}, but compressed gradients are for AdamW; use that, or {REMOVE}"
+
+
+def compressed_engine_problems(kwargs: Values, init_optimizer: Any, slide: SlideConfig) -> Iterator[str]:
+    """What is known when the optimizer is built: the number of ranks, and whether it is AdamW."""
+    if slide.compression is None:
+        return
+    yield from compressed_ranks_problems(
+        slide, dist.get_world_size(kwargs.get("dp_process_group")) if dist.is_initialized() else 1
+    )
+    for index, group in enumerate(init_optimizer.param_groups):
+        hyper = ADAMW.hyper_of(group, 1, init_optimizer) if {"betas", "eps"} <= set(group) else None
+        if hyper is not None and not hyper.two_passes:
+            yield (
+                f"parameter group {index} adds the weight decay to the gradient (Adam with L2), but with compressed "
+                f"gradients only AdamW's decay is exact; use AdamW, or {REMOVE}"
+            )
+
+
+def compressed_ranks_problems(slide: SlideConfig, ranks: int) -> Iterator[str]:
+    """What is known by the number of ranks."""
+    if slide.compression is not None and ranks > 1 and slide.share_weights is False:
+        yield (
+            f"ds_slide.share_weights is false and there are {ranks} ranks, but compressed gradients are for ranks that "
+            f'read each other\'s changes of weights in host memory; set it to "auto", or {REMOVE}'
+        )
+
+
+def require_own_layout(unit: Unit, what: str) -> None:
+    """Raise SlideError where `what` of the parameters of `unit` is in a subspace, and so no parameter's own."""
+    if unit.state.writes_change:
+        raise SlideError(f"{what} of {unit.name} is in the subspace of ds_slide.compression, and no parameter's own")

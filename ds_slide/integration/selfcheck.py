@@ -55,9 +55,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("deepspeed.runtime.superoffload.superoffload_stage3", "SuperOffloadOptimizer_Stage3"),
     Symbol("deepspeed.runtime.engine", "DeepSpeedZeRoOffload"),
     Symbol("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.__init__", ("self", "model_params")),
-    # compile_lock.py
-    Symbol("deepspeed.ops.op_builder.builder", "OpBuilder.jit_load", ("self",)),
-    # autocast.py, early.py
+    # assemble.py, early.py
     Symbol("deepspeed.runtime.torch_autocast", "has_comm_dtype", ("param",)),
     Symbol("deepspeed.runtime.torch_autocast", "get_comm_dtype", ("param",)),
     Symbol("deepspeed.runtime.torch_autocast", "get_default_autocast_lower_precision_modules", ()),
@@ -128,7 +126,7 @@ SYMBOLS: tuple[Symbol, ...] = (
             "PARAM_SHAPES",
         )
     ),
-    # optimizer.py: what it calls
+    # optimizer.py
     *_methods(
         "deepspeed.runtime.base_optimizer",
         "ZeROOptimizer",
@@ -153,7 +151,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.param_groups"),
     Symbol(_OFFLOAD, "FWD_MODULE_STACK"),
     Symbol(_PARTITION, "_init_external_params", ("module",)),
-    # optimizer.py: what it overrides, which would run no more if it were renamed
+    # optimizer.py
     Symbol(
         _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3.__init__",

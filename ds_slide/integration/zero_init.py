@@ -12,12 +12,13 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
+from types import ModuleType
 from typing import Any
-
-from ds_slide.integration.as_written import as_written
 
 _reads_its_json: ContextVar[bool] = ContextVar("zero.Init reads its JSON", default=False)
 
@@ -71,3 +72,63 @@ def in_host_memory(config: Mapping[str, Any]) -> Mapping[str, Any]:
     changed = copy.deepcopy(dict(config))
     changed["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": section.get("pin_memory", False)}
     return changed
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The DeepSpeed config as somebody gives it, which may be a dictionary or the path of a JSON file.
+
+
+def as_written(config: Any) -> Mapping[str, Any] | None:
+    """The config as a dictionary; None for what DeepSpeed has to judge (absent, base64, unreadable)."""
+    if isinstance(config, Mapping):
+        return config
+    if isinstance(config, str | Path) and os.path.isfile(config):  # a long base64 text is no file, and no error
+        import hjson  # type: ignore[import-untyped]  # DeepSpeed's own reader: JSON with comments, commas at the end
+
+        try:
+            with open(config) as file:
+                loaded = hjson.load(file, object_pairs_hook=_without_duplicates)
+        except (OSError, ValueError, RecursionError):
+            return None
+        return loaded if isinstance(loaded, Mapping) else None
+    return None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object as DeepSpeed reads it, whose own hook is not to be had without all of DeepSpeed."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands there twice")
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The first place where Trainer reads the JSON: TrainingArguments make an HfDeepSpeedConfig of accelerate.
+
+_wrapped_classes: set[type] = set()
+
+
+def install(module: ModuleType) -> None:
+    """Wrap `HfDeepSpeedConfig` of the module `accelerate.utils.deepspeed`. Idempotent."""
+    config_class = module.HfDeepSpeedConfig
+    if config_class in _wrapped_classes:
+        return
+    original = config_class.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = as_written(args[0] if args else kwargs.get("config_file_or_dict"))
+        if given is not None and "ds_slide" in given:
+            from ds_slide.integration.early import check_types
+
+            check_types(given, filled=False)  # which the constructor reads before anybody has looked at them
+        original(self, *args, **kwargs)
+        config = getattr(self, "config", None)
+        # Without the key nothing of DS-Slide is imported, let alone run.
+        if isinstance(config, Mapping) and "ds_slide" in config:
+            from ds_slide.integration.early import check_json
+
+            check_json(config)
+
+    config_class.__init__ = __init__
+    _wrapped_classes.add(config_class)

@@ -1,139 +1,141 @@
-"""Pictures of a few shapes, as SVG or, by matplotlib, as PNG. Coordinates are pixels from the upper left corner."""
+"""All pictures, by matplotlib: axes for a caller to draw on, steps side by side, and how a picture becomes a file."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ds_slide.errors import SlideError
 
-FONT = "Helvetica, Arial, sans-serif"
-PNG_PIXELS = 2
-"""Of a PNG, for one of the picture."""
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BACKGROUND = "#f1f3f4"
+ROW_INCHES, TITLE_INCHES, LINE_INCHES = 0.3, 0.4, 0.2
+"""Heights of a lane's row, of a panel's title, and of a line of the legend or the caption."""
+LEGEND_COLUMNS = 4
+CHARACTER = 0.055
+"""Mean width of a label's character in inches."""
+LABEL_POINTS = 7
+STRIPE = 0.15
+"""Height of the stripe along a bar's upper edge; a row is 1 high and a bar 0.8."""
 
 
 @dataclass(frozen=True)
-class Rectangle:
-    """`title`: shown where a viewer points at it, in an SVG."""
+class Bar:
+    """Work of one row, or its wait, in seconds. `labels`: the first label that has room is written inside. `title`: a
+    viewer of an SVG shows it under the pointer. `stripe`: a colour along the upper edge."""
 
-    x: float
-    y: float
-    width: float
-    height: float
+    row: str
+    begin: float
+    end: float
     fill: str
+    labels: Sequence[str] = ()
     title: str = ""
+    stripe: str = ""
 
 
 @dataclass(frozen=True)
-class Line:
-    """From one point to another."""
+class Panel:
+    """`rows`: the shown name of each row, from the top. `end`: where a line says that the step ends."""
 
-    x1: float
-    y1: float
-    x2: float
-    y2: float
-    width: float = 1
-
-
-@dataclass(frozen=True)
-class Text:
-    """`x` is its begin, middle or end by `anchor`, `y` the line that it stands on."""
-
-    x: float
-    y: float
-    text: str
-    size: int = 12
-    anchor: str = "start"
-    weight: str = "normal"
-    colour: str = "#000"
+    title: str
+    rows: dict[str, str]
+    bars: Sequence[Bar]
+    end: float
 
 
-Shape = Rectangle | Line | Text
-
-
-@dataclass(frozen=True)
-class Picture:
-    """Shapes on white; later ones cover earlier ones."""
-
-    width: int
-    height: int
-    shapes: Sequence[Shape]
-
-
-def svg(picture: Picture) -> str:
-    """The picture as a file of its own."""
-    size = f'width="{picture.width}" height="{picture.height}"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {picture.width} {picture.height}" {size} '
-            f'font-family="{FONT}">',
-            f'<rect {size} fill="#ffffff"/>',
-            *_elements(picture.shapes),
-            "</svg>\n",
-        ]
-    )
-
-
-def _elements(shapes: Sequence[Shape]) -> Iterator[str]:
-    for shape in shapes:
-        if isinstance(shape, Rectangle):
-            place = f'x="{_number(shape.x)}" y="{_number(shape.y)}"'
-            size = f'width="{_number(shape.width)}" height="{_number(shape.height)}"'
-            end = f"><title>{html.escape(shape.title)}</title></rect>" if shape.title else "/>"
-            yield f'<rect {place} {size} fill="{shape.fill}"{end}'
-        elif isinstance(shape, Line):
-            start = f'x1="{_number(shape.x1)}" y1="{_number(shape.y1)}"'
-            end = f'x2="{_number(shape.x2)}" y2="{_number(shape.y2)}"'
-            yield f'<line {start} {end} stroke="#000" stroke-width="{_number(shape.width)}"/>'
-        else:
-            yield (
-                f'<text x="{_number(shape.x)}" y="{_number(shape.y)}" font-size="{shape.size}" '
-                f'text-anchor="{shape.anchor}" font-weight="{shape.weight}" fill="{shape.colour}">'
-                f"{html.escape(shape.text)}</text>"
-            )
-
-
-def _number(value: float) -> str:
-    return f"{value:.2f}".removesuffix(".00")
-
-
-def write_png(picture: Picture, path: Path) -> None:
-    """SlideError where matplotlib is missing or the file cannot be written."""
+def require_matplotlib() -> None:
+    """Raise SlideError where it is missing."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Rectangle as Patch
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise SlideError(
-            f'a PNG needs matplotlib ({error}): pip install "ds-slide[plot]", or write an SVG, which needs nothing'
-        ) from error
-    dots = 100  # an inch; only its ratio to points, of which an inch has 72, matters
-    figure = Figure(figsize=(picture.width / dots, picture.height / dots), dpi=dots * PNG_PIXELS)
-    canvas, axes = FigureCanvasAgg(figure), figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(0, picture.width)
-    axes.set_ylim(picture.height, 0)
-    axes.axis("off")
-    points = 72 / dots
-    for shape in picture.shapes:
-        if isinstance(shape, Rectangle):
-            axes.add_patch(Patch((shape.x, shape.y), shape.width, shape.height, color=shape.fill, linewidth=0))
-        elif isinstance(shape, Line):
-            across, down = (shape.x1, shape.x2), (shape.y1, shape.y2)
-            axes.plot(across, down, color="#000", linewidth=shape.width * points, scalex=False, scaley=False)
-        else:
-            axes.text(
-                shape.x,
-                shape.y,
-                shape.text.replace("$", r"\$"),  # no formulas
-                fontsize=shape.size * points,
-                ha={"start": "left", "middle": "center", "end": "right"}[shape.anchor],
-                va="baseline",
-                fontweight=shape.weight,
-                color=shape.colour,
-            )
+        raise SlideError(f'a picture needs matplotlib ({error}): pip install "ds-slide[plot]"') from error
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches. SlideError where matplotlib is missing."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def write(figure: Figure, path: Path) -> None:
+    """Write the file, in the format of its ending. The same picture has the same bytes. SlideError where that fails."""
+    from matplotlib import rc_context
+
+    is_svg = path.suffix == ".svg"
+    metadata = {"Date": None, "Creator": None} if is_svg else None
     try:
-        canvas.print_png(str(path))
-    except OSError as error:
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_slide"}):
+            figure.savefig(path, dpi=200, metadata=metadata)
+        if is_svg:
+            written = re.sub(r'<g id="title: ([^"]*)">', r"<g><title>\1</title>", path.read_text(encoding="utf-8"))
+            path.write_text("\n".join(map(str.rstrip, written.split("\n"))), encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise SlideError(f"{path} cannot be written: {error}") from error
+
+
+def steps_side_by_side(
+    panels: Sequence[Panel], legend: Sequence[tuple[str, str]], caption: Sequence[str], width: float = 9.6
+) -> Figure:
+    """A panel for each step, in it a row for each lane, all of them on one scale of time. `legend`: (colour, what it
+    stands for). `caption`: lines at the bottom. `width`: inches."""
+    rows = [len(panel.rows) for panel in panels]
+    lines = len(caption) + (len(legend) - 1) // LEGEND_COLUMNS + 3
+    figure = new_figure(width, sum(rows) * ROW_INCHES + len(rows) * TITLE_INCHES + lines * LINE_INCHES)
+    from matplotlib.patches import Patch
+
+    longest = max([bar.end for panel in panels for bar in panel.bars] + [panel.end for panel in panels])
+    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    for axes, panel in zip(all_axes, panels, strict=True):
+        _draw(axes, panel, longest, 0.85 * width / (longest or 1.0))
+    all_axes[-1].set_xlabel("seconds", fontsize=8)
+    figure.legend(
+        handles=[Patch(color=colour, label=name) for colour, name in legend],
+        loc="outside upper left",
+        ncols=LEGEND_COLUMNS,
+        frameon=False,
+        fontsize=8,
+    )
+    figure.supxlabel("\n".join(caption), x=0.01, ha="left", fontsize=8, color="#555", parse_math=False)
+    return figure
+
+
+def _draw(axes: Axes, panel: Panel, longest: float, inches_a_second: float) -> None:
+    place = {row: number for number, row in enumerate(panel.rows)}
+    axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold", parse_math=False)
+    axes.set_xlim(0, longest or 1.0)
+    axes.set_ylim(len(place) - 0.5, -0.5)
+    axes.set_yticks(range(len(place)), panel.rows.values(), fontsize=8)
+    axes.tick_params(length=0, labelsize=8)
+    axes.spines[:].set_visible(False)
+    for number in place.values():
+        _rectangle(axes, 0, number, longest, BACKGROUND)
+    for bar in panel.bars:
+        if bar.row in place:
+            _draw_bar(axes, bar, place[bar.row], inches_a_second)
+    axes.axvline(panel.end, color="black", linewidth=1)
+
+
+def _draw_bar(axes: Axes, bar: Bar, row: int, inches_a_second: float) -> None:
+    begin = max(bar.begin, 0.0)  # work that was under way when the step began
+    _rectangle(axes, begin, row, bar.end - begin, bar.fill, gid=f"title: {bar.title}" if bar.title else None)
+    if bar.stripe:
+        _rectangle(axes, begin, row, bar.end - begin, bar.stripe, height=STRIPE)
+    room = (bar.end - begin) * inches_a_second
+    label = next((label for label in bar.labels if room > len(label) * CHARACTER + 0.06), None)
+    if label is not None:
+        middle = (begin + bar.end) / 2
+        axes.text(middle, row, label, ha="center", va="center", fontsize=LABEL_POINTS, parse_math=False)
+
+
+def _rectangle(axes: Axes, begin: float, row: int, width: float, colour: str, height: float = 0.8, **more: Any) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle((begin, row - 0.4), width, height, color=colour, linewidth=0, **more))

@@ -267,13 +267,7 @@ def _watchdog(context: Context) -> Watchdog | None:
     timeout, ranks, stores = context.settings.slide.hang_timeout, context.ranks, context.stores
     if not timeout:
         return None
-    peers = Peers.of(ranks.rank, ranks.exchange) if ranks.world_size > 1 else None
-    if ranks.world_size > 1 and peers is None:
-        return None
-
-    def remove_files() -> None:
-        for store in stores:
-            store.remove_files()
+    peers = Peers.of(ranks) if ranks.world_size > 1 else None
 
     # Its thread must not keep the engine alive, so it knows the store, which may come later, and not what that is for.
     return Watchdog(
@@ -282,7 +276,6 @@ def _watchdog(context: Context) -> Watchdog | None:
         timeout,
         progress=[lambda: sum(map(moved_bytes, stores))],
         peers=peers,
-        last=remove_files,
     )
 
 

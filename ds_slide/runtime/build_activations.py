@@ -29,9 +29,10 @@ def make_spare_memory(module: nn.Module, context: Context, units: Sequence[Unit]
     settings, device = context.settings, context.device
     gpu = device if device.is_cuda and settings.trains else None
     limit = settings.slide.gpu_memory if settings.trains else None
-    blocks = [unit for unit in units if unit.spec.kind == "block" and settings.slide.activations == "auto"]
+    wanted = settings.slide.activations
+    blocks = [unit for unit in units if unit.spec.kind == "block" and wanted != "as_written"]
     moved = _moved_inputs(context) if blocks and settings.trains else None
-    activations = Activations(blocks, device, may_be_unasked(module, blocks), moved, mixes=settings.slide.debug.mix)
+    activations = Activations(blocks, device, may_be_unasked(module, blocks), moved, mixes=wanted == "auto")
     budget = Budget(gpu, limit, running.on_gpu)
     return SpareMemory(activations, budget, context.ranks, context.recorder, updating, _vocabulary(module))
 

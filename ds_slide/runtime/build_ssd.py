@@ -62,7 +62,6 @@ def _open_store(
         ssd.parents,
         nbytes,
         name=name,
-        rank=context.ranks.rank,
         fail=lambda error: failures.record("ssd", error),
         backend=settings.slide.io_backend,
         queue_depth=ssd.queue_depth,

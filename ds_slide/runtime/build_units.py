@@ -30,12 +30,13 @@ from ds_slide.store.in_memory import (
     InMemory,
     KeptOnGpu,
     NotHeld,
+    PartOfWeightsOnGpu,
+    PartOfWhole,
     StatesInMemory,
     WeightsInMemory,
     WeightsOnGpu,
 )
 from ds_slide.store.memory_file import SharedHostMemory
-from ds_slide.store.part_of_whole import PartOfWeightsOnGpu, PartOfWhole
 from ds_slide.store.spare_buffers import SpareBuffers, WayBack
 from ds_slide.store.state import UnitState
 from ds_slide.store.state_buffers import REMAINDER_DTYPE, StateBufferSpec
@@ -57,7 +58,7 @@ def make_unit(context: Context, unit_plan: UnitPlan, order: int, ssd: SsdParts) 
     unit.chunk_rows = unit_plan.chunk_rows
     unit.way_back = _way_back(context, unit, keeps_weight=several)
     unit.is_gathered = several and (context.shared is None or on_gpu or order in ssd.weights)
-    if codec.compresses or (on_gpu and not several):
+    if state.writes_change or (on_gpu and not several):
         unit.resident = state.weights.buffer.tensor
     elif context.allocator.tier(whole_weights_of(name)) is not None:
         unit.resident = context.allocator.tensor(whole_weights_of(name), unit_plan.dtype)
@@ -117,7 +118,7 @@ def _state(context: Context, unit_plan: UnitPlan, order: int, ssd: SsdParts) -> 
         gradient = NotHeld() if held is None else HeldInMemory(on_host("gradient", held))
     if optimizer is None:
         optimizer = StatesInMemory(specs, {spec.name: on_host(spec.name, spec.dtype) for spec in specs})
-    if unit_plan.codec.compresses:
+    if context.allocator.tier(state_buffer_of(unit_plan.spec.name, "change")) is not None:
         change = WeightsInMemory(on_host("change", CHANGE_DTYPE, shared))
         weight, masters = _masters_on_gpu(context, unit_plan)
         return UnitState(specs, weight, optimizer, gradient, change, masters)

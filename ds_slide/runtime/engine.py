@@ -100,7 +100,7 @@ class SlideRuntime:
         self.has_ended = False
         self.spoiled = ""
         """Why the weights that an ended engine has left are no whole weights; empty where they are."""
-        self._totals = Totals(parts.context.ranks, self.device, [unit.codec.compresses for unit in parts.units])
+        self._totals = Totals(parts.context.ranks, self.device, [unit.state.writes_change for unit in parts.units])
         self._module = module
         self.prologue: OutputEvents | None = None
         """Of a backward: the host's, which calls `begin_backward`. None: a backward begins by itself."""

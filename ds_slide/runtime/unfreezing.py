@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ds_slide.compression.identity import Identity
+from ds_slide.compression.codec import Identity
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import UnitLayout, align_up, with_later
 from ds_slide.plan.allocations import (
@@ -125,7 +125,7 @@ def _require_possible(runtime: SlideRuntime, change: _Change) -> None:
     unit, name = change.unit, change.names[0]
     reason, way_out = None, AT_START
     if not isinstance(unit.codec, Identity) or (
-        unit.spec.kind != "outer" and any(each.codec.compresses for each in runtime.units)
+        unit.spec.kind != "outer" and any(each.state.writes_change for each in runtime.units)
     ):
         reason = "ds_slide.compression is set, and it chooses the matrices when the engine is built"
     elif not all(buffer.tensor is not None for buffer in unit.state.buffers.values()):

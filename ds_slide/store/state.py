@@ -47,6 +47,11 @@ class UnitState:
         }
 
     @property
+    def writes_change(self) -> bool:
+        """Whether an update writes a change of the weights, and the gradient is in the layout of the codec."""
+        return self.change is not None
+
+    @property
     def written(self) -> Weights:
         """What an update writes."""
         return self.weights if self.change is None else self.change

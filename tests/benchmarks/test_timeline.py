@@ -11,6 +11,8 @@ import timeline
 import timeline_picture
 from timeline_picture import Bar, Panel
 
+from ds_slide.report import drawing
+
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*_timeline-*.json"))
 
@@ -20,15 +22,20 @@ def panels() -> list[Panel]:
     return [by_system["stock"], by_system["slide"]]
 
 
-def test_the_committed_picture_is_drawn_from_the_committed_records() -> None:
-    assert (ROOT / "docs" / "step-timeline.svg").read_text() == timeline_picture.svg(panels())
+def drawn_to(path: Path, recorded: list[Panel]) -> str:
+    drawing.write(timeline_picture.picture(recorded), path)
+    return path.read_text()
 
 
-def test_a_picture_without_a_gpu_says_so_and_claims_no_time() -> None:
+def test_the_committed_picture_is_drawn_from_the_committed_records(tmp_path: Path) -> None:
+    assert (ROOT / "docs" / "step-timeline.svg").read_text() == drawn_to(tmp_path / "step.svg", panels())
+
+
+def test_a_picture_without_a_gpu_says_so_and_claims_no_time(tmp_path: Path) -> None:
     without = [replace(panel, facts=panel.facts | {"GPU": "none"}) for panel in panels()]
-    drawn = timeline_picture.svg(without)
+    drawn = drawn_to(tmp_path / "without.svg", without)
     assert "WITHOUT a GPU" in drawn and "s a step" not in drawn
-    drawn = timeline_picture.svg([replace(panel, step_s=1.5) for panel in panels()])
+    drawn = drawn_to(tmp_path / "with.svg", [replace(panel, step_s=1.5) for panel in panels()])
     assert "1.50 s a step" in drawn and "WITHOUT" not in drawn
 
 

@@ -87,7 +87,7 @@ def test_what_host_memory_does_not_hold_goes_on_to_ssd(planner: Planner, request
     moved = len(roomy.activations.moved)
     assert moved > 5 and not roomy.activations.on_ssd and roomy.ssd == {"states": 0} and not roomy.time.ssd_written
     taken = roomy.plan.host_bytes - roomy.plan.undo_log_bytes - roomy.plan.spare_state_bytes
-    limited = {"host_memory": taken + 3 * INPUT_BYTES + 1_000, "debug": {"speculate": False}}
+    limited = {"host_memory": taken + 3 * INPUT_BYTES + 1_000, "speculate": False}
     tight = steady(**limited)
     activations = tight.activations
     assert tight.shortage() is None and len(activations.moved) == moved

@@ -50,8 +50,8 @@ def test_defaults():
     assert config.compression is None
     assert config.debug.lane_delay_ms == 0
     assert config.debug.seed == 0
-    assert config.debug.update_passes == "auto"
-    assert (config.debug.speculate, config.debug.out_of_place, config.debug.take_back) == ("auto", "auto", 0)
+    assert (config.debug.out_of_place, config.debug.take_back) == ("auto", 0)
+    assert (config.speculate, config.update_passes) == ("auto", "auto")
 
 
 def test_every_setting_is_read():
@@ -91,15 +91,9 @@ def test_every_setting_is_read():
             "seed": 5,
         },
         "trace": {"path": "step.json", "steps": [5, 7]},
-        "debug": {
-            "lane_delay_ms": 2.5,
-            "seed": 11,
-            "update_passes": 2,
-            "speculate": True,
-            "out_of_place": False,
-            "take_back": 0.5,
-            "mix": True,
-        },
+        "update_passes": 2,
+        "speculate": True,
+        "debug": {"lane_delay_ms": 2.5, "seed": 11, "out_of_place": False, "take_back": 0.5},
     }
     as_read = {
         "gpu_memory": 24 * 2**30,
@@ -131,7 +125,7 @@ WRONG = [
     ({"host_memory": "lots"}, 'ds_slide.host_memory is "lots"; expected a size'),
     ({"gpu_states": -1}, "ds_slide.gpu_states is -1, which is negative; expected"),
     ({"gpu_states": None}, "ds_slide.gpu_states is null; expected"),
-    ({"activations": "keep"}, 'ds_slide.activations is "keep"; expected "auto" or "as_written"'),
+    ({"activations": "keep"}, 'ds_slide.activations is "keep"; expected "auto", "whole_blocks" or "as_written"'),
     ({"share_weights": "yes"}, 'ds_slide.share_weights is "yes"; expected "auto", true or false'),
     ({"defer_updates": "yes"}, 'ds_slide.defer_updates is "yes"; expected "auto", true or false'),
     ({"defer_updates": 0}, 'ds_slide.defer_updates is 0; expected "auto", true or false'),
@@ -154,6 +148,10 @@ WRONG = [
     ({"checkpoint": {"manifest": True}}, "did you mean ds_slide.checkpoint.require_manifest?"),
     ({"debug": 3}, "ds_slide.debug is 3; expected an object"),
     ({"debug": {"lane_delay_ms": -1}}, "ds_slide.debug.lane_delay_ms is -1; expected a number of milliseconds"),
+    ({"debug": {"speculate": False}}, "ds_slide.debug.speculate is no test switch any more; set ds_slide.speculate in"),
+    ({"debug": {"mix": False}}, 'set ds_slide.activations, where "whole_blocks" is what false was, in its place'),
+    ({"update_passes": 3}, 'ds_slide.update_passes is 3; expected "auto", 1 or 2'),
+    ({"speculate": 1}, 'ds_slide.speculate is 1; expected "auto", true or false'),
     ({"debug": {"seed": "x"}}, 'ds_slide.debug.seed is "x"; expected an integer'),
     # What no machine can do, before anything of it is begun.
     ({"window": 10**20}, 'ds_slide.window is 100000000000000000000; expected "auto" or an integer from 2 to 4096'),

@@ -67,7 +67,7 @@ def main(
     if disk:
         config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": disk}
         states = 12 * sum(parameter.numel() for parameter in model.parameters())
-        config["ds_slide"] |= {"host_memory": states + (16 << 20), "debug": {"speculate": False}}
+        config["ds_slide"] |= {"host_memory": states + (16 << 20), "speculate": False}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     losses: list[float] = []
     seconds: list[float] = []

@@ -17,7 +17,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "the same again": {},
     "delays": {"debug": {"lane_delay_ms": 3.0, "seed": 1}},
     "states that may move": {"window": 4, "gpu_states": "auto"},
-    "two passes": {"debug": {"update_passes": 2}},
+    "two passes": {"update_passes": 2},
     "all on SSD": {"host_memory": 0},
 }
 ROUNDED: dict[str, Any] = {**REFERENCE, "compression": {**COMPRESSION, "master_dtype": "bf16"}}

@@ -23,7 +23,7 @@ def limited(**slide: Any) -> dict[str, Any]:
 def test_mixed_blocks_take_what_is_left() -> None:
     """6 blocks of 12 x 4096 tokens, 4,096 wide, save some 24 GB, of which a part fits. Each takes the GPU 20 ms, longer
     than the host takes to mix it on any machine; of blocks of 5 ms a slow one, which takes 7, rightly mixes none."""
-    without, mixed = limited(activations="as_written"), limited(debug={"mix": True})
+    without, mixed = limited(activations="as_written"), limited()
     print(without, mixed)
     assert mixed["activations"]["mix"] > 0 and without["peaks"][0] < mixed["peaks"][0] <= LIMIT
     assert mixed["losses"] == pytest.approx(without["losses"], rel=1e-2)

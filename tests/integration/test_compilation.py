@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import CPUAdamBuilder
-from deepspeed.ops.op_builder.builder import OpBuilder
 from harness import batches, ds_config, llama
-
-from ds_slide.integration import compile_lock
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -104,45 +99,3 @@ def test_whoever_steps_it_all_the_same_has_the_kernels(accelerator, loads):
             each.step()
     assert loads == ["cpu_adam"]
     assert torch.equal(found, expected) and not torch.equal(found, torch.linspace(-1, 1, 300))
-
-
-def test_a_wait_for_a_lock_names_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog) -> None:
-    """The lock of a compilation that was killed: the wait goes on, and ends when somebody removes the file."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(compile_lock, "PATIENCE_S", 0.1)
-    lock, said = tmp_path / "stuck" / "lock", threading.Event()
-    lock.parent.mkdir()
-    lock.touch()
-    say = compile_lock._say
-
-    def say_and_tell(*args: Any) -> None:
-        say(*args)
-        said.set()
-
-    monkeypatch.setattr(compile_lock, "_say", say_and_tell)
-
-    class Stuck(CPUAdamBuilder):
-        """Waits for the lock as torch's `load` does, and then finds that nothing has been compiled."""
-
-        NAME = "stuck"
-
-    builder = Stuck()
-    builder.name = "stuck"
-    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
-    failures: list[BaseException] = []
-
-    def load() -> None:
-        try:
-            builder.jit_load(verbose=False)
-        except BaseException as error:
-            failures.append(error)
-
-    waiting = threading.Thread(target=load)
-    waiting.start()
-    assert said.wait(60)
-    assert waiting.is_alive()
-    lock.unlink()
-    waiting.join(60)
-    assert not waiting.is_alive() and [type(error) for error in failures] == [ImportError]
-    lines = [record.getMessage() for record in caplog.records if record.name == "ds_slide.integration.compile_lock"]
-    assert len(lines) == 1 and "operator stuck" in lines[0] and lines[0].endswith(f"remove {lock}")

@@ -8,7 +8,7 @@ import pytest
 from deepspeed.checkpoint import constants
 
 import ds_slide.integration.selfcheck as selfcheck
-from ds_slide.checkpoint import names
+from ds_slide.checkpoint import universal as names
 from ds_slide.errors import SlideError
 from ds_slide.integration.selfcheck import SYMBOLS, Symbol, check_deepspeed, faults
 

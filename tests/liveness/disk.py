@@ -90,9 +90,6 @@ class Disk:
     def statistics(self) -> dict[str, Any]:
         return {**self.counts, "busy_s": 0.0}
 
-    def remove_files(self) -> None:
-        """There are none."""
-
     def undo(self) -> None:
         """Nothing is left of it: it has made no directory."""
         assert self.closed

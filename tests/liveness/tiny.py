@@ -14,10 +14,8 @@ import torch
 from torch import nn
 
 from ds_slide.config import SlideConfig
-from ds_slide.config.schema import DebugConfig
 from ds_slide.model.layout import ParameterInfo, build_layout, piece
-from ds_slide.model.precision import Precision
-from ds_slide.model.structure import UnitSpec
+from ds_slide.model.structure import Precision, UnitSpec
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.plan.allocations import PIECES_RING, Allocation
 from ds_slide.plan.memory import Plan
@@ -188,7 +186,8 @@ def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
         cpu_cores="none",
         checksums=False,
         hang_timeout=0.0,  # a watchdog is no part of what is explored
-        debug=DebugConfig(update_passes=configuration.passes, speculate=configuration.speculates),
+        update_passes=configuration.passes,
+        speculate=configuration.speculates,
     )
     return RuntimeSettings(
         slide=slide,

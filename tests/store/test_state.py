@@ -39,7 +39,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
         0, specs, weight_bytes=NUMEL * 2, chunks_of=NUMEL, chunk_numel=CHUNK_NUMEL, gradient_bytes=NUMEL * 4
     )
     failed: list[BaseException] = []
-    store = SsdStore([("ds_slide.nvme_path", tmp_path)], extents.end, rank=0, fail=failed.append)
+    store = SsdStore([("ds_slide.nvme_path", tmp_path)], extents.end, fail=failed.append)
     assert extents.weight_offset is not None and extents.gradient_offset is not None
     failures, requests = Failures(), Requests()
     weight_buffers: BufferCache[int] = BufferCache((), lambda *_: None, failures)

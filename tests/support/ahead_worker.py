@@ -10,9 +10,9 @@ from ssd_fault_worker import Run, main
 
 
 class RunAhead(Run):
-    def start(self, debug: dict[str, Any]) -> None:  # type: ignore[override]
+    def start(self, slide: dict[str, Any]) -> None:  # type: ignore[override]
         """Make the engine, with all states in host memory."""
-        model, slide = llama(), {"window": 2, "gpu_states": 0, "debug": debug}
+        model, slide = llama(), {"window": 2, "gpu_states": 0, **slide}
         self.engine, *_ = deepspeed.initialize(
             model=model, config=ds_config(slide, clip=2.2), model_parameters=list(model.parameters())
         )

@@ -41,7 +41,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp32": ({"compression": LSP}, {"clip": 1.0, "bf16": None}),
     "rounded": ({"compression": ROUNDED}, {"clip": 1.0}),
     "rounded-ssd": (
-        {"compression": ROUNDED, "host_memory": 0, "debug": DELAYS | {"update_passes": 2}},
+        {"compression": ROUNDED, "host_memory": 0, "debug": DELAYS, "update_passes": 2},
         {"clip": 1.0},
     ),
     "permutations": ({"compression": EXACT}, {"clip": 1.0}),

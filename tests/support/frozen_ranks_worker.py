@@ -26,7 +26,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "shared": {"window": 2},
     "gathered": {"window": 2, "share_weights": False},
     "on the GPU": {"window": 2, "share_weights": False, "gpu_states": 300_000},
-    "ahead": {"window": 2, "debug": {"speculate": True}},
+    "ahead": {"window": 2, "speculate": True},
 }
 
 

@@ -32,7 +32,6 @@ from harness import batches, ds_config, llama, on_ssd, states_of
 import ds_slide  # noqa: F401 - switches the "ds_slide" key on where the package is not installed
 from ds_slide.errors import SlideError
 from ds_slide.plan import ssd_settings
-from ds_slide.store.directories import run_files
 from ds_slide.store.ssd import unit as ssd_unit
 
 # Of 4096 parameters each, so that a block of the small model has 11, as a real one has.
@@ -193,24 +192,11 @@ class Run:
         """Wait for somebody."""
         Path(fifo).read_text()
 
-    def keep_names(self) -> None:
-        """From now on, as on a file system where an open file cannot be unlinked."""
-        run_files.unnamed_file = lambda _directory: None
-        run_files._works_without_a_name = lambda _descriptor: False
-
     def truncate(self, nbytes: int) -> None:
         """The state file, to `nbytes`."""
         (descriptor,) = self.engine.optimizer.runtime.parts.ssd.store.descriptors
         self.note("fault_at", time.monotonic())
         os.truncate(f"/proc/self/fd/{descriptor}", nbytes)
-
-    def remove_state_file(self, what: str) -> None:
-        """ "unlink" the state file, which has a name, or remove the "directory" with all in it."""
-        (path,) = self.disk.glob("ds_slide-*/states")
-        for file in path.parent.iterdir() if what == "directory" else [path]:
-            file.unlink()
-        if what == "directory":
-            path.parent.rmdir()
 
     def damage(self, kind: str, block: int, chunk: int) -> None:
         """Change the optimizer states of a chunk of a block in the state file, in a way of `damage.KINDS`."""

@@ -1,13 +1,17 @@
-"""The answer of `ds-slide plan`: as a JSON object and as text."""
+"""The answer of `ds-slide plan`: as a JSON object, as text and as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_slide.config import format_bytes
 from ds_slide.errors import DoesNotFit
 from ds_slide.plan.forecast import Forecast
+from ds_slide.report import drawing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SCHEMA = 1
 """Of the JSON; a later one has other names or meanings."""
@@ -189,3 +193,27 @@ def _table(head: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tuple
         first, *numbers, last = zip(line, widths, strict=True)
         cells = [first[0].ljust(first[1]), *(text.rjust(width) for text, width in numbers), last[0]]
         yield "  ".join(cells).rstrip()
+
+
+def picture(answer: Mapping[str, Any], name: str) -> Figure:
+    """What every tier holds, and how long every lane is busy."""
+    figure = drawing.new_figure(9, 5)
+    tiers, lanes = figure.subplots(2, 1)
+    for tier, found in answer["tiers"].items():
+        left = 0.0
+        for what, nbytes in found["entries"].items():
+            if nbytes:
+                tiers.barh(tier, nbytes / 1e9, left=left, edgecolor="white")
+                tiers.text(left + nbytes / 2e9, tier, what, ha="center", va="center", fontsize=7)
+                left += nbytes / 1e9
+        if found["available"]:
+            tiers.plot([found["available"] / 1e9] * 2, [tier, tier], "k|", markersize=28)
+    tiers.set_xlabel("GB; a black line: what is there")
+    tiers.invert_yaxis()
+    busy = {lane: seconds for lane, seconds in answer["lanes"].items() if seconds}
+    lanes.barh(list(busy), list(busy.values()))
+    lanes.axvline(answer["step_s"], color="black")
+    lanes.set_xlabel(f"busy seconds of a step; the line: the step, {answer['step_s']:.3f} s")
+    lanes.invert_yaxis()
+    figure.suptitle(f"{name}, {answer['batch']} x {answer['seq']} tokens")
+    return figure

@@ -100,7 +100,7 @@ class Planner:
             saved = kept_by_block(plain, case.trace)
             for index in sorted(case.checkpointed):
                 again = case.trace.again.get(index, ())
-                mixed = mixtures([each.run for each in again], saved[index]) if slide.debug.mix else ()
+                mixed = mixtures([each.run for each in again], saved[index]) if slide.activations == "auto" else ()
                 keepable.append(Keepable(index, saved[index], case.recomputation_s(again), mixed))
 
         tied = request.room.ranks > 1 or case.planned.micro_batches > 1
@@ -192,8 +192,7 @@ class _Case:
         """`two`: updates may be done in two passes, where the rule's can."""
         planned, rule = self.planned, self.planned.settings.rule
         assert rule is not None
-        debug = planned.settings.slide.debug
-        two = two and debug.update_passes != 1 and rule.name in IN_TWO_PASSES
+        two = two and planned.settings.slide.update_passes != 1 and rule.name in IN_TWO_PASSES
         micro = planned.micro_batches
         return step_time(plan, planned.needs, trace, self.rates, micro_batches=micro, two=two, below_limit=below_limit)
 
@@ -241,7 +240,7 @@ class _Case:
 def _takes_over(request: Request, planned: Planned) -> bool:
     """Whether the engine decides which blocks are recomputed, be it that the script asks for it or not."""
     slide = planned.settings.slide
-    return slide.activations == "auto" and bool(request.room.gpu or slide.gpu_memory)
+    return slide.activations != "as_written" and bool(request.room.gpu or slide.gpu_memory)
 
 
 def _checkpoints(request: Request, planned: Planned) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from ds_slide.compression.codec import CHANGE_DTYPE, Gradients, Masters, Place, SegmentStep
+from ds_slide.compression.codec import CHANGE_DTYPE, CHANGE_START, Gradients, Masters, Place, SegmentStep
 from ds_slide.compression.lsp.group import Group, Matrix, group_of, grouped
 from ds_slide.compression.lsp.projection import compress, decompress_apply
 from ds_slide.compression.lsp.projector import Projector, projector_bytes, random_projector
@@ -21,6 +22,15 @@ from ds_slide.optim.square_sum import square_sum
 
 LEAST_SUBSPACE = 16
 """Below it the gradient itself goes down: padding and launches would cost more than its bytes."""
+
+CHANGE_RUN = 1 << 20
+"""Elements of a change that are computed at once: the weights that they are computed from, which are the same for all,
+take 4 MiB then, and stay in the processor's cache."""
+
+
+@functools.cache
+def _begin_of_changes() -> torch.Tensor:
+    return torch.full((CHANGE_RUN,), CHANGE_START, dtype=CHANGE_DTYPE)
 
 
 def subspace(shape: Sequence[int], d: int) -> int:
@@ -127,6 +137,16 @@ class Lsp:
     @property
     def compresses(self) -> bool:
         return True
+
+    def written_dtype(self, weight: torch.dtype) -> torch.dtype:  # noqa: ARG002
+        return CHANGE_DTYPE
+
+    @property
+    def update_run(self) -> int:
+        return CHANGE_RUN
+
+    def update_begin(self, written: torch.Tensor) -> torch.Tensor:
+        return _begin_of_changes()[: written.numel()]
 
     @property
     def gpu_bytes(self) -> int:

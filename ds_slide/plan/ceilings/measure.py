@@ -196,11 +196,7 @@ def disk_ceilings(directory: Path) -> DiskCeilings:
     """Of the disk below `directory`, which is there, on a file that is gone afterwards. Raises SlideError where no file
     can be made, OSError where the disk fails."""
     with tempfile.TemporaryDirectory(prefix="ds_slide-", dir=directory) as own:
-        files = RunFiles(Path(own), 0, json_path="--path")
-        try:
-            found = bandwidths(files, "auto")
-        finally:
-            files.close()
+        found = bandwidths(RunFiles(Path(own), json_path="--path"), "auto")
     return DiskCeilings(
         path=str(directory),
         read_gb_s=found.read / 1e9,

@@ -9,13 +9,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ds_slide.compression.codec import CHANGE_DTYPE, GradientCodec
-from ds_slide.compression.identity import Identity
+from ds_slide.compression.codec import GradientCodec, Identity
 from ds_slide.compression.lsp.codec import Lsp, subspace
 from ds_slide.config import SlideConfig
 from ds_slide.model.layout import UnitLayout
-from ds_slide.model.precision import Precision
-from ds_slide.model.structure import UnitSpec, parameter_shape
+from ds_slide.model.structure import Precision, UnitSpec, parameter_shape
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
@@ -84,7 +82,7 @@ class RuntimeSettings:
             shares_weights=shares_weights,
             ssd=None if self.ssd is None else self._ssd_needs(self.ssd),
             page_locks=gpu_is_own,
-            speculates=held is not None and self.trains and self.slide.debug.speculate is not False,
+            speculates=held is not None and self.trains and self.slide.speculate is not False,
             rounds_masters=_ROUNDS_MASTERS["fp32" if slide.compression is None else slide.compression.master_dtype],
             out_of_place=slide.debug.out_of_place,
         )
@@ -158,7 +156,7 @@ class UnitPlan:
 
     def specs(self, settings: RuntimeSettings) -> tuple[StateBufferSpec, ...]:
         """The optimizer state buffers, beside what an update writes."""
-        return settings.specs(CHANGE_DTYPE if self.codec.compresses else self.dtype)
+        return settings.specs(self.codec.written_dtype(self.dtype))
 
     def size(self, settings: RuntimeSettings) -> UnitSize:
         """What the plan knows of it."""

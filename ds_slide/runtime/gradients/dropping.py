@@ -37,7 +37,7 @@ def drop_gradients(runtime: SlideRuntime, given: Collection[int], *, to_none: bo
 
 
 def _zero(runtime: SlideRuntime, unit: Unit, entries: Sequence[Entry]) -> None:
-    if unit.codec.compresses and len(entries) < len(unit.trainable):
+    if unit.state.writes_change and len(entries) < len(unit.trainable):
         raise SlideError(
             f"zero_grad of a part of {unit.name}: its gradients are compressed together (ds_slide.compression); call "
             "engine.zero_grad(), which drops those of the whole model"

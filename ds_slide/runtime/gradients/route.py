@@ -357,7 +357,7 @@ class Gradients:
         """Pack the gradients of a unit that is averaged later, so that they do not lie on the GPU as autograd left
         them. None where no staging buffer can be had at once, or none would be left for what is averaged before."""
         if (
-            unit.codec.compresses
+            unit.state.writes_change
             or len(self._early) + 1 >= len(self._stagings)
             or not self._next_staging().free.is_kept
         ):
@@ -408,7 +408,7 @@ class Gradients:
         own = _of_dtype(staging.own, codec.dtype)[: codec.numel]
         if ranks == 1:
             summed = codec.encode(unit.gradients(), own, accumulate=False)
-            if codec.compresses:
+            if unit.state.writes_change:
                 summed = self._add_square_sums(unit, summed, own)
             return Packed(staging.free, own, summed)
         packed = _of_dtype(staging.packed, codec.dtype)[: ranks * codec.numel]
@@ -421,7 +421,7 @@ class Gradients:
         codec = unit.codec
         packed = _of_dtype(staging.packed, codec.dtype)[: self._ranks.world_size * codec.numel]
         summed = codec.encode_for_ranks(unit.gradients(), packed)
-        if codec.compresses:
+        if unit.state.writes_change:
             self._add_square_sums(unit, summed, packed)
 
 

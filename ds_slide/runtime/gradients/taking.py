@@ -113,7 +113,7 @@ class Taking:
 
     def _take(self, unit: Unit, source: StreamedGradient | None = None, *, final: bool) -> None:
         self._bindings.take_back((unit,))  # one more gradient of the same step is added to those of before
-        if unit.codec.compresses:
+        if unit.state.writes_change:
             # Of a unit that no forward has used: the next update overwrites the change, which is then lost.
             self._resident_weights.bind_if_fetched(unit)
         if final:

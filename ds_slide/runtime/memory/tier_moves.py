@@ -81,7 +81,7 @@ def why_fixed(runtime: SlideRuntime, unit: Unit) -> str | None:
     if unit.order in placement.on_gpu:
         return "it was placed on the GPU when the engine was built, and has no place in host memory"
     if unit.spec.kind == "part":
-        which = "whose gradients are compressed" if unit.codec.compresses else "in another data type"
+        which = "whose gradients are compressed" if unit.state.writes_change else "in another data type"
         return f"it holds a block's parameters {which}"
     if unit.chunk_rows:
         return "its rows pass through the GPU"

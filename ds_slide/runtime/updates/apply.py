@@ -1,19 +1,18 @@
 """One step on the state buffers of one unit, where they live: host state buffers by the CPU kernel, device state
 buffers on the device.
 
-Both give the same bits (see `ds_slide.optim.fp32` for the arithmetic they share).
+Both give the same bits (see `ds_slide.optim.rounding` for the arithmetic they share).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ds_slide.compression.codec import CHANGE_DTYPE, CHANGE_START, SegmentStep
+from ds_slide.compression.codec import SegmentStep
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.reference import reference_update_
 from ds_slide.optim.rule import Hyper, Part, UpdateRule
@@ -31,17 +30,12 @@ class UpdateStep:
     grad_scale: float
 
 
-CHANGE_RUN = 1 << 20
-"""Elements of a change that are computed at once: the weights that they are computed from, which are the same for all,
-take 4 MiB then, and stay in the processor's cache."""
-
-
 def _segments(
     unit: Unit, within: slice, state_buffers: StateBuffers, gradient: torch.Tensor, steps: Sequence[SegmentStep]
 ) -> Iterator[tuple[StateBuffers, torch.Tensor, Hyper, int]]:
     """(state buffers, gradient, hyper-parameters, first element in the unit's state buffers) of what each of `steps`
-    has of `within`, of changes in runs."""
-    most = CHANGE_RUN if unit.codec.compresses else max(unit.codec.numel, 1)
+    has of `within`, in runs of the codec's length."""
+    most = unit.codec.update_run
     for step in steps:
         segment = step.segment
         first, end = max(segment.start, within.start), min(segment.stop, within.stop)
@@ -71,11 +65,10 @@ class HostUpdates:
         `within` is one of its runs. -> bytes moved."""
         for buffers, span, hyper, first in _segments(unit, within, state_buffers, gradient, step.segments):
             run = None if way_back is None else way_back.part(slice(first, first + span.numel()))
-            weight, where = buffers.weight, {}
-            if unit.codec.compresses:
-                weight, where = _start_of_changes()[: weight.numel()], {"new_weight": weight}
+            begin = unit.codec.update_begin(buffers.weight)
+            where = {} if begin is buffers.weight else {"new_weight": buffers.weight}
             self.updater.update_(
-                weight,
+                begin,
                 buffers.remainder,
                 buffers.states(hyper.rule),
                 span,
@@ -89,11 +82,6 @@ class HostUpdates:
             )
         log = way_back.part(within).nbytes if isinstance(way_back, UndoLog) else 0
         return _moved(state_buffers, gradient, part) + log
-
-
-@functools.cache
-def _start_of_changes() -> torch.Tensor:
-    return torch.full((CHANGE_RUN,), CHANGE_START, dtype=CHANGE_DTYPE)
 
 
 def _arguments(log: UndoLog | StateBuffers, rule: UpdateRule) -> dict[str, Any]:

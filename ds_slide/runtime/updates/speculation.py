@@ -144,12 +144,13 @@ class Speculating:
     """Decides which updates are done ahead, and keeps count. Called by the compute thread, but for `submit`."""
 
     def __init__(self, context: Context, host: HostUpdates, passes: Passes) -> None:
-        debug = context.settings.slide.debug
+        slide = context.settings.slide
+        debug = slide.debug
         self._lane = context.lanes.update
         self._host = host
         self._passes = passes
         self._failures = context.failures
-        self._wanted = debug.speculate
+        self._wanted = slide.speculate
         self._in_vain = debug.take_back
         """The part of the updates, chosen at random, that never counts."""
         self._random = random.Random(debug.seed)

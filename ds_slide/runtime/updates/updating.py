@@ -52,7 +52,7 @@ class Updating:
         self._lane = context.lanes.update
         self._failures = context.failures
         self._host = HostUpdates(context.updater)
-        self.passes = Passes(settings.slide.debug.update_passes)
+        self.passes = Passes(settings.slide.update_passes)
         self.speculating = Speculating(context, self._host, self.passes)
 
     def schedules(self) -> Schedules:

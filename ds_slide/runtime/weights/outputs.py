@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ds_slide.patching.identity import identity
-from ds_slide.patching.pending import PendingLogits
+from ds_slide.patching.pending import PendingLogits, identity
 
 
 class OutputEvents(Protocol):

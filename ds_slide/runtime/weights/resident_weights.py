@@ -99,7 +99,7 @@ class ResidentWeights:
         future = Future(self._parts.context.failures, f"the new weights of {unit.name} on the GPU")
         parts, version = list(zip(unit.spans, unit.span_updated, strict=True)), unit.version
         steps = unit.trained.latest
-        if self._parts.context.ranks.world_size > 1 or unit.codec.compresses:
+        if self._parts.context.ranks.world_size > 1 or unit.state.writes_change:
             parts = [(slice(0, unit.codec.numel), unit.updated)]  # as a whole
         masters = Masters(resident, unit.remainder_on_gpu)
 
@@ -119,7 +119,7 @@ class ResidentWeights:
 
     def _fill_span(self, unit: Unit, span: slice, masters: Masters, steps: Sequence[SegmentStep]) -> int:
         shared = self._parts.context.shared
-        if unit.codec.compresses and shared is not None:
+        if unit.state.writes_change and shared is not None:
             return unit.codec.apply(shared.parts[unit.order], span, masters, steps)
         if self._parts.context.ranks.world_size > 1:
             return self._parts.uploads.fill(unit, masters.weight)
@@ -151,7 +151,7 @@ class ResidentWeights:
         self._device.synchronize()
 
     def _fill(self, unit: Unit, resident: torch.Tensor) -> None:
-        if unit.codec.compresses:
+        if unit.state.writes_change:
             self._gather_masters(unit)
             return
         if unit.is_uploaded:

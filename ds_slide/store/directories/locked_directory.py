@@ -1,4 +1,4 @@
-"""A directory of one owner, a run or a save, under a parent that others share; removed when the owner ends or is dead.
+"""A directory of one owner, a save, under a parent that others share; removed when the owner ends or is dead.
 
     <parent>/<name>/lock      held by flock for the life of the owner
     <parent>/<name>/...       what the owner puts there
@@ -33,7 +33,6 @@ from ds_slide.store.directories.owned_directory import (
     Known,
     first_foreign,
     is_at,
-    is_hidden,
     open_owned,
     owned,
     remove_contents,
@@ -43,11 +42,6 @@ from ds_slide.store.directories.owned_directory import (
 
 LOCK = "lock"
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
-
-
-class StillOpen(OSError):
-    """What is left of a directory: files that NFS and FUSE keep because they are open somewhere. A start that looks for
-    dead owners has the lock open for a moment and removes the directory then; the next start removes the rest."""
 
 
 Prepare = Callable[[Path, int, int], str]
@@ -170,7 +164,7 @@ def remove_dead(path: Path, parent: int, prepare: Prepare) -> None:
 
 
 def require_known(directory: int, known: Known, owner: str) -> None:
-    """Raise OSError where the directory holds something that no `owner`, a run or a save, puts there."""
+    """Raise OSError where the directory holds something that no `owner` puts there."""
     foreign = first_foreign(directory, known)
     if foreign is not None:
         raise OSError(errno.ENOTEMPTY, f"it holds {foreign!r}, which no {owner} puts there")
@@ -178,16 +172,9 @@ def require_known(directory: int, known: Known, owner: str) -> None:
 
 def remove_unlocked(name: str, parent: int, directory: int) -> None:
     """Remove the directory open as `directory` with all that is in it; the lock goes last, so that whatever is left
-    after a kill can still be recognised as dead. Raises OSError, also where a part of it is not ours; StillOpen where
-    only files that are open somewhere are left."""
+    after a kill can still be recognised as dead. Raises OSError, also where a part of it is not ours."""
     remove_contents(directory, last=LOCK)
-    try:
-        was_there = remove_empty(name, parent, directory)
-    except OSError as error:
-        if error.errno in _NOT_EMPTY and _holds_open_files_only(directory):
-            raise StillOpen(error.errno, error.strerror, name) from None
-        raise
-    if not was_there:
+    if not remove_empty(name, parent, directory):
         raise OSError(errno.ESTALE, "somebody has renamed it; an empty directory is left", name)
 
 
@@ -211,14 +198,6 @@ def _remove_if_empty(name: str, parent: int, directory: int) -> None:
     except OSError as error:
         if error.errno not in (*_NOT_EMPTY, errno.EACCES, errno.EPERM, errno.EBUSY):
             raise
-
-
-def _holds_open_files_only(directory: int) -> bool:
-    """Whether nothing is in it but what is still open somewhere."""
-    try:
-        return all(map(is_hidden, os.listdir(directory)))
-    except OSError as error:
-        return error.errno in REMOVED
 
 
 # The directories that this process has. A child shares a lock with its parent as long as it has the descriptor open,

@@ -22,12 +22,10 @@ import torch
 from ds_slide import _native
 from ds_slide.errors import SlideError
 from ds_slide.report.log import size
-from ds_slide.store.directories.new_directories import missing_directories, remove_if_empty
-from ds_slide.store.directories.run_files import RunFile, RunFiles
+from ds_slide.store.directories.run_files import RunFile, RunFiles, missing_directories, remove_if_empty
 from ds_slide.store.ssd.bandwidth import mixed_bandwidth
-from ds_slide.store.ssd.extents import MOST_DEPTH, PAGE
+from ds_slide.store.ssd.extents import MOST_DEPTH, PAGE, Striping
 from ds_slide.store.ssd.page_sums import CheckThread, PageSums
-from ds_slide.store.ssd.striping import Striping
 
 STATE_FILE = "states"
 DEFAULT_REQUEST_BYTES = 2 << 20
@@ -104,7 +102,6 @@ class SsdStore:
         nbytes: int,
         *,
         name: str = STATE_FILE,
-        rank: int,
         fail: Callable[[BaseException], None],
         backend: str = "auto",
         queue_depth: int | None = None,
@@ -138,7 +135,7 @@ class SsdStore:
         self._made = missing_directories(parent for _, parent in parents)
         try:
             for json_path, parent in parents:
-                self._places.append(RunFiles(parent, rank, json_path=json_path))
+                self._places.append(RunFiles(parent, json_path=json_path))
             self._striping = Striping(self._weigh(backend))
             self._check_space(nbytes)
             request_bytes = request_bytes or DEFAULT_REQUEST_BYTES
@@ -214,11 +211,6 @@ class SsdStore:
         file, which most often has no name, opens /proc/<pid>/fd/<descriptor>."""
         return [file.descriptor for file, _ in self._state_files]
 
-    def remove_files(self) -> None:
-        """Remove the files that have names while transfers may be under way: the process is about to be ended."""
-        for place in self._places:
-            place.close()
-
     def undo(self) -> None:
         """The run that it is for is refused, and it is closed: end the threads of the sums, which the frames of
         an error would keep alive, and remove those of `parents` that were made and are empty."""
@@ -227,7 +219,7 @@ class SsdStore:
         remove_if_empty(self._made)
 
     def close(self) -> None:
-        """Wait for the requests in flight, drop the others, remove the files. A second call does nothing.
+        """Wait for the requests in flight, drop the others, close the files. A second call does nothing.
 
         No `then` runs after it; threads in `read_now` and `write_now` get an error.
         """
@@ -275,23 +267,23 @@ class SsdStore:
 
     def _add_region(self, name: str, nbytes: int) -> None:
         """Make `nbytes` more, in files called `name`, for which there is space."""
-        made: list[tuple[RunFiles, RunFile, int]] = []
+        made: list[tuple[RunFile, int]] = []
         try:
             files = [self._open(name, made, *mount) for mount in self._sizes(nbytes)]
         except BaseException:
-            for place, file, _ in made:
+            for file, _ in made:
                 os.ftruncate(file.descriptor, 0)  # the I/O engine has it open until the end
-                place.discard(file)
+                os.close(file.descriptor)
             raise
         # Now that all have their lengths, which completions look at.
-        self._state_files.extend((file, size) for _, file, size in made)
+        self._state_files.extend(made)
         self._regions.append(_Region(self.nbytes, nbytes, files))
         self.nbytes += nbytes
 
     def _open(
-        self, name: str, made: list[tuple[RunFiles, RunFile, int]], json_path: str, place: RunFiles, size: int
+        self, name: str, made: list[tuple[RunFile, int]], json_path: str, place: RunFiles, size: int
     ) -> _RegionFile:
-        """Make a file called `name` for `size` bytes. It is added to `made`, with its place and its length."""
+        """Make a file called `name` for `size` bytes. It is added to `made`, with its length."""
         if size == 0:
             if not self._regions:
                 _log.warning("%s: %s is so much slower than the others that it is left out", json_path, place.path)
@@ -302,11 +294,11 @@ class SsdStore:
             # holes would otherwise be read as zeros.
             number = self._io.open(file.label, size + PAGE, file.descriptor)
         except BaseException as error:
-            place.discard(file)
+            os.close(file.descriptor)
             if isinstance(error, OSError):
                 raise _unusable(json_path, file.label, error) from error
             raise
-        made.append((place, file, size + PAGE))
+        made.append((file, size + PAGE))
         is_direct = self._io.is_direct(number)
         if not is_direct and not self._regions:
             _log.warning(
@@ -457,8 +449,6 @@ class SsdStore:
             self._engine.close()
         while self._state_files:
             os.close(self._state_files.pop()[0].descriptor)
-        for place in self._places:
-            place.close()
 
 
 def _engine(backend: str, queue_depth: int | None, mounts: int, request_bytes: int) -> _native.IoEngine:

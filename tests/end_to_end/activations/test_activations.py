@@ -198,7 +198,7 @@ def test_a_hook_of_the_script_may_compute_in_the_forward_alone() -> None:
 def test_a_longer_batch_keeps_fewer_and_a_shorter_one_more(reentrant: bool) -> None:
     """Attention keeps no probabilities, so that a batch twice as long takes twice as much."""
     data = [batch for length in (32, 32, 32, 32, 64, 16, 32, 64) for batch in batches(1, length=length)]
-    kept, slide = [], {"gpu_memory": 1_060_000, "debug": {"mix": False}}
+    kept, slide = [], {"gpu_memory": 1_060_000, "activations": "whole_blocks"}
     with engine_for(checkpointed(llama(), reentrant), config_of(slide)) as engine:
         for batch in data:
             train(engine, [batch])

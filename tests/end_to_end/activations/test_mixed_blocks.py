@@ -38,7 +38,7 @@ from ds_slide.runtime.memory.spare_memory import LOOKS
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.thinned(2)]
 
-LIMITED = {"gpu_memory": "1GiB", "debug": {"mix": True}}
+LIMITED = {"gpu_memory": "1GiB"}
 
 
 @pytest.fixture

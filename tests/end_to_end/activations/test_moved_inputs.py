@@ -151,7 +151,7 @@ def test_the_budget_of_host_memory_is_hard(monkeypatch: pytest.MonkeyPatch) -> N
     with engine_for(checkpointed(llama(), False), config_of({"gpu_memory": "1GiB"})) as engine:
         states = engine.optimizer.runtime.parts.memory_report["host_state_bytes"]
     limit, data = states + 2 * INPUT + 5_000, batches(STEPS)
-    slide = {"gpu_memory": "1GiB", "host_memory": limit, "debug": {"speculate": False}}
+    slide = {"gpu_memory": "1GiB", "host_memory": limit, "speculate": False}
     with engine_for(checkpointed(llama(), False), config_of(slide)) as engine:
         train(engine, data)
         parts, report = engine.optimizer.runtime.parts, engine.optimizer.slide_stats()["activations"]
@@ -288,7 +288,7 @@ def small_gpu(engine: Any, room: int, monkeypatch: pytest.MonkeyPatch) -> Callab
 def test_as_many_move_as_a_batch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of a batch that fits; of a longer one the first blocks' inputs, and of a shorter one none again."""
     moved = []
-    with engine_for(checkpointed(llama(), False), config_of({"debug": {"mix": False}})) as engine:
+    with engine_for(checkpointed(llama(), False), config_of({"activations": "whole_blocks"})) as engine:
         parts = engine.optimizer.runtime.parts
         room = 3_000 * 64 + 100_000  # the margin takes a sixteenth of all
         loss = small_gpu(engine, room, monkeypatch)

@@ -388,7 +388,7 @@ def test_units_that_are_on_the_gpu_for_now_come_back_with_a_place_for_their_grad
 ELSEWHERE: dict[str, dict[str, Any]] = {
     "on the GPU": {"gpu_states": "1GiB"},
     "some on the GPU": {"gpu_states": "200KiB"},
-    "two passes": {"debug": {"update_passes": 2}},
+    "two passes": {"update_passes": 2},
     "delays": {"debug": {"lane_delay_ms": 2}},
 }
 

@@ -111,9 +111,9 @@ KEYS = {
     "all in the window": {},
     "on the GPU": {"window": 2, "gpu_states": "1GiB"},
     "some on the GPU": {"window": 2, "gpu_states": 300_000},
-    "two passes": {"window": 2, "debug": {"update_passes": 2}},
-    "ahead into spare buffers": {"window": 2, "debug": {"speculate": True, "out_of_place": True}},
-    "ahead with a log": {"window": 2, "debug": {"speculate": True, "out_of_place": False}},
+    "two passes": {"window": 2, "update_passes": 2},
+    "ahead into spare buffers": {"window": 2, "speculate": True, "debug": {"out_of_place": True}},
+    "ahead with a log": {"window": 2, "speculate": True, "debug": {"out_of_place": False}},
 }
 
 

@@ -139,9 +139,7 @@ def test_a_loss_before_another_one_is_dropped(zero: Zero) -> None:
     assert_right(run_loop(loop, "slide"), run_loop(loop, "plain"))
 
 
-@pytest.mark.parametrize(
-    "slide", [{"gpu_states": "1GiB"}, {"debug": {"speculate": True}}, {"debug": {"update_passes": 2}}]
-)
+@pytest.mark.parametrize("slide", [{"gpu_states": "1GiB"}, {"speculate": True}, {"update_passes": 2}])
 @pytest.mark.parametrize("zero", [of_engine, of_blocks, of_parts])
 def test_it_is_where_gradients_wait_elsewhere(zero: Zero, slide: dict[str, Any]) -> None:
     loop = functools.partial(between_losses, zero)
@@ -197,7 +195,7 @@ def test_a_sum_that_comes_late_is_not_of_the_next_gradient(monkeypatch: pytest.M
         return float(engine.get_global_grad_norm())
 
     # An update that is begun before the step is taken back by the update lane, which stands still here.
-    slide = {"window": 2, "debug": {"speculate": False}}
+    slide = {"window": 2, "speculate": False}
     assert_right(run_loop(loop, "slide", slide=slide), run_loop(loop, "plain"))
     assert sent == 3
 

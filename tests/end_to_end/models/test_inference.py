@@ -440,7 +440,7 @@ def test_weights_go_from_one_engine_to_the_other() -> None:
         assert_same(logits_of(reference, data), logits_of(engine, data))
 
 
-NO_LOGS = {"window": 2, "debug": {"speculate": False}}
+NO_LOGS = {"window": 2, "speculate": False}
 """Undo logs are written only if an update is done ahead, and take what memory others leave."""
 
 

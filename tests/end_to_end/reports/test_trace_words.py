@@ -87,7 +87,7 @@ def test_the_largest_wait_is_for_the_lane_that_is_the_bound(
     phase: str,
 ) -> None:
     path = tmp_path / "step.json"
-    step = recorded(path, slow, monkeypatch, {"debug": {"update_passes": 1}})
+    step = recorded(path, slow, monkeypatch, {"update_passes": 1})
     assert step.bound_lane == lane and step.bound_s > 6 * SLOW_S
     largest = largest_waits(step)[0]
     assert largest.waiter == "compute" and largest.what in what and phase in largest.phase

@@ -22,7 +22,7 @@ def test_states_and_checkpoints_have_the_same_bits(over_fuse: Path) -> None:
     data = batches(2 * STEPS)
     with engine_for(llama(), config_of(states)) as engine:
         half = train(engine, data[:STEPS])
-        assert [path.name for path in sorted(states.glob("*/*"))] == ["lock", "states"]
+        assert all(path.name.startswith(".fuse_hidden") for path in states.iterdir())
         engine.save_checkpoint(str(saves), tag="first")
         engine.save_checkpoint(str(saves), tag="first")  # exchanges it
     assert list(states.iterdir()) == []

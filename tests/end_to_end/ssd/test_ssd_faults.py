@@ -29,7 +29,6 @@ PAGE = 4096
 STEPS, SAVED = 4, 2
 SECONDS = 30.0  # from a fault to the end of the run, which takes less than one on an idle machine
 UNNAMED = r"#\d+ \(deleted\)"
-NAMED = r"ds_slide-.+-\d+-0-[0-9a-f]{12}/states"
 
 
 @pytest.fixture(scope="module")
@@ -248,17 +247,6 @@ def test_a_state_file_that_is_cut_is_an_error(
     check_failure(run, disk, f"{disk}/{UNNAMED}", "the file ends at byte|because something else has cut it")
 
 
-@pytest.mark.parametrize("what", ["directory", pytest.param("unlink", marks=pytest.mark.slow)])
-def test_a_state_file_that_is_removed_does_no_harm(launcher: Launcher, whole: Any, disk: Path, what: str) -> None:
-    """One with a name: the open file lives on; what is left of the directory goes with the run."""
-    actions = (["train", 1], ["remove_state_file", what], ["train", STEPS - 1], ["digest", "end"])
-    run = launcher.begin(["keep_names"], start(disk), *actions)
-    assert run.end() == 0, run.log[-3000:]
-    check_bits(run.result, whole[1])
-    assert "could not be removed" not in run.log
-    assert not list(disk.iterdir())
-
-
 def test_a_state_file_that_is_changed_is_an_error(launcher: Launcher, disk: Path) -> None:
     """The process ends with one sentence; tests/end_to_end/ssd/test_ssd_damage.py has all kinds, places and moments."""
     slide = {"ssd_buffers": 2, "weight_buffers": 2}
@@ -346,20 +334,6 @@ def test_an_ordinary_signal_leaves_nothing(launcher: Launcher, whole: Any, disk:
     assert run.end() == -number, run.log[-3000:]
     assert not list(disk.iterdir())
     if number == signal.SIGTERM:
-        check_resume(launcher, whole, disk, shutil.copytree(whole[0], disk.parent / "saves"))
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_files_with_names_go_at_the_end_or_with_the_next_start(
-    launcher: Launcher, whole: Any, disk: Path, number: int
-) -> None:
-    stop = ["at", PHASES["backward"][0], 3, "kill", number]
-    run = launcher.begin(["keep_names"], start(disk), ["train", 1], stop, ["train", STEPS])
-    assert run.end() == -number, run.log[-3000:]
-    assert re.fullmatch(f"{disk}/{NAMED}", run.result["paths"][0])
-    assert len(list(disk.iterdir())) == (0 if number == signal.SIGINT else 1)
-    if number == signal.SIGKILL:
         check_resume(launcher, whole, disk, shutil.copytree(whole[0], disk.parent / "saves"))
 
 

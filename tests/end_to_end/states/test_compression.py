@@ -80,7 +80,7 @@ def test_states_may_be_on_ssd(tmp_path: Path) -> None:
         ({}, {}),
         ({}, {"clip": 0.0}),
         ({}, {"accumulation": 4}),
-        ({"debug": {"update_passes": 2}}, {}),
+        ({"update_passes": 2}, {}),
         ({"state_dtype": "fp32", "debug": {"lane_delay_ms": 2.0}}, {}),
     ],
 )

@@ -50,7 +50,7 @@ def test_it_learns_as_with_exact_masters_and_repeats() -> None:
 
     exact, of_exact = run("fp32")
     rounded, of_rounded = run("bf16")
-    late, _ = run("bf16", debug={"lane_delay_ms": 2.0, "update_passes": 2})
+    late, _ = run("bf16", update_passes=2, debug={"lane_delay_ms": 2.0})
     assert rounded.losses[-1] < rounded.losses[0] - 0.5
     assert rounded.losses == pytest.approx(exact.losses, abs=0.03) and rounded.losses != exact.losses
     assert not differences(rounded, late)

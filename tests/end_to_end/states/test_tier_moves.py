@@ -75,7 +75,7 @@ CASES: dict[str, Case] = {
     "accumulation in fp32, clipping": ({}, FP32_SUMS, llama),
     "delays": ({"window": 2, "debug": DELAYS}, {}, checkpointed),
     "delays, under backward": ({"window": 2, "gradient_buffers": 2, "debug": DELAYS}, {"clip": 0.0}, llama),
-    "two passes": ({"debug": {"update_passes": 2, **DELAYS}}, {}, llama),
+    "two passes": ({"update_passes": 2, "debug": DELAYS}, {}, llama),
     "Lion": ({}, LION, llama),
     "some on the GPU from the start": ({"gpu_states": 1_800_000}, {}, llama),
     "fp32": ({}, {"bf16": None}, llama),

@@ -32,8 +32,8 @@ from torch import nn
 
 from ds_slide.checkpoint.state_buffers import MASTER
 from ds_slide.errors import SlideConfigError, SlideError
-from ds_slide.integration.bare_optimizers import without_kernels
 from ds_slide.integration.contract import optimizer_choice_problems, optimizer_problems
+from ds_slide.integration.update_rules import without_kernels
 from ds_slide.optim.lion import LionHyper
 from ds_slide.optim.rule import Hyper
 from ds_slide.optim.sgd import SgdHyper

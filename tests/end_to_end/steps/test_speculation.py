@@ -74,9 +74,11 @@ def several_runs_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_slide.plan.allocations.UNDO_RUN", 2 * SLICE)
 
 
-def config(slide: dict[str, Any], other: dict[str, Any], speculate: Any, **debug: Any) -> dict[str, Any]:
-    fixed = {"window": 3, "cpu_threads": 1, "gpu_states": 0, "debug": {"speculate": speculate, **debug}}
-    return ds_config({**fixed, **slide}, **{"clip": ALWAYS, **other})
+def config(
+    slide: dict[str, Any], other: dict[str, Any], speculate: Any, passes: Any = "auto", **debug: Any
+) -> dict[str, Any]:
+    fixed = {"window": 3, "cpu_threads": 1, "gpu_states": 0, "speculate": speculate, "update_passes": passes}
+    return ds_config({**fixed, "debug": debug, **slide}, **{"clip": ALWAYS, **other})
 
 
 def trained_with_pauses(engine: Any, data: list[Batch]) -> Result:
@@ -115,7 +117,7 @@ def test_speculation_changes_no_bit(slide: dict[str, Any], other: dict[str, Any]
     data = batches(STEPS * other.get("accumulation", 1))
     held, none = run(config(slide, other, speculate=False), data)
     assert not any(none.values())
-    half = {"take_back": 0.5, "update_passes": 2}
+    half = {"take_back": 0.5, "passes": 2}
     for way_back, debug in ((SPARE, {}), (LOGS, DELAYS), (SPARE, {"take_back": 1.0}), (LOGS, half), (SPARE, half)):
         found, speculation = run(config(slide, other, speculate=True, **way_back, **debug), data)
         assert differences(found, held) == []
@@ -439,14 +441,14 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 def test_a_run_that_is_killed_while_blocks_are_ahead_resumes(
     launcher: Launcher, tmp_path: Path, way_back: dict[str, Any], instant: str, count: int
 ) -> None:
-    saves, debug = str(tmp_path / "saves"), {"speculate": True, "lane_delay_ms": 1.0, **way_back}
+    saves, slide = str(tmp_path / "saves"), {"speculate": True, "debug": {"lane_delay_ms": 1.0, **way_back}}
     whole = launcher.run(["start", {"speculate": False}], ["train", 5], ["digest", "end"])
     killed = launcher.begin(
-        ["start", debug], ["train", 2], ["save", saves, "tag"], ["at", instant, count, "kill", 9], ["train", 3]
+        ["start", slide], ["train", 2], ["save", saves, "tag"], ["at", instant, count, "kill", 9], ["train", 3]
     )
     assert killed.end() == -9
     assert killed.result["interrupted"] == instant
-    resumed = launcher.run(["start", debug], ["load", saves], ["train", 3], ["digest", "end"])
+    resumed = launcher.run(["start", slide], ["load", saves], ["train", 3], ["digest", "end"])
     assert resumed["digests"] == whole["digests"]
 
 

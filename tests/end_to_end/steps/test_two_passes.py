@@ -38,7 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def config(slide: dict[str, Any], other: dict[str, Any], number: int, **debug: Any) -> dict[str, Any]:
-    fixed = {"window": 3, "cpu_threads": 1, "gpu_states": 0, "debug": {"update_passes": number, **debug}}
+    fixed = {"window": 3, "cpu_threads": 1, "gpu_states": 0, "update_passes": number, "debug": debug}
     return ds_config({**fixed, **slide}, **{"clip": 1.0, **other})
 
 

@@ -15,7 +15,7 @@ from markers import Passing
 from ds_slide.errors import SlideError
 from ds_slide.runtime.core.futures import Failures, Future
 from ds_slide.runtime.core.ranks import watchdog as module
-from ds_slide.runtime.core.ranks.peers import Peer, Process, State
+from ds_slide.runtime.core.ranks.peers import Peer, State
 from ds_slide.runtime.core.ranks.watchdog import GRACE_S, LOST_S, Watchdog
 
 LIMIT_S = 100.0
@@ -32,22 +32,6 @@ class FakeDevice:
         return self.works
 
 
-@dataclass(frozen=True)
-class FakeProcess(Process):
-    gone: bool = False
-    stopped: bool = False
-
-    @property
-    def is_near(self) -> bool:
-        return True
-
-    def is_gone(self) -> bool:
-        return self.gone
-
-    def is_stopped(self) -> bool:
-        return self.stopped
-
-
 @dataclass
 class FakePeers:
     """The other ranks, from 1 on."""
@@ -56,7 +40,7 @@ class FakePeers:
     told: list[State] = field(default_factory=list)
     closed: bool = False
 
-    def tell(self, state: State, passed_s: float = 0.0) -> None:  # noqa: ARG002
+    def tell(self, state: State) -> None:
         self.told.append(state)
 
     def others(self) -> list[Peer]:
@@ -65,11 +49,8 @@ class FakePeers:
     def close(self) -> None:
         self.closed = True
 
-    def are(self, *states: State, silent_s: float = 0.0, gone: bool = False, stopped: bool = False) -> None:
-        self.states = [
-            Peer(rank, FakeProcess("here", 40 + rank, "1", "m", gone, stopped), state, silent_s)
-            for rank, state in enumerate(states, 1)
-        ]
+    def are(self, *states: State, gone: bool = False) -> None:
+        self.states = [Peer(rank, 40 + rank, state, gone) for rank, state in enumerate(states, 1)]
 
 
 class Scene:
@@ -81,7 +62,6 @@ class Scene:
         self.peers = peers
         self.bytes = 0
         self.ended: list[int] = []
-        self.last: list[str] = []
         self.watchdog = self.new()
 
     def new(self) -> Watchdog:
@@ -91,7 +71,6 @@ class Scene:
             LIMIT_S,
             progress=[lambda: self.bytes],
             peers=self.peers,
-            last=lambda: self.last.append("removed"),
             end_process=self.ended.append,
         )
 
@@ -167,18 +146,18 @@ def test_whatever_comes_forward_starts_the_time_again(scene: Scene, progress: Ca
         assert scene.pass_time(LIMIT_S) is not None
 
 
-def test_a_collective_that_does_not_end_is_a_hang_though_the_gpu_works(scene: Scene) -> None:
+def test_a_collective_that_does_not_end_is_a_hang_though_the_gpu_works(ranks: Scene) -> None:
     ends = [Passing(), Passing()]
     for number, end in enumerate(ends):
-        scene.failures.outstanding(f"collective {number}", end)
-    scene.device.works = True
-    assert scene.pass_time(LIMIT_S - LOOK_S) is None
+        ranks.failures.outstanding(f"collective {number}", end)
+    ranks.device.works = True
+    assert ranks.pass_time(LIMIT_S - LOOK_S) is None
     ends[0].passed = True
-    assert scene.pass_time(LIMIT_S - LOOK_S) is None
-    message = scene.pass_time(LOOK_S)
+    assert ranks.pass_time(LIMIT_S - LOOK_S) is None
+    message = ranks.pass_time(LOOK_S)
     assert message is not None and "the GPU is in, or waits for, collective 1" in message
     ends[1].passed = True
-    assert scene.pass_time(2 * LIMIT_S) is None
+    assert ranks.pass_time(2 * LIMIT_S) is None
 
 
 def test_one_wait_after_the_other_is_no_hang_if_each_has_ended_by_a_hand_over(scene: Scene) -> None:
@@ -231,24 +210,20 @@ def test_when_all_stand_still_all_are_named(ranks: Scene) -> None:
         message = ranks.pass_time(LIMIT_S)
     assert message is not None
     assert "MainThread waits for the other ranks in collective 5" in message
-    assert "rank 1 (process 41 on here): MainThread waits for the disk" in message
-    assert "rank 2 (process 42 on here): MainThread waits for block 7" in message
+    assert "rank 1 (process 41): MainThread waits for the disk" in message
+    assert "rank 2 (process 42): MainThread waits for block 7" in message
 
 
-def test_a_silent_rank_counts_as_standing_unless_a_debugger_holds_it(ranks: Scene) -> None:
-    assert ranks.peers is not None
-    with ranks.waiting("the other ranks", for_ranks=True):
-        ranks.peers.are(MOVES, silent_s=10 * LIMIT_S, stopped=True)
-        assert ranks.pass_time(10 * LIMIT_S) is None
-        ranks.peers.are(STANDS, stopped=True)
-        assert ranks.pass_time(LIMIT_S) is None
-        ranks.peers.are(MOVES, silent_s=LIMIT_S)
-        assert ranks.pass_time(0.0) is not None
+def test_a_wait_for_a_rank_of_another_machine_is_left_to_the_process_group(scene: Scene) -> None:
+    with scene.waiting("the other ranks in collective 5", for_ranks=True):
+        assert scene.pass_time(10 * LIMIT_S) is None
+    with scene.waiting("the disk"):
+        assert scene.pass_time(LIMIT_S) is not None
 
 
 @pytest.mark.parametrize(
     ("state", "gone", "sentence"),
-    [(MOVES, True, "rank 1 (process 41 on here) is gone"), (State(closed=True), False, "has ended its engine")],
+    [(MOVES, True, "rank 1 (process 41) is gone"), (State(closed=True), False, "has ended its engine")],
 )
 def test_a_rank_that_has_ended_is_not_waited_for(ranks: Scene, state: State, gone: bool, sentence: str) -> None:
     assert ranks.peers is not None
@@ -272,7 +247,7 @@ def test_the_reason_of_a_rank_that_has_ended_is_passed_on(ranks: Scene) -> None:
     ranks.peers.are(State(closed=True, what="the ssd lane stopped with SlideError: no space"))
     with ranks.waiting("the other ranks", for_ranks=True):
         message = ranks.pass_time(LIMIT_S)
-    assert message is not None and "rank 1 (process 41 on here): the ssd lane stopped with SlideError" in message
+    assert message is not None and "rank 1 (process 41): the ssd lane stopped with SlideError" in message
 
 
 def test_of_a_thousand_ranks_a_few_are_named(ranks: Scene) -> None:
@@ -320,7 +295,7 @@ def test_whoever_is_stuck_after_the_end_is_ended_by_force(scene: Scene) -> None:
 
 def test_the_last_acts(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     scene.watchdog._end_by_force("everyone waits")
-    assert scene.ended == [1] and scene.last == ["removed"]
+    assert scene.ended == [1]
     assert capsys.readouterr().err == "ds_slide: everyone waits\n"
 
 
@@ -335,7 +310,7 @@ def test_no_last_act_keeps_the_process(scene: Scene, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "LAST_S", 0.01)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     for last in (blocked.wait, lambda: 1 // 0):
-        monkeypatch.setattr(scene.watchdog, "_last", last)
+        monkeypatch.setattr(module.sys.stdout, "flush", last)
         scene.watchdog._end_by_force("everyone waits")
     blocked.set()
     assert scene.ended == [1, 1]
@@ -374,7 +349,7 @@ def test_a_run_that_hangs_is_ended_and_by_force_if_somebody_is_stuck(
     ranks.peers.are(STANDS)
     with ranks.waiting("block 1"):
         (message,) = run(ranks, monkeypatch, looks=21 + 6)
-    assert ranks.ended == [1] and ranks.last == ["removed"]
+    assert ranks.ended == [1]
     assert capsys.readouterr().err.endswith(f"ds_slide: {message}\n")
     assert ranks.peers.told[-1] == State(closed=True, what="ended by its watchdog: MainThread waits for block 1")
 
@@ -399,7 +374,7 @@ def test_a_collective_that_fails_says_which_rank_has_ended(ranks: Scene) -> None
     assert ranks.peers is not None
     ranks.watchdog.start()
     ranks.peers.are(STANDS, State(closed=True, what="no space"))
-    sentence = r"^collective 3 failed: rank 2 \(process 42 on here\) has ended its engine: no space: reset by peer$"
+    sentence = r"^collective 3 failed: rank 2 \(process 42\) has ended its engine: no space: reset by peer$"
     with pytest.raises(SlideError, match=sentence), ranks.failures.collective("collective 3"):
         raise RuntimeError("reset\nby peer")
     ranks.watchdog.close()

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import traps
+from directory_owners import NAME, RunDirectory, remove_dead_runs
 from traps import AS_ROOT, intruder, mounts, plant, precious, tree, writable_by_all
 
 from ds_slide.store.directories import owned_directory
 from ds_slide.store.directories.owned_directory import opened
-from ds_slide.store.directories.run_directory import NAME, RunDirectory, remove_dead_runs
 from ds_slide.store.directories.run_files import RunFiles
 
 SWAPS = 2000
@@ -23,7 +23,7 @@ PLANTED = f"{PREFIX}0123456789ab"
 
 
 def start(parent: Path) -> RunDirectory:
-    """What a run makes where files keep their names, with one in it."""
+    """A new directory with a file in it."""
     with opened(parent) as directory:
         run = RunDirectory(directory, parent, 0)
     os.close(os.open("states", os.O_CREAT | os.O_WRONLY, dir_fd=run.descriptor))
@@ -55,9 +55,8 @@ def shared(tmp_path: Path) -> Path:
 def test_a_directory_full_of_traps_stays_as_it_is(shared, theirs):
     plant(shared, PREFIX, theirs)
     before = tree(shared.parent)
-    files = RunFiles(shared, 0)
+    files = RunFiles(shared)
     os.close(files.make("states").descriptor)
-    files.close()
     start(shared).close()
     assert tree(shared.parent) == before
 

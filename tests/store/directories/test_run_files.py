@@ -1,4 +1,4 @@
-"""Files of a run: nameless where that works, named where it does not, and gone either way."""
+"""Files of a run: without a name, and gone however the run ends."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 from hangups import heeds_signals
-from silly_names import Calls, keep_names
+from silly_names import Calls
 
-from ds_slide.store.directories import locked_directory, owned_directory, run_files, writable_by_others
-from ds_slide.store.directories.locked_directory import LOCK
-from ds_slide.store.directories.run_directory import NAME
+from ds_slide.errors import SlideError
+from ds_slide.store.directories import owned_directory, run_files
 from ds_slide.store.directories.run_files import RunFile, RunFiles
 
 
@@ -40,7 +39,7 @@ def no_unnamed_files(monkeypatch) -> None:
 
 
 def test_a_file_has_no_name_and_no_directory(tmp_path):
-    files = RunFiles(tmp_path / "missing" / "too", 3)
+    files = RunFiles(tmp_path / "missing" / "too")
     assert files.path == tmp_path / "missing" / "too"
     first, second = files.make("bandwidth"), files.make("states")
     assert names(files.path) == []
@@ -49,53 +48,30 @@ def test_a_file_has_no_name_and_no_directory(tmp_path):
         assert (status.st_nlink, status.st_mode & 0o777, status.st_size) == (0, 0o600, 0)
         assert file.label == f"{files.path}/#{status.st_ino} (deleted)"
         put_and_get(file)
-    files.discard(first)
-    files.close()
+    os.close(first.descriptor)
     os.close(second.descriptor)
 
 
 @pytest.mark.usefixtures("no_unnamed_files")
-def test_without_o_tmpfile_it_is_unlinked_and_the_directory_goes(tmp_path):
-    files = RunFiles(tmp_path, 0)
+def test_without_o_tmpfile_it_is_unlinked_at_once(tmp_path):
+    files = RunFiles(tmp_path)
     for _ in range(2):
         file = files.make("states")
-        assert names(tmp_path) == [] and os.fstat(file.descriptor).st_nlink == 0
-        directory, name = file.label.rsplit("/", 1)
-        assert NAME.fullmatch(Path(directory).name) and name == "states (deleted)"
+        status = os.fstat(file.descriptor)
+        assert names(tmp_path) == []
+        assert (status.st_nlink, status.st_mode & 0o777, status.st_size) == (0, 0o600, 0)
+        assert file.label.endswith(" (deleted)")
         put_and_get(file)
         os.close(file.descriptor)
-    files.close()
 
 
 @pytest.mark.usefixtures("no_unnamed_files")
-def test_where_an_open_file_cannot_be_unlinked_it_keeps_its_name(tmp_path, monkeypatch, caplog):
-    keep_names(monkeypatch, run_files, locked_directory, owned_directory)
-    files = RunFiles(tmp_path, 0)
-    first, second = files.make("bandwidth"), files.make("states")
-    (directory,) = tmp_path.iterdir()
-    assert names(directory) == ["bandwidth", LOCK, "states"]
-    assert second.label == str(directory / "states")
-    assert directory.stat().st_mode & 0o777 == 0o700 and (directory / "states").stat().st_mode & 0o777 == 0o600
-    put_and_get(second)
-    files.discard(first)
-    assert names(directory) == [LOCK, "states"]
-    os.close(second.descriptor)
-    with caplog.at_level(logging.WARNING, "ds_slide"):
-        files.close()
-    assert names(tmp_path) == []
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-
-
-def test_a_file_that_does_not_give_back_what_is_written_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_files, "_works_without_a_name", lambda _descriptor: False)
-    files = RunFiles(tmp_path, 0)
-    file = files.make("states")
-    (directory,) = tmp_path.iterdir()
-    assert names(directory) == [LOCK, "states"]
-    put_and_get(file)
-    os.close(file.descriptor)
-    files.close()
-    assert names(tmp_path) == []
+def test_a_file_that_does_not_give_back_what_is_written_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_files, "os", Calls(pread=lambda *_: b""))
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(SlideError, match="an open file cannot be unlinked there"):
+        RunFiles(tmp_path).make("states")
+    assert names(tmp_path) == [] and os.listdir("/proc/self/fd") == before
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EISDIR, errno.EPERM, errno.ENOTSUP, errno.EIO])
@@ -106,10 +82,9 @@ def test_the_kernel_says_that_there_is_no_o_tmpfile(tmp_path, monkeypatch, code)
         return os.open(path, flags, *arguments, **options)
 
     monkeypatch.setattr(owned_directory, "os", Calls(open=without))
-    files = RunFiles(tmp_path, 0)
+    files = RunFiles(tmp_path)
     os.close(files.make("states").descriptor)
     assert names(tmp_path) == []
-    files.close()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
@@ -123,17 +98,13 @@ def test_what_no_file_can_be_made_for_is_said(tmp_path, monkeypatch, code):
             owned_directory.unnamed_file(parent)
 
 
-def test_over_fuse_a_file_keeps_its_name_until_its_run_or_the_next_one_removes_it(over_fuse):
-    files = RunFiles(over_fuse, 0)
+def test_over_fuse_nothing_is_left(over_fuse):
+    files = RunFiles(over_fuse)
     file = files.make("states")
     put_and_get(file)
-    own = names(over_fuse)
-    assert [Path(name).name for name in own[1:]] == [LOCK, "states"]
-    assert len(killed_run(over_fuse, signal.SIGKILL)) == 2 * len(own)
-    RunFiles(over_fuse, 0).close()
-    assert names(over_fuse) == own
+    hidden = names(over_fuse)
+    assert killed_run(over_fuse, signal.SIGKILL) == hidden
     os.close(file.descriptor)
-    files.close()
     assert names(over_fuse) == []
 
 
@@ -148,7 +119,7 @@ def killed_run(parent, number):
         import os, sys
         from pathlib import Path
         from ds_slide.store.directories.run_files import RunFiles
-        files = RunFiles(Path(sys.argv[1]), 0)
+        files = RunFiles(Path(sys.argv[1]))
         file = files.make("states")
         os.posix_fallocate(file.descriptor, 0, 1 << 20)
         print("made", flush=True)
@@ -179,11 +150,11 @@ def killed_run(parent, number):
     ],
 )
 def test_a_directory_that_others_can_write_to_is_said_once(tmp_path, caplog, monkeypatch, mode, text):
-    monkeypatch.setattr(writable_by_others, "_said", set())
+    monkeypatch.setattr(owned_directory, "_said", set())
     tmp_path.chmod(mode)
     with caplog.at_level(logging.WARNING, "ds_slide"):
         for _ in range(3):
-            RunFiles(tmp_path, 0, json_path="ds_slide.nvme_path[1]").close()
+            RunFiles(tmp_path, json_path="ds_slide.nvme_path[1]")
     messages = [record.getMessage() for record in caplog.records]
     if text is None:
         assert messages == []
@@ -195,16 +166,16 @@ def test_a_directory_that_others_can_write_to_is_said_once(tmp_path, caplog, mon
 
 @pytest.mark.parametrize("private", [True, False])
 def test_a_group_of_this_user_alone_is_nobody_else(tmp_path, caplog, monkeypatch, private):
-    monkeypatch.setattr(writable_by_others, "_said", set())
-    monkeypatch.setattr(writable_by_others, "_is_private", lambda _group: private)
+    monkeypatch.setattr(owned_directory, "_said", set())
+    monkeypatch.setattr(owned_directory, "_is_private", lambda _group: private)
     tmp_path.chmod(0o775)
     with caplog.at_level(logging.WARNING, "ds_slide"):
-        RunFiles(tmp_path, 0).close()
+        RunFiles(tmp_path)
     assert len(caplog.records) == (0 if private else 1)
 
 
 def test_which_group_is_private():
     user = pwd.getpwuid(os.geteuid())
     own = grp.getgrgid(user.pw_gid)
-    assert writable_by_others._is_private(own.gr_gid) == (own.gr_name == user.pw_name and not own.gr_mem)
-    assert not any(writable_by_others._is_private(group.gr_gid) for group in grp.getgrall() if group != own)
+    assert owned_directory._is_private(own.gr_gid) == (own.gr_name == user.pw_name and not own.gr_mem)
+    assert not any(owned_directory._is_private(group.gr_gid) for group in grp.getgrall() if group != own)

@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 import torch
 from damage import KINDS, Extent, state_file_of
-from silly_names import keep_names
 
 from ds_slide import _native
 from ds_slide.errors import SlideError
-from ds_slide.store.directories import locked_directory, owned_directory, run_files
+from ds_slide.store.directories import run_files
 from ds_slide.store.directories.run_files import RunFiles
 from ds_slide.store.ssd import store as ssd
+from ds_slide.store.ssd.extents import UNIT_BYTES
 from ds_slide.store.ssd.page_sums import PageSums
 from ds_slide.store.ssd.store import Part, SsdStore
-from ds_slide.store.ssd.striping import UNIT_BYTES
 
 MIB = 1 << 20
 PAGE = 4096
@@ -51,8 +50,7 @@ class Made:
         self.store = SsdStore(
             parents,
             nbytes,
-            **{"rank": 0, "fail": self._fail, "sums": self.sums, "what_lies_at": "byte {:,} of the test".format}
-            | options,  # type: ignore[arg-type]
+            **{"fail": self._fail, "sums": self.sums, "what_lies_at": "byte {:,} of the test".format} | options,  # type: ignore[arg-type]
         )
 
     def _fail(self, error: BaseException) -> None:
@@ -256,11 +254,10 @@ def test_what_cannot_come_on_one_disk_is_given_back_on_the_others(
 
 @pytest.mark.parametrize("mounts", [1, 3])
 def test_bytes_that_come_later_are_checked_as_the_first_ones(
-    make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mounts: int
+    make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch, mounts: int
 ) -> None:
     """Also when the disk had no room in between; and no file grows beyond what was made."""
     monkeypatch.setattr(ssd, "mixed_bandwidth", lambda *_: 1.0)
-    keep_names(monkeypatch, run_files, locked_directory, owned_directory)
     monkeypatch.setattr(run_files, "unnamed_file", lambda _directory: None)
     made, more = make(mounts=mounts), 2 * UNIT_BYTES * mounts + PAGE
     memory = Memory(more, seed=5)
@@ -280,9 +277,8 @@ def test_bytes_that_come_later_are_checked_as_the_first_ones(
     memory.array[:] = 0
     made.store.read_now([Part(SIZE + more, memory.address, more)])
     assert memory.array.tobytes() == random.Random(SIZE + more).randbytes(more)
-    (file,) = tmp_path.glob("disk0/ds_slide-*/inputs-2")
-    with file.open("r+b") as stream:
+    with open(f"/proc/self/fd/{made.store.descriptors[2 * mounts]}", "r+b") as stream:
         stream.seek(UNIT_BYTES + 5)
         stream.write(bytes([memory.array[UNIT_BYTES * mounts + 5] ^ 1]))
-    with pytest.raises(SlideError, match=rf"inputs-2 holds other bytes at offset {UNIT_BYTES:,} than were written"):
+    with pytest.raises(SlideError, match=rf"disk0/\S+ \(deleted\) holds other bytes at offset {UNIT_BYTES:,} than"):
         made.store.read_now([Part(SIZE + more, memory.address, more)])

@@ -23,8 +23,8 @@ import pytest
 from ds_slide import _native
 from ds_slide.errors import SlideError
 from ds_slide.store.ssd import store as ssd
+from ds_slide.store.ssd.extents import UNIT_BYTES
 from ds_slide.store.ssd.store import Part, SsdStore
-from ds_slide.store.ssd.striping import UNIT_BYTES
 
 MIB = 1 << 20
 PAGE = 4096
@@ -71,7 +71,7 @@ def make(tmp_path: Path, failed: Failed, monkeypatch) -> Iterator[Callable[..., 
         answers = iter(weights)
         monkeypatch.setattr(ssd, "mixed_bandwidth", lambda *_: next(answers))
         parents = [(f"{KEY}[{index}]", tmp_path / f"disk{index}") for index in range(len(weights))]
-        made.append(SsdStore(parents, nbytes, **{"rank": 0, "fail": failed, **options}))
+        made.append(SsdStore(parents, nbytes, **{"fail": failed, **options}))
         return made[-1]
 
     yield make
@@ -297,7 +297,7 @@ def test_statistics_count_bytes_and_name_files(make):
 
 
 def test_the_bandwidth_of_several_mounts_is_measured(tmp_path, failed):
-    store = SsdStore([(KEY, tmp_path / "a"), (KEY, tmp_path / "b")], 256 * MIB, rank=0, fail=failed)
+    store = SsdStore([(KEY, tmp_path / "a"), (KEY, tmp_path / "b")], 256 * MIB, fail=failed)
     weights = store.statistics()["weights"]
     assert sum(weights) == pytest.approx(1)
     assert [path.name for path in (tmp_path / "a").rglob("*") if path.is_file()].count("bandwidth") == 0
@@ -328,7 +328,7 @@ def test_a_filesystem_without_direct_io_is_said_once(make, caplog, monkeypatch):
 def refusal(parents: list[Path], nbytes: int, **options: Any) -> str:
     with pytest.raises(SlideError) as caught:
         named = [(f"{KEY}[{index}]", parent) for index, parent in enumerate(parents)]
-        SsdStore(named, nbytes, rank=0, fail=Failed(), **options)
+        SsdStore(named, nbytes, fail=Failed(), **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -388,7 +388,7 @@ SCRIPT = """
     from ds_slide import _native
     from ds_slide.store.ssd.store import Part, SsdStore
     slab = _native.Slab(64 << 20, False, False)
-    store = SsdStore([("key", Path(sys.argv[1]))], 64 << 20, rank=0, fail=print, backend=sys.argv[2],
+    store = SsdStore([("key", Path(sys.argv[1]))], 64 << 20, fail=print, backend=sys.argv[2],
                      queue_depth=2, request_bytes=1 << 16)
     part = [Part(0, slab.ptr, 64 << 20)]
 """

@@ -24,9 +24,10 @@ class Board:
     """One rank's view. `width`: numbers of a row. A rank that sees a publication sees all that was written before."""
 
     def __init__(self, words: Any, texts: mmap.mmap, rank: int, world_size: int, width: int) -> None:
-        """`words`: counters of all ranks (`_native.Generations`)."""
+        """`words`: counters of all ranks (`_native.Generations`). `texts`: a line of the same length for each."""
         self._words = words
         self._texts = texts
+        self._text_bytes = len(texts) // world_size
         self._width = width
         self._own = rank * width
         self._more = world_size * width
@@ -58,11 +59,11 @@ class Board:
 
     def write_text(self, text: str) -> None:
         """Write the line of this rank. A rank that sees the next publication sees the line."""
-        start = self.rank * TEXT_BYTES
-        self._texts[start : start + TEXT_BYTES] = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+        start, nbytes = self.rank * self._text_bytes, self._text_bytes
+        self._texts[start : start + nbytes] = text.encode()[:nbytes].ljust(nbytes, b"\0")
 
     def text(self, rank: int) -> str:
-        line = self._texts[rank * TEXT_BYTES : (rank + 1) * TEXT_BYTES]
+        line = self._texts[rank * self._text_bytes : (rank + 1) * self._text_bytes]
         return line.rstrip(b"\0").decode(errors="replace")
 
     def until(self, ready: Callable[[], bool], failures: Failures, what: str) -> None:
@@ -79,7 +80,7 @@ class Board:
         failures.progressed()
 
 
-def open_board(ranks: Ranks, width: int, more: int = 0) -> Board | None:
+def open_board(ranks: Ranks, width: int, more: int = 0, text_bytes: int = TEXT_BYTES) -> Board | None:
     """A board of zeros, `more` numbers behind its rows. None on all ranks where one of them cannot map the memory of
     rank 0, as on several machines. Collective."""
     sharing = share(ranks)
@@ -87,7 +88,7 @@ def open_board(ranks: Ranks, width: int, more: int = 0) -> Board | None:
         return None
     try:
         count = ranks.world_size * width + more
-        made = ranks.exchange(_appended(sharing.file, ranks, count), "making a board of the ranks")[0]
+        made = ranks.exchange(_appended(sharing.file, ranks, count, text_bytes), "making a board of the ranks")[0]
         descriptor = sharing.descriptors[0] if ranks.rank else sharing.file.descriptor
         board = None if made is None else _mapped(descriptor, made, ranks, width, count)
         seen = ranks.exchange(board is not None, "mapping the board of the ranks")
@@ -96,14 +97,14 @@ def open_board(ranks: Ranks, width: int, more: int = 0) -> Board | None:
     return board if all(seen) else None
 
 
-def _appended(file: MemoryFile, ranks: Ranks, count: int) -> tuple[Range, Range] | None:
+def _appended(file: MemoryFile, ranks: Ranks, count: int, text_bytes: int) -> tuple[Range, Range] | None:
     """The places of numbers and texts in the file of rank 0."""
     from ds_slide import _native
 
     if ranks.rank:
         return None
     try:
-        return file.append(_native.Generations.bytes(count)), file.append(ranks.world_size * TEXT_BYTES)
+        return file.append(_native.Generations.bytes(count)), file.append(ranks.world_size * text_bytes)
     except OSError:
         return None
 

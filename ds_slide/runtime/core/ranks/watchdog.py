@@ -2,8 +2,9 @@
 
 A run hangs when its training stands still (a thread that is not the engine's own waits for the engine, or the GPU is
 in a collective), and in all of `limit_s` nothing has come forward: no hand-over between threads, no request of the
-disk, no work of the GPU other than a collective, and, with several ranks, nothing on the other ranks either. While the
+disk, no work of the GPU other than a collective, and nothing on the other ranks of this machine either. While the
 script's own code runs on one rank (it computes, reads data, or stands in a debugger) no rank hangs: the others wait.
+A wait for a rank of another machine is never judged here: the time-out of the process group ends it.
 
 Time counts in looks, each for as much as lies between two of them: a process that was stopped (a debugger, a suspended
 machine) has not waited meanwhile.
@@ -33,9 +34,9 @@ LOST_S = 10.0
 """How long a rank waits for one that has ended before that is taken for the reason, half the limit at most: it may be
 about to end itself."""
 BLAME_S = 5.0
-"""Seconds for the end of a rank to be heard of."""
+"""Seconds in which the end of a rank has to show after a collective has failed."""
 LAST_S = 10.0
-"""Seconds for each of the last acts of a process. A disk or a terminal that hangs must not keep it."""
+"""Seconds for each of the last acts of a process. A terminal that hangs must not keep it."""
 MOST_NAMED = 8
 """Other ranks whose waits a message has; one may stand for a thousand."""
 
@@ -43,16 +44,16 @@ _log = logging.getLogger("ds_slide")
 
 
 class PeerStates(Protocol):
-    """The other ranks (`ds_slide.runtime.core.ranks.peers.Peers`)."""
+    """The other ranks of this machine (`ds_slide.runtime.core.ranks.peers.Peers`)."""
 
-    def tell(self, state: State, passed_s: float = 0.0) -> None: ...
+    def tell(self, state: State) -> None: ...
     def others(self) -> list[Peer]: ...
     def close(self) -> None: ...
 
 
 class Watchdog:
     """A thread of its own, from `start` on. `progress`: counters of what moves without a hand-over, such as the disk's
-    bytes. `last`: called before the process is ended, to remove what would be left behind."""
+    bytes."""
 
     _of_process: ClassVar[list[Watchdog]] = []
     """One for each engine: a rank that stands still in one of its engines does so in all."""
@@ -64,7 +65,6 @@ class Watchdog:
         limit_s: float,
         progress: Sequence[Callable[[], object]] = (),
         peers: PeerStates | None = None,
-        last: Callable[[], None] = lambda: None,
         end_process: Callable[[int], None] = os._exit,
     ) -> None:
         self._failures = failures
@@ -73,7 +73,6 @@ class Watchdog:
         self._look_s = min(LONGEST_LOOK_S, limit_s / LOOKS)
         self._progress = progress
         self._peers = peers
-        self._last = last
         self._end_process = end_process
         self._seen: object = None
         self._since = 0.0
@@ -146,7 +145,7 @@ class Watchdog:
         if self._peers is not None:
             states = [watchdog._state for watchdog in tuple(Watchdog._of_process) if not watchdog._state.closed]
             told = self._state if failure else max([self._state, *states], key=lambda state: state.stands_s)
-            self._peers.tell(told, passed_s)
+            self._peers.tell(told)
 
     def _verdict(self) -> str | None:
         """Why the run is to end, None while it may go on."""
@@ -154,6 +153,8 @@ class Watchdog:
         ended = [peer for peer in others if peer.has_ended]
         if ended and self._since >= min(LOST_S, self._limit_s / 2) and self._waits_for_ranks():
             return f"{self._says(others)}; {'; '.join(map(str, ended[:MOST_NAMED]))}: look there for the cause"
+        if self._peers is None and self._waits_for_ranks():
+            return None  # ranks of other machines: the process group has its own time-out
         if self._since >= self._limit_s and all(peer.has_ended or peer.stands(self._limit_s) for peer in others):
             return (
                 f"nothing has come forward for {self._since:.0f} s: {self._says(others)}; resume from the last "
@@ -211,7 +212,7 @@ class Watchdog:
             sys.stderr.write(f"ds_slide: {first or message}\n")
             sys.stderr.flush()
 
-        for act in (self._last, sys.stdout.flush, say):
+        for act in (sys.stdout.flush, say):
             thread = threading.Thread(target=act, name=f"{THREAD_PREFIX}end", daemon=True)
             thread.start()
             thread.join(LAST_S)

@@ -1,10 +1,4 @@
-"""A directory of this run alone under a parent that other runs and ranks share; nothing in it outlives the run.
-
-    <parent>/ds_slide-<host>-<pid>-<rank>-<random>/lock        held for the life of the run (locked_directory.py)
-    <parent>/ds_slide-<host>-<pid>-<rank>-<random>/<file>      one of FILES
-
-Who starts next to a dead run's directory removes it.
-"""
+"""An owner of locked directories, for tests of what saves use: it makes one under a parent, and removes dead ones."""
 
 from __future__ import annotations
 
@@ -17,18 +11,16 @@ import socket
 import weakref
 from pathlib import Path
 
-from ds_slide.errors import SlideError
 from ds_slide.store.directories.locked_directory import (
     LOCK,
     LockedDirectory,
-    StillOpen,
     make_locked,
     remove_dead,
     require_known,
 )
 
-FILES = re.compile(r"bandwidth|states|inputs-\d+")
-"""Names of what a run keeps in its directory beside the lock."""
+FILES = re.compile(r"states")
+"""Names of what an owner keeps in its directory beside the lock."""
 NAME = re.compile(r"ds_slide-.+-\d+-\d+-[0-9a-f]{12}")
 # A maker loses its directory only to a remover that looked within the microseconds between mkdir and flock.
 _ATTEMPTS = 1000
@@ -55,21 +47,6 @@ class RunDirectory:
         _remove_own(self._made)
 
 
-def cannot_be_used(json_path: str, parent: Path, error: OSError) -> SlideError:
-    """The sentence for a parent in which no file or directory of a run can be made."""
-    if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF):
-        advice = (
-            "files cannot be locked there (flock), as on some network filesystems; name a directory on a local disk"
-        )
-    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-        advice = "free space (or inodes) there, or name a directory on another disk"
-    elif error.errno in (errno.ENOTDIR, errno.EEXIST):
-        advice = "something that is not a directory is in the way; name a directory"
-    else:
-        advice = "name a directory on a local disk that this user may write to"
-    return SlideError(f"{json_path}: no file can be made in {str(parent)!r} ({error.strerror}); {advice}")
-
-
 def _make(parent: int, parent_path: Path, prefix: str) -> LockedDirectory:
     for _ in range(_ATTEMPTS):
         made = make_locked(parent_path / f"{prefix}-{secrets.token_hex(6)}", parent, 0o700)
@@ -83,8 +60,8 @@ def remove_dead_runs(parent: int, parent_path: Path) -> None:
     for name in filter(NAME.fullmatch, os.listdir(parent)):
         try:
             remove_dead(parent_path / name, parent, _check)
-        except (FileNotFoundError, StillOpen):
-            continue  # another start was faster, or is at it
+        except FileNotFoundError:
+            continue  # another start was faster
         except OSError as error:
             # Other users' directories are no concern of this one.
             level = logging.INFO if error.errno == errno.EPERM else logging.WARNING
@@ -103,7 +80,5 @@ def _is_ours(name: str) -> bool:
 def _remove_own(made: LockedDirectory) -> None:
     try:
         made.remove(_check)
-    except StillOpen:
-        pass  # the next start removes the rest
     except OSError as error:
         _log.warning("the run directory %s could not be removed (%s); remove it", made.path, error.strerror)

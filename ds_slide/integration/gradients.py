@@ -1,4 +1,6 @@
-"""Every `zero_grad` drops the gradients that DS-Slide holds, as in plain torch.
+"""What DS-Slide puts around an engine's gradients: `zero_grad`, the prologue of a backward, and `backward`.
+
+Every `zero_grad` drops the gradients that DS-Slide holds, as in plain torch.
 
 `parameter.grad` is empty after a backward, because its gradient waits elsewhere for the step. So `engine.zero_grad()`,
 `zero_grad` of the model, of a wrapper or of a submodule, and that of the client's optimizer drop what waits.
@@ -8,23 +10,29 @@ keeps them.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from ds_slide.runtime.core.calls import NO_TASK, graph_task
 from ds_slide.runtime.gradients.dropping import drop_gradients
 
 
 def attach(engine: Any) -> None:
-    """Give `engine`, whose optimizer is a SlideZeroOptimizer, and the client's optimizer this `zero_grad`. Both are
-    attributes of the objects, not of their classes; modules get theirs from `training_engines`."""
+    """Give `engine`, whose optimizer is a SlideZeroOptimizer, and the client's optimizer this `zero_grad`, and the
+    engine a prologue and a `backward`. All are attributes of the objects, not of their classes; modules get their
+    `zero_grad` from `ownership`."""
     # Not the engine itself, which would then own itself.
     engine.optimizer.engine = reference = weakref.ref(engine)
     engine.zero_grad = _ZeroGrad(reference)
     client = engine.optimizer.optimizer
     client.zero_grad = _ClientZeroGrad(reference, type(client).zero_grad, weakref.ref(client))
+    _attach_prologue(engine)
+    _attach_retries(engine)
 
 
 def detach(client: Any) -> None:
@@ -95,3 +103,65 @@ def drop_some(engine: Any, parameters: Sequence[nn.Parameter], *, set_to_none: b
         drop_all(engine)
     elif not _is_accumulating(engine):
         drop_gradients(runtime, given, to_none=set_to_none)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# DeepSpeed's prologue of a backward, and its division by the number of micro-batches, for each output of the model.
+#
+# DeepSpeed hangs both on the outputs of `engine.forward`, where it looks into tuples, lists and dictionaries, and calls
+# the prologue for the first backward of a forward only. Here the runtime's hooks on the outputs do both. They are there
+# in dataclasses, too, after `engine.module(x)`, and in each further backward of one forward.
+
+
+def _attach_prologue(engine: Any) -> None:
+    prologue = _Prologue(engine)
+    engine._backward_prologue = prologue
+    engine._backward_prologue_per_tensor = _unchanged
+    engine.optimizer.runtime.prologue = prologue
+
+
+def _unchanged(gradient: torch.Tensor) -> torch.Tensor:
+    """What DeepSpeed's own hook on an output calls: the runtime's hook on the same output divides."""
+    return gradient
+
+
+class _Prologue:
+    """DeepSpeed's prologue, once in each backward."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = weakref.ref(engine)  # not the engine itself, which would then own itself
+        self._task = NO_TASK
+
+    def __call__(self) -> None:
+        task = graph_task()
+        if task == self._task != NO_TASK:
+            return
+        engine: Any = self._engine()
+        type(engine)._backward_prologue(engine)
+        self._task = task
+
+    def on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Begin the backward, and divide `gradient` where the script has not called `engine.backward`."""
+        self()
+        engine: Any = self._engine()
+        divided: torch.Tensor = type(engine)._backward_prologue_per_tensor(engine, gradient)
+        return divided
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `engine.backward` in which an operator that finds no GPU memory runs again (`ds_slide.runtime.memory.retries`).
+#
+# A script that calls `loss.backward()` is not seen before its backward has begun, when it is too late.
+
+
+def _attach_retries(engine: Any) -> None:
+    found = weakref.ref(engine)  # not the engine itself, which would then own itself
+    backward = type(engine).backward
+
+    @functools.wraps(backward)
+    def retrying(*args: Any, **kwargs: Any) -> Any:
+        engine: Any = found()
+        with engine.optimizer.runtime.parts.spare.around_backward():
+            return backward(engine, *args, **kwargs)
+
+    engine.backward = retrying

@@ -1,4 +1,4 @@
-"""Run directories: a living run keeps its own, a dead one leaves nothing, and nothing else is ever touched."""
+"""Locked directories: a living owner keeps its own, a dead one leaves nothing, and nothing else is ever touched."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from silly_names import keep_names
+from directory_owners import NAME, RunDirectory, remove_dead_runs
 
 from ds_slide.errors import SlideError
-from ds_slide.store.directories import locked_directory, owned_directory, run_files
+from ds_slide.store.directories import locked_directory
 from ds_slide.store.directories.owned_directory import opened
-from ds_slide.store.directories.run_directory import NAME, RunDirectory, remove_dead_runs
 from ds_slide.store.directories.run_files import RunFiles
 
-PRELUDE = """
+PRELUDE = f"""
 import os, sys
 from pathlib import Path
+sys.path.append({str(Path(__file__).parents[2])!r})
 from ds_slide.store.directories.owned_directory import opened
-from ds_slide.store.directories.run_directory import RunDirectory, remove_dead_runs
+from directory_owners import RunDirectory, remove_dead_runs
 parent = Path(sys.argv[1])
 def started(rank):
     with opened(parent) as directory:
@@ -36,7 +36,7 @@ def started(rank):
 
 
 def started(parent: Path, rank: int = 0) -> RunDirectory:
-    """What a run makes where files must keep their names."""
+    """A new directory, and no dead ones beside it."""
     with opened(parent) as directory:
         remove_dead_runs(directory, parent)
         return RunDirectory(directory, parent, rank)
@@ -187,17 +187,6 @@ def test_a_name_that_looks_like_it_keeps_it(tmp_path, other):
     assert names(dead) == before
 
 
-def test_a_lock_that_keeps_a_name_while_it_is_open_keeps_no_dead_run(tmp_path, monkeypatch):
-    dead = tmp_path / "ds_slide-host-1-0-0123456789ab"
-    dead.mkdir()
-    for name in ("lock", "states"):
-        (dead / name).touch()
-    keep_names(monkeypatch, locked_directory, owned_directory)
-    with opened(tmp_path) as parent:
-        remove_dead_runs(parent, tmp_path)
-    assert names(tmp_path) == set()
-
-
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EMFILE, errno.EACCES])
 def test_a_new_directory_that_cannot_be_opened_goes(tmp_path, monkeypatch, code):
     def refuse(_name: str, _parent: int) -> int:
@@ -295,9 +284,8 @@ def test_a_forked_child_that_lives_on_does_not_keep_a_killed_parents_lock(tmp_pa
     process.communicate(timeout=60)
 
 
-@pytest.mark.parametrize("place", ["tmp_path", "over_fuse"])
-def test_runs_that_start_end_and_crash_at_once_never_lose_a_living_directory(place, request):
-    parent = request.getfixturevalue(place)
+def test_runs_that_start_end_and_crash_at_once_never_lose_a_living_directory(tmp_path):
+    parent = tmp_path
     script = """
         print("ready", flush=True)
         sys.stdin.readline()
@@ -329,9 +317,8 @@ def test_runs_that_start_end_and_crash_at_once_never_lose_a_living_directory(pla
     assert names(parent) == set()
 
 
-@pytest.mark.parametrize("place", ["tmp_path", "over_fuse"])
-def test_an_owner_whose_directory_another_start_removes_has_nothing_to_say(place, request):
-    parent = request.getfixturevalue(place)
+def test_an_owner_whose_directory_another_start_removes_has_nothing_to_say(tmp_path):
+    parent = tmp_path
     run = started(parent)
 
     def meanwhile(path: Path, _parent: int, _directory: int) -> str:
@@ -345,7 +332,7 @@ def test_an_owner_whose_directory_another_start_removes_has_nothing_to_say(place
 
 def refusal(parent: Path) -> str:
     with pytest.raises(SlideError) as caught:
-        RunFiles(parent, 0, json_path="ds_slide.nvme_path[1]").make("states")
+        RunFiles(parent, json_path="ds_slide.nvme_path[1]").make("states")
     text = str(caught.value)
     assert text.startswith("ds_slide.nvme_path[1]: ")
     assert str(parent) in text
@@ -375,9 +362,9 @@ def test_a_filesystem_without_locks_is_refused(tmp_path, monkeypatch):
     """Patched, because no such filesystem can be mounted here: NFS without its lock service answers so."""
 
     def no_locks(_descriptor: int, _operation: int) -> None:
-        raise OSError(37, "No locks available")
+        raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    monkeypatch.setattr(run_files, "unnamed_file", lambda _directory: None)
-    assert "flock" in refusal(tmp_path)
+    with pytest.raises(OSError, match="No locks available"):
+        started(tmp_path)
     assert names(tmp_path) == set()
