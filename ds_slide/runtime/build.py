@@ -28,7 +28,7 @@ from ds_slide.plan.allocations import (
 )
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.probe.local_ranks import local_ranks
-from ds_slide.plan.two_passes import Schedules
+from ds_slide.plan.step_model import Schedules
 from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
 from ds_slide.report.trace import Trace
 from ds_slide.report.waits import Waits

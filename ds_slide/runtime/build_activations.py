@@ -9,7 +9,7 @@ from torch import nn
 from ds_slide.plan.memory import SPARE_HOST_SHARE
 from ds_slide.plan.probe.host_room import host_room
 from ds_slide.plan.probe.local_ranks import local_ranks
-from ds_slide.plan.two_passes import Schedules
+from ds_slide.plan.step_model import Schedules
 from ds_slide.report.statistics import INPUTS, LaneMeter
 from ds_slide.runtime import running
 from ds_slide.runtime.activations.activations import Activations
