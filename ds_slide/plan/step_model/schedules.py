@@ -106,7 +106,7 @@ def scheduled(work: Work, *, below_limit: bool = False) -> Step:
     held = f"gradients are held until the norm is known, and updates of {work.update:.3f} s"
     if not updates.second_pass_pays:
         return replace(one, why=f"{held} are too long for a second pass beside the backward")
-    return step_of(work, "two passes", f"{held} do not fit under the next forward of {updates.forward_s:.3f} s")
+    return step_of(work, "two passes", f"{held} hold up the next forward")
 
 
 def all_schedules(work: Work) -> dict[Schedule, Step]:
