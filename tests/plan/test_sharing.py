@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from keepable_blocks import keepables, movables, windows
 
@@ -101,6 +101,7 @@ amounts = st.floats(0, 2, allow_nan=False)
 times = st.builds(waiting, amounts, amounts, amounts, amounts, amounts)
 
 
+@settings(deadline=None)
 @given(st.integers(-10, 200), movables, keepables, times, windows)
 def test_a_choice_fits_and_harms_nothing(
     room: int, states: list[Movable], activations: list[Keepable], measured: Step, slots: Slots
@@ -144,6 +145,7 @@ def test_states_stay_where_updating_them_takes_long() -> None:
     assert 0 < len(filled.states) < 8
 
 
+@settings(deadline=None)
 @given(st.integers(-10, 200), st.integers(0, 50), movables, keepables, times, windows)
 def test_memory_is_filled_and_harms_little(
     room: int, reserve: int, states: list[Movable], activations: list[Keepable], measured: Step, slots: Slots

@@ -117,7 +117,7 @@ def all_schedules(work: Work) -> dict[Schedule, Step]:
 def updates_of(work: Work) -> Updates:
     """Return the deferred updates of `work` beside what hides them."""
     queue = _queue(work, work.update)
-    forward = _forward(work, queue, work.outer, work.begun)
+    forward = _forward(work, queue, work.outer + work.outer_copies, work.begun)
     # The engine measures a forward by the clock of the host, which is ahead of the GPU but for the updates.
     return Updates(work.update, max(work.launched, queue), forward - queue, work.reach)
 
@@ -136,13 +136,12 @@ def step_of(work: Work, schedule: Schedule, why: str = "") -> Step:
     early = {"under backward": work.update, "speculative": work.ahead}.get(schedule, 0.0)
     late = one * (work.update - early)
     queue = max(0.0, work.lead + _queue(work, early + undo) - backward) + late if early else _queue(work, late)
-    outer, begun = one * work.outer, one * work.begun
-    if schedule == "under backward":
-        outer *= work.outer_last
+    late_outer = work.outer_last if schedule == "under backward" else 1.0
+    outer, begun = late_outer * one * work.outer, one * work.begun
     if early:
         queue = max(queue, outer)
         outer = min(queue, outer + begun) if outer else 0.0
-    forward = _forward(work, queue, outer, begun)
+    forward = _forward(work, queue, outer + late_outer * work.outer_copies, begun)
     # Second passes begin when the first ones have ended, and precede the backward from unit to unit.
     backward = max(backward, second - (forward - queue) + work.backward - work.reach)
     more = work.micro_batches - 1
@@ -175,9 +174,7 @@ def _queue(work: Work, update: float) -> float:
 
 
 def _forward(work: Work, queue: float, outer: float, begun: float) -> float:
-    """Return the seconds of the first forward. Its last update ends after `queue` seconds, those of outer modules after
-    `outer`, and that of its first block `begun` seconds later."""
-    outer += work.outer_copies if outer else 0.0
-    computes = work.gpu_update + outer + work.forward
+    """Return the seconds of the first forward. All updates have ended after `queue` seconds. Outer modules are back on
+    the GPU after `outer`, and the first block is updated `begun` seconds later."""
     blocks = max(min(queue, outer + begun) + work.from_first, queue + work.behind)
-    return max(computes, blocks, work.up, work.inputs_down, work.inputs_ssd)
+    return max(work.gpu_update + outer + work.forward, blocks, work.up, work.inputs_down, work.inputs_ssd)

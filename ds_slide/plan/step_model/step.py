@@ -11,7 +11,7 @@ Schedule = Literal["under backward", "deferred", "two passes", "speculative"]
 
 
 class Schedules(NamedTuple):
-    """`measured`: the schedule of the updates that ran in the latest step. `coming`: of those that it has queued."""
+    """`measured`: the schedule of the latest step. `coming`: the schedule of the updates that it has queued."""
 
     measured: Schedule
     coming: Schedule
@@ -21,9 +21,9 @@ class Schedules(NamedTuple):
 class Change:
     """What moves to the GPU, or stays there.
 
-    `kept_s`: seconds of recomputation that are left out. `moved_share`: part of the CPU's updates that leaves it.
+    `kept_s`: seconds of recomputation less. `moved_share`: part of the CPU's updates that moves.
     `gpu_update_s`: seconds that the GPU takes for them. `fetches`: fetches of blocks, as a multiple of those before.
-    `disk_share`: part of the states on SSD that leaves it.
+    `disk_share`: part of the states on SSD that moves.
     """
 
     kept_s: float = 0.0
@@ -65,7 +65,7 @@ class Step:
 
     @cached_property
     def stall_s(self) -> float:
-        """Seconds for which the GPU waits."""
+        """Seconds in which the GPU waits."""
         return max(0.0, self.step_s - self.lanes["compute"])
 
     @cached_property

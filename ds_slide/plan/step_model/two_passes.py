@@ -31,7 +31,7 @@ class Updates:
 
     @classmethod
     def measured(cls, busy_s: float, forward_s: float, reach_s: float, *, in_two: bool) -> Updates:
-        """Return those of a step in which the update lane was busy for `busy_s` seconds. `in_two`: with two passes."""
+        """Return the updates of a measured step. `busy_s`: of the update lane. `in_two`: in two passes."""
         whole, awaited = (busy_s / (2 * PASS_SHARE), busy_s / 2) if in_two else (busy_s, busy_s)
         return cls(whole, forward_s, max(0.0, forward_s - awaited), reach_s)
 
@@ -55,5 +55,5 @@ class Updates:
 
 
 def mean_backward_s(seconds: float, backwards: int) -> float:
-    """Seconds of one backward, from those of `backwards` of them with a forward of half the time between each two."""
+    """Seconds of one backward, from the total over `backwards`. A forward of half that time lies between each two."""
     return seconds / (backwards + (backwards - 1) / 2)

@@ -130,7 +130,7 @@ def update_bytes(unit: UnitSize) -> int:
 
 
 def _behind_blocks(backward: Sequence[Segment], plan: Plan, outer: Collection[int]) -> list[int]:
-    """Return those of `outer` whose gradients are complete behind those of all blocks."""
+    """Return the modules of `outer` whose gradients become complete after the last block's."""
     complete = [segment.unit for segment in backward if segment.unit is not None]
     blocks = [place for place, unit in enumerate(complete) if not plan.units[unit].is_outer]
     return [unit for unit in complete[max(blocks, default=-1) + 1 :] if unit in outer]
