@@ -140,18 +140,8 @@ def ceilings_of(records: Sequence[Mapping[str, Any]], otherwise: Ceilings) -> Ce
     """With what the run has measured of its own machine: ceilings, or a flat record of the GPU, as runs had before."""
     own = next((record for record in records if record.get("gemm_tflop_s")), None)
     if own is None and (own := next((r["ceilings"] for r in records if r.get("ceilings")), None)) is not None:
-        return _own_ceilings(own) if "cpu" in own else _with_link(own, otherwise)
+        return Ceilings.model_validate(own) if "cpu" in own else _with_link(own, otherwise)
     return otherwise if own is None else _with_link(own, otherwise)
-
-
-def _own_ceilings(own: Mapping[str, Any]) -> Ceilings:
-    """As `ds-slide doctor` has measured them, today or before."""
-    own = dict(own)
-    if (without_engine := own.pop("operation_s", None)) is not None:
-        # Of a model without an engine. Under one an operation takes the host longer: 75 us where it took 18 without
-        # (0.5 B 8 x 512 x 4, benchmarks/results/2026-11-25_nvidia-h100_held-out.md).
-        own["engine_operation_s"] = 4.2 * without_engine
-    return Ceilings.model_validate(own)
 
 
 def with_ceilings(

@@ -316,14 +316,19 @@ class SlideConfig(_Block):
     """
 
     update_passes: Literal["auto", 1, 2] = Field(default="auto", description='"auto", 1 or 2')
-    """Passes in which the CPU does a deferred update of states in host memory: 1 under the next forward, or 2, the
-    weights under the forward and the states under its backward; "auto": 2 where the updates take longer than the
-    forward."""
+    """Passes of a deferred update over states in host memory.
+
+    1: one pass, under the next forward. 2: the weights under the forward and the states under its backward. "auto":
+    2 while the updates take longer than the forward.
+    """
 
     speculate: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
-    """Whether deferred updates of blocks in host memory begin under backward, before the norm is known, as if it was
-    below the limit, and are taken back where it is not. "auto": while the last four norms were below the limit and the
-    updates take longer than the forward. With false no memory is set aside for the way back."""
+    """Whether deferred updates begin under backward, before the norm is known.
+
+    Such a speculative update assumes that the norm is below the limit. If it is not, the update is undone. It
+    concerns blocks in host memory. "auto": while the last four norms were below the limit and the updates take
+    longer than the forward. With false, no memory is set aside for the way back.
+    """
 
     share_weights: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
     """Whether ranks of one machine read each other's weights in host memory.
@@ -424,8 +429,8 @@ class SlideConfig(_Block):
     """Seconds of standstill after which a run is ended.
 
     Standstill means that nothing comes forward on any rank of its machine: no transfer, no request of the disk, no
-    update, no work of the GPU. Slow work is no standstill. The message says what waits for what ([liveness](liveness.md)). 0
-    switches this off.
+    update, no work of the GPU. Slow work is no standstill. The message says what waits for what
+    ([liveness](liveness.md)). 0 switches this off.
     """
 
     compression: CompressionConfig | None = Field(default=None, description="an object or null")

@@ -10,9 +10,8 @@ from ds_slide.plan.allocations import total
 from ds_slide.plan.keeping import Kept
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.spare import FRAGMENTATION
-from ds_slide.plan.time import StepTime
+from ds_slide.plan.step_model import Schedule, Step
 from ds_slide.plan.trace import StepTrace
-from ds_slide.plan.two_passes import Schedule
 from ds_slide.report.log import size
 
 CONTEXT_BYTES = 900 << 20
@@ -95,10 +94,10 @@ class Forecast:
 
     plan: Plan
     trace: StepTrace
-    time: StepTime
-    below_limit: StepTime
+    time: Step
+    below_limit: Step
     """`time` while norms stay below the limit."""
-    schedules: Mapping[Schedule, StepTime]
+    schedules: Mapping[Schedule, Step]
     room: Room
     batch: int
     seq: int

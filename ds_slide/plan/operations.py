@@ -17,18 +17,13 @@ class Operation:
     """What the GPU does at once. `nbytes`: read and written in its memory."""
 
     kind: str
-    """ "product", "attention", "attention backward", "other", or "mode" of `UNDER_MODE`."""
+    """ "product", "attention", "attention backward" or "other"."""
     flops: int
     nbytes: int
     shape: tuple[int, int, int] | None = None
     """Rows, columns and inner length of a product of matrices; queries, keys and the width of a head of attention."""
 
 
-UNDER_MODE = Operation("mode", 0, 0)
-"""What a mode of torch's dispatcher takes of the host for two operators that it sees, or for one result that stays: as
-much as a launch. A forward of 0.5 B in which 23 of 24 blocks kept 7 results each took 0.126 s, and 0.092 without such
-blocks on another machine: 1.4 ms for the 14 operators of a block that move bytes, and these results
-(benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.md)."""
 _LOSS_PASSES = 3
 """Over the logits of a chunk beside its products: read for the losses, read and written for the gradients."""
 _SUM_ROWS = 512

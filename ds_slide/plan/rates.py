@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 
 from ds_slide.errors import SlideError
 from ds_slide.plan.ceilings.figures import Ceilings
-from ds_slide.plan.operations import UNDER_MODE, Operation
+from ds_slide.plan.operations import Operation
 
 _ATTENTIONS = ("attention", "attention backward")
 ATTENTION_SHARE = {"attention": (0.80, 1_850), "attention backward": (0.75, 1_990)}
@@ -16,26 +15,12 @@ ATTENTION_SHARE = {"attention": (0.80, 1_850), "attention backward": (0.75, 1_99
 that, where `ds-slide doctor` has not measured it: 0.42 and 0.38 of it at 2,048 tokens, and 0.76 and 0.71 at 32,768,
 with which a step of 3 B takes the 0.58 s of the one and the 2.07 s of the other that were measured
 (benchmarks/results/2026-11-23_nvidia-h200_decided.md)."""
+HOST_OPERATION_S = 1e-4
+"""Seconds of Python, hooks and launch for an operation of the GPU, roughly: 64 to 113 us were measured within eleven
+minutes on one machine. No forecast of the host: only a floor, without which 0.5 B with 4,096 tokens a micro-batch would
+be forecast at a third of its time, and `--fit` would recommend batches that are too small."""
 LEAST_OPERATION_S = 3e-6
 """Of a kernel on a GPU, however little it does."""
-LAUNCH_S = 1.12e-4
-"""Of the host, to have a GPU do one, with all that Python does around it, where `ds-slide doctor` has not measured it:
-micro-batches of 8 x 512 and of 8 x 2048 tokens of 0.5 B, of 1,017 operations, take 0.101 to 0.12 s on H200 machines
-(benchmarks/results/2026-11-23_nvidia-h200_decided.md and _hand-sweep.md)."""
-LAUNCH_BESIDE_UPDATE = 2.0
-"""How many times as long a launch takes in a forward while updates run on the other cores of the host: they share its
-memory, and two hyper-threads a core. The first blocks of 0.5 B took 3 to 5 ms until the updates had ended, and 1.4
-behind them (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
-UPDATE_LOSES_UP, UPDATE_LOSES_DOWN = 0.6, 1.0
-"""Of the bytes that a copy moves up or down beside an update of the CPU, what the update moves less: they share the
-memory. 154 GB/s alone became 131 beside 40 GB/s up, and 104 beside 50 down
-(benchmarks/results/2026-11-23_nvidia-h200_update.md)."""
-UP_BESIDE_UPDATE = 0.72
-"""Of its rate, what a copy up has beside an update: 40 of 55.5 GB/s there."""
-WEIGHTS_PASS_RATE, STATES_PASS_RATE = 0.97, 1.0
-"""Of a whole update's bytes a second: what the passes over weights and states move beside what `UPDATE_LOSES_UP` and
-`_DOWN` take. Alone they do 0.90 and 0.97 (139 and 150 of 154 GB/s there); with that the update of 26 trainings in two
-passes was 2 to 14 % too long (2026-11-23_nvidia-h200_hand-sweep.md, 2026-11-25_nvidia-h100_forecast.md)."""
 
 
 @dataclass(frozen=True)
@@ -81,31 +66,17 @@ class Rates:
         )
 
     def seconds(self, operations: Counter[Operation]) -> float:
-        """Of operations that begin when all before them have ended: of what computes, or of the host that launches all
-        of them."""
-        return max(self.launches(operations), self.computes(operations))
-
-    def computes(self, operations: Counter[Operation]) -> float:
-        """Seconds of what computes, one operation after the other, each as long as its arithmetic or its bytes take."""
+        """Return the seconds of operations one after the other, each as long as its arithmetic or its bytes take."""
         known = self._known
         for operation in operations.keys() - known.keys():
             known[operation] = self._seconds(operation)
         return sum(known[operation] * count for operation, count in operations.items())
 
     def launches(self, operations: Counter[Operation]) -> float:
-        """Seconds of the host that has a GPU do them, under the engine."""
-        own = self.ceilings.engine_operation_s
-        launch_s = LAUNCH_S if own is None else own
-        return 0.0 if self.ceilings.gpu is None else launch_s * operations.total()
-
-    @property
-    def visit_s(self) -> float:
-        """Seconds of the host beside them, for a block that passes through the window, each way."""
-        return 0.0 if self.ceilings.gpu is None else self.ceilings.engine_visit_s or 0.0
+        """Return the seconds of the host that has a GPU do them, or computes itself."""
+        return self.seconds(operations) if self.ceilings.gpu is None else HOST_OPERATION_S * operations.total()
 
     def _seconds(self, operation: Operation) -> float:
-        if operation == UNDER_MODE:
-            return 0.0
         gpu = self.ceilings.gpu
         if gpu is None:
             flops = (self.ceilings.cpu.product_tflop_s or 1.0) * 1e12
@@ -122,34 +93,3 @@ class Rates:
             return measured
         most, keys_at_half = ATTENTION_SHARE[kind]
         return of_products * most * keys / (keys + keys_at_half)
-
-
-@dataclass
-class Launched:
-    """When the GPU has ended what was launched so far, and when the host has launched it: ahead of the GPU, which a
-    long operation keeps busy meanwhile, and never behind it. `updates_end`: until when the host has updates beside."""
-
-    rates: Rates
-    now: float = 0.0
-    host: float = 0.0
-    updates_end: float = -math.inf
-
-    def run(self, operations: Counter[Operation], more: float = 0.0, *, visits: bool = False) -> None:
-        """Then these, and `more` seconds of the GPU. `visits`: they are of a block that passes through the window."""
-        seconds = self.rates.launches(operations)
-        beside = min(seconds, max(0.0, self.updates_end - self.host) / LAUNCH_BESIDE_UPDATE)
-        self.host += seconds + (LAUNCH_BESIDE_UPDATE - 1) * beside
-        self.host += self.rates.visit_s if visits else 0.0  # measured in steps that have updates
-        self.now = max(self.now + self.rates.computes(operations), self.host) + more
-        if self.rates.ceilings.gpu is None:  # the host computes itself
-            self.host = self.now
-
-    def wait(self, until: float) -> None:
-        """For what comes by a copy. The host waits for it, too, where it comes from an update of its own."""
-        self.now = max(self.now, until)
-        self.host = max(self.host, until)
-
-    @property
-    def ahead(self) -> float:
-        """Seconds by which the host is."""
-        return self.now - self.host

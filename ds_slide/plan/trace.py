@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from ds_slide.errors import SlideError
 from ds_slide.plan.keeping import Kept
 from ds_slide.plan.mixtures import Mixture, Run, run_of
-from ds_slide.plan.operations import UNDER_MODE, Operation, operations_of
+from ds_slide.plan.operations import Operation, operations_of
 
 FUNCTION = "_gradient_checkpointing_func"
 """The attribute of a layer of transformers that is called where it checkpoints."""
@@ -112,16 +112,11 @@ def with_kept(checkpointed: StepTrace, plain: StepTrace, kept: Kept) -> StepTrac
     for segment in checkpointed.backward:
         if segment.unit is not None and segment.unit in kept.mixed:
             of_kept[segment.unit] = _without(segment, checkpointed.again[segment.unit], kept.mixed[segment.unit])
-    forward = tuple(
-        each if each.unit is None or each.unit not in kept.mixed else under_mode(each, kept.mixed[each.unit])
-        for each in checkpointed.forward
-    )
     saved_bytes, last = plain.saved_bytes - recomputed, max(saved, default=0)
     of_last = saved[last] if last in kept.whole else kept.mixed[last].nbytes if last in kept.mixed else 0
     of_others = saved_bytes - checkpointed.saved_bytes - of_last
     return replace(
         checkpointed,
-        forward=forward,
         backward=tuple(of_kept.get(segment.unit, segment) for segment in checkpointed.backward),
         saved_bytes=saved_bytes,
         peak_bytes=max(plain.peak_bytes - recomputed, checkpointed.peak_bytes + max(0, of_others)),
@@ -130,14 +125,7 @@ def with_kept(checkpointed: StepTrace, plain: StepTrace, kept: Kept) -> StepTrac
 
 def _without(segment: Segment, again: Sequence[Again], mixture: Mixture) -> Segment:
     stays = [each.operations for each in again if each.run.result in mixture.results]
-    runs = segment.operations - Counter(chain.from_iterable(stays))
-    return Segment(segment.unit, runs + Counter({UNDER_MODE: len(again) // 2}), segment.kept_bytes)
-
-
-def under_mode(segment: Segment, mixture: Mixture) -> Segment:
-    """A block's forward where these results stay."""
-    runs = segment.operations + Counter({UNDER_MODE: segment.operations.total() // 2 + len(mixture.results)})
-    return Segment(segment.unit, runs, segment.kept_bytes)
+    return Segment(segment.unit, segment.operations - Counter(chain.from_iterable(stays)), segment.kept_bytes)
 
 
 @dataclass(frozen=True)

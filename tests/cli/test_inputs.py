@@ -12,7 +12,7 @@ from ds_slide.cli.planning import output
 from ds_slide.cli.planning import planner as planner_module
 from ds_slide.cli.planning.model import ModelShape
 from ds_slide.cli.planning.planner import Planner, Request
-from ds_slide.cli.planning.steady import decide
+from ds_slide.cli.planning.steady import Decision, Question, decide
 from ds_slide.plan.ceilings.figures import read_ceilings
 from ds_slide.plan.forecast import Forecast, Room
 from ds_slide.plan.keeping import Kept
@@ -108,20 +108,19 @@ def test_what_host_memory_does_not_hold_goes_on_to_ssd(planner: Planner, request
 def test_a_kept_block_saves_what_is_recomputed(
     micro_batches: int, planner: Planner, request_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recomputation ends behind the last tensor that backward needs, before the last product of the block. What
-    mixing takes is that of a step, too."""
-    asked: list[Any] = []
+    """A recomputation ends behind the last tensor that backward needs, before the last product of the block."""
+    asked: list[Question] = []
 
-    def spy(*given: Any, **named: Any) -> Any:
-        asked.extend(given)
-        return decide(*given, **named)
+    def spy(question: Question) -> Decision:
+        asked.append(question)
+        return decide(question)
 
     monkeypatch.setattr(planner_module, "decide", spy)
     request = request_of(24 << 30)
     planner.steady(replace(request, raw={**request.raw, "gradient_accumulation_steps": micro_batches}))
-    plan, _, keepable, slowed, time_of = asked
-    nothing = Mixture(frozenset(), 0, 0.0)  # stays, and so backward is under a mode as forward is
-    cases = Kept(), Kept(frozenset(range(100))), Kept(mixed={each.order: nothing for each in keepable})
-    none, every, mixed = (time_of(plan, kept, two=True).lanes["compute"] for kept in cases)
-    assert none - every == pytest.approx(sum(each.seconds for each in keepable), rel=0.01)
-    assert (mixed - none) / 2 <= sum(each.mixing_s for each in slowed(cases[2])) <= mixed - none
+    (question,) = asked
+    nothing = Mixture(frozenset(), 0, 0.0)
+    cases = Kept(), Kept(frozenset(range(100))), Kept(mixed={each.order: nothing for each in question.keepable})
+    none, every, mixed = (question.forecaster.step(question.plan, kept).lanes["compute"] for kept in cases)
+    assert none - every == pytest.approx(sum(each.seconds for each in question.keepable), rel=0.01)
+    assert mixed == none

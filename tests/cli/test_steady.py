@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +20,14 @@ from ds_slide.plan.memory import Plan
 from ds_slide.plan.mixtures import Mixture
 from ds_slide.plan.needs import Needs, Placement, UnitSize
 from ds_slide.plan.spare import Movable, Slots
-from ds_slide.plan.time import StepTime
-from ds_slide.plan.two_passes import Schedules
+from ds_slide.plan.step_model import Schedules, Step
 from ds_slide.report.statistics import StepRecorder, StepStatistics
 from ds_slide.runtime.activations.activations import Activations
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.memory.spare_memory import LOOKS, Budget, SpareMemory
 
+NOTHING = Kept()
 NUMEL, BLOCKS, WINDOW = 1 << 22, 12, 8
 NEEDED = 400 << 20
 
@@ -46,11 +46,16 @@ def made(*, window_grows: bool) -> Plan:
     return Plan.of([unit(index) for index in range(BLOCKS + 1)], needs, Placement(window=WINDOW))
 
 
-def step_of(plan: Plan, _: Collection[int] = (), **__: bool) -> StepTime:
-    """A forward of a second, and as much again where nothing is on the GPU."""
-    left = 1 - len(plan.placement.promoted) / len(plan.units)
-    lanes = {"compute": 1.0, "update": 1.2 * left, "h2d": 0.3}
-    return StepTime("deferred", "", 1.0, left, lanes, 0, 0)
+class Steps:
+    """Forecasts of a forward of a second, and as much again where nothing is on the GPU."""
+
+    def step(self, plan: Plan, _: Kept = NOTHING, /, **__: bool) -> Step:
+        left = 1 - len(plan.placement.promoted) / len(plan.units)
+        return Step("deferred", max(1.0 + left, 1.2 * left), {"compute": 1.0, "update": 1.2 * left, "h2d": 0.3})
+
+
+def asked(plan: Plan, spare: steady.Spare, blocks: Sequence[Keepable] = (), **others: Any) -> steady.Question:
+    return steady.Question(plan, spare, blocks, **{"forecaster": Steps(), "moves_states": True, "passes": 2, **others})
 
 
 class Engine:
@@ -87,7 +92,7 @@ class Engine:
         return [Movable(index, 1, 0.1) for index in sorted(there)]
 
     def slots(self, forwards: int) -> Slots:
-        return steady._slots(self.plan, 2 * forwards)
+        return steady.window_slots(self.plan, 2 * forwards)
 
     def may_park(self) -> bool:
         return False
@@ -112,13 +117,13 @@ def run(engine: Engine, forwards: int, limit: int | None) -> Plan:
 
     class Updating:
         def schedules(self) -> Schedules:
-            schedule = step_of(engine.plan).schedule
+            schedule = Steps().step(engine.plan).schedule
             return Schedules(schedule, schedule)
 
     spare = SpareMemory(Activations([], device), budget, Ranks(), recorder, Updating())
     spare.states, engine.accumulates = engine, forwards > 1
     for number in range(LOOKS[-1]):
-        step = step_of(engine.plan)
+        step = Steps().step(engine.plan)
         lanes: Any = {lane: {"busy_s": seconds} for lane, seconds in step.lanes.items()}
         lanes["update"]["holding_s"] = step.holding_s
         recorder.latest = StepStatistics(number, step.step_s, 1.0, "compute", lanes, {})
@@ -129,30 +134,29 @@ def run(engine: Engine, forwards: int, limit: int | None) -> Plan:
     return engine.plan
 
 
-def test_what_mixing_turns_out_to_take_changes_the_last_decision_only() -> None:
-    """The steps before it have kept what is mixed: their peak is one that a run has."""
+def test_the_steps_before_the_last_decision_keep_what_the_first_one_chose() -> None:
+    """Their peak is one that a run has."""
     plan = made(window_grows=True)
     mixture = Mixture(frozenset({("aten.mm.default", 0)}), 20 << 20, 0.5)
     blocks = [Keepable(index, 80 << 20, 0.01, (mixture,)) for index in range(BLOCKS)]
-    slow = [replace(each, mixing_s=0.1) for each in blocks]
     spare = steady.Spare(Room(1900 << 20, 1 << 40), NEEDED, None, tied=False)
-    _, activations, before = steady.decide(plan, spare, blocks, lambda _: slow, step_of, moves_states=False, passes=2)
-    ((_, kept),) = before
-    assert kept.mixed and not activations.kept.mixed
+    found = steady.decide(asked(plan, spare, blocks, moves_states=False))
+    ((first, kept),) = found.before
+    assert first == plan and kept.mixed and found.kept == kept
 
 
 def test_the_first_look_measures_updates_in_one_pass() -> None:
     """Whatever the schedule is that the engine has later: a wait that two passes would not have moves units."""
     plan = made(window_grows=True)
-    given: Any = [], lambda _: []
 
-    def without_wait(plan: Plan, _: Kept, *, two: bool) -> StepTime:
-        step = step_of(plan)
-        return replace(step, backward_s=0.0, lanes={**step.lanes, "update": 0.5}) if two else step
+    class WithoutWait(Steps):
+        def step(self, plan: Plan, _: Kept = NOTHING, /, *, two: bool = True, **__: bool) -> Step:
+            step = super().step(plan)
+            return replace(step, step_s=1.0, lanes={**step.lanes, "update": 0.5}) if two else step
 
     spare = steady.Spare(Room(1900 << 20, 1 << 40), NEEDED, None, tied=False)
-    predicted, *_ = steady.decide(plan, spare, *given, without_wait, moves_states=True, passes=2)
-    one_pass, *_ = steady.decide(plan, spare, *given, step_of, moves_states=True, passes=2)
+    predicted = steady.decide(asked(plan, spare, forecaster=WithoutWait())).plan
+    one_pass = steady.decide(asked(plan, spare)).plan
     assert predicted.placement == one_pass.placement and len(one_pass.placement.promoted) > 5
 
 
@@ -169,7 +173,7 @@ def test_a_limit_of_the_allocator_leaves_the_context_out() -> None:
 def test_the_engine_decides_the_same(forwards: int, window_grows: bool, limit: int | None, total: int) -> None:
     plan = made(window_grows=window_grows)
     spare = steady.Spare(Room(total, 1 << 40), NEEDED, limit, tied=forwards > 1)
-    predicted, *_ = steady.decide(plan, spare, [], lambda _: [], step_of, moves_states=True, passes=2 * forwards)
+    predicted = steady.decide(asked(plan, spare, passes=2 * forwards)).plan
     decided = run(Engine(plan, total), forwards, limit)
     assert predicted.placement == decided.placement
     # In the least memory the headroom of an accumulation takes all that there is, and in the most all units fit.

@@ -26,7 +26,7 @@ from tight_memory import room_for_gradients_of
 from ds_slide.integration import assemble
 from ds_slide.plan import ssd_settings
 from ds_slide.plan.memory import Budgets
-from ds_slide.plan.sharing import StepTimes
+from ds_slide.plan.step_model import Step
 from ds_slide.runtime.core.ranks.conductor import Conductor, Entry
 from ds_slide.runtime.memory import spare_memory
 
@@ -201,7 +201,7 @@ def ends_of_backwards() -> list[bool]:
 def main(rank: int, folder: Path) -> None:
     ssd_settings.CHUNK_NUMEL = 4096  # several chunks a block
     # Spare memory goes to states: which of the lanes stands still is a matter of chance here.
-    spare_memory._times = lambda *_, **__: StepTimes(compute=1.0, stall=1.0, lane=0.5)
+    spare_memory._measured = lambda *_: Step("deferred", 2.0, {"compute": 1.0, "update": 0.5})
     with two_ranks.as_rank(rank, folder) as results:
         callers = threads_by_collective()
         ends, settled = ends_of_backwards(), results.setdefault("settled", {})

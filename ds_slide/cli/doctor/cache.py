@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,8 @@ def of_this_machine(
     paths: Sequence[Path] = (), *, refresh: bool = False, failed: Callable[[str], None] | None = None
 ) -> Ceilings:
     """The ceilings, those that were kept where the machine is the same; of the disks below `paths`, or, where there are
-    none, of those that were measured before. `failed` is told why a process, or an engine in it, cannot be measured,
-    which is tried again for who asks why. Raises SlideError where a path cannot be measured."""
+    none, of those that were measured before. `failed` is told why a process cannot be measured, which is tried again
+    for who asks why. Raises SlideError where a path cannot be measured."""
     key = machine_key()
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = folder() / f"{digest}.json"
@@ -73,7 +73,7 @@ def of_this_machine(
     disks = {disk.path: disk for disk in (kept.disks if kept else ())}
     wanted = [str(path.resolve()) for path in paths]
     missing = [path for path in wanted if path not in disks]
-    again = kept is not None and failed is not None and _has_failed(kept, key)
+    again = kept is not None and failed is not None and kept.process_bytes is None
     if kept is not None and not missing and not again:
         return kept.model_copy(update={"disks": tuple(disks[path] for path in wanted)}) if wanted else kept
     disks.update({path: _disk(Path(path)) for path in missing})
@@ -84,36 +84,23 @@ def of_this_machine(
             source=f"measured on {platform.node()}, {date.today().isoformat()}",
             cpu=measure.cpu_ceilings(str(key["cpu"]), threads, cores, with_products=not on_gpu),
             gpu=measure.gpu_ceilings(torch.device("cuda", 0)) if on_gpu else None,
-            **_process(failed),
+            process_bytes=_process(failed),
         )
     elif again:
-        kept = kept.model_copy(update=_process(failed))
+        kept = kept.model_copy(update={"process_bytes": _process(failed)})
     kept = kept.model_copy(update={"disks": tuple(disks.values())})
     _keep(file, key, kept)
     return kept.model_copy(update={"disks": tuple(disks[path] for path in wanted)}) if wanted else kept
 
 
-def _has_failed(kept: Ceilings, key: Mapping[str, Any]) -> bool:
-    """Whether something of a process could not be measured on this machine."""
-    times_engine = kept.gpu is not None and key["transformers"] is not None
-    return kept.process_bytes is None or (times_engine and kept.engine_operation_s is None)
-
-
-def _process(failed: Callable[[str], None] | None) -> dict[str, Any]:
-    """What ceilings have of a process; nothing where it fails, and its bytes alone where an engine fails in it."""
+def _process(failed: Callable[[str], None] | None) -> int | None:
+    """Return the bytes of a process; None where it fails, of which `failed` is told."""
     try:
-        measured = measure_process(on_gpu=gpu_computes())
+        return measure_process(on_gpu=gpu_computes())
     except SlideError as error:
         if failed is not None:
             failed(str(error))
-        return {}
-    if measured.why_none and failed is not None:
-        failed(measured.why_none)
-    return {
-        "process_bytes": measured.resident_bytes,
-        "engine_operation_s": measured.engine_operation_s,
-        "engine_visit_s": measured.engine_visit_s,
-    }
+        return None
 
 
 def _disk(path: Path) -> DiskCeilings:

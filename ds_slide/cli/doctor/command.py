@@ -69,19 +69,11 @@ def _disks(ceilings: Ceilings, paths: Sequence[Path]) -> Iterator[Finding]:
 
 
 def _process(ceilings: Ceilings, why: Sequence[str]) -> Finding:
-    """`why`: the reasons for which it is not measured, or not all of it."""
+    """`why`: the reasons for which it is not measured."""
     if ceilings.process_bytes is None:
         advice = "mend what stops it; until then `ds-slide plan` takes what such a process took elsewhere"
         return Finding("process", f"not measured ({'; '.join(why)})", advice)
     state = f"{ceilings.process_bytes / 1e9:.2f} GB of host memory before an engine is built"
-    if ceilings.engine_operation_s is not None:
-        state += f", {ceilings.engine_operation_s * 1e6:.0f} us of the host for an operation of the GPU under one"
-        if ceilings.engine_visit_s is not None:
-            state += (
-                f", {ceilings.engine_visit_s * 1e3:.2f} ms more for a block that passes through the window, each way"
-            )
-    elif why:
-        state += f", and the host's time under one is not measured ({'; '.join(why)})"
     if installed_version(TRANSFORMERS) is None:
         return Finding("process", f"{state}, without transformers, which is not installed")
     return Finding("process", state)

@@ -119,6 +119,10 @@ def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
         gpu = ceilings.gpu.memory_bytes
     process, host = ceilings.process_of(on_gpu=gpu is not None), sizes["host_memory"] or ceilings.cpu.memory_bytes
     room = Room(gpu, host, sizes["nvme_memory"], arguments.ranks, process)
+    if gpu is not None:
+        notes.append(
+            "the host's time is not forecast, beyond a floor: a step of a small model may be forecast up to 20 % short"
+        )
     if arguments.ranks > 1:
         notes.append("collectives between ranks are not timed, and NCCL's own memory is not counted")
     if room.gpu is not None and ceilings.gpu is not None and room.ranks > 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from typing import Any
 
 from ds_slide.cli.planning.inputs import Inputs
 from ds_slide.cli.planning.model import ModelShape, set_checkpointing
-from ds_slide.cli.planning.steady import Spare, decide
+from ds_slide.cli.planning.steady import Question, Spare, decide
 from ds_slide.config import CONFIG_KEY
 from ds_slide.integration.planning import Planned, filled, plan_json
 from ds_slide.patching.apply import apply_kernels
@@ -21,9 +20,9 @@ from ds_slide.plan.ceilings.figures import Ceilings
 from ds_slide.plan.forecast import Activations, Forecast, Room
 from ds_slide.plan.keeping import Keepable, Kept
 from ds_slide.plan.memory import Plan
-from ds_slide.plan.mixtures import Mixture, mixtures
+from ds_slide.plan.mixtures import mixtures
 from ds_slide.plan.rates import Rates
-from ds_slide.plan.time import StepTime, all_schedules, step_time
+from ds_slide.plan.step_model import Step, Work, all_schedules, scheduled, work_of
 from ds_slide.plan.trace import (
     FUNCTION,
     Again,
@@ -31,7 +30,6 @@ from ds_slide.plan.trace import (
     TracedUnit,
     kept_by_block,
     trace_step,
-    under_mode,
     with_kept,
 )
 from ds_slide.runtime.activations.checkpointing import FLAG
@@ -109,29 +107,16 @@ class Planner:
         if request.room.gpu is not None:
             moved = case.inputs.within(spare.inputs_missing(placed), moved)
         spare = replace(spare, needed=spare.needed - moved.moved_bytes)
-
-        def step_of(kept: Kept) -> StepTrace:
-            return with_kept(case.trace, plain, kept).with_moved(moved.moved_bytes, moved.on_ssd_bytes)
-
-        def time_of(plan: Plan, kept: Kept, *, two: bool) -> StepTime:
-            return case.time(plan, step_of(kept), two=two)
-
-        def slowed(kept: Kept) -> list[Keepable]:
-            mixing_s = statistics.fmean(case.mixing_s(block, mixture) for block, mixture in kept.mixed.items())
-            return [replace(each, mixing_s=mixing_s) for each in keepable]
-
-        passes = 2 * case.planned.micro_batches
-        plan, activations, before = decide(
-            placed, spare, keepable, slowed, time_of, moves_states=slide.gpu_states == "auto", passes=passes
-        )
+        steps, passes = Steps(case, plain, moved), 2 * case.planned.micro_batches
+        found = decide(Question(placed, spare, keepable, steps, slide.gpu_states == "auto", passes))
         activations = replace(
             moved,
-            checkpointed=activations.checkpointed,
-            kept=activations.kept,
-            kept_bytes=activations.kept_bytes,
+            checkpointed=frozenset(each.order for each in keepable),
+            kept=found.kept,
+            kept_bytes=found.kept.nbytes(keepable),
         )
-        between = max((each.gpu_bytes + step_of(kept).peak_bytes for each, kept in before), default=0)
-        return replace(case.decided(plan, step_of(activations.kept), activations), gpu_peak_between=between)
+        between = max((plan.gpu_bytes + steps.trace(kept).peak_bytes for plan, kept in found.before), default=0)
+        return replace(case.decided(found.plan, steps.trace(found.kept), activations), gpu_peak_between=between)
 
     def _case(self, request: Request) -> _Case:
         planned = self.planned(request)
@@ -188,28 +173,17 @@ class _Case:
     inputs: Inputs
     rates: Rates
 
-    def time(self, plan: Plan, trace: StepTrace, *, two: bool = True, below_limit: bool = False) -> StepTime:
-        """`two`: updates may be done in two passes, where the rule's can."""
+    def work(self, plan: Plan, trace: StepTrace, *, two: bool = True) -> Work:
+        """Return what a step asks for. `two`: updates may be done in two passes, where the rule's can."""
         planned, rule = self.planned, self.planned.settings.rule
         assert rule is not None
         two = two and planned.settings.slide.update_passes != 1 and rule.name in IN_TWO_PASSES
-        micro = planned.micro_batches
-        return step_time(plan, planned.needs, trace, self.rates, micro_batches=micro, two=two, below_limit=below_limit)
+        return work_of(plan, trace, self.rates, planned.micro_batches, two=two)
 
     def recomputation_s(self, again: Sequence[Again]) -> float:
-        """Seconds of a step in which `again` runs."""
+        """Return the seconds of a step in which `again` runs."""
         runs = Counter(chain.from_iterable(each.operations for each in again))
-        return self.planned.micro_batches * self.rates.seconds(runs)
-
-    def mixing_s(self, block: int, mixture: Mixture) -> float:
-        """Seconds of a step that the forwards of a block take more where these results stay."""
-        forward = next(each for each in self.trace.forward if each.unit == block)
-        more = self.rates.seconds(under_mode(forward, mixture).operations) - self.rates.seconds(forward.operations)
-        return self.planned.micro_batches * more
-
-    def forecast_of(self, plan: Plan) -> Forecast:
-        """With nothing kept and nothing moved."""
-        return self._forecast(plan, self.trace, Activations(self.checkpointed), None)
+        return self.planned.micro_batches * max(self.rates.seconds(runs), self.rates.launches(runs))
 
     def forecast(self) -> Forecast:
         """Before anything is decided."""
@@ -221,20 +195,36 @@ class _Case:
         return self._forecast(plan, trace, activations, self.forecast())
 
     def _forecast(self, plan: Plan, trace: StepTrace, activations: Activations, first: Forecast | None) -> Forecast:
-        planned = self.planned
+        work = self.work(plan, trace)
         return Forecast(
             plan=plan,
             trace=trace,
-            time=self.time(plan, trace),
-            below_limit=self.time(plan, trace, below_limit=True),
-            schedules=all_schedules(plan, planned.needs, trace, self.rates, planned.micro_batches),
+            time=scheduled(work),
+            below_limit=scheduled(work, below_limit=True),
+            schedules=all_schedules(work),
             room=self.request.room,
             batch=self.batch,
             seq=self.request.seq,
-            micro_batches=planned.micro_batches,
+            micro_batches=self.planned.micro_batches,
             activations=activations,
             first=first,
         )
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Forecasts of steps that keep more or less. `plain`: the trace of one that recomputes nothing."""
+
+    case: _Case
+    plain: StepTrace
+    moved: Activations
+
+    def trace(self, kept: Kept) -> StepTrace:
+        found = with_kept(self.case.trace, self.plain, kept)
+        return found.with_moved(self.moved.moved_bytes, self.moved.on_ssd_bytes)
+
+    def step(self, plan: Plan, kept: Kept, /, *, two: bool = True) -> Step:
+        return scheduled(self.case.work(plan, self.trace(kept), two=two))
 
 
 def _takes_over(request: Request, planned: Planned) -> bool:

@@ -5,28 +5,29 @@ The sums that stand in for a measurement are those of `ds_slide.runtime.memory.s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from ds_slide.plan.allocations import slot_bytes, streamed
-from ds_slide.plan.forecast import WORKSPACE_BYTES, Activations, Room
+from ds_slide.plan.forecast import WORKSPACE_BYTES, Room
 from ds_slide.plan.keeping import Keepable, Kept, kept_within
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.movable import movable_states
 from ds_slide.plan.needs import Needs, UnitSize
-from ds_slide.plan.sharing import MEMORY_RATE, Offer, StepTimes, for_states, share_out
+from ds_slide.plan.sharing import MEMORY_RATE, Offer, for_states, share_out
 from ds_slide.plan.spare import MARGIN_SHARE, Movable, Slots, inputs_missing, least_slots, spare_bytes
-from ds_slide.plan.time import StepTime
+from ds_slide.plan.step_model import Step
 from ds_slide.runtime.memory.spare_memory import LOOKS
 
 
-class TimeOf(Protocol):
-    """A step with a plan, and with so much kept. `two`: its updates may be done in two passes."""
+class Forecaster(Protocol):
+    """Knows one training step."""
 
-    def __call__(self, plan: Plan, kept: Kept, *, two: bool) -> StepTime: ...
+    def step(self, plan: Plan, kept: Kept, /, *, two: bool = True) -> Step:
+        """Return it with this plan and these activations kept. `two`: its updates may be done in two passes."""
 
 
 @dataclass(frozen=True)
@@ -62,54 +63,53 @@ class Spare:
         return (self.room.gpu_for_plan or 0) - WORKSPACE_BYTES - plan.gpu_bytes
 
 
-def decide(
-    plan: Plan,
-    spare: Spare,
-    keepable: Sequence[Keepable],
-    slowed: Callable[[Kept], Sequence[Keepable]],
-    time_of: TimeOf,
-    *,
-    moves_states: bool,
-    passes: int,
-) -> tuple[Plan, Activations, Sequence[tuple[Plan, Kept]]]:
-    """The plan with promoted units and the activations that are kept then, and what the looks before the last one have
-    decided. `keepable`: by the number of the unit; `slowed`: with what the mixtures that are kept take of the host,
-    which is measured then. `passes`: of a step through the window."""
-    checkpointed = frozenset(each.order for each in keepable)
+@dataclass(frozen=True)
+class Question:
+    """What is decided about. `keepable`: blocks, by the number of the unit. `passes`: of a step through the window."""
+
+    plan: Plan
+    spare: Spare
+    keepable: Sequence[Keepable]
+    forecaster: Forecaster
+    moves_states: bool
+    passes: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """`plan`: with promoted units. `kept`: activations. `before`: plan and activations of the steps in between."""
+
+    plan: Plan
+    kept: Kept
+    before: Sequence[tuple[Plan, Kept]] = ()
+
+
+def decide(question: Question) -> Decision:
+    """Return what the engine decides, after as many looks as it takes."""
+    plan, kept, spare = question.plan, Kept(), question.spare
     if not spare.exists:
-        return plan, Activations(checkpointed), []
+        return Decision(plan, kept)
     decided: list[tuple[Plan, Kept]] = []
-    kept = Kept()  # before the first look nothing is
     for look in LOOKS:
-        coming = time_of(plan, kept, two=True)
+        coming = question.forecaster.step(plan, kept)
         # The updates of the step that is measured first are queued by the one before it, whose own are the first of
         # all: the host makes every page of the states then, for seconds, which no second pass would hide.
-        step = time_of(plan, kept, two=False) if look == LOOKS[0] else coming
-        keepable = slowed(kept) if kept.mixed else keepable
+        step = question.forecaster.step(plan, kept, two=False) if look == LOOKS[0] else coming
         room, reserve = for_states(spare.bytes_beside(plan), spare.needed, tied=spare.tied)
-        on_ssd = step.ssd_read + step.ssd_written
-        times = StepTimes.of(
-            step.lanes,
-            step.step_s,
-            step.schedule,
-            holding=step.holding_s,
-            inputs=step.ssd_inputs,
-            on_ssd=on_ssd,
-        )
-        times = replace(times, compute=times.compute + kept.seconds(keepable))
-        slots = _slots(plan, passes)
-        movable = _movable(plan) if moves_states else ()
-        choice = share_out(Offer(room, movable, keepable, times, slots, spare.memory_rate, reserve))
+        slots = window_slots(plan, question.passes)
+        movable = _movable(plan) if question.moves_states else ()
+        whole = step.recomputing(kept.seconds(question.keepable))
+        choice = share_out(Offer(room, movable, question.keepable, whole, slots, spare.memory_rate, reserve))
         if choice.states:
             promoted = plan.placement.promoted | choice.states
             plan = plan.with_promoted(promoted, max(choice.slots, slots.least))
-        kept = kept_within(spare.bytes_beside(plan), keepable, first=coming.schedule == "two passes")
+        kept = kept_within(spare.bytes_beside(plan), question.keepable, first=coming.schedule == "two passes")
         decided.append((plan, kept))
-    return plan, Activations(checkpointed, kept, kept.nbytes(keepable)), decided[:-1]
+    return Decision(plan, kept, decided[:-1])
 
 
-def _slots(plan: Plan, passes: int) -> Slots:
-    """As `ds_slide.runtime.memory.states` has them."""
+def window_slots(plan: Plan, passes: int) -> Slots:
+    """Return the window's slots, as `ds_slide.runtime.memory.states` has them."""
     window, blocks = plan.placement.window, len(streamed(plan.units, plan.placement))
     nbytes = slot_bytes(plan.units, plan.needs, plan.placement)
     return Slots(min(window, blocks), least_slots(window, plan.needs), nbytes, blocks, passes)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ds_slide.config import shown
 from ds_slide.errors import SlideError
@@ -104,12 +104,13 @@ class Ceilings(_Figures):
     process_bytes: int | None = Field(default=None, gt=0)
     """Of host memory: a process that trains, with the GPU where there is one, before an engine is built. None: not
     measured, as in files of before."""
-    engine_operation_s: float | None = Field(default=None, gt=0)
-    """Seconds of the host under an engine for an operation of the GPU: Python, hooks and the launch. None: not
-    measured, or no GPU."""
-    engine_visit_s: float | None = Field(default=None, ge=0)
-    """Seconds of the host beside its operations, for a block that passes through the window, each way. None: not
-    measured, as in files of before."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_before(cls, found: Any) -> Any:
+        """Leave out what files of before have of the host's time."""
+        of_host = ("operation_s", "engine_operation_s", "engine_visit_s")
+        return {key: found[key] for key in found if key not in of_host} if isinstance(found, Mapping) else found
 
     def process_of(self, *, on_gpu: bool) -> int | None:
         """`process_bytes` where they are those of a process that computes there, None where it was the other one."""

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_slide.plan.sharing import MEMORY_RATE, Offer, StepTimes, for_states, share_out
+from ds_slide.plan.sharing import MEMORY_RATE, Offer, for_states, share_out
 from ds_slide.plan.spare import (
     MARGIN_SHARE,
     MOST_MARGIN_SHARE,
@@ -35,7 +35,7 @@ from ds_slide.plan.spare import (
     inputs_missing,
     spare_bytes,
 )
-from ds_slide.plan.two_passes import Schedule, Schedules
+from ds_slide.plan.step_model import Change, Schedule, Schedules, Step
 from ds_slide.report.log import log, size
 from ds_slide.report.statistics import UPDATE, StepRecorder, StepStatistics
 from ds_slide.runtime.activations.activations import Activations, shape_of
@@ -468,13 +468,12 @@ class SpareMemory:
             room = min(0.0, self._room(None, with_gradient=True, elsewhere=elsewhere))
         room, reserve = for_states(room, self._need.nbytes, tied=self._is_tied, varying=len(self._shapes) > 1)
         inputs = 2 * forwards * self.activations.statistics.get("moved_to_ssd_bytes", 0)
-        times = _times(latest, self._updating.schedules().measured, inputs)
         kept_s = self.activations.kept_seconds
-        times = replace(times, compute=times.compute + kept_s)
+        step = _measured(latest, self._updating.schedules().measured, inputs).recomputing(kept_s)
         slots = NO_SLOTS if self.states is None else self.states.slots(forwards)
         rate = (None if self._budget.gpu is None else self._budget.gpu.memory_rate()) or MEMORY_RATE
         keepable = self.activations.keepable(shape)
-        return Record(Offer(room, (), keepable, times, slots, rate, reserve), kept_s)
+        return Record(Offer(room, (), keepable, step, slots, rate, reserve), kept_s)
 
     def _share_out(self, record: Record) -> None:
         offer = record.offer
@@ -496,7 +495,7 @@ class SpareMemory:
             log.info(
                 f"{size(room)} of the GPU are spare{beside}: room for the states of {len(choice.states)} more units "
                 f"and the activations of {choice.kept} of {len(offer.activations)} checkpointed blocks{parts}; "
-                f"expected: {choice.seconds:.3f} s a step, after {offer.times.predicted(record.kept_s, 0.0, 0.0):.3f} s"
+                f"expected: {choice.seconds:.3f} s a step, after {offer.step.after(Change(record.kept_s)):.3f} s"
             )
 
 
@@ -506,9 +505,10 @@ def _usable(gpu: GpuMemory) -> tuple[int, int]:
     return free + gpu.allocated(), total
 
 
-def _times(step: StepStatistics, schedule: Schedule, inputs: int) -> StepTimes:
-    """`inputs`: bytes of inputs of blocks that the disk has written and read."""
+def _measured(step: StepStatistics, schedule: Schedule, inputs: int) -> Step:
+    """Return a step that was measured. `inputs`: bytes of inputs of blocks that the disk has written and read."""
     busy = {lane: float(totals["busy_s"]) for lane, totals in step.lanes.items()}
     on_ssd = step.ssd.get("read_bytes", 0) + step.ssd.get("written_bytes", 0)
     holding = float(step.lanes.get(UPDATE, {}).get("holding_s", 0.0))
-    return StepTimes.of(busy, step.step_s, schedule, holding=holding, inputs=inputs, on_ssd=on_ssd)
+    share = min(1.0, inputs / on_ssd) if on_ssd else 0.0
+    return Step(schedule, step.step_s, busy, holding_s=holding, inputs_share=share)

@@ -1,10 +1,4 @@
-"""Whether deferred updates are done in two passes: the weights under the next forward, the states under its backward.
-
-The next forward needs the new weights only. A pass over these reads gradient, states and master and writes the master,
-18 bytes a parameter (AdamW in fp32) instead of 26; a second pass computes the same states from the same inputs and
-writes them, 18 bytes more, before the block's next gradient arrives. A step then costs max(forward, 18/26 of the
-update) + max(backward, 18/26 of the update) instead of max(forward, update) + backward.
-"""
+"""Whether deferred updates are done in two passes, by what a step has measured (`plan.step_model.two_passes`)."""
 
 from __future__ import annotations
 
@@ -14,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from ds_slide.plan.two_passes import PASS_SHARE, exceeds, one_backward, second_pays
+from ds_slide.plan.step_model import Updates, mean_backward_s
 
 
 class Passes:
@@ -55,12 +49,11 @@ class Passes:
             taken, self._update_s = self._update_s, 0.0
         two = self._wanted == 2
         if self._step_ended is not None and self._backward_began is not None:
-            whole, awaited = (taken / (2 * PASS_SHARE), taken / 2) if self.two else (taken, taken)
+            backward = mean_backward_s(time.perf_counter() - self._backward_began, backwards)
             forward = self._backward_began - self._step_ended
-            backward = one_backward(time.perf_counter() - self._backward_began, backwards)
-            self.exceed_forward = exceeds(whole, forward)
-            hides = max(0.0, forward - awaited) + reach * backward
-            two |= self._wanted == "auto" and self.exceed_forward and second_pays(whole, hides)
+            updates = Updates.measured(taken, forward, reach * backward, in_two=self.two)
+            self.exceed_forward = updates.exceed_forward
+            two |= self._wanted == "auto" and updates.two_passes_pay
         self.did_two, self.two = self.two, two and not speculated
 
     def end_step(self) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from ds_slide.optim.rule import Hyper, Part
-from ds_slide.plan.two_passes import Schedules
+from ds_slide.plan.step_model import Schedules
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import Marker
 from ds_slide.runtime.core.unit import Unit, Update

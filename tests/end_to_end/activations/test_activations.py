@@ -37,8 +37,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
-from ds_slide.plan.sharing import StepTimes
 from ds_slide.plan.spare import Shape
+from ds_slide.plan.step_model import Step
 from ds_slide.runtime.core.calls import in_backward
 from ds_slide.runtime.memory import spare_memory
 from ds_slide.runtime.memory.spare_memory import LOOKS
@@ -396,7 +396,7 @@ def test_nothing_is_left_behind_an_exception(error: type[BaseException]) -> None
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_states_and_activations_share_the_limit(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which lane stands still is a matter of chance here, so that is given; the rest is as it comes."""
-    monkeypatch.setattr(spare_memory, "_times", lambda *_, **__: StepTimes(1.0, 1.0, 0.5))
+    monkeypatch.setattr(spare_memory, "_measured", lambda *_: Step("deferred", 2.0, {"compute": 1.0, "update": 0.5}))
     limit, data = 2_500_000, batches(STEPS * SCHEDULES[schedule][1])
     model = checkpointed(MODELS["llama"](), False)
     torch.manual_seed(3)
@@ -417,7 +417,7 @@ def test_states_and_activations_share_the_limit(schedule: str, monkeypatch: pyte
 
 def test_slots_of_an_automatic_window_give_way_to_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that the user has set stays, also when blocks that had gone past it come back."""
-    monkeypatch.setattr(spare_memory, "_times", lambda *_, **__: StepTimes(1.0, 1.0, 0.5))
+    monkeypatch.setattr(spare_memory, "_measured", lambda *_: Step("deferred", 2.0, {"compute": 1.0, "update": 0.5}))
     found = []
     for grows in (True, False):
         model = checkpointed(MODELS["llama"](), False)
@@ -459,7 +459,7 @@ def test_only_attention_that_keeps_its_probabilities_grows_with_the_length_squar
 @pytest.mark.parametrize("seed", range(3))
 def test_batches_of_any_length_fit(seed: int, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All memory is in use, by states and by activations, and the longest batch that fits as written still does."""
-    monkeypatch.setattr(spare_memory, "_times", lambda *_, **__: StepTimes(1.0, 1.0, 0.5))
+    monkeypatch.setattr(spare_memory, "_measured", lambda *_: Step("deferred", 2.0, {"compute": 1.0, "update": 0.5}))
     model, random = checkpointed(llama(attn_implementation=attention), False), Random(seed)
     with engine_for(model, config_of({"gpu_states": "auto"})) as engine:
         parts = engine.optimizer.runtime.parts

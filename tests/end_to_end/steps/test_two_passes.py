@@ -13,13 +13,15 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from harness import Result, batches, causal_loss, differences, ds_config, engine_for, llama, on_ssd, trained
 
+from ds_slide.plan.step_model import Updates
+from ds_slide.plan.step_model.two_passes import PASS_SHARE
 from ds_slide.runtime.updates import passes
 from ds_slide.runtime.updates.passes import Passes
 
 STEPS = 4
 DELAYS = {"lane_delay_ms": 3.0, "seed": 2}
 # What a whole update of the same time would be, and what the two passes take.
-WHOLE, TWO = 1.0, 2 * passes.PASS_SHARE
+WHOLE, TWO = 1.0, 2 * PASS_SHARE
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "usual": ({}, {}),
@@ -125,7 +127,7 @@ def test_two_where_updates_hold_up_the_forward_and_backward_has_room(
     decided = []
     for _ in range(6):  # each step is as long as the choice before it makes it
         before = of.two
-        share = passes.PASS_SHARE if of.two else 1.0
+        share = PASS_SHARE if of.two else 1.0
         took = update * (TWO if of.two else WHOLE)
         later = update * share if of.two else 0.0
         decided.append(step_of(of, max(forward, update * share), max(backward, later), took))
@@ -145,8 +147,13 @@ def test_a_second_pass_is_hidden_by_one_backward_as_far_as_updates_reach(
 def test_the_forward_that_is_measured_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed calls the optimizer before each forward as before each backward."""
     forwards, backwards = list[float](), list[int]()
-    monkeypatch.setattr(passes, "exceeds", lambda _, forward: bool(forwards.append(forward)))
-    monkeypatch.setattr(passes, "one_backward", lambda _, count: backwards.append(count) or 0.0)
+
+    def measured(_: float, forward_s: float, reach_s: float, **__: bool) -> Updates:
+        forwards.append(forward_s)
+        return Updates(0.0, forward_s, 0.0, reach_s)
+
+    monkeypatch.setattr(Updates, "measured", measured)
+    monkeypatch.setattr(passes, "mean_backward_s", lambda _, count: backwards.append(count) or 0.0)
     model = llama()
     model.model.norm.register_forward_pre_hook(lambda *_: time.sleep(0.05))
     with engine_for(model, config({}, {"accumulation": 2}, 1)) as engine:

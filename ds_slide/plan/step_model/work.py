@@ -1,0 +1,148 @@
+"""What a step asks of each lane, from a plan, the trace of a micro-batch and the ceilings of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from ds_slide.plan.allocations import BLOCK_RING, is_gathered, streamed, undo_bytes
+from ds_slide.plan.disk import StatesOnSsd
+from ds_slide.plan.memory import Plan
+from ds_slide.plan.needs import UnitSize, held_bytes
+from ds_slide.plan.rates import Rates
+from ds_slide.plan.step_model.schedules import Work
+from ds_slide.plan.trace import Segment, StepTrace
+
+BESIDE_COPIES = 0.95
+"""Part of their rate alone that updates of the CPU have in a step: copies to and from the GPU share the host's memory
+with them. 154 GB/s became 131 beside 40 GB/s up (benchmarks/results/2026-11-23_nvidia-h200_update.md), and copies are
+under way for a third of the time."""
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """What a step moves of one unit. `encoded`, `applied`: by its codec on the GPU."""
+
+    up: int = 0
+    down: int = 0
+    update: int = 0
+    held: int = 0
+    undo: int = 0
+    read: int = 0
+    written: int = 0
+    encoded: int = 0
+    applied: int = 0
+
+
+def work_of(plan: Plan, trace: StepTrace, rates: Rates, micro_batches: int, *, two: bool) -> Work:
+    """Return what a step asks for. `two`: its updates may be done in two passes."""
+    placement = plan.placement
+    passing = sorted(streamed(plan.units, placement))
+    again = frozenset(passing[: max(0, len(passing) - placement.window)])
+    on_ssd = StatesOnSsd.of(plan)
+    units = [_bytes_of(plan, index, on_ssd, again, micro_batches) for index in range(len(plan.units))]
+    updated = [index for index, unit in enumerate(units) if unit.update]
+    outer = [index for index in updated if plan.units[index].is_outer]
+    on_gpu = [plan.units[index] for index in placement.on_gpu | placement.promoted]
+    ways_back = placement.ways_back - placement.promoted
+    forward, backward = ([rates.seconds(each.operations) for each in part] for part in (trace.forward, trace.backward))
+    launched = [sum(rates.launches(each.operations) for each in part) for part in (trace.forward, trace.backward)]
+    update, ssd = BESIDE_COPIES * rates.update, rates.ssd or 1.0
+    link = rates.both_ways if again else rates.d2h
+    states = sum(unit.read + unit.written for unit in units)
+    inputs = trace.on_ssd_bytes * micro_batches
+    ring = plan.entry(BLOCK_RING).count
+
+    def bytes_of(what: str, which: Collection[int] | None = None) -> int:
+        return sum(getattr(units[index], what) for index in (range(len(units)) if which is None else which))
+
+    return Work(
+        forward=max(sum(forward), launched[0]),
+        backward=max(sum(backward) + bytes_of("encoded") / rates.copy, launched[1]),
+        launched=launched[0],
+        micro_batches=micro_batches,
+        gpu_update=(sum(map(update_bytes, on_gpu)) + bytes_of("applied")) / rates.copy,
+        up=bytes_of("up") / rates.h2d,
+        again=bytes_of("up", again) / rates.h2d,
+        down=bytes_of("down") / link,
+        update=bytes_of("update") / update,
+        begun=max((units[index].update for index in updated if index not in outer), default=0) / update,
+        holding=sum(2 * unit.held + unit.down for unit in units if unit.held) / update,
+        ahead=bytes_of("update", ways_back) / update,
+        undo=bytes_of("undo") / update,
+        ssd=states / ssd,
+        ssd_ahead=on_ssd.ahead / ssd,
+        inputs_down=trace.moved_bytes / rates.d2h,
+        inputs_up=trace.moved_bytes / rates.h2d,
+        inputs_ssd=trace.on_ssd_bytes / ssd,
+        lead=_through(trace.backward, backward, updated, first=True),
+        reach=_through(trace.backward, backward, updated, first=False),
+        outer=bytes_of("update", outer) / update,
+        outer_last=bytes_of("update", _behind_blocks(trace.backward, plan, outer)) / max(1, bytes_of("update", outer)),
+        outer_copies=bytes_of("down", outer) / link + bytes_of("up", outer) / rates.h2d,
+        from_first=_from(trace.forward, forward, updated, first=True),
+        behind=_from(trace.forward, forward, updated, first=False),
+        through_ring=max(0.0, 1 - ring / len(updated)) if ring and updated else 0.0,
+        held=bool(plan.needs.held_bytes),
+        two=two and not placement.chunks_on_ssd,
+        ssd_read=bytes_of("read") + inputs,
+        ssd_written=bytes_of("written") + inputs,
+        inputs_share=2 * inputs / (states + 2 * inputs) if inputs else 0.0,
+    )
+
+
+def _bytes_of(plan: Plan, index: int, on_ssd: StatesOnSsd, again: Collection[int], micro_batches: int) -> _Bytes:
+    """Return what a step moves of a unit. `again`: blocks that are fetched in each forward and backward."""
+    unit, placement, needs = plan.units[index], plan.placement, plan.needs
+    if index in placement.on_gpu | placement.promoted or not needs.trains:
+        return _Bytes()
+    read = written = 0
+    if index in placement.chunks_on_ssd:
+        read, written = on_ssd.read[index], unit.state_bytes
+    if index in placement.weights_on_ssd:
+        read += unit.share * (2 * micro_batches if index in again else 1)
+        written += unit.share
+    held = held_bytes(unit, needs)
+    if index in placement.gradients_on_ssd:
+        read, written = read + held * micro_batches, written + held * micro_batches
+    # A rank reads the parts of all ranks, or only its own and gathers them with the others' on the GPU.
+    parts = 1 if is_gathered(index, needs, placement) else needs.world_size
+    moves = bool(unit.codec.numel) or unit.kind == "block"
+    return _Bytes(
+        up=parts * unit.written_bytes if moves else 0,
+        down=unit.codec.nbytes,
+        update=update_bytes(unit),
+        held=held,
+        undo=undo_bytes(unit, needs) if index in placement.undo_logs else 0,
+        read=read,
+        written=written,
+        encoded=unit.codec.encode_traffic,
+        applied=unit.codec.apply_traffic(unit.weight_bytes if needs.rounds_masters else 4),
+    )
+
+
+def update_bytes(unit: UnitSize) -> int:
+    """Return the bytes that an update reads and writes: its gradient; weights and states, there and back."""
+    if not unit.codec.numel:
+        return 0
+    weight = unit.written_bytes if unit.codec.compresses else unit.layout.trainable_numel * unit.weight_bytes
+    return unit.codec.nbytes + 2 * (weight + unit.state_bytes)
+
+
+def _behind_blocks(backward: Sequence[Segment], plan: Plan, outer: Collection[int]) -> list[int]:
+    """Return the modules of `outer` whose gradients become complete after the last block's."""
+    complete = [segment.unit for segment in backward if segment.unit is not None]
+    blocks = [place for place, unit in enumerate(complete) if not plan.units[unit].is_outer]
+    return [unit for unit in complete[max(blocks, default=-1) + 1 :] if unit in outer]
+
+
+def _through(segments: Sequence[Segment], seconds: Sequence[float], units: Collection[int], *, first: bool) -> float:
+    """Return the seconds until the first of `units`, or the last, has ended; 0 where none is there."""
+    places = [place for place, segment in enumerate(segments) if segment.unit in units]
+    return sum(seconds[: places[0 if first else -1] + 1]) if places else 0.0
+
+
+def _from(segments: Sequence[Segment], seconds: Sequence[float], units: Collection[int], *, first: bool) -> float:
+    """Return the seconds from the begin of the first of `units`, or the last; 0 where none is there."""
+    places = [place for place, segment in enumerate(segments) if segment.unit in units]
+    return sum(seconds[places[0 if first else -1] :]) if places else 0.0
