@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ds_slide import _native
-from ds_slide.store.ssd.disk_load import Load, put_load
+from ds_slide.store.ssd.bandwidth import Load, put_load
 
 CEILING_SECONDS = 2.4
 # Each of its halves holds what a disk of 4 GB/s reads or writes in that time.

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ds_slide.checkpoint.mapped import MappedFiles
-from ds_slide.checkpoint.pickle_writer import PIECE, Planned
+from ds_slide.checkpoint.archive import PIECE, Planned
+from ds_slide.checkpoint.restricted import MappedFiles
 from ds_slide.checkpoint.state_buffers import pieces
 from ds_slide.compression.lsp.codec import Lsp, Pair
 from ds_slide.compression.lsp.projector import Projector

@@ -18,8 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from ds_slide.checkpoint.opening import regular_file
-from ds_slide.checkpoint.sums import Sum, sum_of_file
+from ds_slide.checkpoint.sums import Sum, regular_file, sum_of_file
 from ds_slide.errors import SlideError
 
 NAME = "ds_slide_manifest.json"

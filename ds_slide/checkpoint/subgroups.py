@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_slide.checkpoint.mapped import MappedFiles
-from ds_slide.checkpoint.pickle_writer import PIECE, Planned
+from ds_slide.checkpoint.archive import PIECE, Planned
+from ds_slide.checkpoint.restricted import MappedFiles
 from ds_slide.checkpoint.state_buffers import MASTER, HasState, as_weights, pieces, read_values, write_values
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry

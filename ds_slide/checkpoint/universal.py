@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_slide.checkpoint.mapped import MappedFiles
-from ds_slide.checkpoint.names import OPTIMIZER_STATE_DICT, PARAM
+from ds_slide.checkpoint.restricted import MappedFiles
 from ds_slide.checkpoint.state_buffers import MASTER
 from ds_slide.checkpoint.subgroups import Flat, SubGroups
 from ds_slide.errors import SlideError
@@ -128,3 +127,10 @@ def _loaded(path: Path, files: MappedFiles) -> Any:
             f"the universal checkpoint's file {path} cannot be read ({error.strerror}); {_AGAIN}, made from the model "
             "that is trained"
         ) from error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# DeepSpeed's keys in its checkpoint files, by the names of `deepspeed.checkpoint.constants`.
+
+OPTIMIZER_STATE_DICT = "optimizer_state_dict"
+PARAM = "param"

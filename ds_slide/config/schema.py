@@ -22,9 +22,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from ds_slide.config.old_names import refuse_moved, under_new_names
-from ds_slide.config.paths import check_directory_text
-from ds_slide.config.shown import shown, shown_key
-from ds_slide.config.sizes import SIZE_HELP, parse_bytes
+from ds_slide.config.values import SIZE_HELP, check_directory_text, parse_bytes, shown, shown_key
 from ds_slide.errors import SlideConfigError
 
 CONFIG_KEY = "ds_slide"
@@ -72,7 +70,7 @@ MOST_THREADS = 4096
 LAST_CORE = 1023  # a cpu_set_t has 1,024 bits
 MOST_DELAY_MS = 60_000
 LEAST_HANG_TIMEOUT_S, MOST_HANG_TIMEOUT_S = 0.1, 100_000_000
-# A disk that would get less than one stripe in 32 is left out (ds_slide.store.ssd.striping), so more are of no use.
+# A disk that would get less than one stripe in 32 is left out (ds_slide.store.ssd.extents), so more are of no use.
 MOST_DIRECTORIES = 32
 MOST_TRACED_STEPS = 100  # some thousand events each, which wait in memory until the last of them has ended
 _LARGEST_SEED = 2**63 - 1

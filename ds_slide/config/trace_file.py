@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 
-from ds_slide.config.paths import expanded_directory
 from ds_slide.config.schema import CONFIG_KEY, TraceConfig
-from ds_slide.config.shown import shown
+from ds_slide.config.values import expanded_directory, shown
 from ds_slide.errors import SlideConfigError
 from ds_slide.report.trace import TraceRequest
 

@@ -24,12 +24,11 @@ from ds_slide.errors import SlideConfigError
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.refused import REMOVE
 from ds_slide.model.layout import ParameterInfo, build_layout
-from ds_slide.model.precision import Precision
-from ds_slide.model.structure import PrecisionOf, UnitSpec, find_structure, parameter_numel, parameter_shape
+from ds_slide.model.structure import Precision, PrecisionOf, UnitSpec, find_structure, parameter_numel, parameter_shape
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.patching.apply import Replaced, apply_kernels
+from ds_slide.patching.head import stream_head
 from ds_slide.patching.kinds import Which
-from ds_slide.patching.streamed_head import stream_head
 from ds_slide.plan.memory import Budgets, Plan, Taken, make_plan
 from ds_slide.plan.probe.file_mappings import FileMappings
 from ds_slide.plan.probe.host_room import groups, host_room, share_with
@@ -45,7 +44,7 @@ from ds_slide.runtime.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.weights.rows import chunk_rows
 from ds_slide.runtime.weights.sharing import open_sharing
 from ds_slide.runtime.weights.streamed_head import StreamedHead, check_is_outer, find_streamed_head
-from ds_slide.store.page_locks import require_page_locks
+from ds_slide.store.host_memory import require_page_locks
 
 
 def assemble(

@@ -1,7 +1,7 @@
 """Checkpoints of an engine that runs DS-Slide: crash-safe, and in bounded memory however large the model.
 
 The files are DeepSpeed's, for its tools and for stock ZeRO-3. `checkpoint_save` and `load_checkpoint` say what is done
-when. Of `ds_slide.checkpoint`, `archive`, `pickle_writer`, `sums` and `mapped` write and read one file piece by piece;
+when. Of `ds_slide.checkpoint`, `archive`, `sums` and `restricted` write and read one file piece by piece;
 `publish` and `manifest` make the files of all ranks one checkpoint, which is there or not.
 
 The engine gets these as attributes of the object: the class, and with it every engine without the key, keeps
@@ -25,7 +25,7 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_slide.checkpoint import compressed, restricted
-from ds_slide.checkpoint.pickle_writer import PIECE
+from ds_slide.checkpoint.archive import PIECE
 from ds_slide.checkpoint.state_buffers import write_frozen
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.integration.checkpoint_files import Reading, SlideCheckpointEngine, together

@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from ds_slide.checkpoint import restricted
 from ds_slide.checkpoint.archive import Archive
-from ds_slide.checkpoint.mapped import MappedFiles
+from ds_slide.checkpoint.restricted import MappedFiles
 from ds_slide.errors import SlideError
 
 # The loss scalers are in the optimizer's file, also without loss scaling; the stage likewise, in stock's.

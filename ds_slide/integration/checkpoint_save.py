@@ -19,12 +19,9 @@ from deepspeed.git_version_info import version
 from torch import nn
 
 from ds_slide.checkpoint import compressed, restricted
-from ds_slide.checkpoint.agreement import Agreement
-from ds_slide.checkpoint.archive import Archive, Wrote
-from ds_slide.checkpoint.background import BackgroundSave
-from ds_slide.checkpoint.pickle_writer import Planned
-from ds_slide.checkpoint.publish import Staging, checked_tag, new_name, reached
-from ds_slide.checkpoint.snapshot import Snapshot
+from ds_slide.checkpoint.archive import Archive, Planned, Wrote
+from ds_slide.checkpoint.background import BackgroundSave, Snapshot
+from ds_slide.checkpoint.publish import Agreement, Staging, checked_tag, new_name, reached
 from ds_slide.checkpoint.state_buffers import read_weights
 from ds_slide.checkpoint.subgroups import States
 from ds_slide.checkpoint.sums import Sum

@@ -14,10 +14,10 @@ from deepspeed import comm as dist
 from ds_slide.checkpoint import compressed
 from ds_slide.checkpoint.archive import is_ours
 from ds_slide.checkpoint.manifest import NAME, Manifest, newest_whole_tag
-from ds_slide.checkpoint.mapped import MappedFiles
-from ds_slide.checkpoint.opening import tag_in
 from ds_slide.checkpoint.publish import checked_tag, recover
+from ds_slide.checkpoint.restricted import MappedFiles
 from ds_slide.checkpoint.state_buffers import MASTER
+from ds_slide.checkpoint.sums import tag_in
 from ds_slide.checkpoint.universal import LATEST
 from ds_slide.errors import SlideError
 from ds_slide.integration.checkpoint_files import require_same_parameters, together

@@ -23,9 +23,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_slide.checkpoint import state_buffers
+from ds_slide.checkpoint.archive import PIECE, materialized
 from ds_slide.checkpoint.background import BackgroundSave
-from ds_slide.checkpoint.mapped import MappedFiles
-from ds_slide.checkpoint.pickle_writer import PIECE, materialized
+from ds_slide.checkpoint.restricted import MappedFiles
 from ds_slide.checkpoint.state_buffers import require_no_update
 from ds_slide.checkpoint.subgroups import States, SubGroups, load_settings
 from ds_slide.checkpoint.universal import UniversalCheckpoint
@@ -46,8 +46,7 @@ from ds_slide.integration.newcomers import Newcomers, OptimizerGroups
 from ds_slide.integration.ownership import part_in_backward
 from ds_slide.integration.parameter_offload import Coordinator, ParameterOffload
 from ds_slide.integration.update_rules import rule_of
-from ds_slide.model.precision import Precision
-from ds_slide.model.structure import PrecisionOf
+from ds_slide.model.structure import Precision, PrecisionOf
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.gradients.norm_watch import NormWatch
 from ds_slide.runtime.unfreezing import Limits, give_states

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_slide.patching.head import StreamedLinear
 from ds_slide.patching.rows import ROWS, rows_of
-from ds_slide.patching.streamed_head import StreamedLinear
 
 WholeWeights = Callable[[Sequence[nn.Parameter]], dict[nn.Parameter, torch.Tensor]]
 """New tensors with the whole weights of the parameters that the engine has."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_slide.errors import SlideConfigError
-from ds_slide.optim.fp32 import add, div, mul, sqrt, sub
+from ds_slide.optim.rounding import add, div, mul, sqrt, sub
 from ds_slide.optim.rule import StateSpec, UpdateRule, fp32, options_on, require_ranges
 
 # Parameters of torch's Adam that change the result and that DS-Slide does not have.

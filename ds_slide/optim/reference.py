@@ -1,6 +1,6 @@
 """One step of any update rule in plain torch, on any device: what the C++ and GPU kernels must match bit by bit.
 
-The arithmetic is that of `ds_slide.optim.fp32`, the rule's own part is `UpdateRule.reference_step`.
+The arithmetic is that of `ds_slide.optim.rounding`, the rule's own part is `UpdateRule.reference_step`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ds_slide.optim.fp32 import flush, mul
 from ds_slide.optim.low_precision import GROUP, to_fp32
-from ds_slide.optim.rounding import check_first, random_bits, round_8bit, round_bf16
+from ds_slide.optim.rounding import check_first, flush, mul, random_bits, round_8bit, round_bf16
 from ds_slide.optim.rule import Hyper
 
 _CHUNK = 1 << 22

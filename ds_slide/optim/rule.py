@@ -81,7 +81,7 @@ ReferenceStep = Callable[
     [Any, Any, torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], tuple[torch.Tensor, Sequence[torch.Tensor]]
 ]
 """(hyper, its constants, fp32 weight, fp32 gradient after its factor, fp32 states) -> (new weight, new states), by the
-arithmetic of `ds_slide.optim.fp32`; all [n]."""
+arithmetic of `ds_slide.optim.rounding`; all [n]."""
 
 GpuStep = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor, Any, float], None]
 """(bf16 weight, int16 remainder, fp32 states, gradient, hyper, grad_scale): one step in place on flat CUDA tensors of

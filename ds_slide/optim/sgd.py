@@ -30,7 +30,7 @@ from ds_slide.kernels.offload.split_master import (
     store_master,
     vector_parts,
 )
-from ds_slide.optim.fp32 import add, mul, sub
+from ds_slide.optim.rounding import add, mul, sub
 from ds_slide.optim.rule import StateSpec, UpdateRule, fp32, options_on, range_problems, require_ranges
 
 # Parameters of torch's SGD that change the result and that DS-Slide does not have.

@@ -12,8 +12,7 @@ from torch import nn
 
 from ds_slide.patching.gated_mlp import GatedMlpPatcher
 from ds_slide.patching.head import patch_loss
-from ds_slide.patching.instance import replaced_kind
-from ds_slide.patching.kinds import Which, resolve_kinds
+from ds_slide.patching.kinds import Which, replaced_kind, resolve_kinds
 from ds_slide.patching.norms import NormPatcher
 from ds_slide.patching.rotary import RotaryPatcher
 

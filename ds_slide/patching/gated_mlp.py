@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ds_slide.patching.instance import Forward, ForwardPatch, own_forward, plain_attributes, replace_forward
-from ds_slide.patching.kinds import gains_on
+from ds_slide.patching.kinds import Forward, ForwardPatch, gains_on, own_forward, plain_attributes, replace_forward
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -18,10 +18,9 @@ from torch import nn
 from torch.nn import functional
 
 from ds_slide.errors import SlideError
-from ds_slide.patching.instance import Forward, ForwardPatch, replace_forward
-from ds_slide.patching.kinds import autocast_dtype, runs_on, say_unused
+from ds_slide.patching.kinds import Forward, ForwardPatch, autocast_dtype, replace_forward, runs_on, say_unused
 from ds_slide.patching.pending import HINT, PendingLogits, Source
-from ds_slide.patching.rows import in_dtype_of, rows_of, streamed_logits
+from ds_slide.patching.rows import ROWS, HeadRows, in_dtype_of, rows_of, streamed_logits
 
 STATE = "_slide_loss"
 KNOWN = {"logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels", "kwargs"}
@@ -236,3 +235,33 @@ def _counting(signature: inspect.Signature, original: Forward) -> Forward:
             state.forwards -= 1
 
     return forward
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A head whose weight is not on the GPU: its rows come in chunks while it computes, and their gradients go.
+
+
+class StreamedLinear(nn.Linear):
+    """A head that computes logits; `LossLinear` is the one that computes the loss, too."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return streamed_logits(self, input)
+
+
+@dataclass(frozen=True)
+class StreamedHeadPatch:
+    head: nn.Module
+
+    def undo(self) -> None:
+        self.head.__dict__.pop(ROWS, None)
+        if type(self.head) is StreamedLinear:
+            self.head.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+def stream_head(head: nn.Linear, rows: HeadRows) -> StreamedHeadPatch:
+    """Make `head`, a plain nn.Linear or the loss's, compute with `rows` instead of its weight."""
+    head.__dict__[ROWS] = rows
+    if type(head) is not LossLinear:
+        assert type(head) is nn.Linear
+        head.__class__ = StreamedLinear
+    return StreamedHeadPatch(head)

@@ -13,8 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_slide.patching.instance import Forward, ForwardPatch, own_forward, plain_attributes, replace_forward
-from ds_slide.patching.kinds import autocasts_to_fp32, gains_on, interprets, is_one_token, say_unused
+from ds_slide.patching.kinds import (
+    Forward,
+    ForwardPatch,
+    autocasts_to_fp32,
+    gains_on,
+    interprets,
+    is_one_token,
+    own_forward,
+    plain_attributes,
+    replace_forward,
+    say_unused,
+)
 
 EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 # Another order of the same operations changes the last bit of a few bf16 values; another place of the rounding changes

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ds_slide.errors import SlideError
-from ds_slide.patching.identity import identity
 from ds_slide.patching.kinds import autocast_dtype
 from ds_slide.patching.rows import weight_version
 
@@ -226,3 +225,35 @@ def _numbers(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_numbers(item) for item in value)
     return value
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The same tensor behind an autograd node of its own.
+
+
+class _Identity(torch.autograd.Function):
+    """No view: what a script does to a view in place leaves out the node of that view, with the hooks on it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+    @staticmethod
+    def jvp(_ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent.view_as(tangent)
+
+
+def identity(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` behind a node of its own, on the same memory and with the same version counter."""
+    made: torch.Tensor = _Identity.apply(tensor)
+    return made

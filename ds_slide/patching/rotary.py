@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_slide.patching.instance import Forward, ForwardPatch, own_forward, replace_forward
-from ds_slide.patching.kinds import gains_on, say_unused
+from ds_slide.patching.kinds import Forward, ForwardPatch, gains_on, own_forward, replace_forward, say_unused
 
 NAME = "apply_rotary_pos_emb"
 Rotary = Callable[..., Any]

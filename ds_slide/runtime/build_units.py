@@ -33,12 +33,13 @@ from ds_slide.store.in_memory import (
     InMemory,
     KeptOnGpu,
     NotHeld,
+    PartOfWeightsOnGpu,
+    PartOfWhole,
     StatesInMemory,
     WeightsInMemory,
     WeightsOnGpu,
 )
 from ds_slide.store.memory_file import SharedHostMemory
-from ds_slide.store.part_of_whole import PartOfWeightsOnGpu, PartOfWhole
 from ds_slide.store.spare_buffers import SpareBuffers, WayBack
 from ds_slide.store.state import UnitState
 from ds_slide.store.state_buffers import REMAINDER_DTYPE, StateBufferSpec

@@ -9,13 +9,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ds_slide.compression.codec import GradientCodec
-from ds_slide.compression.identity import Identity
+from ds_slide.compression.codec import GradientCodec, Identity
 from ds_slide.compression.lsp.codec import Lsp, subspace
 from ds_slide.config import SlideConfig
 from ds_slide.model.layout import UnitLayout
-from ds_slide.model.precision import Precision
-from ds_slide.model.structure import UnitSpec, parameter_shape
+from ds_slide.model.structure import Precision, UnitSpec, parameter_shape
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize

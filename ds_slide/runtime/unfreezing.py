@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ds_slide.compression.identity import Identity
+from ds_slide.compression.codec import Identity
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import UnitLayout, align_up, with_later
 from ds_slide.plan.allocations import (

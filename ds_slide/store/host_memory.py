@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import mmap
+import resource
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ds_slide.errors import SlideError
-from ds_slide.store.untouched import untouched_bytes
 
 
 class HostMemory:
@@ -97,3 +102,85 @@ class HostMemory:
             f"{self.total_bytes:,} bytes ({error}); lower ds_slide.host_memory, raise ds_slide.gpu_states, "
             "or use a machine with more memory"
         )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory that a process has been given and has not touched yet: the operating system still counts it as free.
+
+_LOOK_PAGES = 1 << 20
+"""Pages of one question to the kernel, which answers with a byte a page."""
+
+
+def untouched_bytes(ranges: Iterable[tuple[int, int]]) -> int:
+    """Bytes that were never touched of page-aligned memory, given as (address, bytes). A page that was swapped out
+    counts as untouched."""
+    return sum(_untouched_pages(address, -(-size // mmap.PAGESIZE)) for address, size in ranges) * mmap.PAGESIZE
+
+
+def _untouched_pages(address: int, pages: int) -> int:
+    untouched = 0
+    for first in range(0, pages, _LOOK_PAGES):
+        count = min(_LOOK_PAGES, pages - first)
+        present = ctypes.create_string_buffer(count)
+        start, length = address + first * mmap.PAGESIZE, count * mmap.PAGESIZE
+        if _mincore()(ctypes.c_void_p(start), ctypes.c_size_t(length), present) == 0:
+            # The lowest bit of each byte says whether the page is there; the others are reserved.
+            untouched += count - sum(present.raw.translate(_LOWEST_BIT))
+    return untouched
+
+
+_LOWEST_BIT = bytes(value & 1 for value in range(256))
+
+
+@functools.cache
+def _mincore() -> Any:
+    return ctypes.CDLL(None).mincore
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The limit of the shell on page-locked memory (RLIMIT_MEMLOCK, `ulimit -l`), where it is one.
+#
+# mlock keeps to it. NVIDIA's driver does not: for a user without privileges and with a limit of 64 KiB it registered
+# 1 GiB (driver 580.159, Linux 6.18), while mlock of 64 MiB failed. Most systems set 8 MiB, so that to count it as a
+# budget would refuse nearly every run that works. Whether this driver keeps to it is therefore asked of the driver,
+# before a run takes memory.
+
+_STATUS = Path("/proc/self/status")
+_CAP_IPC_LOCK = 1 << 14
+# The question: so much more than the limit.
+_BEYOND = 4 << 20
+# Of a higher limit it would take longer than it is worth: 0.35 s a GiB. What the driver refuses then, it refuses while
+# the states are placed.
+_HIGHEST_ASKED = 1 << 30
+
+
+def page_lock_limit() -> int | None:
+    """Bytes, None where this process has no such limit."""
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if soft == resource.RLIM_INFINITY or _is_exempt() else soft
+
+
+def require_page_locks(nbytes: int) -> None:
+    """Raise SlideError where a run with up to `nbytes` of memory that the GPU copies from would exceed a limit that the
+    driver keeps to."""
+    from ds_slide import _native
+
+    limit = page_lock_limit()
+    if limit is None or nbytes <= limit or limit > _HIGHEST_ASKED:
+        return
+    try:
+        _native.Slab(limit + _BEYOND, True, False).close()
+    except RuntimeError as error:
+        raise SlideError(
+            f"host tier: the GPU copies from up to {nbytes:,} bytes of page-locked memory, but RLIMIT_MEMLOCK "
+            f"(ulimit -l) is {limit:,} and the driver keeps to it ({' '.join(str(error).split())}); raise that limit, "
+            "as with `ulimit -l unlimited` or the container's --ulimit memlock=-1"
+        ) from error
+
+
+def _is_exempt() -> bool:
+    """Whether this process has the capability CAP_IPC_LOCK, as root has."""
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) & _CAP_IPC_LOCK)
+    return False

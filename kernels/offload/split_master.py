@@ -1,6 +1,6 @@
 """What the update kernels of all rules share: the fp32 master in its two buffers, zero for subnormals, the launches.
 
-The arithmetic of an update is that of `ds_slide.optim.fp32`: every fp32 operation rounded separately (fusion into
+The arithmetic of an update is that of `ds_slide.optim.rounding`: every fp32 operation rounded separately (fusion into
 multiply-add is switched off at launch, division and square root are the rounded ones) and subnormal operands and
 results flushed to zero, as the CPU does.
 """

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_slide.checkpoint import pickle_writer
-from ds_slide.checkpoint.archive import Archive
-from ds_slide.checkpoint.mapped import MappedFiles
-from ds_slide.checkpoint.pickle_writer import Planned, materialized
+from ds_slide.checkpoint import archive as pickle_writer
+from ds_slide.checkpoint.archive import Archive, Planned, materialized
+from ds_slide.checkpoint.restricted import MappedFiles
 from ds_slide.checkpoint.state_buffers import joined
 from ds_slide.checkpoint.sums import Sum, sum_of, sum_of_file, total
 from ds_slide.errors import SlideError

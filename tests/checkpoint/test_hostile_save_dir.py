@@ -17,7 +17,7 @@ from ds_slide.checkpoint.leftovers import REPLACED, SAVING, recover, remove_dead
 from ds_slide.checkpoint.publish import Staging, new_name
 from ds_slide.checkpoint.sums import Sum, sum_of_file
 from ds_slide.errors import SlideError
-from ds_slide.store.directories import writable_by_others
+from ds_slide.store.directories import owned_directory
 from ds_slide.store.directories.owned_directory import opened
 
 SWAPS = 2000
@@ -253,7 +253,7 @@ def test_saves_whose_directories_become_links(saves, theirs, rounds):
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
 def test_a_directory_that_others_can_write_to_is_said_once(saves, mode, monkeypatch, caplog):
-    monkeypatch.setattr(writable_by_others, "_said", set())
+    monkeypatch.setattr(owned_directory, "_said", set())
     saves.chmod(mode)
     with caplog.at_level(logging.WARNING, "ds_slide"):
         save(saves)

@@ -10,8 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from ds_slide.compression.codec import Gradients
-from ds_slide.compression.identity import Identity
+from ds_slide.compression.codec import Gradients, Identity
 from ds_slide.model.layout import ParameterInfo, build_layout, piece
 from ds_slide.optim.square_sum import square_sum
 

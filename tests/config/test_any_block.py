@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ds_slide.config import SlideConfig
-from ds_slide.config.shown import shown_key
+from ds_slide.config.values import shown_key
 from ds_slide.errors import SlideConfigError
 from ds_slide.integration.early import check_json
 

@@ -19,7 +19,7 @@ NOT_FOR_USERS = {
     "projection.py",
     "projector.py",
     "low_precision.py",
-    "striping.py",
+    "extents.py",
     "layout.py",
     "reference.py",
     "rounding.py",

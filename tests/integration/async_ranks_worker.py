@@ -15,7 +15,7 @@ from checkpoint_worker import fault_of
 from harness import ds_config, engine_for, states_of
 from world_two_worker import OddModel, freeze, tokens_of, train
 
-from ds_slide.checkpoint.agreement import Agreement
+from ds_slide.checkpoint.publish import Agreement
 from ds_slide.errors import SlideError
 from ds_slide.integration import checkpoint_save
 

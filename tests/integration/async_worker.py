@@ -21,7 +21,7 @@ import two_ranks
 from harness import ds_config
 from world_two_worker import OddModel, tokens_of, train
 
-from ds_slide.checkpoint import agreement
+from ds_slide.checkpoint import publish
 
 KILLS = 16
 STEPS = 200
@@ -48,7 +48,7 @@ def save_and_end(rank: int, folder: Path) -> None:
 
 
 def fail_and_end(rank: int, folder: Path) -> None:
-    agreement.reached = fail
+    publish.reached = fail
     save_and_end(rank, folder)
 
 

@@ -19,11 +19,11 @@ from harness import Result, batches, differences, ds_config, engine_for, states_
 from test_checkpoint import CASES, HALF, WHOLE, Case, continued
 from test_checkpoint_safety import leftovers
 
-from ds_slide.checkpoint import agreement, publish, snapshot
-from ds_slide.checkpoint.agreement import Agreement
+from ds_slide.checkpoint import background, publish
 from ds_slide.checkpoint.archive import Archive
 from ds_slide.checkpoint.manifest import NAME as MANIFEST
 from ds_slide.checkpoint.manifest import Manifest
+from ds_slide.checkpoint.publish import Agreement
 from ds_slide.errors import SlideError
 from ds_slide.integration import checkpoint_save
 from ds_slide.store.directories import locked_directory
@@ -171,7 +171,7 @@ def test_loading_waits_for_the_save(engine, writes, tmp_path):
 
 
 def test_without_memory_for_a_copy_saving_waits_and_says_so_once(engine, writes, tmp_path, monkeypatch, caplog):
-    needed = snapshot.Snapshot(engine.optimizer.runtime.units, frozen=True).nbytes()
+    needed = background.Snapshot(engine.optimizer.runtime.units, frozen=True).nbytes()
     tight = SimpleNamespace(available=needed)
     monkeypatch.setattr("psutil.virtual_memory", lambda: tight)
     monkeypatch.setattr(engine.optimizer, "has_said_that_saves_wait", False)
@@ -192,7 +192,7 @@ def test_the_copy_is_given_back(engine, tmp_path):
     for _ in range(20):
         engine.save_checkpoint(tmp_path, "a")
     end_of_save(engine)
-    size = snapshot.Snapshot(engine.optimizer.runtime.units, frozen=True).nbytes()
+    size = background.Snapshot(engine.optimizer.runtime.units, frozen=True).nbytes()
     assert psutil.Process().memory_info().rss - before < 10 * size
 
 
@@ -244,11 +244,11 @@ def fault(phase: str) -> Callable[[str], None]:
     return reached
 
 
-@pytest.mark.parametrize("module", [checkpoint_save, agreement])
+@pytest.mark.parametrize("module", [checkpoint_save, publish])
 def test_a_fault_at_the_end_leaves_the_last_checkpoint(module, engine, tmp_path, monkeypatch):
     engine.save_checkpoint(tmp_path, "old")
     end_of_save(engine)
-    phase = "rank 0 has finished" if module is agreement else f"wrote {MANIFEST}"
+    phase = "rank 0 has finished" if module is publish else f"wrote {MANIFEST}"
     if module is checkpoint_save:
         phase = next(f"wrote {path.name}" for path in (tmp_path / "old").glob("*_optim_states.pt"))
     monkeypatch.setattr(module, "reached", fault(phase))
@@ -269,7 +269,7 @@ def test_destroying_waits_and_tells_how_far_it_is(writes, tmp_path, disk, caplog
 
 
 def test_destroying_raises_what_the_save_has_met(tmp_path, disk, monkeypatch):
-    monkeypatch.setattr(agreement, "reached", fault("rank 0 has finished"))
+    monkeypatch.setattr(publish, "reached", fault("rank 0 has finished"))
     with pytest.raises(SlideError, match=r"save of .*/tag has failed"), engine_of("clipping", 0, disk) as engine:
         engine.save_checkpoint(tmp_path, "tag")
     assert not (tmp_path / "latest").exists() and leftovers(tmp_path) == []
@@ -278,7 +278,7 @@ def test_destroying_raises_what_the_save_has_met(tmp_path, disk, monkeypatch):
 
 def test_a_fault_is_told_although_nobody_asks(tmp_path, disk, monkeypatch, caplog):
     """DeepSpeed destroys an engine that is dropped, and keeps to itself what that raises."""
-    monkeypatch.setattr(agreement, "reached", fault("rank 0 has finished"))
+    monkeypatch.setattr(publish, "reached", fault("rank 0 has finished"))
     with pytest.raises(SlideError), engine_of("clipping", 0, disk) as engine:
         engine.save_checkpoint(tmp_path, "tag")
         engine.optimizer.saving.wait()

@@ -22,8 +22,8 @@ from harness import batches, ds_config, engine_for, llama, same_bits, states_of,
 from torch import nn
 
 from ds_slide.checkpoint import archive, publish
+from ds_slide.checkpoint.archive import Planned
 from ds_slide.checkpoint.manifest import NAME as MANIFEST
-from ds_slide.checkpoint.pickle_writer import Planned
 from ds_slide.checkpoint.state_buffers import read_weights
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.integration import checkpoint_save

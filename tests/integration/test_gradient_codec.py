@@ -9,8 +9,7 @@ import pytest
 import torch
 from harness import batches, differences, ds_config, engine_for, llama, states_of, train
 
-from ds_slide.compression.codec import Gradients, Masters, Place, SegmentStep
-from ds_slide.compression.identity import Identity
+from ds_slide.compression.codec import Gradients, Identity, Masters, Place, SegmentStep
 from ds_slide.runtime.settings import RuntimeSettings
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -27,7 +27,7 @@ from interrupting import (
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
-from ds_slide.compression.identity import Identity
+from ds_slide.compression.codec import Identity
 from ds_slide.errors import SlideError
 from ds_slide.runtime.weights.saved_weights import hooks_around
 

@@ -18,7 +18,7 @@ from harness import Result, batches, differences, ds_config, engine_for, llama, 
 from torch import nn
 
 from ds_slide.errors import SlideConfigError, SlideError
-from ds_slide.patching.streamed_head import StreamedLinear
+from ds_slide.patching.head import StreamedLinear
 from ds_slide.runtime.weights import rows
 
 pytestmark = [pytest.mark.usefixtures("one_rank", "many_chunks"), pytest.mark.thinned(2)]

@@ -15,8 +15,7 @@ from torch import nn
 
 from ds_slide.config import SlideConfig
 from ds_slide.model.layout import ParameterInfo, build_layout, piece
-from ds_slide.model.precision import Precision
-from ds_slide.model.structure import UnitSpec
+from ds_slide.model.structure import Precision, UnitSpec
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.plan.allocations import PIECES_RING, Allocation
 from ds_slide.plan.memory import Plan

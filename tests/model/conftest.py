@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from torch import nn
 
-from ds_slide.model.precision import Precision
-from ds_slide.model.structure import ModelStructure, find_structure
+from ds_slide.model.structure import ModelStructure, Precision, find_structure
 
 
 @pytest.fixture

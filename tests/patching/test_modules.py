@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from ds_slide.errors import SlideConfigError
 from ds_slide.patching.apply import apply_kernels
-from ds_slide.patching.instance import replace_forward
-from ds_slide.patching.kinds import KINDS, gains_on, resolve_kinds, runs_on
+from ds_slide.patching.kinds import KINDS, gains_on, replace_forward, resolve_kinds, runs_on
 from ds_slide.patching.norms import RmsForm, find_rms_form
 
 

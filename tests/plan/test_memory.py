@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from ds_slide.compression.identity import Identity
+from ds_slide.compression.codec import Identity
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, UnitLayout, build_layout
 from ds_slide.optim.adamw import ADAMW

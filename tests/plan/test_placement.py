@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_slide.compression.identity import Identity
+from ds_slide.compression.codec import Identity
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.optim.adamw import ADAMW

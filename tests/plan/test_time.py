@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_slide.compression.identity import Identity
+from ds_slide.compression.codec import Identity
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS

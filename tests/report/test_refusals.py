@@ -76,12 +76,12 @@ def test_a_refusal_is_the_last_line_under_the_lines_of_the_script(lines):
 def test_a_variable_of_the_environment_shows_everything(lines):
     found = lines(DS_SLIDE_TRACEBACK="1")
     assert found[-1] == f"ds_slide.errors.SlideConfigError: {SENTENCE}"
-    assert "sizes.py" in files(found)
+    assert "values.py" in files(found)
     assert [line for line in found if "hidden cause" in line]
 
 
 def test_without_the_key_nothing_is_installed(lines):
-    assert "sizes.py" in files(lines(before="pass"))
+    assert "values.py" in files(lines(before="pass"))
 
 
 def test_other_errors_are_shown_as_ever(lines):

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from ds_slide.compression.identity import Identity
+from ds_slide.compression.codec import Identity
 from ds_slide.model.layout import ParameterInfo, build_layout
-from ds_slide.model.precision import Precision
-from ds_slide.model.structure import UnitSpec
+from ds_slide.model.structure import Precision, UnitSpec
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.report.statistics import LaneMeter

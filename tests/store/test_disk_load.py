@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ds_slide import _native
-from ds_slide.store.ssd.disk_load import Load, put_load
+from ds_slide.store.ssd.bandwidth import Load, put_load
 
 REQUEST, COUNT = 1 << 16, 8
 FILE_BYTES = 20 * REQUEST

@@ -33,13 +33,13 @@ extern "C" int cuGetErrorName(int, char const** name) { *name = "CUDA_ERROR_OUT_
 SCRIPT = """
     import resource, sys
     from ds_slide.errors import SlideError
-    from ds_slide.store import page_locks
+    from ds_slide.store import host_memory
     soft, needed, exempt = map(int, sys.argv[1:])
     if soft >= 0:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]))
-    page_locks._is_exempt = lambda: bool(exempt)
+    host_memory._is_exempt = lambda: bool(exempt)
     try:
-        page_locks.require_page_locks(needed)
+        host_memory.require_page_locks(needed)
         print("may")
     except SlideError as error:
         print(error)

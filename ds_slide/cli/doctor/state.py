@@ -114,7 +114,7 @@ def _host_memory() -> Finding:
 
 
 def _page_locks() -> Finding:
-    from ds_slide.store.page_locks import page_lock_limit
+    from ds_slide.store.host_memory import page_lock_limit
 
     limit = page_lock_limit()
     if limit is None:

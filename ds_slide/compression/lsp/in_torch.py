@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from ds_slide.compression.lsp.projector import Projector
-from ds_slide.optim.fp32 import add, flush, mul
 from ds_slide.optim.reference import decode_split, encode_split
-from ds_slide.optim.rounding import Keys, bits_of, round_bf16
+from ds_slide.optim.rounding import Keys, add, bits_of, flush, mul, round_bf16
 
 # Elements of a weight that are decompressed at once.
 _PART = 1 << 22

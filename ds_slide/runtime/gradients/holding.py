@@ -23,8 +23,8 @@ from ds_slide.runtime import running
 from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.trees import add_tensors
 from ds_slide.runtime.unit import Unit
+from ds_slide.store.host_memory import require_page_locks
 from ds_slide.store.in_memory import HeldInMemory, InMemory
-from ds_slide.store.page_locks import require_page_locks
 from ds_slide.store.state import UnitState
 
 HOLD_HINT = (

@@ -1,7 +1,7 @@
 """One step on the state buffers of one unit, where they live: host state buffers by the CPU kernel, device state
 buffers on the device.
 
-Both give the same bits (see `ds_slide.optim.fp32` for the arithmetic they share).
+Both give the same bits (see `ds_slide.optim.rounding` for the arithmetic they share).
 """
 
 from __future__ import annotations

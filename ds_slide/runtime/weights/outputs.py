@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_slide.patching.identity import identity
-from ds_slide.patching.pending import PendingLogits
+from ds_slide.patching.pending import PendingLogits, identity
 
 OnGradient = Callable[[torch.Tensor], torch.Tensor]
 """Gets the gradient of an output and returns the one that goes on."""

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_slide.errors import SlideError
-from ds_slide.store.directories.owned_directory import opened, present_path, unnamed_file
-from ds_slide.store.directories.writable_by_others import warn_if_writable_by_others
+from ds_slide.store.directories.owned_directory import opened, present_path, unnamed_file, warn_if_writable_by_others
 
 _TRIAL = b"\xa5" * 4096
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ds_slide import _native
 from ds_slide.store.directories.run_files import RunFiles
-from ds_slide.store.ssd.disk_load import Load, put_load
 
 SECONDS = 0.3
 REQUEST_BYTES = 2 << 20
@@ -67,3 +69,118 @@ def _full_file(files: RunFiles, backend: str) -> Iterator[tuple[_native.IoEngine
     finally:
         engine.close()
         os.close(trial.descriptor)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A load on one file through the I/O engine, and what came of it: how a disk is measured, at the start of a run with
+# several of them and in benchmarks.
+
+# A disk that answers nothing for so long is broken, or the engine lost a request.
+LONGEST_WAIT_S = 60.0
+
+
+@dataclass
+class Sample:
+    """One timed load: bytes, seconds, and the latency of every request in seconds (or only two percentiles of them)."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    seconds: float = 0.0
+    latencies_s: list[float] = field(default_factory=list)
+    p50_s: float | None = None
+    p99_s: float | None = None
+
+    @property
+    def gb_s(self) -> float:
+        return (self.read_bytes + self.written_bytes) / self.seconds / 1e9
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of `request_bytes` one after the other through the file, `ahead` of them handed over at once.
+
+    `pattern`: "read", "write", or "mixed", where every second one is a write; the two then have a half of the file
+    each, because a request must not wait for another one on the same bytes. `begin_bytes`: where in the file, or in
+    each of its halves, the pattern begins.
+    """
+
+    pattern: str
+    request_bytes: int
+    ahead: int
+    begin_bytes: int = 0
+
+    def place(self, number: int, file_bytes: int) -> tuple[bool, int]:
+        """Whether request `number` is a write, and its offset."""
+        nbytes = self.request_bytes
+        if self.pattern == "mixed":
+            half = file_bytes // 2 // nbytes * nbytes
+            write, turn, room, first = number % 2 == 1, number // 2, half, half if number % 2 else 0
+        else:
+            write, turn, room, first = self.pattern == "write", number, file_bytes, 0
+        return write, first + (self.begin_bytes // nbytes + turn) * nbytes % (room // nbytes * nbytes)
+
+
+def put_load(
+    engine: _native.IoEngine,
+    file: int,
+    file_bytes: int,
+    memory: tuple[int, int],
+    load: Load,
+    *,
+    seconds: float = float("inf"),
+    requests: int | None = None,
+) -> Sample:
+    """Run `load` for about `seconds`, or so many requests. `file`: of `engine`. `memory`: address and number of
+    buffers of `request_bytes`, used in turn by whatever is under way: what they hold means nothing. OSError when the
+    disk fails.
+
+    A request that was handed over is waited for, and counts; its wait in the engine's queue is part of its latency.
+    """
+    address, count = memory
+    # A buffer is one request's alone where there are enough of them: requests that end out of order would share those
+    # of a plain cycle, and what one reads is not what another one has to write.
+    free = deque(address + index % count * load.request_bytes for index in range(max(count, load.ahead)))
+    sample = Sample()
+    most = 1 << 60 if requests is None else requests
+    started = [0.0] * load.ahead
+    address_of = [0] * load.ahead
+    number = 0
+
+    def submit(place: int) -> None:
+        nonlocal number
+        write, offset = load.place(number, file_bytes)
+        started[place] = time.perf_counter()
+        address_of[place] = free.popleft()
+        engine.submit(2 * place + write, write, [(file, offset, address_of[place], load.request_bytes)], False)
+        number += 1
+
+    begin = time.perf_counter()
+    for place in range(min(load.ahead, most)):
+        submit(place)
+    waiting = number
+    while waiting:
+        place, write = divmod(_next_done(engine), 2)
+        now = time.perf_counter()
+        sample.latencies_s.append(now - started[place])
+        free.append(address_of[place])
+        sample.written_bytes += load.request_bytes if write else 0
+        sample.read_bytes += 0 if write else load.request_bytes
+        if now - begin < seconds and number < most:
+            submit(place)
+        else:
+            waiting -= 1
+    sample.seconds = time.perf_counter() - begin
+    ordered = sorted(sample.latencies_s)
+    sample.p50_s, sample.p99_s = (ordered[int(share * len(ordered))] for share in (0.5, 0.99))
+    return sample
+
+
+def _next_done(engine: _native.IoEngine) -> int:
+    """Token of the next finished transfer. OSError when the disk fails, or answers nothing."""
+    done = engine.next(LONGEST_WAIT_S)
+    if done is None:
+        raise OSError(errno.ETIMEDOUT, f"no request finished within {LONGEST_WAIT_S:g} s")
+    token, message, error = done
+    if message is not None:
+        raise OSError(error, message)
+    return int(token)

@@ -23,9 +23,8 @@ from ds_slide import _native
 from ds_slide.errors import SlideError
 from ds_slide.store.directories.run_files import RunFile, RunFiles, missing_directories, remove_if_empty
 from ds_slide.store.ssd.bandwidth import mixed_bandwidth
-from ds_slide.store.ssd.extents import MOST_DEPTH, PAGE
+from ds_slide.store.ssd.extents import MOST_DEPTH, PAGE, Striping
 from ds_slide.store.ssd.page_sums import CheckThread, PageSums
-from ds_slide.store.ssd.striping import Striping
 
 STATE_FILE = "states"
 DEFAULT_REQUEST_BYTES = 2 << 20

@@ -18,7 +18,7 @@ from hangups import heeds_signals
 from silly_names import Calls
 
 from ds_slide.errors import SlideError
-from ds_slide.store.directories import owned_directory, run_files, writable_by_others
+from ds_slide.store.directories import owned_directory, run_files
 from ds_slide.store.directories.run_files import RunFile, RunFiles
 
 
@@ -150,7 +150,7 @@ def killed_run(parent, number):
     ],
 )
 def test_a_directory_that_others_can_write_to_is_said_once(tmp_path, caplog, monkeypatch, mode, text):
-    monkeypatch.setattr(writable_by_others, "_said", set())
+    monkeypatch.setattr(owned_directory, "_said", set())
     tmp_path.chmod(mode)
     with caplog.at_level(logging.WARNING, "ds_slide"):
         for _ in range(3):
@@ -166,8 +166,8 @@ def test_a_directory_that_others_can_write_to_is_said_once(tmp_path, caplog, mon
 
 @pytest.mark.parametrize("private", [True, False])
 def test_a_group_of_this_user_alone_is_nobody_else(tmp_path, caplog, monkeypatch, private):
-    monkeypatch.setattr(writable_by_others, "_said", set())
-    monkeypatch.setattr(writable_by_others, "_is_private", lambda _group: private)
+    monkeypatch.setattr(owned_directory, "_said", set())
+    monkeypatch.setattr(owned_directory, "_is_private", lambda _group: private)
     tmp_path.chmod(0o775)
     with caplog.at_level(logging.WARNING, "ds_slide"):
         RunFiles(tmp_path)
@@ -177,5 +177,5 @@ def test_a_group_of_this_user_alone_is_nobody_else(tmp_path, caplog, monkeypatch
 def test_which_group_is_private():
     user = pwd.getpwuid(os.geteuid())
     own = grp.getgrgid(user.pw_gid)
-    assert writable_by_others._is_private(own.gr_gid) == (own.gr_name == user.pw_name and not own.gr_mem)
-    assert not any(writable_by_others._is_private(group.gr_gid) for group in grp.getgrall() if group != own)
+    assert owned_directory._is_private(own.gr_gid) == (own.gr_name == user.pw_name and not own.gr_mem)
+    assert not any(owned_directory._is_private(group.gr_gid) for group in grp.getgrall() if group != own)

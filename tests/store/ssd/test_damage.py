@@ -19,9 +19,9 @@ from ds_slide.errors import SlideError
 from ds_slide.store.directories import run_files
 from ds_slide.store.directories.run_files import RunFiles
 from ds_slide.store.ssd import store as ssd
+from ds_slide.store.ssd.extents import UNIT_BYTES
 from ds_slide.store.ssd.page_sums import PageSums
 from ds_slide.store.ssd.store import Part, SsdStore
-from ds_slide.store.ssd.striping import UNIT_BYTES
 
 MIB = 1 << 20
 PAGE = 4096

@@ -23,8 +23,8 @@ import pytest
 from ds_slide import _native
 from ds_slide.errors import SlideError
 from ds_slide.store.ssd import store as ssd
+from ds_slide.store.ssd.extents import UNIT_BYTES
 from ds_slide.store.ssd.store import Part, SsdStore
-from ds_slide.store.ssd.striping import UNIT_BYTES
 
 MIB = 1 << 20
 PAGE = 4096

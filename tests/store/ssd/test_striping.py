@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_slide.errors import SlideError
-from ds_slide.store.ssd.striping import LONGEST_PERIOD, TOLERANCE, UNIT_BYTES, Striping
+from ds_slide.store.ssd.extents import LONGEST_PERIOD, TOLERANCE, UNIT_BYTES, Striping
 
 PAGE = 4096
 UNIT = 4 * PAGE  # small, so that a few hundred pages hold many periods
