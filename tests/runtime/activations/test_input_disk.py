@@ -54,7 +54,7 @@ class Setup:
 
         def open_store(name: str, nbytes: int, _table: torch.Tensor | None) -> SsdStore:
             parents = [("ds_slide.nvme_path", folder)]
-            store = LateStore(parents, nbytes, name=name, rank=0, fail=lambda error: failures.record("ssd", error))
+            store = LateStore(parents, nbytes, name=name, fail=lambda error: failures.record("ssd", error))
             self.stores.append(store)
             return store
 
