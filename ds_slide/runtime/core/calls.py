@@ -26,7 +26,7 @@ _BACKWARDS = tuple(
 _APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 UNPACK = "unpack"
-"""Occurs in the name of every unpack hook that recomputes: torch's, DeepSpeed's, and that of a block's own hooks."""
+"""A part of the name of every unpack hook that recomputes: torch's, DeepSpeed's and the block's own."""
 
 
 class Call(enum.Enum):
@@ -53,7 +53,7 @@ def in_backward() -> bool:
 
 
 def call_under_way() -> Call:
-    """What the forward is for that the caller is in. Outside of backward this looks at no frame."""
+    """Return what the caller's forward is for. Outside of backward this looks at no frame."""
     if not in_backward():
         return Call.FORWARD
     frame: FrameType | None = sys._getframe(1)
@@ -70,7 +70,7 @@ def call_under_way() -> Call:
 
 
 def recomputing_nodes() -> Iterator[Any]:
-    """The nodes of Functions whose backward is on the stack, the innermost first."""
+    """Yield the nodes of Functions whose backward is on the stack, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code in _BACKWARDS:
@@ -79,10 +79,11 @@ def recomputing_nodes() -> Iterator[Any]:
 
 
 def function_around(end: FrameType | None) -> Any:
-    """The context of the outermost Function whose forward is on the stack; None where there is none.
+    """Return the context of the outermost Function whose forward is on the stack; None where there is none.
 
-    A Function turns gradients off for its forward. One that recomputes (re-entrant checkpointing, a reversible layer)
-    will run it again in backward; a `torch.no_grad()` of the script will not. `end`: the frame where the search ends.
+    A Function turns gradients off for its forward. A Function that recomputes (re-entrant checkpointing, a reversible
+    layer) runs it again in backward; a `torch.no_grad()` of the script does not. `end`: the frame where the search
+    ends.
     """
     found = None
     inner: FrameType | None = None
@@ -104,7 +105,7 @@ def is_in_vmap() -> bool:
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor within the wrappers of torch.func."""
+    """Return the tensor inside the wrappers of torch.func."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
@@ -120,15 +121,15 @@ class RootState:
         self.call: FrameType | None = None
 
     def begin(self, call: FrameType | None) -> None:
-        """Begin a forward. `call`: of the model; None where that is not known."""
+        """Begin a forward. `call`: the frame of the model's call; None where it is not known."""
         self.active, self._with_gradient, self.call = True, torch.is_grad_enabled(), call
 
     def end(self) -> None:
         self.active, self.call = False, None
 
     def is_left_open(self) -> bool:
-        """Whether an interrupt (Ctrl-C) has ended the forward, of which no hook is told: its call is not on the stack
-        any more."""
+        """Whether an interrupt (Ctrl-C) has ended the forward. No hook is called then, but its frame has left the
+        stack."""
         if not self.active or self.call is None:
             return False
         frame: FrameType | None = sys._getframe(1)

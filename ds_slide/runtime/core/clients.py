@@ -1,4 +1,4 @@
-"""Who else uses the parameters of a model: the host, whose own methods read them."""
+"""The interface to the other user of a model's parameters: the host framework, whose own methods read them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ds_slide.runtime.core.unit import Unit
 
 AS_THEY_ARE: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-"""Around what the engine does with parameters that are KEPT or ABSENT: 0.25 us, where each access to `grad` of one that
-the integration watches would cost 2 us."""
+"""A context for the engine's work on KEPT or ABSENT parameters. It costs 0.25 us; each access to `grad` of a parameter
+that the integration watches would cost 2 us."""
 
 
 class Binding(Enum):
@@ -35,11 +35,11 @@ class Clients(Protocol):
     """`ds_slide.integration.parameters.DeepSpeedClients` for DeepSpeed."""
 
     def take_weights(self, parameter: nn.Parameter, entry: Entry) -> torch.Tensor:
-        """This rank's elements of a parameter that is not the engine's yet, flat ([<= partition_numel]), on any
+        """Return this rank's elements of a parameter that is not the engine's yet, flat ([<= partition_numel]), on any
         device."""
 
     def adopt(self, unit: Unit) -> None:
-        """The unit's state buffers hold its weights: what its parameters held before may be freed."""
+        """Free what the unit's parameters held: its state buffers hold the weights now."""
 
     def set_availability(self, parameters: Sequence[nn.Parameter], binding: Binding) -> None:
-        """What the parameters hold: called before they are given weights, and after these are taken from them."""
+        """Record what the parameters hold. Called before they get weights and after they lose them."""

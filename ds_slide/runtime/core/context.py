@@ -1,4 +1,4 @@
-"""What every room of a runtime may ask for."""
+"""The objects that every part of a runtime may use."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ds_slide.store.ssd.store import SsdStore
 
 @dataclass(frozen=True)
 class Context:
-    """Made before the units, and the same for as long as the engine lives. `memory`: where `allocator` takes host
-    memory from. `shared`: None where no rank reads another's weights."""
+    """The shared objects of an engine, made before the units and never replaced. `memory`: the source of the
+    `allocator`'s host memory. `shared`: None where no rank reads another's weights."""
 
     plan: Plan
     settings: RuntimeSettings
@@ -42,16 +42,16 @@ class Context:
     cpu_threads: int
     """Threads of the update."""
     stores: list[SsdStore] = field(default_factory=list)
-    """Stores of the SSD tier: one, from when the first bytes go there."""
+    """The store of the SSD tier; empty until the first bytes go there."""
 
     @property
     def trains(self) -> bool:
-        """False: weights only, for forwards that no step follows."""
+        """Whether the engine trains. If not, it has weights only, for forwards without a step."""
         return self.settings.trains
 
     def ring(self, unit: Unit) -> BufferPool:
-        """The buffers that the gradient of a unit passes through. Looked up each time: a larger pool may take the place
-        of one when more is trained (`ds_slide.runtime.unfreezing`)."""
+        """Return the pool of buffers for the gradient of a unit. It is looked up each time: a larger pool may replace
+        it when more parameters are trained (`ds_slide.runtime.unfreezing`)."""
         pools = self.allocator.pools
         pool = pools[OUTER_RING if unit.spec.kind == "outer" else BLOCK_RING]
         return pool if pool.addresses else pools[PIECES_RING]

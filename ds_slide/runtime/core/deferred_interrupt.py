@@ -1,4 +1,4 @@
-"""An interrupt (Ctrl-C) that waits until what is under way is whole."""
+"""Delays an interrupt (Ctrl-C) until the work under way is complete."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Let KeyboardInterrupt come at the end of the block; a second Ctrl-C comes at once. In threads that get none, and
-    where the script handles the signal itself, nothing is changed."""
+    """Delay KeyboardInterrupt to the end of the block; a second Ctrl-C is raised at once. Nothing changes in threads
+    that get no interrupt, and where the script handles the signal itself."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

@@ -1,8 +1,8 @@
-"""Streams and events under one vocabulary, on CUDA and on the CPU accelerator.
+"""One interface to streams and events, on CUDA and on the CPU accelerator.
 
-On CUDA a `Marker` is an event: a point in the work of one stream. On the CPU accelerator every
-operation has finished when its call returns, so a marker is passed on the spot, its time is the host's, and the
-hand-over between threads is carried by `Future` alone. The rest of the runtime is written once for both.
+On CUDA a `Marker` is an event: a point in the work of one stream. On the CPU accelerator every operation has finished
+when its call returns, so a marker has passed at once, its time is the host's, and `Future` alone orders threads. The
+rest of the runtime is written once for both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Marker:
     __slots__ = ("_at", "_event")
 
     def __init__(self, event: Any = None, at: float = 0.0) -> None:
-        """A marker. `at`: seconds of `time.perf_counter`, of a timed marker without an event."""
+        """Make a marker. `at`: seconds of `time.perf_counter`, for a timed marker without an event."""
         self._event = event
         self._at = at
 
@@ -34,7 +34,7 @@ class Marker:
             self._event.synchronize()
 
     def seconds_until(self, later: Marker) -> float:
-        """Device seconds between two passed markers that were recorded with `timed=True`; negative if `later` was
+        """Return the device seconds between two passed markers recorded with `timed=True`; negative if `later` was
         first."""
         if self._event is None or later._event is None:
             return later._at - self._at
@@ -45,9 +45,9 @@ PASSED = Marker()
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""In which a script's user sets up torch's allocator."""
+"""The environment variables that configure torch's allocator."""
 LARGE_SEGMENT = 20 * 1024**2
-"""Bytes, as torch maps them for tensors of more than 1 MiB."""
+"""Bytes that torch maps at once for tensors of more than 1 MiB."""
 
 
 class Device:
@@ -58,14 +58,14 @@ class Device:
         self.is_cuda = device.type == "cuda"
 
     def stream(self) -> Any:
-        """A new side stream (None on the CPU accelerator)."""
+        """Return a new side stream (None on the CPU accelerator)."""
         return torch.cuda.Stream(self.torch) if self.is_cuda else None
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream) if self.is_cuda else nullcontext()
 
     def enter_thread(self) -> None:
-        """Every lane thread calls this once: the current CUDA device is a per-thread setting."""
+        """Set the CUDA device of the calling thread. Every lane thread calls this once."""
         if self.is_cuda:
             torch.cuda.set_device(self.torch)
 
@@ -87,11 +87,11 @@ class Device:
             (stream if stream is not None else torch.cuda.current_stream(self.torch)).wait_event(marker._event)
 
     def begin_range(self, name: str) -> Any:
-        """Name what happens from here to `end_range`, on whatever thread that is called, for a profiler (NVTX)."""
+        """Begin a named range for a profiler (NVTX). `end_range` may be called on another thread."""
         return torch.cuda.nvtx.range_start(name) if self.is_cuda else None
 
     def end_range(self, of: Any) -> None:
-        """`of`: what `begin_range` has returned."""
+        """End the range `of`, which `begin_range` has returned."""
         if of is not None:
             torch.cuda.nvtx.range_end(of)
 
@@ -104,7 +104,7 @@ class Device:
             torch.cuda.synchronize(self.torch)
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of the GPU, free and in all, that this process may use; what torch keeps in reserve is free."""
+        """Return the free and the total bytes of the GPU that this process may use. Torch's reserve counts as free."""
         free, total = torch.cuda.mem_get_info(self.torch)
         if hasattr(torch.cuda, "get_per_process_memory_fraction"):
             total = int(total * torch.cuda.get_per_process_memory_fraction(self.torch))
@@ -112,9 +112,8 @@ class Device:
         return min(free + reserved, total) - self.allocated(), total
 
     def expand_segments(self) -> None:
-        """Have torch's allocator map memory where it needs it, unless the user has set the allocator up: otherwise
-        what lies between two live tensors serves no larger one. 14 B with adapters in 24 GiB ended with 2.9 GiB of
-        such memory."""
+        """Turn on torch's expandable segments, unless the user has configured the allocator. Without them a gap between
+        two live tensors serves no larger one: 14 B with adapters in 24 GiB ended with 2.9 GiB of gaps."""
         if not self.is_cuda or any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
             return
         if torch.cuda.get_allocator_backend() != "native":
@@ -128,11 +127,11 @@ class Device:
             configure("expandable_segments:False")
 
     def allocated(self) -> int:
-        """Bytes of tensors on the GPU, as torch counts them on the host."""
+        """Return the bytes of tensors on the GPU, as torch counts them on the host."""
         return torch.cuda.memory_allocated(self.torch)
 
     def peak(self) -> int:
-        """The most of them since `reset_peak`."""
+        """Return the most bytes of tensors since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self.torch)
 
     def reset_peak(self) -> None:
@@ -144,12 +143,12 @@ class Device:
             torch.cuda.empty_cache()
 
     def memory_rate(self) -> float | None:
-        """Bytes a second that an update reads and writes, by clock and width of the memory; None: not known. An H200
-        has 0.85 of the 4.9 TB/s that they give."""
+        """Return the bytes a second that an update reads and writes, from the memory's clock and width; None: not
+        known. An H200 reaches 0.85 of the computed 4.9 TB/s."""
         found = torch.cuda.get_device_properties(self.torch)
         clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
         return 0.85 * 2 * 1e3 * clock * width / 8 or None
 
     def allocation_retries(self) -> int:
-        """How often torch had to give its unused memory back, which stops the GPU, to find room for a tensor."""
+        """Return how often torch released its unused memory, which stops the GPU, to find room for a tensor."""
         return int(torch.cuda.memory_stats(self.torch).get("num_alloc_retries", 0))

@@ -1,8 +1,8 @@
-"""How buffers change owners between threads: futures, failures that nobody waits for in vain, and who waits for what.
+"""Hands buffers from thread to thread: futures, failures that end every wait, and a record of each wait.
 
-No wait of the engine has a time-out. It ends by what it waits for, or by the first failure of any lane, which wakes
-whoever waits. Each wait is known here with a sentence while it lasts, so that the watchdog
-(`ds_slide.runtime.core.ranks.watchdog`) can tell a hang from work that takes long, and name it.
+No wait of the engine has a time-out. It ends when its condition holds, or at the first failure of any lane, which wakes
+every waiting thread. Each wait is recorded with a description while it lasts. So the watchdog
+(`ds_slide.runtime.core.ranks.watchdog`) can tell a hang from slow work, and name it.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ Wake = Callable[[], None]
 
 @dataclass(frozen=True)
 class Wait:
-    """One thread that stands still. `number` tells the waits of one thread apart."""
+    """A wait of one thread. `number` distinguishes the waits of one thread."""
 
     number: int
     thread: str
     what: str
     begin: float
-    """In seconds of `time.perf_counter`."""
+    """The begin, in seconds of `time.perf_counter`."""
     for_ranks: bool = False
-    """Whether it is for other ranks."""
+    """Whether the thread waits for other ranks."""
 
     @property
     def of_client(self) -> bool:
-        """Whether the training itself stands still, and not just a lane that has nothing to do yet."""
+        """Whether the training itself waits, and not just an idle lane."""
         return not self.thread.startswith(THREAD_PREFIX)
 
 
 @dataclass(frozen=True)
 class _Outstanding:
-    """A collective that the GPU has been given."""
+    """A collective submitted to the GPU."""
 
     what: str
     end: Marker
 
 
 class Failures:
-    """The first exception of any lane, and everyone who has to hear of it. A lane that has failed can no longer serve
-    the futures that it owes, so every wait ends with its exception."""
+    """The first exception of any lane, and the waits that it ends. A failed lane cannot keep its open futures, so every
+    wait ends with its exception."""
 
     def __init__(self, waits: Waits | None = None) -> None:
-        """`waits`: where those of recorded steps go."""
+        """Begin without a failure. `waits`: the record for the waits of recorded steps."""
         self.traced = waits or Waits(NoRanges())
         self.traced.under_way = self._under_way
         self._lock = threading.Lock()  # guards what follows, and is held while nothing else is taken
@@ -66,7 +66,7 @@ class Failures:
         self._numbers = itertools.count()
         self._outstanding: deque[_Outstanding] = deque()
         self.who_has_ended: Callable[[], str] = str
-        """Which other ranks; empty where nothing is known of them."""
+        """Names the other ranks that have ended; empty where that is not known."""
         self.progress = 0
         """Counts hand-overs: futures kept, transfers and tasks completed. Two threads may count one together: it only
         has to change."""
@@ -74,7 +74,7 @@ class Failures:
     # ---- failing -----------------------------------------------------------------------------------------------------
 
     def record(self, lane: str, error: BaseException) -> None:
-        """The first failure is everyone's from now on: whoever waits is woken, whoever begins to wait raises."""
+        """Record the first failure: it wakes every waiting thread, and every later wait raises."""
         self._fail(
             SlideError(
                 f"the {lane} lane stopped with {type(error).__name__}: {error}; the weights in memory are no longer "
@@ -84,7 +84,7 @@ class Failures:
         )
 
     def end(self, message: str) -> None:
-        """As `record`, with the whole sentence."""
+        """Record a failure with this message."""
         self._fail(SlideError(message), None)
 
     def _fail(self, error: SlideError, cause: BaseException | None) -> None:
@@ -98,8 +98,8 @@ class Failures:
             wake()
 
     def end_idle(self, wake: Wake) -> None:
-        """`wake` ends a thread that waits for work and for nothing else. It is called once, at the first failure, at
-        once where there has been one: what would come then is for nobody."""
+        """Register `wake`, which ends a thread that waits only for work. It is called once, at the first failure, or at
+        once after a failure: no thread would use later work."""
         with self._lock:
             if self._first is None:
                 self._idle.append(wake)
@@ -120,10 +120,10 @@ class Failures:
 
     @contextmanager
     def waiting(self, what: str, wake: Wake | None = None, *, for_ranks: bool = False) -> Iterator[None]:
-        """Around a wait of the calling thread. `what`: what it waits for, as the end of a sentence. `wake`: ends the
-        wait, and is called when a lane fails, at once where one has failed already; None for a wait that cannot be
-        ended from outside. The caller looks at `raise_first` when it was woken for no other reason. `for_ranks`: it
-        waits for other ranks, and in vain if one of them has ended."""
+        """Record a wait of the calling thread. `what`: what it waits for, as the end of a sentence. `wake`: ends the
+        wait when a lane fails, at once if a lane has failed already; None for a wait that cannot be ended from outside.
+        The caller calls `raise_first` when it was woken for no other reason. `for_ranks`: it waits for other ranks, and
+        never ends if one of them has ended."""
         thread, begin, waits = threading.current_thread().name, time.perf_counter(), self.traced
         with self._lock:
             number = next(self._numbers)
@@ -135,7 +135,7 @@ class Failures:
                 wake()
             yield
         finally:
-            waits.end(thread, what, begin, range_)  # before it is no longer under way, so that it is in one of both
+            waits.end(thread, what, begin, range_)  # first recorded, then removed: it is always in one of the two
             with self._lock:
                 del self._waits[number]
 
@@ -149,7 +149,7 @@ class Failures:
                 changed.wait()
 
     def waits(self) -> list[Wait]:
-        """Those of this moment, the oldest first."""
+        """Return the present waits, the oldest first."""
         with self._lock:
             return [wait for wait, _ in self._waits.values()]
 
@@ -158,14 +158,14 @@ class Failures:
         return [HostWait(wait.thread, wait.what, wait.begin, now) for wait in self.waits()]
 
     def progressed(self) -> None:
-        """Something that somebody may wait for has come forward."""
+        """Count a hand-over, as a sign of progress for the watchdog."""
         self.progress += 1
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """Around a call of torch.distributed, in which the host may wait for the other ranks."""
+        """Record a call of torch.distributed, during which the host may wait for the other ranks."""
         try:
             with self.waiting(f"the other ranks in {what}", for_ranks=True):
                 yield
@@ -177,20 +177,21 @@ class Failures:
         self.progressed()
 
     def outstanding(self, what: str, end: Marker) -> None:
-        """`what`, a collective, has been submitted to the GPU, and ends at `end`."""
+        """Record that the collective `what` has been submitted to the GPU, and ends at `end`."""
         with self._lock:
             self._drop_passed()
             if self._outstanding or not end.done():
                 self._outstanding.append(_Outstanding(what, end))
 
     def oldest_outstanding(self) -> str | None:
-        """The collective that the GPU is in, or is to come to first; asks the GPU, without waiting for it."""
+        """Return the running collective of the GPU, or the next one. Asks the GPU, without waiting for it."""
         with self._lock:
             self._drop_passed()
             return self._outstanding[0].what if self._outstanding else None
 
     def _drop_passed(self) -> None:
-        # They run in the order of their submission, on one stream: the first that has not passed ends the search.
+        # Collectives run in the order of their submission, on one stream: the first marker that has not passed ends the
+        # search.
         while self._outstanding and self._outstanding[0].end.done():
             self._outstanding.popleft()
             self.progress += 1
@@ -201,21 +202,21 @@ def _notify(changed: threading.Condition) -> None:
         changed.notify_all()
 
 
-_making_events = threading.Lock()  # so that all who wait for one future wait for the same
+_making_events = threading.Lock()  # so that all threads that wait for one future share its event
 
 
 class Future:
-    """A promise that is kept once. The keeper calls `keep(marker)` when the work has been *issued*;
-    whoever calls `wait()` gets the marker, and owns the buffer from there, after the marker."""
+    """A promise that is kept once. The keeper calls `keep(marker)` when the work has been *issued*. The caller of
+    `wait()` gets the marker, and owns the buffer after the marker has passed."""
 
     __slots__ = ("_ended", "_failures", "_is_kept", "_marker", "_pressed", "what")
 
     def __init__(
         self, failures: Failures, what: str = "a hand-over", pressed: Callable[[], None] | None = None
     ) -> None:
-        """`what`: what it stands for. `pressed`: called when somebody begins to wait, before: it brings forward what
-        the future needs."""
-        self._ended: threading.Event | None = None  # of the first who has to wait; mostly nobody has
+        """Make an open future. `what`: what it stands for. `pressed`: called before a wait begins, and makes the work
+        of the future urgent."""
+        self._ended: threading.Event | None = None  # made by the first thread that waits; mostly there is none
         self._is_kept = False
         self._marker = PASSED
         self._failures = failures
@@ -224,7 +225,7 @@ class Future:
 
     @classmethod
     def kept(cls, failures: Failures, marker: Marker = PASSED, what: str = "a hand-over") -> Future:
-        """One for work that has been issued already, and ends at `marker`."""
+        """Return a future for work that has been issued already, and ends at `marker`."""
         future = cls(failures, what)
         future._is_kept, future._marker = True, marker
         return future
@@ -234,7 +235,8 @@ class Future:
         if self._failures.traced.is_recording:
             self._failures.traced.kept(self.what)
         self._is_kept = True
-        # After that, as whoever waits looks at `_is_kept` after having made it: one of the two sees the other.
+        # Read the event after `_is_kept` is set. A waiting thread makes the event and then reads `_is_kept`: one of the
+        # two sees the other.
         if self._ended is not None:
             self._ended.set()
         self._failures.progressed()
@@ -245,7 +247,7 @@ class Future:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the work has run: then no stream has to wait for it."""
+        """Whether the work has run, so that no stream has to wait for it."""
         return self._is_kept and self._marker.done()
 
     def wait(self) -> Marker:
@@ -268,7 +270,7 @@ class Future:
 
 
 def wait_on_stream(future: Future, device: Device, recorder: StepRecorder) -> None:
-    """Make the calling thread's stream wait for the work of `future`, and book the time that it stands still."""
+    """Make the calling thread's stream wait for the work of `future`, and record the time of the wait."""
     if not future.has_ended:
         with recorder.stalled(future.what):
             device.wait(future.wait())

@@ -10,10 +10,11 @@ from ds_slide.runtime.core.update_lane import UpdateWorker
 
 @dataclass(frozen=True)
 class Lanes:
-    """The threads. `ds_slide.runtime.ended` ends them."""
+    """The threads of an engine. `ds_slide.runtime.ended` ends them."""
 
     h2d: StreamWorker
     outer_h2d: StreamWorker
-    """Brings updated outer modules up: in a lane of their own they do not hold up the blocks, nor the blocks them."""
+    """Uploads updated outer modules. In a lane of their own they do not delay the blocks, and the blocks do not delay
+    them."""
     d2h: StreamWorker
     update: UpdateWorker

@@ -1,7 +1,7 @@
-"""Host buffers that come and go: chunks and weights between SSD and update, gradients on their way down.
+"""Pools of host buffers: for chunks and weights between SSD and update, and for gradients on their way from the GPU.
 
-One owner at a time: whoever has a lease, which may be handed on to another thread with the work that is done in the
-buffer, until that releases it. Plan and budget have all buffers of a pool, and all memory is there from the start.
+A buffer has one owner at a time: the thread with the lease, which may hand it to another thread along with its work.
+The last owner releases it. Plan and budget include all buffers of a pool, and all memory is allocated at the start.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ds_slide.runtime.core.futures import Failures
 
 
 class Lease:
-    """The right to one buffer of a pool. One that is dropped goes back with the last tensor that views it, but that
-    wakes nobody: it is for the lane that has failed, which wakes everybody."""
+    """The right to one buffer of a pool. The buffer of a dropped lease goes back with the last tensor that views it,
+    and no thread is woken. Only a failed lane drops leases, and its failure wakes all threads."""
 
     __slots__ = ("_native", "buffer", "pool")
 
@@ -26,10 +26,11 @@ class Lease:
         self.pool = pool
         self._native = native
         self.buffer = torch.frombuffer(native, dtype=torch.uint8)
-        """Flat, of bytes; what its last user has left in it."""
+        """A flat tensor of bytes; the content is left over from its last user."""
 
     def release(self) -> None:
-        """Give the buffer back, from any thread: tensors that view it are another's from now on. Once."""
+        """Give the buffer back, once, from any thread. Another owner may write to the tensors that view it from now
+        on."""
         native, self._native = self._native, None
         self.pool._take_back(native)
 
@@ -37,19 +38,18 @@ class Lease:
 class BufferPool:
     """The leases of a `_native.Pool`. All methods may be called from any thread.
 
-    The wait is here and not in C++, so that a failure ends it, the watchdog knows of it, and `tests/liveness` explores
-    it.
+    The wait is here and not in C++, so that a failure ends it, the watchdog sees it, and `tests/liveness` explores it.
     """
 
     def __init__(self, native: Any, failures: Failures, what: str) -> None:
-        """`what`: its name in the plan, a plural."""
+        """Serve the buffers of `native`. `what`: the name of the pool in the plan, a plural."""
         self._native = native
         self._failures = failures
         self._what = what
         self.buffer_bytes: int = native.buffer_bytes
         self._changed = threading.Condition()
         self._queue: deque[object] = deque()
-        """One entry for each thread that waits; the first of them is served first."""
+        """One entry for each waiting thread, in the order of service."""
         self.waits = 0
         self.waited_s = 0.0
 
@@ -60,12 +60,12 @@ class BufferPool:
         return addresses
 
     def try_lease(self) -> Lease | None:
-        """A buffer if one is free and nobody waits for it."""
+        """Return a lease if a buffer is free and no thread waits for one."""
         native = None if self._queue else self._native.try_lease()
         return None if native is None else Lease(self, native)
 
     def lease(self) -> Lease:
-        """A buffer, for which threads wait in the order in which they came. Raises when a lane has failed."""
+        """Return a lease; threads are served in the order in which they came. Raises when a lane has failed."""
         with self._changed:
             if (lease := self.try_lease()) is not None:
                 return lease
@@ -87,7 +87,7 @@ class BufferPool:
             return Lease(self, native)
 
     def count_wait(self, began: float) -> None:
-        """Somebody has waited for a buffer since `began`, in seconds of `time.perf_counter`, here or by himself."""
+        """Count a wait for a buffer since `began`, in seconds of `time.perf_counter`, whether here or in the caller."""
         self.waits += 1
         self.waited_s += time.perf_counter() - began
 
@@ -98,10 +98,10 @@ class BufferPool:
                 self._changed.notify_all()
 
     def statistics(self) -> dict[str, int | float | bool]:
-        """Since the start: buffers, free ones, the most that were leased at once, bytes, whether they are page-locked
-        ("pinned"), how often somebody waited for one, and the seconds of all waits together."""
+        """Return statistics since the start: buffers, free ones, the most leased at once, bytes, whether they are
+        page-locked ("pinned"), the number of waits, and the seconds of all waits together."""
         return {**self._native.stats(), "waits": self.waits, "waited_s": self.waited_s}
 
     def close(self) -> None:
-        """Free the memory: of leases that are still out, when they come back."""
+        """Free the memory. The buffer of an open lease is freed when it comes back."""
         self._native.close()

@@ -1,7 +1,7 @@
-"""The engines of this process, and what they hold of the limits that are for all of them together.
+"""The engines of this process, and what they use of the limits that all engines share.
 
-A reference model beside the one that is trained, an actor and a critic: each has an engine, built one after the other
-from the same configuration. Two of them that each take the whole of a limit would take it twice.
+A reference model beside a trained model, or an actor and a critic, each have an engine. All are built one after the
+other from the same configuration. If two of them each used a whole limit, they would use it twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ds_slide.runtime.core.context import Context
 
 
 class HoldsMemory(Protocol):
-    """What `ds_slide.runtime.parts.Parts` tells of an engine."""
+    """The part of `ds_slide.runtime.parts.Parts` that this module reads."""
 
     context: Context
 
@@ -40,35 +40,35 @@ _engines: weakref.WeakSet[Running] = weakref.WeakSet()
 
 
 def enter(engine: Running) -> None:
-    """`engine` holds memory from now on, until `leave` or its end."""
+    """Count the memory of `engine` until `leave` or its end."""
     _engines.add(engine)
 
 
 def leave(engine: Running) -> None:
-    """Take the engine off the list; harmless when called twice."""
+    """Stop counting the engine; harmless when called twice."""
     _engines.discard(engine)
 
 
 def taken() -> Taken:
-    """Sum over the engines."""
+    """Return the sum over the engines."""
     return sum((engine.parts.taken for engine in _engines), NOTHING_TAKEN)
 
 
 def on_gpu() -> int:
-    """Bytes that the engines have placed on the GPU, and of activations that they keep there for backwards to come."""
+    """Return the bytes that the engines have on the GPU: planned memory, and activations kept for later backwards."""
     return taken().gpu + sum(engine.parts.kept for engine in _engines)
 
 
 def untouched_host_bytes() -> int:
-    """What the engines have set aside in host memory and not written yet (moments before the first update), so that the
-    operating system still counts it as free."""
+    """Return the bytes of host memory that the engines have allocated and not written yet (moments before the first
+    update). The operating system still counts them as free."""
     return sum(engine.parts.context.memory.untouched_bytes() for engine in _engines)
 
 
 def close_at_exit(engine: Running) -> Callable[[], None]:
-    """Close `engine` when the interpreter ends, if it lives by then. -> for `atexit.unregister`.
+    """Close `engine` when the interpreter ends, if it lives then. Returns the function for `atexit.unregister`.
 
-    A daemon thread that is inside C++ when the interpreter ends would be torn down there, and take the process along.
+    A daemon thread that is inside C++ when the interpreter ends would be killed there, and end the process.
     """
     close = functools.partial(_close, weakref.ref(engine), os.getpid())
     atexit.register(close)

@@ -1,4 +1,4 @@
-"""What the runtime is built from: settings that are decided once, and units before they have states."""
+"""The inputs of the runtime's builder: settings that are decided once, and units before they have states."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ from ds_slide.plan.ssd_settings import SsdSettings
 from ds_slide.store.state_buffers import StateBufferSpec, optimizer_buffers
 
 LEAST_WINDOW = 3
-"""Slots of `window` "auto": one that computes, one that is filled meanwhile, one that evens out their times."""
+"""Slots of `window` "auto": one computes, one is filled meanwhile, one evens out their times."""
 LEAST_RING = 4
-"""Buffers of `gradient_buffers` "auto", where host memory has no room for more of them or nothing waits for them."""
+"""Buffers of `gradient_buffers` "auto", where host memory has no room for more or no thread waits for them."""
 
 _ROUNDS_MASTERS: dict[str, Literal["auto"] | bool] = {"auto": "auto", "fp32": False, "bf16": True}
 
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """What a run is to do: the JSON block as it was parsed, and beside it what DeepSpeed says. What follows from both
-    is computed where it is used, or here where that is in several places."""
+    """The settings of a run: the parsed JSON block, and the settings of DeepSpeed. A value derived from both is
+    computed where it is used, or here if several places use it."""
 
     slide: SlideConfig
     ssd: SsdSettings | None
     """The SSD tier; None without one."""
     gradient_dtype: torch.dtype
-    """The data type in which gradients are reduced and go to host memory where a unit's precision says no other."""
+    """The data type of gradients when they are reduced and sent to host memory, unless a unit's precision sets
+    another."""
     accumulation_dtype: torch.dtype
     """The data type of sums of several micro-batches' gradients."""
     accumulates: bool
-    """More than one micro-batch a step."""
+    """Whether a step has more than one micro-batch."""
     clips: bool
-    """Gradients are clipped by their norm, which is known when all of them are."""
+    """Whether gradients are clipped by their norm, which is known only when all gradients are."""
     rule: UpdateRule | None
-    """The rule by which weights are updated. None: no parameter has an optimizer; there are weights only, and nothing
-    comes down from the GPU."""
+    """The rule that updates the weights. None: no parameter has an optimizer; the engine has weights only, and sends
+    nothing from the GPU to host memory."""
 
     @property
     def trains(self) -> bool:
@@ -61,13 +62,14 @@ class RuntimeSettings:
 
     @property
     def held_dtype(self) -> torch.dtype | None:
-        """The data type of held gradients where a unit's precision says no other; None where they are not held."""
+        """The data type of held gradients, unless a unit's precision sets another; None where they are not held."""
         if self.trains and not self.holds:
             return None
         return self.accumulation_dtype if self.accumulates else self.gradient_dtype
 
     def needs(self, *, world_size: int, shares_weights: bool, gpu_is_own: bool) -> Needs:
-        """What sets the bytes of the plan. `gpu_is_own`: the accelerator has memory of its own."""
+        """Return the inputs that determine the bytes of the plan. `gpu_is_own`: the accelerator has memory of its
+        own."""
         slide, held = self.slide, self.held_dtype
         ring = LEAST_RING if slide.gradient_buffers == "auto" else slide.gradient_buffers
         return Needs(
@@ -99,17 +101,17 @@ class RuntimeSettings:
         )
 
     def specs(self, dtype: torch.dtype) -> tuple[StateBufferSpec, ...]:
-        """The optimizer state buffers of weights of `dtype`."""
+        """Return the optimizer state buffers for weights of `dtype`."""
         if self.rule is None:
             return ()
         return optimizer_buffers(dtype, self.rule, STATE_FORMATS[self.slide.state_dtype])
 
     def codec_of(self, precision: Precision, layout: UnitLayout) -> GradientCodec:
-        """A codec for the gradients of a unit."""
+        """Return a codec for the gradients of a unit."""
         return Identity(layout, self.gradient_of(precision))
 
     def compressing_codec_of(self, precision: Precision, layout: UnitLayout) -> GradientCodec:
-        """A codec for the gradients of a unit of matrices, which compresses them."""
+        """Return a codec that compresses the gradients of a unit of matrices."""
         assert self.slide.compression is not None
         return Lsp(layout, self.gradient_of(precision), self.slide.compression)
 
@@ -122,11 +124,12 @@ class RuntimeSettings:
         return bool(subspace(parameter_shape(parameter), compression.d))
 
     def gradient_of(self, precision: Precision) -> torch.dtype:
-        """The data type in which gradients of units of `precision` are reduced and go to host memory."""
+        """Return the data type of gradients of units of `precision` when they are reduced and sent to host memory."""
         return precision.gradient or self.gradient_dtype
 
     def held_of(self, precision: Precision) -> torch.dtype | None:
-        """The data type in which they are held: sums of several in one data type, single ones as they come."""
+        """Return the data type of their held gradients. Sums have one data type for all units; single gradients keep
+        their own."""
         if self.held_dtype is None or self.accumulates or precision.gradient is None:
             return self.held_dtype
         return precision.gradient
@@ -141,8 +144,8 @@ class UnitPlan:
     parameters: Sequence[nn.Parameter]
     codec: GradientCodec
     chunk_rows: int = 0
-    """Rows of a chunk of an outer module, one matrix, that passes through the GPU; 0: the unit is on the GPU as a
-    whole."""
+    """Rows of a chunk of an outer module (one matrix) that is streamed through the GPU; 0: the whole unit is on the
+    GPU."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -151,15 +154,15 @@ class UnitPlan:
 
     @property
     def passing_numel(self) -> int:
-        """Elements of each GPU buffer through which such an outer module passes (`ds_slide.runtime.weights.rows`)."""
+        """Elements of each GPU buffer for such a streamed outer module (`ds_slide.runtime.weights.rows`)."""
         return self.chunk_rows * self.layout.entries[0].shape[1] if self.chunk_rows else 0
 
     def specs(self, settings: RuntimeSettings) -> tuple[StateBufferSpec, ...]:
-        """The optimizer state buffers, beside what an update writes."""
+        """Return the optimizer state buffers, besides the buffer that an update writes."""
         return settings.specs(self.codec.written_dtype(self.dtype))
 
     def size(self, settings: RuntimeSettings) -> UnitSize:
-        """What the plan knows of it."""
+        """Return the description of the unit for the plan."""
         held = settings.held_of(self.spec.precision)
         return UnitSize(
             self.spec.name,

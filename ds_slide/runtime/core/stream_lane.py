@@ -1,4 +1,4 @@
-"""A lane: one resource that works in order, as a thread with (on CUDA) a stream of its own."""
+"""A lane: a thread that runs jobs in order, on CUDA with a stream of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Job = Callable[[], None]
 
 
 class Delay:
-    """Random pauses before every job of every lane, for race tests: the bits must not change."""
+    """Random pauses before every job of every lane, for race tests: they must not change a bit of the result."""
 
     def __init__(self, milliseconds: float, seed: int) -> None:
         self._seconds = milliseconds / 1e3
@@ -29,12 +29,12 @@ class Delay:
 
 
 class StreamWorker:
-    """Runs jobs first in, first out. A job may block its lane (for a buffer, for an update), never another."""
+    """Runs jobs first in, first out. A job may block its own lane (for a buffer, for an update), never another."""
 
     def __init__(
         self, name: str, device: Device, failures: Failures, meter: LaneMeter, delay: Delay, *, idle: bool = False
     ) -> None:
-        """`idle`: it is given nothing, and has no thread and no stream."""
+        """Start the thread. `idle`: the lane gets no jobs, and has no thread and no stream."""
         self.name = name
         self.device = device
         self.stream: Any = None if idle else device.stream()
@@ -53,7 +53,7 @@ class StreamWorker:
         self._jobs.put(job)
 
     def wait(self, marker: Marker, what: str) -> None:
-        """Make the stream wait for `marker`, and the trace say for `what`. Called by a job."""
+        """Make the stream wait for `marker`, and trace the wait as `what`. Called by a job."""
         if not (self.device.is_cuda and self.meter.is_traced):
             self.device.wait(marker, self.stream)
             return
@@ -70,8 +70,8 @@ class StreamWorker:
         future.synchronize()
 
     def close(self) -> None:
-        """End the thread after the jobs submitted so far, of which each ends by itself or by a failure; harmless when
-        called twice."""
+        """End the thread after the jobs submitted so far. Each job ends by itself or by a failure. Harmless when called
+        twice."""
         self._end()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
@@ -86,7 +86,7 @@ class StreamWorker:
                 while (job := self._jobs.get()) is not None:
                     self._delay()
                     job()
-                    job = None  # while this waits for the next one, it must not keep alive what the last one knew
+                    job = None  # while waiting for the next job, keep nothing of the last one alive
                     self._failures.progressed()
         except BaseException as error:
             self._failures.record(self.name, error)

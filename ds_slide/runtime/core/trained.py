@@ -1,7 +1,7 @@
 """Which parameters of a unit an update moves, and how many updates each has had.
 
-`requires_grad` is read when an update begins. A parameter that is off keeps weight, master and states as they are, and
-its count stands still: plain torch's optimizer counts per parameter, and AdamW corrects its moments by that count.
+`requires_grad` is read when an update begins. A parameter without a gradient keeps its weight, master, states and
+count: plain torch's optimizer counts per parameter, and AdamW corrects its moments by that count.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from ds_slide.optim.rule import Hyper, at_step
 
 
 class Trained:
-    """The trainable parameters of a unit. The thread that begins an update (compute) owns it."""
+    """The trainable parameters of a unit. The compute thread, which begins updates, owns this object."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], entries: Sequence[Entry], segments: Sequence[Segment]):
-        """`entries`, `segments`: places in the state buffers of the optimizer, in the order of `parameters`."""
+        """Begin without updates. `entries`, `segments`: places in the state buffers of the optimizer, in the order of
+        `parameters`."""
         self.parameters = list(parameters)
         self._entries = list(entries)
         self._segments = tuple(segments)
         self.counts = [0] * len(self.parameters)
         """Updates that each parameter has had."""
         self.latest: tuple[SegmentStep, ...] = ()
-        """The update that was begun last."""
+        """The steps of the update that was begun last."""
 
     @property
     def is_off(self) -> bool:
@@ -34,7 +35,7 @@ class Trained:
         return not any(parameter.requires_grad for parameter in self.parameters)
 
     def begin(self, hypers: Sequence[Hyper]) -> tuple[SegmentStep, ...]:
-        """Fix the update that begins now, and count it."""
+        """Return the steps of the update that begins now, and count it."""
         self.latest = self.coming(hypers)
         self.counts = [
             count + parameter.requires_grad for count, parameter in zip(self.counts, self.parameters, strict=True)
@@ -50,7 +51,8 @@ class Trained:
         return tuple(self._of_each_entry(hypers))
 
     def _of_each_entry(self, hypers: Sequence[Hyper]) -> list[SegmentStep]:
-        """Neighbours of one group and one count share a step: an update has fewer and longer runs then."""
+        """Return one step per run of neighbours with the same group and count, so that an update has fewer and longer
+        runs."""
         runs: list[tuple[int, int, int, int]] = []  # group, count, start, stop
         for parameter, entry, count in zip(self.parameters, self._entries, self.counts, strict=True):
             start, stop = entry.offset, entry.offset + align_up(entry.partition_numel)
@@ -66,5 +68,5 @@ class Trained:
         ]
 
     def covers(self, steps: Sequence[SegmentStep]) -> bool:
-        """Whether `steps` are on the segments of the unit, so that nothing is left out or cut."""
+        """Whether `steps` have the segments of the unit, none missing and none cut."""
         return [each.segment for each in steps] == list(self._segments)

@@ -1,8 +1,8 @@
-"""The update lane: CPU work on states, always the ready task whose block is needed soonest.
+"""The update lane: CPU work on states. It always runs the ready task whose block is needed soonest.
 
-A task is ready when its gradient has arrived in host memory (its marker has passed). Backward finishes
-the last block first while the next forward needs the first block first, so first-in-first-out would leave
-the first block for the end of the queue; with deadlines the next forward waits for one update, not for all.
+A task is ready when its gradient has arrived in host memory (its marker has passed). Backward finishes the last block
+first, but the next forward needs the first block first. First-in-first-out would update the first block last; with
+deadlines the next forward waits for one update, not for all.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from ds_slide.runtime.core.futures import THREAD_PREFIX, Failures, synchronize
 from ds_slide.runtime.core.stream_lane import Delay
 
 HOLDING = "gradient kept"
-"""What a task is called that copies or adds a gradient which waits for the step."""
+"""The name of a task that copies or adds a gradient to be held until the step."""
 Turn = Literal["next", "later", "spare"]
-"""When a task is done: of the first the one that the next forward needs soonest; after these, of those that no forward
-waits for, the one that backward comes to first; after all others those that need not be done, in the order of the
-first."""
+"""The priority class of a task. "next" runs first, the unit that the next forward needs soonest before the others.
+"later" is for tasks that no forward waits for, in the order of backward. "spare" is for optional tasks, in the order of
+"next"."""
 TURNS: tuple[Turn, ...] = get_args(Turn)
 
 
 Urgency = tuple[int, int, int]
-"""The least is the most urgent; no two tasks have the same."""
+"""The smallest is the most urgent; no two tasks have the same."""
 
 
 @dataclass(frozen=True)
 class UpdateTask:
-    """`run` returns the bytes it moved through host memory. It starts after `ready` and owns the unit's state
-    buffers."""
+    """A task for the lane. `run` starts after `ready`, owns the unit's state buffers, and returns the bytes it moved
+    through host memory."""
 
     order: int
-    """Of the unit (`Unit.order`)."""
+    """The index of the unit (`Unit.order`)."""
     turn: Turn
     sequence: int
     ready: Marker
     run: Callable[[], int]
     what: str
-    """For the trace and the statistics."""
+    """The name of the task in the trace and the statistics."""
 
     @property
     def urgency(self) -> Urgency:
@@ -60,16 +60,16 @@ class UpdateWorker:
     def __init__(
         self, device: Device, failures: Failures, meter: LaneMeter, delay: Delay, *, idle: bool = False
     ) -> None:
-        """`idle`: it is given nothing, and has no thread."""
+        """Start the thread. `idle`: the lane gets no tasks, and has no thread."""
         self._device = device
         self._failures = failures
         self._meter = meter
         self._delay = delay
         self._changed = threading.Condition()
         self._waiting: deque[UpdateTask] = deque()
-        """In the order of submission, until they are seen to be ready."""
+        """Tasks in the order of submission, until they are found to be ready."""
         self._ready: list[tuple[Urgency, UpdateTask]] = []
-        """A heap."""
+        """A heap of ready tasks."""
         self._sequence = 0
         self._unfinished = 0
         self._closing = False
@@ -86,7 +86,8 @@ class UpdateWorker:
         with self._changed:
             task = UpdateTask(order, turn, self._sequence, ready, run, what)
             if turn == "spare" and ready is PASSED:
-                # The rest of a block's gradient has arrived with its beginning, whatever is on its way in front of it.
+                # The whole gradient of a block has arrived with its first span, whatever transfers were submitted
+                # before.
                 self._is_ready(task)
             else:
                 self._waiting.append(task)
@@ -95,7 +96,7 @@ class UpdateWorker:
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Block until every task submitted so far has run, but for those that are of use only when they have."""
+        """Block until every task submitted so far has run, except the optional tasks ("spare")."""
         with self._changed:
             self._failures.wait_for(self._changed, lambda: not self._unfinished, "the updates that are under way")
 
@@ -135,10 +136,11 @@ class UpdateWorker:
                 if self._closing:
                     return None
                 self._changed.wait()
-            # Transfers run in the order of submission, so what has arrived is a beginning of those that wait. Asked one
-            # by one to the end, a late task could be seen as arrived and an early one, asked sooner, as not: then the
-            # spans of one unit would be updated out of order, and the last one gives their common buffer back. None is
-            # asked again once it has arrived: with 60 units that would be 2,000 queries of the GPU in a step.
+            # Transfers run in the order of submission, so the first waiting tasks are ready first, and the search stops
+            # at the first task that is not. A search over all could find an early task not ready and, a moment later, a
+            # late task ready. Then the spans of one unit would be updated out of order, and the last span gives their
+            # common buffer back. No marker is queried again after it has passed: with 60 units that would be 2,000
+            # queries of the GPU in a step.
             while self._waiting and self._waiting[0].ready.done():
                 self._is_ready(self._waiting.popleft())
             return heapq.heappop(self._ready)[1] if self._ready else self._waiting.popleft()

@@ -1,7 +1,7 @@
 """Numbers that the ranks of one machine read in each other's memory, without a collective and without the GPU.
 
 A board is a memory file that all ranks map. Each rank has a row of numbers and a line of text, which it alone writes;
-rank 0 has more numbers behind the rows. Who waits sleeps in the kernel until any rank has published something.
+rank 0 has more numbers after the rows. A waiting thread sleeps in the kernel until any rank has published something.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from ds_slide.runtime.core.ranks.sharing import share
 from ds_slide.store.memory_file import MemoryFile, Range, map_bytes
 
 TEXT_BYTES = 240
-"""A line of text: the name of a block and what is done with it."""
+"""Bytes of a line of text: the name of a block and what is done with it."""
 MASK = (1 << 32) - 1
 
 
 class Board:
-    """One rank's view. `width`: numbers of a row. A rank that sees a publication sees all that was written before."""
+    """One rank's view of the board. `width`: numbers in a row. A rank that sees a publication sees everything written
+    before it."""
 
     def __init__(self, words: Any, texts: mmap.mmap, rank: int, world_size: int, width: int) -> None:
-        """`words`: counters of all ranks (`_native.Generations`). `texts`: a line of the same length for each."""
+        """Make a view. `words`: the counters of all ranks (`_native.Generations`). `texts`: a line of the same length
+        for each."""
         self._words = words
         self._texts = texts
         self._text_bytes = len(texts) // world_size
@@ -38,23 +40,23 @@ class Board:
         return int(self._words.value(rank * self._width + item))
 
     def put(self, item: int, value: int) -> None:
-        """Write a number of the own row, which others may see late."""
+        """Write a number of this rank's row. Other ranks may see it late."""
         self._words.store(self._own + item, value & MASK)
 
     def publish(self, item: int, value: int) -> None:
-        """Write a number of the own row, and wake all ranks that wait."""
+        """Write a number of this rank's row, and wake all waiting ranks."""
         self._words.publish(self._own + item, value & MASK)
 
     def get_more(self, item: int) -> int:
-        """A number behind the rows."""
+        """Return a number after the rows."""
         return int(self._words.value(self._more + item))
 
     def put_more(self, item: int, value: int) -> None:
-        """Write a number behind the rows, which others may see late. Only rank 0 calls this."""
+        """Write a number after the rows. Other ranks may see it late. Only rank 0 calls this."""
         self._words.store(self._more + item, value & MASK)
 
     def publish_more(self, item: int, value: int) -> None:
-        """Write a number behind the rows, and wake all ranks that wait. Only rank 0 calls this."""
+        """Write a number after the rows, and wake all waiting ranks. Only rank 0 calls this."""
         self._words.publish(self._more + item, value & MASK)
 
     def write_text(self, text: str) -> None:
@@ -67,12 +69,12 @@ class Board:
         return line.rstrip(b"\0").decode(errors="replace")
 
     def until(self, ready: Callable[[], bool], failures: Failures, what: str) -> None:
-        """Wait for other ranks until `ready()`, which may do work. SlideError when a lane has failed."""
+        """Wait for other ranks until `ready()`, which may do work. Raises SlideError when a lane has failed."""
         if ready():
             return
         with failures.waiting(what, self._words.poke, for_ranks=True):
             while True:
-                seen = self._words.changes()  # before the look: what changes after it ends the sleep
+                seen = self._words.changes()  # before `ready()`: a later change ends the sleep
                 failures.raise_first()
                 if ready():
                     break
@@ -81,8 +83,8 @@ class Board:
 
 
 def open_board(ranks: Ranks, width: int, more: int = 0, text_bytes: int = TEXT_BYTES) -> Board | None:
-    """A board of zeros, `more` numbers behind its rows. None on all ranks where one of them cannot map the memory of
-    rank 0, as on several machines. Collective."""
+    """Return a board of zeros with `more` numbers after its rows. Returns None on all ranks where one of them cannot
+    map the memory of rank 0, as on several machines. Collective."""
     sharing = share(ranks)
     if sharing is None:
         return None
@@ -98,7 +100,7 @@ def open_board(ranks: Ranks, width: int, more: int = 0, text_bytes: int = TEXT_B
 
 
 def _appended(file: MemoryFile, ranks: Ranks, count: int, text_bytes: int) -> tuple[Range, Range] | None:
-    """The places of numbers and texts in the file of rank 0."""
+    """Return the places of numbers and texts in the file of rank 0."""
     from ds_slide import _native
 
     if ranks.rank:

@@ -1,25 +1,24 @@
 """The ranks that share the states (ZeRO-3 data parallelism), and the collectives between them.
 
 Ranks of one machine may run different modules: rank 0 decides on the order of their averages of gradients
-(`ds_slide.runtime.core.ranks.conductor`). What follows is the order of all other collectives, and of all of them where
-the ranks are on several machines.
+(`ds_slide.runtime.core.ranks.conductor`). The rest of this text is about the order of all other collectives, or of all
+collectives if the ranks are on several machines.
 
-The rule without which several ranks would wait for ever: one order of collectives, the same on all ranks, whatever the
-threads do.
+One rule prevents deadlocks: all ranks issue the same collectives in the same order, whatever the threads do.
 
 * Every collective of the engine is issued by the thread that computes (the caller's thread, and autograd's while that
   runs a backward: one after the other, never both), in the order of the program, through one process group, onto one
   stream, the collectives stream. No lane issues any. Several engines of a process have these two in common.
-* No lane waits for a collective that has not been issued yet: what a lane waits for (a marker, an update, another
-  rank's weights) comes of collectives that precede, in the order of the program, the call that gave it the job.
+* No lane waits for a collective that has not been issued yet: a lane waits for a marker, an update or another rank's
+  weights, and their collectives precede, in the order of the program, the call that gave the lane the job.
 
-Why nothing then waits in a circle. Take the first collective, in the order of the program, that is never completed.
-All before it are complete, so on every rank the compute thread reaches it: between collectives it waits only for lanes,
-and these, by the second point, only for collectives that are complete. So all ranks issue it, and it completes. A
-device that runs its streams in order of submission, or waits for all of them at once (loading a module, page-locking
-memory), changes nothing: everything that is waited for was submitted before, on this rank and on the others.
+So there is no circular wait. Take the first collective, in the order of the program, that is never completed. All
+before it are complete, so on every rank the compute thread reaches it: between collectives it waits only for lanes, and
+these, by the second point, only for collectives that are complete. So all ranks issue it, and it completes. A device
+that runs its streams in order of submission, or waits for all of them at once (loading a module, page-locking memory),
+changes nothing: all work that a wait needs was submitted before, on this rank and on the others.
 
-That the ranks do call the same is checked with each step's norm (`ds_slide.runtime.gradients.totals`).
+Each step's norm includes a check that the ranks issue the same collectives (`ds_slide.runtime.gradients.totals`).
 """
 
 from __future__ import annotations
@@ -42,14 +41,15 @@ _NOWHERE = Device(torch.device("cpu"))
 
 
 class Meets(Protocol):
-    """Who decides on the order of collectives (`ds_slide.runtime.core.ranks.conductor.Conductor`)."""
+    """The interface of the conductor, which decides on the order of collectives
+    (`ds_slide.runtime.core.ranks.conductor.Conductor`)."""
 
     announced: int
     """Collectives that this rank has asked for."""
 
     def meet(self, what: str, failures: Failures, *, step_of: int | None = None) -> None:
-        """Wait until all ranks have come to this one. SlideError on all of them where they have come to others.
-        `step_of`: the engine that it is a part of a step of, if it is one."""
+        """Wait until all ranks have come to this collective. Raises SlideError on all of them if they have come to
+        different ones. `step_of`: the engine whose step includes the collective, if any."""
 
 
 @dataclass(eq=False)
@@ -63,20 +63,21 @@ class Channel:
     issued: int = 0
     """Collectives so far, of all engines."""
     digest: int = 0
-    """A digest of what they were, in order: the same on all ranks."""
+    """A digest of their names, in order: the same on all ranks."""
     conductor: Meets | None = None
-    """Who decides on their order; None where the program does."""
+    """The conductor that decides on their order; None where the program does."""
     has_asked_for_conductor: bool = False
 
 
 _channels: dict[tuple[int, ...], Channel] = {}
-"""Channels by the numbers of this rank and of all of them. One serves all engines: with one each, the collectives of
-two engines could run on a rank's GPU in another order than they were issued in, and wait for each other across two
-ranks."""
+"""Channels by the number of this rank and the numbers of all ranks. One channel serves all engines. With a channel
+each, a GPU could run the collectives of two engines in another order than they were issued in, and two ranks would wait
+for each other."""
 
 
 def _channel_of(rank: int, members: Sequence[int], device: Device) -> Channel:
-    """Collective, over the whole world, the first time; all ranks have the same engines."""
+    """Return the channel of these ranks. The first call is collective, over the whole world; all ranks have the same
+    engines."""
     key = (rank, *members)
     known = _channels.get(key)
     if known is None or not _is_open(known.group):
@@ -85,7 +86,7 @@ def _channel_of(rank: int, members: Sequence[int], device: Device) -> Channel:
 
 
 def _is_open(group: Any) -> bool:
-    """Whether the process group it belongs to has not been destroyed since."""
+    """Whether the process group has not been destroyed."""
     try:
         return bool(dist.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError):
@@ -93,8 +94,8 @@ def _is_open(group: Any) -> bool:
 
 
 class Ranks:
-    """The ranks of an engine. `channel`: of its collectives, None for one rank. All methods that communicate are called
-    by the thread that computes."""
+    """The ranks of an engine. `channel`: the channel of its collectives, None for one rank. The compute thread calls
+    all methods that communicate."""
 
     def __init__(
         self, rank: int = 0, world_size: int = 1, channel: Channel | None = None, device: Device = _NOWHERE
@@ -117,7 +118,7 @@ class Ranks:
 
     @property
     def begun(self) -> int:
-        """Collectives so far, and those that this rank has asked for."""
+        """Collectives so far, and collectives that this rank has asked for."""
         return self._channel.issued + (0 if self.conductor is None else self.conductor.announced)
 
     @property
@@ -126,25 +127,25 @@ class Ranks:
 
     @property
     def has_asked_for_conductor(self) -> bool:
-        """Whether it is known if there is one."""
+        """Whether it is known if there is a conductor."""
         return self._channel.has_asked_for_conductor
 
     def conduct(self, conductor: Meets | None) -> None:
-        """Have `conductor` decide on the order of collectives, of all engines of this process."""
+        """Let `conductor` decide on the order of the collectives of all engines of this process."""
         self._channel.conductor, self._channel.has_asked_for_conductor = conductor, True
 
     @property
     def digest(self) -> int:
-        """A digest of what the collectives were, and of which engine: the same on all ranks."""
+        """A digest of the collectives with their names and engines: the same on all ranks."""
         return self._channel.digest
 
     def note(self, what: Iterable[int]) -> None:
-        """Make `what` (bytes), which all ranks must have alike, a part of the digest."""
+        """Add `what` (bytes), which must be equal on all ranks, to the digest."""
         self._channel.digest = zlib.crc32(bytes(what), self._channel.digest)
 
     @classmethod
     def over(cls, group: Any, device: Device) -> Ranks:
-        """Ranks of the data-parallel `group`. Collective: every rank of the world calls it."""
+        """Return the ranks of the data-parallel `group`. Collective: every rank of the world calls it."""
         size = dist.get_world_size(group)
         if size == 1:
             return cls()
@@ -153,18 +154,19 @@ class Ranks:
         return cls(rank, size, _channel_of(rank, members, device), device)
 
     def watched_by(self, failures: Failures) -> None:
-        """Tell `failures` which collective is under way, from here on."""
+        """Tell `failures` from now on which collective is under way."""
         self._failures = failures
 
     # ---- the collectives stream --------------------------------------------------------------------------------------
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """Work submitted inside goes to the collectives stream, behind the collectives so far. One rank has no such
+        """Submit work inside the context to the collectives stream, after the collectives so far. One rank has no such
         stream, and uses the compute stream."""
         return self._device.on(self._stream)
 
     def mark(self) -> Marker:
-        """What has been submitted to the collectives stream so far. Of one rank: nothing, which has passed."""
+        """Return a marker of the work submitted to the collectives stream so far. With one rank it has passed
+        already."""
         return self._device.mark(self._stream) if self.world_size > 1 else Marker()
 
     def join(self) -> None:
@@ -172,15 +174,15 @@ class Ranks:
         self._device.wait(self.mark())
 
     def meet(self, what: str, *, in_step: bool = False) -> None:
-        """Wait until all ranks have come to `what`, if anybody decides on the order of collectives. `in_step`: it is a
-        part of a step."""
+        """Wait until all ranks have come to `what`, if there is a conductor. `in_step`: whether it is a part of a
+        step."""
         if self.conductor is not None:
             step_of = self.engine if in_step else None
             self.conductor.meet(f"{what} (engine {self.engine})", self._failures or Failures(), step_of=step_of)
 
     @contextmanager
     def _issue(self, what: str, *after: Marker, in_step: bool = False) -> Iterator[None]:
-        """One collective on the collectives stream, behind `after`. On the CPU accelerator it blocks."""
+        """Issue one collective on the collectives stream, after `after`. On the CPU accelerator it blocks."""
         channel = self._channel
         self.meet(what, in_step=in_step)
         channel.issued += 1
@@ -206,8 +208,8 @@ class Ranks:
         in_step: bool = False,
     ) -> Marker:
         """All-gather the weights of the unit `name`, `own` ([local_numel]), into `gathered` ([>= world_size *
-        local_numel], rank-major), and lay the whole parameters out in `buffer` ([>= slot_numel]). -> when that is
-        done."""
+        local_numel], rank-major), and lay the whole parameters out in `buffer` ([>= slot_numel]). Returns the marker of
+        its end."""
         flat = gathered[: self.world_size * layout.local_numel]
         with self._issue(f"gathering the weights of {name}", *after, in_step=in_step):
             dist.all_gather_into_tensor(flat, own, group=self._group)
@@ -219,27 +221,28 @@ class Ranks:
         """Average the gradient of the unit `name`, `packed` ([world_size * numel], rank-major), over the ranks into
         `own` ([numel]).
 
-        Divided before the sum, as DeepSpeed does, so that bf16 sums do not overflow earlier than stock's.
+        The gradient is divided before the sum, as in DeepSpeed, so that bf16 sums do not overflow earlier than in stock
+        DeepSpeed.
         """
         with self._issue(f"averaging the gradient of {name}", *after):
             packed.div_(self.world_size)
             dist.reduce_scatter_tensor(own, packed, group=self._group)
 
     def sum_(self, values: torch.Tensor, what: str, *after: Marker, in_step: bool = False) -> torch.Tensor:
-        """Sum `values` over the ranks, in place. `in_step`: as a part of a step."""
+        """Sum `values` over the ranks, in place. `in_step`: whether the sum is a part of a step."""
         if self.world_size > 1:
             with self._issue(f"summing {what}", *after, in_step=in_step):
                 dist.all_reduce(values, group=self._group)
         return values
 
     def gather(self, own: torch.Tensor, what: str) -> torch.Tensor:
-        """`own` ([n], made on the compute stream) of every rank, [world_size * n] by rank, for the compute stream. One
-        rank has its own."""
+        """Gather `own` ([n], made on the compute stream) from every rank into [world_size * n], in rank order, for the
+        compute stream. With one rank this returns `own`."""
         if self.world_size == 1:
             return own
         gathered = own.new_empty(self.world_size * own.numel())
         with self._issue(f"gathering {what}", self._device.mark()):
-            # As bytes: NCCL knows no 16-bit integers, which complete weights to their masters.
+            # The data is sent as bytes: the remainders of masters are 16-bit integers, which NCCL does not support.
             flat, part = gathered.view(torch.uint8), own.contiguous().view(torch.uint8)
             dist.all_gather_into_tensor(flat, part, group=self._group)
         self.join()
@@ -248,8 +251,8 @@ class Ranks:
     # ---- while the engine is built -----------------------------------------------------------------------------------
 
     def connect(self, packed: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> None:
-        """One collective of each kind over buffers of zeros, so that connections are made now and not in training.
-        `packed`, `own`: of bytes, used as elements of `dtype`."""
+        """Run one collective of each kind over buffers of zeros, so that connections are made now and not in training.
+        `packed`, `own`: buffers of bytes, used as elements of `dtype`."""
         if self.world_size == 1:
             return
         packed, own = packed.view(dtype), own.view(dtype)
@@ -261,7 +264,7 @@ class Ranks:
             dist.all_reduce(own.new_zeros(1, dtype=torch.float64), group=self._group)
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """Smallest of each of `values` over the ranks."""
+        """Return the smallest of each of `values` over the ranks."""
         if self.world_size == 1:
             return list(values)
         with self._issue("agreeing on the memory that every rank has"):
@@ -270,7 +273,7 @@ class Ranks:
             return [int(value) for value in tensor.tolist()]
 
     def exchange(self, own: Any, what: str) -> list[Any]:
-        """What every rank gives, by rank. Pickled."""
+        """Return `own` of every rank, in rank order. The objects are pickled."""
         if self.world_size == 1:
             return [own]
         given: list[Any] = [None] * self.world_size
@@ -279,7 +282,7 @@ class Ranks:
         return given
 
     def require_equal(self, own: dict[str, Any], what: str) -> None:
-        """SlideError on every rank, with the first key of `own` in which two ranks differ."""
+        """Raise SlideError on every rank if two ranks differ in `own`, with the first key that differs."""
         given = self.exchange(own, f"comparing {what}")
         for key, value in given[0].items():
             for rank, other in enumerate(given):

@@ -4,45 +4,46 @@ Two kinds of collectives meet here.
 
 * Averages of gradients. Each rank announces a unit when its backward has left the unit's gradient
   (`ds_slide.runtime.gradients.agreement`). Rank 0 enters a unit into the log, and issues its average, when it sees that
-  all ranks have announced it; the others issue what the log says. All look at each of their hooks in backward, and
-  no rank waits. What is left is entered at the end of backward, which all ranks wait for.
-  Ranks that run the same modules expect the same units in the same order as in the backward before. When rank 0 sees
-  that all expect the same, it enters that order. From then on each rank issues its averages in this order at its own
-  hooks, without a look at the others, and zeros at its end for what did not come.
-* All others come in the order of the program (gathers, sums, exchanges). Each is a meeting: a rank says which one it
-  has come to, and waits until rank 0 has seen all ranks at the same one. So ranks that have come to different ones
-  raise one sentence, all of them, before anything is issued. A rank that is outside of a backward when others have
-  come to the end of theirs takes part in that end, with zeros.
+  all ranks have announced it; the others issue what the log says. All ranks check the log at each of their hooks in
+  backward, and no rank waits. Rank 0 enters the remaining units at the end of backward, where all ranks wait. Ranks
+  that run the same modules expect the same units in the same order as in the backward before. When rank 0 sees that all
+  expect the same, it enters that order. From then on each rank issues its averages in this order at its own hooks,
+  without checking the others. At its end it issues zeros for missing gradients.
+* All others come in the order of the program (gathers, sums, exchanges). Each is a meeting: a rank publishes which
+  meeting it has come to, and waits until rank 0 has seen all ranks at the same meeting. So ranks at different meetings
+  all raise the same error before anything is issued. A rank outside of a backward, when others have come to the end of
+  theirs, takes part in that end, with zeros.
 
 The host runs ahead of its GPU, and a wait for another rank's host takes some of that lead. So with clipping off a
-backward can be settled: it is the only one before its step, and every unit has been averaged. Rank 0 then does not wait
-at the end, and the step has no meetings. Of three waits in a step one is left, of ranks ahead of rank 0.
+backward can be settled: it is the only backward before its step, and every unit has been averaged. Rank 0 then does not
+wait at the end, and the step has no meetings. One of three waits in a step remains, for ranks ahead of rank 0.
 
-Why nothing waits in a circle. Take the first entry of the log (a unit, an end, a meeting) that some rank never
-completes, and the ranks that have not come to it.
+There is no circular wait, for these reasons. Take the first entry of the log (a unit, an end, a meeting) that some rank
+never completes, and the ranks that have not come to it.
 
 * A unit: rank 0 entered it when all ranks had announced it or waited at the end. Rank 0 issues it at once. Another rank
   comes to its next hook, or waits: in every wait of this module it issues what the log says. Between hooks it waits for
-  its lanes, whose jobs come of collectives before this entry, which are complete. It does not wait for new weights of
-  another rank, whose lanes may stand still while a GPU spins in this entry: it has announced, so its forward is over,
-  and backward binds only versions that the forward has bound.
-* An order: rank 0 entered it when all ranks were in this backward. A rank then issues a unit of it at a hook, or at
-  its end, or when it leaves the backward, and until then waits only for its lanes, as above. The entries behind an
-  order are followed when all of its units are issued. There is none where a backward has gathers, or beside a second
-  engine, whose averages could have to come between.
-* An end or a meeting: rank 0 waits for the others, without having issued anything that they lack. Each of them comes
-  to a meeting or an end itself, because all entries before are complete; a rank that has come stays until rank 0 has
-  entered that. All of one kind: the entry is made. Otherwise: rank 0 takes part, or all raise.
-* A settled end: rank 0 makes the entry when all units are averaged and it has come to the end itself. The step behind
-  it issues its sum, and gathers what it updates on the GPU, without a meeting. Every rank comes to these, in the same
-  order: before them, a rank waits for this entry alone, and rank 0 for nothing. A GPU that spins in one holds up the
-  next step of its own rank alone, and no rank waits for another one's next step before it has issued them.
-* The wait of a rank that is ahead in its backward (`Conductor.keep_pace`): only a rank that is behind is waited for, by
-  a count that each rank raises at each announcement and that is highest while it is at an end or a meeting. So these
-  waits follow an order, and the rank that is behind all others never has one.
+  its lanes. Their jobs depend only on collectives before this entry, and these are complete. It does not wait for new
+  weights of another rank, whose lanes may stand still while a GPU spins in this entry: it has announced, so its forward
+  is over, and backward binds only versions that the forward has bound.
+* An order: rank 0 entered it when all ranks were in this backward. A rank then issues a unit of it at a hook, or at its
+  end, or when it leaves the backward, and until then waits only for its lanes, as above. The entries after an order are
+  followed when all of its units are issued. A backward with gathers has no order. With a second engine there is none
+  either, because its averages could have to come between.
+* An end or a meeting: rank 0 waits for the others, and has issued nothing that they have not. Each of them comes to a
+  meeting or an end itself, because all entries before are complete; it stays there until rank 0 has made the entry. If
+  all have come to the same kind, rank 0 makes the entry. Otherwise rank 0 takes part, or all raise.
+* A settled end: rank 0 makes the entry when all units are averaged and it has come to the end itself. The next step
+  issues its sum, and gathers the weights that it updates on the GPU, without a meeting. Every rank comes to these, in
+  the same order: before them, a rank waits for this entry alone, and rank 0 for nothing. A GPU that spins in such a
+  collective delays only the next step of its own rank, and no rank waits for another rank's next step before it has
+  issued them.
+* The wait of a rank that is ahead in its backward (`Conductor.keep_pace`): a rank waits only for a rank that is behind.
+  Each rank counts its announcements, and its count is highest while it is at an end or a meeting. So these waits follow
+  an order, and the last rank never waits.
 
-Work that a rank does for an entry (packing, sums of the learning of projectors) is part of the entry: nothing inside it
-meets again.
+Work that a rank does for an entry (packing, sums for learning projectors) is part of the entry: it has no meetings of
+its own.
 """
 
 from __future__ import annotations
@@ -61,16 +62,17 @@ from ds_slide.runtime.core.ranks.board import MASK, Board, open_board
 from ds_slide.runtime.core.ranks.collectives import Ranks
 
 TAG = 15
-"""The bits of a backward's number that an entry has."""
+"""The mask for a backward's number in an entry."""
 _ENGINES = 255
-"""The bits of an engine's number that an entry has."""
+"""The mask for an engine's number in an entry."""
 RING = 1 << 15
-"""Entries that the log keeps. A rank is behind by those of one backward at most: it announces, or ends, after it has
-followed the log."""
+"""Entries that the log keeps. A rank is behind by the entries of one backward at most: it follows the log before it
+announces or ends."""
 AT_REST = 1023
 """The count of announcements of a rank that waits for the others."""
 PACE = 2
-"""Announcements by which a rank may be ahead while gradients of so many units wait on its GPU."""
+"""The most announcements by which a rank may be ahead, while the gradients of at least this number of units wait on its
+GPU."""
 
 
 class _Row(IntEnum):
@@ -78,9 +80,9 @@ class _Row(IntEnum):
 
     MEETINGS = 0
     PLACE = 1
-    """A digest of what it has come to; the text says it."""
+    """A digest of the place in the program that it has come to; the text names it."""
     IS_OUTSIDE = 2
-    """Whether it came there outside of a backward."""
+    """Whether the rank came there outside of a backward."""
     PACE = 3
 
 
@@ -89,7 +91,7 @@ class Kind(IntEnum):
     END = 1
     MEETING = 2
     APART = 3
-    """The ranks have come to different places; `unit` is one that is not where rank 0 is."""
+    """The ranks have come to different places; `unit` is a rank in another place than rank 0."""
     ORDER = 4
     """All ranks expect the same units, in the same order."""
 
@@ -114,19 +116,19 @@ class Entry:
 
 
 def _place_of(engine: int) -> int:
-    """What the log and the table of members have of the number of an engine."""
+    """Return the bits of an engine's number that the log and the table of members use."""
     return engine & _ENGINES
 
 
 class Member(Protocol):
-    """What an engine does for the log (`ds_slide.runtime.gradients.agreement.Agreement`)."""
+    """The part of an engine that works for the log (`ds_slide.runtime.gradients.agreement.Agreement`)."""
 
     engine: int
     backward: int
-    """The number of the backward that is open, or that comes next."""
+    """The number of the open backward, or of the next one."""
 
     def is_settled(self) -> bool:
-        """Whether this rank has announced and averaged all units, in a backward that none follows before the step."""
+        """Whether this rank has announced and averaged all units, in the last backward before the step."""
 
     @property
     def has_order_left(self) -> bool:
@@ -139,7 +141,7 @@ class Member(Protocol):
         """Average the next units of the order, as far as this rank has announced them."""
 
     def finish_order(self) -> None:
-        """Average all that is left of the order, with zeros where this rank has nothing."""
+        """Average the remaining units of the order, with zeros where this rank has no gradient."""
 
     def lead(self) -> None:
         """Enter and average the units that all ranks have announced, or the order that all expect. On rank 0."""
@@ -148,16 +150,16 @@ class Member(Protocol):
         """Take part in an entry for a unit."""
 
     def has_ended(self, rank: int) -> bool:
-        """Whether that rank waits at the end of the backward that is open here."""
+        """Whether the other rank waits at the end of the backward that is open here."""
 
     def lead_end(self) -> None:
-        """Enter and average all that is left of it, where all ranks have come to the end. On rank 0."""
+        """Enter and average the remaining units of the backward, where all ranks have come to its end. On rank 0."""
 
     def close(self) -> None:
-        """The backward has ended on all ranks."""
+        """Close the backward, which has ended on all ranks."""
 
     def joined(self) -> None:
-        """It has, and this rank took part in the end alone."""
+        """Note that the backward has ended, and that this rank took part in the end alone."""
 
 
 class Conductor:
@@ -173,14 +175,15 @@ class Conductor:
         self._meetings = 0
         self._ends = 0
         self._count = 0
-        """Announcements in the backward that is open."""
+        """Announcements in the open backward."""
         self._is_in_entry = False
         self._settled: set[int] = set()
         """Engines whose last backward ended settled: their next step has no meetings."""
 
     @classmethod
     def of(cls, ranks: Ranks) -> Conductor | None:
-        """The conductor of these ranks, made for their first engine. None where they have no board. Collective."""
+        """Return the conductor of these ranks, made for their first engine; None where they have no board.
+        Collective."""
         if ranks.world_size == 1:
             return None
         if not ranks.has_asked_for_conductor:
@@ -213,7 +216,7 @@ class Conductor:
     # ---- under backward ----------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Issue what all ranks have announced, as far as that is known here. This never waits."""
+        """Issue the averages that all ranks have announced, as far as this rank knows. This never waits."""
         if self._is_in_entry:
             return
         for member in self._members.values():
@@ -225,15 +228,15 @@ class Conductor:
             self._follow()
 
     def announce(self, member: Member) -> None:
-        """This rank has announced one more gradient: `Board.put` has told of it."""
+        """Count a gradient that this rank has announced with `Board.put`."""
         self._settled.discard(_place_of(member.engine))
         self.announced += 1
         self._count += 1
         self._tell_pace(min(self._count, AT_REST - 1))
 
     def keep_pace(self, waiting: int, failures: Failures) -> None:
-        """Wait for ranks that are behind, while gradients of `waiting` units or more would pile up here: their number
-        is otherwise limited by GPU memory alone. `waiting`: how many there are."""
+        """Wait for ranks that are behind, if gradients of `PACE` units or more wait here: only GPU memory would limit
+        their number otherwise. `waiting`: the number of these units."""
         own = self._pace(self._count)
         if waiting < PACE or self._is_in_entry or self._has_order_left or not self._is_ahead(own):
             return
@@ -268,7 +271,7 @@ class Conductor:
 
     @contextmanager
     def entry(self) -> Iterator[None]:
-        """Around the work for an entry."""
+        """Mark the work inside the context as work for an entry."""
         self._is_in_entry = True
         try:
             yield
@@ -276,7 +279,7 @@ class Conductor:
             self._is_in_entry = False
 
     def _follow(self) -> Entry | None:
-        """Take part in the averages that the log has next. -> the entry behind them, if there is another kind."""
+        """Take part in the next averages of the log. Returns the entry after them, if it is of another kind."""
         while self._place != self.board.get_more(0) and not self._has_order_left:
             entry = Entry.of(self.board.get_more(1 + self._place % RING))
             if entry.kind is Kind.UNIT:
@@ -292,7 +295,7 @@ class Conductor:
         return None
 
     def _has_left(self, entry: Entry) -> bool:
-        """Whether an exception has ended, on this rank, the backward whose settled end this is."""
+        """Whether `entry` is the settled end of a backward that an exception has ended on this rank."""
         member = self._members.get(entry.engine)
         return entry.final and member is not None and 0 < (member.backward - entry.backward & TAG) <= TAG // 2
 
@@ -303,7 +306,7 @@ class Conductor:
 
     def end(self, member: Member, failures: Failures) -> None:
         """Wait until the backward of this member has ended on all ranks, or is settled, and all of its gradients are
-        averaged. The member has told on its own board that it has ended here."""
+        averaged. The member has published on its own board that it has ended here."""
         what = f"the end of backward number {member.backward} (engine {member.engine})"
         self._come_to(what, failures)
         if self.leads:
@@ -335,7 +338,7 @@ class Conductor:
         self._close(member, settled=settled)
 
     def _takes_part(self, member: Member, rank: int, failures: Failures) -> bool:
-        """Whether a rank has come to the end of this backward, or to a meeting from outside of any."""
+        """Whether a rank has come to the end of this backward, or to a meeting outside of any backward."""
         if member.has_ended(rank):
             return True
         if not self._is_at_later_meeting(rank):
@@ -356,9 +359,9 @@ class Conductor:
         member.close()
 
     def meet(self, what: str, failures: Failures, *, step_of: int | None = None) -> None:
-        """Wait until all ranks have come to this place of the program. SlideError on all of them where they have not
-        come to the same one. Inside of an entry nothing: that is the place. `step_of`: it is in a step of that engine,
-        which has no meetings behind a settled backward."""
+        """Wait until all ranks have come to this place of the program. Raises SlideError on all ranks if they have come
+        to different places. Inside of an entry this does nothing: the entry is the place. `step_of`: the engine whose
+        step this is in; a step after a settled backward has no meetings."""
         if self._is_in_entry or (step_of is not None and _place_of(step_of) in self._settled):
             return
         is_outside = not in_backward()
@@ -374,8 +377,8 @@ class Conductor:
         self._tell_pace(self._count)
 
     def _leave_order(self, what: str, *, is_outside: bool) -> None:
-        """Average the rest of an order whose backward an exception has ended here: the GPUs of other ranks may wait for
-        it. SlideError inside of such a backward."""
+        """Average the rest of an order after an exception has ended its backward here: the GPUs of other ranks may wait
+        for it. Raises SlideError inside of such a backward."""
         if self._has_order_left and not is_outside:
             raise SlideError(
                 f"{what} came in the middle of a backward whose gradients the ranks average in an order that they have "
@@ -441,7 +444,7 @@ class Conductor:
         )
         if not self.leads:
             self._pass()
-        # The meeting has taken place, as far as later engines are concerned.
+        # Later engines count the meeting as done.
         self._meetings = self._meetings + 1 & MASK
         self.board.put(_Row.MEETINGS, self._meetings)
         failures.end(str(error))

@@ -1,4 +1,4 @@
-"""Which machine this is, for ranks that compare theirs."""
+"""Identifies the machine, so that ranks can compare theirs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def identity(namespace: str) -> str:
-    """The same for processes of one machine that share `namespace`, a name in /proc/self/ns: not the host's name, which
-    containers may share. OSError where there is no /proc."""
+    """Return a string that is equal for processes of one machine that share `namespace`, a name in /proc/self/ns. The
+    host's name would not do, because containers may share it. Raises OSError where there is no /proc."""
     return f"{_BOOT.read_text().strip()} {os.readlink(f'/proc/self/ns/{namespace}')}"

@@ -1,8 +1,8 @@
-"""How the other ranks of this machine are, so that a wait for one of them can be judged.
+"""The state of the other ranks of this machine, so that the watchdog can judge a wait for one of them.
 
-Each rank writes on a board in shared memory for how long its training has stood still, and whether its engine has
-ended. The operating system tells whether a process is alive. Ranks of several machines have no board: there the
-launcher, and the time-out of the process group, end a wait for a rank that does not come.
+Each rank writes to a board in shared memory how long its training has stood still, and whether its engine has ended.
+The operating system tells whether a process is alive. Ranks of several machines have no board: there the launcher, or
+the time-out of the process group, ends a wait for a missing rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ds_slide.runtime.core.ranks.board import Board, open_board
 from ds_slide.runtime.core.ranks.collectives import Ranks
 
 TEXT_BYTES = 1000
-"""Bytes of a rank's sentence."""
+"""Bytes of a rank's line of text."""
 
 
 class _Row(IntEnum):
@@ -30,7 +30,7 @@ class _Row(IntEnum):
 
 @dataclass(frozen=True)
 class State:
-    """The state of one rank. `stands_s`: seconds for which its training has stood still without any progress."""
+    """The state of one rank. `stands_s`: the seconds since the last progress of its training."""
 
     stands_s: float = 0.0
     what: str = ""
@@ -59,8 +59,8 @@ class Peer:
         return self.state.closed or self.is_gone
 
     def stands(self, limit_s: float) -> bool:
-        """Whether it has stood still as long. A rank may be two looks of its watchdog behind. The number of a rank
-        that a debugger has stopped does not grow, so that the other ranks wait for it."""
+        """Whether it has stood still for `limit_s`. Its number may be two checks of its watchdog old. The number of a
+        rank that a debugger has stopped does not grow, so the other ranks wait for it."""
         return self.state.stands_s >= 0.9 * limit_s
 
     def __str__(self) -> str:
@@ -68,17 +68,18 @@ class Peer:
 
 
 class Peers:
-    """The watchdog's thread calls `tell` and `others`, and so does its close."""
+    """The other ranks of this machine. The watchdog's thread calls `tell` and `others`, and so does its close."""
 
     def __init__(self, board: Board, processes: Sequence[int], watched: dict[int, int]) -> None:
-        """`processes`: their numbers by rank. `watched`: a pidfd for each rank whose process can be watched."""
+        """Read `board`. `processes`: the process numbers by rank. `watched`: a pidfd for each rank whose process can be
+        watched."""
         self._board = board
         self._processes = processes
         self._watched = watched
 
     @classmethod
     def of(cls, ranks: Ranks) -> Peers | None:
-        """The peers of this rank, None on all ranks where they have no memory in common. Collective."""
+        """Return the peers of this rank; None on all ranks where they share no memory. Collective."""
         board = open_board(ranks, len(_Row), text_bytes=TEXT_BYTES)
         if board is None:
             return None
@@ -90,18 +91,18 @@ class Peers:
             if own and space == own:
                 try:
                     watched[rank] = os.pidfd_open(number)
-                except OSError:  # a kernel before 5.3, or the process has ended meanwhile: the launcher hears of that
+                except OSError:  # a kernel before 5.3, or a process that has ended: the launcher notices that
                     continue
         return cls(board, [number for number, _ in processes], watched)
 
     def tell(self, state: State) -> None:
-        """Let the others know."""
+        """Tell the other ranks the state of this one."""
         self._board.write_text(state.what)
         self._board.put(_Row.CLOSED, state.closed)
         self._board.publish(_Row.STANDS_MS, round(1000 * state.stands_s))
 
     def others(self) -> list[Peer]:
-        """The other ranks, as they have told last."""
+        """Return the other ranks with the states that they told last."""
         return [
             Peer(rank, self._processes[rank], self._state(rank), self._is_gone(rank)) for rank in self._board.others
         ]
@@ -124,7 +125,7 @@ class Peers:
 
 
 def _process_space() -> str:
-    """The same for processes that see each other's numbers; empty where that cannot be known."""
+    """Return a string that is equal for processes that see each other's numbers; empty where that cannot be known."""
     try:
         return machine.identity("pid")
     except OSError:

@@ -1,18 +1,18 @@
-"""Weights that all ranks of a machine have in memory they can read: each uploads all parts, and nothing is gathered.
+"""Weights in memory that all ranks of a machine can read: each rank uploads all parts, and nothing is gathered.
 
-Every rank keeps its part of the weight state buffers in a memory file that the others map, page-locked, and the file
-begins with a counter for each unit: the generation of the weights that are complete there. Who uploads a version waits
+Every rank keeps its part of the weight state buffers in a memory file that the others map, page-locked. The file begins
+with a counter for each unit: the version of the weights that is complete there. A thread that uploads a version waits
 for the counters of the other ranks, asleep in the kernel, never for a collective.
 
-Why nobody overwrites what another rank still reads. An update to version n + 1 needs the average of the gradients of
-all ranks. A rank enters that collective, on its compute stream, when it has announced the unit after its own backward
-of it, or at the end of its whole backward, with zeros, if it has not. Both are later than the last use of version n,
-also of a unit that it used in forward alone, so the GPU copy that was used is complete. What it has asked for since, of
-version n, may be torn, but is never bound: binding compares versions, and the rank's own version has become n + 1 when
-it enters, before it binds again. A unit that is used once more between its announcement and its average has version n,
-whole, because no update can have begun. A change of weights, of which none may be missed, has been applied by then: a
-rank that has not used the unit waits for it before it enters the collective (`Taking`). Writes from outside
-(loading, `safe_set_*`) have no such collective before them: `SlideRuntime.begin_writing` is one.
+No rank overwrites what another rank still reads, for this reason. An update to version n + 1 needs the average of the
+gradients of all ranks. A rank enters that collective, on its compute stream, after its own backward of the unit, when
+it has announced the unit. A rank that has not announced it enters with zeros at the end of its whole backward. Both are
+later than the last use of version n, even of a unit used in forward alone, so the used GPU copy is complete. A later
+fetch of version n may be torn, but is never bound: binding compares versions, and the rank's own version becomes n + 1
+when it enters, before it binds again. A unit used once more between its announcement and its average has a whole
+version n, because no update can have begun. With changes of weights no change may be missed, and each has been applied
+by then: a rank that has not used the unit waits for the change before it enters the collective (`Taking`). Writes from
+outside (loading, `safe_set_*`) have no such collective before them: `SlideRuntime.begin_writing` is one.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ds_slide.store.memory_file import Range, SharedHostMemory, map_bytes
 
 
 class SharedWeights:
-    """Made in two steps: `memory` gives this rank's weights their place; `map_others` makes them everybody's.
+    """The shared weights, made in two steps: `memory` holds this rank's weights; `map_others` gives all ranks access.
 
-    `publish` is called by whoever has changed weights (the update lane, the compute thread); waits belong to the lanes,
-    and to the compute thread while it renews what stays on the GPU.
+    The thread that has changed weights (the update lane or the compute thread) calls `publish`. The lanes wait, and so
+    does the compute thread while it renews weights that stay on the GPU.
     """
 
     def __init__(self, ranks: Ranks, sharing: Sharing, memory: HostMemory, num_units: int, failures: Failures) -> None:
@@ -52,14 +52,14 @@ class SharedWeights:
         self.memory = SharedHostMemory(sharing.file, memory)
         """The memory of this rank's weights, unit by unit."""
         self.parts: dict[int, list[torch.Tensor]] = {}
-        """What the updates of each rank write, by the order of each unit that is shared: weights ([local_numel]), or
-        changes of them ([numel] of its codec)."""
+        """What the updates of each rank write, by the index of the shared unit (`Unit.order`): weights ([local_numel]),
+        or changes of weights ([numel] of its codec)."""
 
     def map_others(self, units: Sequence[Unit]) -> None:
-        """Map the memory of the other ranks. `units`: those whose weights `memory` has made, in that order; all ranks
+        """Map the memory of the other ranks. `units`: the units with weights from `memory`, in that order; all ranks
         have loaded them. Collective.
 
-        SlideError on all ranks when one of them cannot map, or page-lock, the memory of the others.
+        Raises SlideError on all ranks when one of them cannot map, or page-lock, the memory of the others.
         """
         problem = None
         self._ranks.exchange(None, "waiting until all ranks have their weights")

@@ -1,8 +1,8 @@
-"""Whether the ranks can read each other's host memory, and the descriptors by which they do.
+"""Finds out whether the ranks can read each other's host memory, and exchanges the descriptors.
 
 Every rank makes a memory file and hands its descriptor to the others over a local socket. All of them come to the same
-answer: each step ends with an exchange over the process group, and a reason of one rank is a reason for all. Nothing
-here waits for another rank but these exchanges: whoever connects sends at once, and the kernel keeps what was sent.
+answer: each step ends with an exchange over the process group, and a failure on one rank is a failure on all. Only
+these exchanges wait for another rank: a rank sends when it connects, and the kernel keeps what was sent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Sharing:
         """Descriptors of the other ranks' files, by rank."""
 
     def close(self) -> None:
-        """Let go of the descriptors; what has been mapped stays mapped. Harmless when called twice."""
+        """Close the descriptors; mapped memory stays mapped. Harmless when called twice."""
         for rank, descriptor in enumerate(self.descriptors):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -53,10 +53,11 @@ def open_sharing(
     because: str = "ds_slide.share_weights is true",
     way_out: str = 'set it to "auto" to gather weights over the process group instead',
 ) -> Sharing | None:
-    """Share the weights; None where they are to be gathered, and where "auto" has found that out, one line of the log
+    """Share the weights. Returns None where they are to be gathered; if "auto" has decided that, one line of the log
     says why.
 
-    Collective. SlideError on all ranks when `wanted` is true and it is not possible. `because`: who wants it.
+    Collective. Raises SlideError on all ranks when `wanted` is true and sharing is not possible. `because`: the reason
+    for wanting it.
     """
     if ranks.world_size == 1 or wanted is False:
         return None
@@ -71,8 +72,7 @@ def open_sharing(
 
 
 def share(ranks: Ranks) -> Sharing | None:
-    """Memory files of the ranks, for what is better with them and goes without; None where they cannot be shared.
-    Collective."""
+    """Return memory files of the ranks, for optional uses; None where they cannot be shared. Collective."""
     try:
         return _share(ranks)
     except _Impossible:
@@ -80,7 +80,7 @@ def share(ranks: Ranks) -> Sharing | None:
 
 
 class _Impossible(Exception):
-    """Why the ranks share no memory, the same on all of them."""
+    """The reason why the ranks share no memory, the same on all of them."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ def _share(ranks: Ranks) -> Sharing:
 def _together(
     ranks: Ranks, what: str, step: Callable[[], T], tell: Callable[[T], Any] = lambda _: None
 ) -> tuple[T, list[Any]]:
-    """This rank's result, and what each rank tells of its own. _Impossible when it has failed on any of them."""
+    """Run `step` on all ranks. Returns this rank's result, and what each rank tells of its own. Raises _Impossible when
+    the step has failed on any rank."""
     done: list[T] = []
     problem = told = None
     try:
@@ -127,7 +128,8 @@ def _together(
 
 
 def _send(rank: int, sharing: Sharing, hellos: Sequence[_Hello], sockets: ExitStack) -> None:
-    """Send to every other rank. Does not block: all of them listen, and have room for one connection of each rank."""
+    """Send to every other rank. This does not block: all of them listen, and have room for one connection of each
+    rank."""
     for other, hello in enumerate(hellos):
         if other == rank:
             continue
@@ -139,10 +141,10 @@ def _send(rank: int, sharing: Sharing, hellos: Sequence[_Hello], sockets: ExitSt
 
 
 def _receive(listener: socket.socket, sharing: Sharing, sockets: ExitStack) -> None:
-    """Receive from every other rank, all of which have sent."""
+    """Receive from every other rank. All of them have sent."""
     for _ in range(len(sharing.descriptors) - 1):
         while _user_of(connection := sockets.enter_context(listener.accept()[0])) != os.getuid():
-            pass  # somebody else has found the name
+            pass  # a process of another user has found the name
         message, descriptors, _, _ = socket.recv_fds(connection, _RANK.size, 1, socket.MSG_CMSG_CLOEXEC)
         if len(message) != _RANK.size or len(descriptors) != 1:
             raise OSError("a rank has sent no descriptor")
@@ -150,6 +152,6 @@ def _receive(listener: socket.socket, sharing: Sharing, sockets: ExitStack) -> N
 
 
 def _user_of(connection: socket.socket) -> int:
-    """User id of the process at the other end, from the kernel."""
+    """Return the user id of the process at the other end, from the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])

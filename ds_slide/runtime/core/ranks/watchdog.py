@@ -1,13 +1,14 @@
-"""Ends a run that hangs, with one sentence that says who waits for what, on every rank.
+"""Ends a run that hangs, with one message that says which thread waits for what, on every rank.
 
-A run hangs when its training stands still (a thread that is not the engine's own waits for the engine, or the GPU is
-in a collective), and in all of `limit_s` nothing has come forward: no hand-over between threads, no request of the
-disk, no work of the GPU other than a collective, and nothing on the other ranks of this machine either. While the
-script's own code runs on one rank (it computes, reads data, or stands in a debugger) no rank hangs: the others wait.
-A wait for a rank of another machine is never judged here: the time-out of the process group ends it.
+A run hangs when its training stands still and there is no progress for `limit_s`. The training stands still while a
+thread that is not the engine's own waits for the engine, or the GPU is in a collective. Progress is a hand-over between
+threads, a request of the disk, work of the GPU other than a collective, or any of these on another rank of this
+machine. While the script's own code runs on one rank (it computes, reads data, or is stopped in a debugger) no rank
+hangs: the others wait. A wait for a rank of another machine is never judged here: the time-out of the process group
+ends it.
 
-Time counts in looks, each for as much as lies between two of them: a process that was stopped (a debugger, a suspended
-machine) has not waited meanwhile.
+Time is added up from check to check, at most twice the planned interval each: a process that was stopped (a debugger, a
+suspended machine) has not waited meanwhile.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from ds_slide.runtime.core.ranks.peers import Peer, State
 
 LONGEST_LOOK_S = 5.0
 LOOKS = 20
-"""Within the limit, at least."""
+"""The least number of checks within the limit."""
 GRACE_S = 30.0
-"""Seconds for the threads of a run that has been ended, half the limit at most. Who still waits then is inside a call
-that nothing ends from outside (NCCL, gloo, the driver), and the process is ended."""
+"""Seconds for the threads of an ended run to finish, half the limit at most. A thread that still waits then is inside a
+call that cannot be ended from outside (NCCL, gloo, the driver), and the process is ended."""
 LOST_S = 10.0
-"""How long a rank waits for one that has ended before that is taken for the reason, half the limit at most: it may be
-about to end itself."""
+"""Seconds that a rank waits for an ended rank before it reports that as the cause, half the limit at most: the waiting
+rank may be about to end itself."""
 BLAME_S = 5.0
-"""Seconds in which the end of a rank has to show after a collective has failed."""
+"""Seconds to wait for the end of a rank to become visible after a collective has failed."""
 LAST_S = 10.0
-"""Seconds for each of the last acts of a process. A terminal that hangs must not keep it."""
+"""Seconds for each of the last actions of a process. A terminal that hangs must not keep the process alive."""
 MOST_NAMED = 8
-"""Other ranks whose waits a message has; one may stand for a thousand."""
+"""The most other ranks that a message names; there may be a thousand."""
 
 _log = logging.getLogger("ds_slide")
 
@@ -52,11 +53,11 @@ class PeerStates(Protocol):
 
 
 class Watchdog:
-    """A thread of its own, from `start` on. `progress`: counters of what moves without a hand-over, such as the disk's
-    bytes."""
+    """A thread that watches the engine from `start` on. `progress`: counters of progress without a hand-over, such as
+    the disk's bytes."""
 
     _of_process: ClassVar[list[Watchdog]] = []
-    """One for each engine: a rank that stands still in one of its engines does so in all."""
+    """One watchdog for each engine: a rank that stands still in one of its engines does so in all."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Watchdog:
         self._end_process = end_process
         self._seen: object = None
         self._since = 0.0
-        """Seconds for which the training has stood still and nothing has come forward."""
+        """Seconds for which the training has stood still without progress."""
         self._state = State()
         self._is_blind = False
         self._stuck_s = 0.0
@@ -91,7 +92,7 @@ class Watchdog:
         self._thread.start()
 
     def close(self, why: str = "") -> None:
-        """Look no more. The other ranks hear that this engine has ended, and `why` if not by the script's will.
+        """End the watchdog. The other ranks are told that this engine has ended, and `why` unless the script ended it.
         Harmless in a forked child, whose parent's engine goes on, and when called twice."""
         if os.getpid() != self._owner or self not in Watchdog._of_process:
             return
@@ -117,7 +118,7 @@ class Watchdog:
                 return
 
     def _judge(self, passed_s: float) -> str | None:
-        """A look, and its verdict. One that fails counts as if something had come forward."""
+        """Return the verdict of one check. A check that fails counts as progress."""
         try:
             self._look(min(passed_s, 2 * self._look_s))
             return self._verdict()
@@ -139,7 +140,7 @@ class Watchdog:
         self._since = self._since + passed_s if stands and not works else 0.0
         self._seen = seen
         failure = self._failures.message
-        # An engine that has failed takes part in nothing any more, whatever the script makes of its exception.
+        # A failed engine takes part in nothing any more, whatever the script does with its exception.
         what = failure or self._describe(waits, collective)
         self._state = State(stands_s=self._since, what=what, closed=bool(failure))
         if self._peers is not None:
@@ -148,7 +149,7 @@ class Watchdog:
             self._peers.tell(told)
 
     def _verdict(self) -> str | None:
-        """Why the run is to end, None while it may go on."""
+        """Return why the run must end; None while it may go on."""
         others = self._peers.others() if self._peers is not None else []
         ended = [peer for peer in others if peer.has_ended]
         if ended and self._since >= min(LOST_S, self._limit_s / 2) and self._waits_for_ranks():
@@ -163,7 +164,8 @@ class Watchdog:
         return None
 
     def _who_has_ended(self) -> str:
-        """Who has ended, when a collective has failed: what broke the connection may be heard of a moment later."""
+        """Return which ranks have ended, after a collective has failed. The end of a rank may become visible a moment
+        after the connection breaks."""
         assert self._peers is not None
         deadline = time.monotonic() + BLAME_S
         while not (ended := [peer for peer in self._peers.others() if peer.has_ended]):
@@ -181,7 +183,7 @@ class Watchdog:
 
     @staticmethod
     def _describe(waits: Sequence[Wait], collective: str | None) -> str:
-        """Who waits for what, those who train first."""
+        """Return which thread waits for what, the threads of the training first."""
         ordered = sorted(waits, key=lambda wait: not wait.of_client)
         parts = [f"{wait.thread} waits for {wait.what}" for wait in ordered]
         if collective is not None:
@@ -192,7 +194,7 @@ class Watchdog:
         self._state = State(closed=True, what=f"ended by its watchdog: {self._says(())}")
         if self._peers is not None:
             self._peers.tell(self._state)
-        # In a thread of its own: to wake somebody takes a lock, which somebody who hangs may hold.
+        # This runs in a thread of its own: waking a thread takes a lock, which a hanging thread may hold.
         threading.Thread(target=self._failures.end, args=(message,), name=f"{THREAD_PREFIX}end", daemon=True).start()
         while not self._closed.wait(self._look_s):
             if self._grace_is_over(self._look_s):
@@ -200,13 +202,13 @@ class Watchdog:
                 return
 
     def _grace_is_over(self, passed_s: float) -> bool:
-        """Whether somebody has been waiting for so long although the run has ended."""
+        """Whether a thread still waits after the grace period, although the run has ended."""
         stuck = self._failures.oldest_outstanding() or any(wait.of_client for wait in self._failures.waits())
         self._stuck_s = self._stuck_s + passed_s if stuck else 0.0
         return self._stuck_s >= min(GRACE_S, self._limit_s / 2)
 
     def _end_by_force(self, message: str) -> None:
-        first = self._failures.message  # of a lane, if that has failed before: then it is the cause
+        first = self._failures.message  # an earlier failure of a lane is the cause
 
         def say() -> None:
             sys.stderr.write(f"ds_slide: {first or message}\n")
