@@ -1,24 +1,24 @@
-"""Host buffers in front of the SSD: what was asked for is loaded, what comes next is read ahead, what is clean can go.
+"""Host buffers in front of the SSD: requested keys are loaded, the next keys are read ahead, clean buffers are reused.
 
 The same rules serve chunks of optimizer states (loaded, updated, written back) and the weights of blocks (loaded,
-copied to the GPU, updated, written back). An entry is one key in one buffer; who may touch the buffer:
+copied to the GPU, updated, written back). An entry is one key in one buffer. Access to the buffer depends on its state:
 
-    loading     the store, until the read has completed
-    users > 0   whoever has taken it and not yet released it
+    loading     the store writes it, until the read has completed
+    users > 0   the threads that have taken it and not yet released it
     writes > 0  the store reads it; so may users
-    otherwise   nobody: it is clean, and its buffer may be given to another key at any time
+    otherwise   no thread may: it is clean, and its buffer may be given to another key at any time
 
-The buffers are leases of a pool that is the cache's alone, taken when they are first needed and given back when a key
-is forgotten, or at the end. Nobody waits for the pool: who gets a buffer next is decided here.
+The buffers are leases of a pool that only the cache uses, taken when first needed and given back when a key is
+forgotten, or at the end. No thread waits for the pool: the cache decides which key gets a buffer next.
 
-Updates of one generation may be under way together, from their use to the end of their writes; those of another wait
-for them. Two writes of one place would reach the disk in any order.
+Updates of one generation may be under way together, from their use to the end of their writes; updates of another
+generation wait for them. Otherwise two writes of one place could reach the disk in any order.
 
-Waiting in a circle is excluded by what may displace what. An urgent demand takes any clean buffer, in the last resort
-also one that is kept or reserved; a plain demand only what is needed later than itself. What is needed sooner goes when
-the GPU has used it, but the GPU may be the one that waits: so whoever waits for an update presses it first, which makes
-its demands urgent (`press`). A demand stays plain only while nobody waits for it. Who holds a buffer of one cache may
-wait for one of another in one order only (weights before chunks).
+The rules of displacement exclude a circular wait. An urgent demand takes any clean buffer, as a last resort also a kept
+or reserved one; a plain demand takes only a buffer whose key is needed later. A buffer needed sooner is freed when the
+GPU has used it, but the GPU itself may wait. So a thread that waits for an update presses it first, which makes its
+demands urgent (`press`). A demand stays plain only while no thread waits for it. The holder of a buffer of one cache
+may wait for a buffer of another in one order only (weights before chunks).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ds_slide.runtime.core.pool import BufferPool, Lease
 Key = TypeVar("Key")
 Use = Callable[[torch.Tensor], None]
 Load = Callable[[Key, torch.Tensor, Callable[[], None]], None]
-"""Start reading a key into a buffer; the third argument is called when it is there."""
+"""Starts to read a key into a buffer; the third argument is called when the read has completed."""
 How = Literal["urgent", "demand", "ahead"]
 _NEVER = 1 << 60
 
@@ -67,7 +67,7 @@ class _Entry:
 class _Demand:
     use: Use
     generation: object
-    """The generation of an update, which changes the buffer; None where it is only read."""
+    """The generation of an update, which changes the buffer; None for a read."""
 
     def may_start(self, entry: _Entry) -> bool:
         if entry.loading:
@@ -76,7 +76,7 @@ class _Demand:
 
 
 class BufferCache(Generic[Key]):
-    """All methods may be called from any thread; `use` and `load` are called without the lock held."""
+    """A cache of buffers by key. Any thread may call its methods; `use` and `load` are called without the lock held."""
 
     def __init__(
         self,
@@ -87,8 +87,9 @@ class BufferCache(Generic[Key]):
         what: str = "buffers",
         named: Callable[[Key], str] = str,
     ) -> None:
-        """`pool`: None until `provide`. `cycle`: keys that are used once a step, in this order; they need no `expect`.
-        `what`: what the buffers hold, a plural, and `named`: of what, by key; for messages."""
+        """Begin with no entry. `pool`: None until `provide`. `cycle`: keys that are used once a step, in this order;
+        they need no `expect`. For messages, `what` says what the buffers hold (a plural), and `named` names the owner
+        of a key."""
         self._what = what
         self._named = named
         self._cycle = frozenset(cycle)
@@ -98,14 +99,14 @@ class BufferCache(Generic[Key]):
         self._changed = threading.Condition()
         self._entries: dict[Key, _Entry] = {}
         self._asked: dict[bool, deque[Key]] = {True: deque(), False: deque()}
-        """Keys that are asked for and in no buffer yet, first in, first out, by urgency."""
+        """Requested keys that have no buffer yet, first in, first out, by urgency."""
         self._demands: defaultdict[Key, list[_Demand]] = defaultdict(list)
         """The demands of each key."""
         self._unserved: dict[Key, float] = {}
-        """When the demands that had to wait began to."""
+        """When the waiting demands of a key began to wait."""
         self._reserved: Counter[Key] = Counter()
         self._upcoming = {key: place for place, key in enumerate(cycle)}
-        """When a key is needed next: places that only compare. In this order."""
+        """The place of a key in the order of the next uses; places are only compared. The keys are in this order."""
         self._places = itertools.count(len(self._upcoming))
         self._kept: frozenset[Key] = frozenset()
         self._hurry = 0
@@ -114,8 +115,8 @@ class BufferCache(Generic[Key]):
     # ---- what comes next ---------------------------------------------------------------------------------------------
 
     def expect(self, keys: Iterable[Key], kept: Iterable[Key] = ()) -> None:
-        """The next uses in order: they are read ahead as buffers allow, and stay before others. `kept`: entries that
-        stay as well, but need not be read again once they are gone."""
+        """Set the next uses, in order: they are read ahead as buffers allow, and stay longer than others. `kept`:
+        entries that stay as well, but are not read again after they have been displaced."""
         with self._changed:
             self._upcoming = {key: place for place, key in enumerate(keys)}
             self._kept = frozenset(kept)
@@ -123,18 +124,18 @@ class BufferCache(Generic[Key]):
         _run(actions)
 
     def read_ahead(self) -> None:
-        """Begin to read what the cycle starts with."""
+        """Begin to read the first keys of the cycle."""
         with self._changed:
             actions = self._pump()
         _run(actions)
 
     def reserve(self, key: Key, count: int) -> None:
-        """`count` takes of `key` will follow that nothing but disk and updates can hold up: until then it stays."""
+        """Keep `key` for `count` coming takes, which only the disk and updates can delay."""
         with self._changed:
             self._reserved[key] += count
 
     def provide(self, pool: BufferPool) -> None:
-        """Before the first use."""
+        """Set the pool, before the first use."""
         with self._changed:
             self._pool = pool
 
@@ -150,12 +151,13 @@ class BufferCache(Generic[Key]):
         generation: object = None,
         reserved: bool = False,
     ) -> None:
-        """Call `use(buffer)` when the key is loaded, on whichever thread brings that about; then `release` it.
+        """Call `use(buffer)` when the key is loaded, on the thread that completes the load; the user calls `release`
+        afterwards.
 
-        `urgent`: may displace any other clean entry. `pressed`: whether it may because somebody waits for it, asked
-        under the lock, so that `press` comes either before the question or after the demand. `generation`: as an
-        update, which `begin_write` must follow; it waits for those of other generations. `reserved`: one of those
-        announced by `reserve`.
+        `urgent`: it may displace any other clean entry. `pressed`: whether it is urgent because a thread waits for it.
+        This is asked under the lock, so that `press` comes either before the question or after the demand.
+        `generation`: the generation of an update, which `begin_write` must follow; it waits for updates of other
+        generations. `reserved`: whether `reserve` has announced it.
         """
         with self._changed:
             self._reserved[key] -= 1 if reserved else 0
@@ -174,16 +176,16 @@ class BufferCache(Generic[Key]):
         _run(actions)
 
     def press(self, key: Key) -> None:
-        """Somebody waits for what `key` was asked for: what has been asked so far is urgent from now on."""
+        """Make all demands of `key` so far urgent, because a thread waits for them."""
         with self._changed:
             if key in self._demands:
-                self._asked[True].append(key)  # in both queues now: the first one serves all its demands
+                self._asked[True].append(key)  # in both queues now: the first queue serves all its demands
             actions = self._pump()
         _run(actions)
 
     @contextmanager
     def held(self, key: Key) -> Iterator[torch.Tensor]:
-        """The buffer of `key`, read-only, for a thread that waits for it."""
+        """Wait for the buffer of `key`, and hold it read-only."""
         arrived = threading.Event()
         got: list[torch.Tensor] = []
 
@@ -208,7 +210,7 @@ class BufferCache(Generic[Key]):
         _run(actions)
 
     def begin_write(self, key: Key) -> torch.Tensor:
-        """Called by an update before it releases: the store reads the buffer, which is returned, until `end_write`."""
+        """Return the buffer, which the store reads until `end_write`. An update calls this before it releases."""
         with self._changed:
             entry = self._entries[key]
             entry.writes += 1
@@ -226,7 +228,8 @@ class BufferCache(Generic[Key]):
 
     @contextmanager
     def hurry(self) -> Iterator[None]:
-        """While somebody waits for updates without computing on: clean entries are not kept for later uses."""
+        """Keep no clean entries for later uses while this context is open. The compute thread waits for updates
+        meanwhile."""
         with self._changed:
             self._hurry += 1
             actions = self._pump()
@@ -238,8 +241,8 @@ class BufferCache(Generic[Key]):
                 self._hurry -= 1
 
     def forget(self, of: Callable[[Key], bool]) -> None:
-        """Drop the entries of these keys, once users and writes that are under way have ended. Until they are taken or
-        expected again they are not read ahead either: the caller may be about to change them on the disk."""
+        """Drop the entries of these keys when their users and writes have ended. They are not read ahead until they are
+        taken or expected again: the caller may be about to change them on the disk."""
         with self._changed:
             for key in [key for key in self._upcoming if of(key)]:
                 del self._upcoming[key]
@@ -249,13 +252,13 @@ class BufferCache(Generic[Key]):
         _run(actions)
 
     def abandon(self) -> None:
-        """Start nothing more, neither reads nor uses (the runtime ends)."""
+        """Start no more reads and uses, because the runtime ends."""
         with self._changed:
             self._abandoned = True
 
     def close(self) -> None:
-        """After `abandon`, when neither store nor lanes use a buffer any more: give back all, and forget the demands,
-        which may have leases of other pools. Harmless when called twice."""
+        """Give back all buffers, and forget the demands, which may have leases of other pools. Called after `abandon`,
+        when neither store nor lanes use a buffer any more. Harmless when called twice."""
         with self._changed:
             self._demands.clear()
             while self._entries:
@@ -264,7 +267,7 @@ class BufferCache(Generic[Key]):
     # ---- with the lock held ------------------------------------------------------------------------------------------
 
     def _dropped(self, of: Callable[[Key], bool]) -> bool:
-        """Drop the idle entries of these keys. -> whether none is left."""
+        """Drop the idle entries of these keys. Returns whether none is left."""
         for key in [key for key, entry in self._entries.items() if of(key) and entry.idle]:
             self._entries.pop(key).lease.release()
         return not any(of(key) for key in self._entries)
@@ -276,7 +279,7 @@ class BufferCache(Generic[Key]):
         _run(actions)
 
     def _pump(self) -> list[Callable[[], None]]:
-        """Bring everything forward that can be; returns what is to be called once the lock is free."""
+        """Start everything that can start. Returns the calls to make when the lock is free."""
         actions: list[Callable[[], None]] = []
         self._changed.notify_all()
         if self._abandoned:

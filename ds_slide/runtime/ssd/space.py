@@ -1,5 +1,5 @@
-"""Space of the SSD tier beside the states: more of their store, or, where all states are in memory, a store of its own,
-which is opened when the first bytes are needed."""
+"""Space of the SSD tier besides the states. It extends their store; where all states are in memory, it opens a store of
+its own when the first bytes are needed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from ds_slide.store.ssd.extents import sum_table_bytes
 from ds_slide.store.ssd.store import SsdStore
 
 OpenStore = Callable[[str, int, torch.Tensor | None], SsdStore]
-"""Opens a store with files of this name, of so many bytes, and with this table of checksums."""
+"""Opens a store with files of this name and size in bytes, and with this table of checksums."""
 
 
 class SpaceOnSsd:
-    """Called by the thread that computes; what it has handed out may be read and written by any."""
+    """Space for other data. The compute thread calls it; any thread may read and write the space that it has handed
+    out."""
 
     def __init__(
         self,
@@ -31,8 +32,9 @@ class SpaceOnSsd:
         directories: Sequence[Path],
         ranks: int,
     ) -> None:
-        """`stores`: of the engine; one at most, to which `open_store` adds. `make_table`: for the checksums of so many
-        bytes, None without. `ranks`: that share the disks."""
+        """Begin without bytes. `stores`: the engine's stores, one at most; `open_store` adds it. `make_table`: makes a
+        table for the checksums of a number of bytes, None without checksums. `ranks`: the number of ranks that share
+        the disks."""
         self.nbytes = 0
         """Bytes that have been handed out."""
         self.sum_bytes = 0
@@ -43,8 +45,8 @@ class SpaceOnSsd:
         self._directories = directories
         self._ranks = ranks
         self._numbers = itertools.count(1)
-        # From here on, and not from the opening: what ends at exit ends in reverse order, and the lanes of the engine,
-        # which may wait for the store, have to end before it. The states' own store is closed with them.
+        # Registered here, and not when the store is opened: exit functions run in reverse order, and the lanes of the
+        # engine, which may wait for the store, have to end before it. The states' own store is closed with them.
         self._close = functools.partial(_close_all, [] if stores else stores)
         atexit.register(self._close)
 
@@ -53,7 +55,8 @@ class SpaceOnSsd:
         return self._stores[0]
 
     def extend(self, nbytes: int) -> int:
-        """So many bytes more, whole pages. -> the offset of the first. SlideError where they cannot be had."""
+        """Add `nbytes`, whole pages, and return the offset of the first. Raises SlideError where the disk has no
+        room."""
         name, table = f"inputs-{next(self._numbers)}", self._make_table(nbytes)
         if self._stores:
             offset = self.store.extend(name, nbytes, table)
@@ -65,7 +68,7 @@ class SpaceOnSsd:
         return offset
 
     def room(self) -> int:
-        """Bytes that may still be taken. Disks are filled evenly, so that the fullest of them counts."""
+        """Return the bytes that may still be taken. Disks are filled evenly, so the fullest of them counts."""
         free: dict[int, list[int]] = {}
         for directory in self._directories:
             there = next(path for path in (directory, *directory.parents) if path.exists())
@@ -74,11 +77,11 @@ class SpaceOnSsd:
         return int(SPARE_SSD_SHARE * least * len(self._directories)) // self._ranks
 
     def register(self, address: int, nbytes: int) -> None:
-        """Keep these pages of a host buffer at hand for the kernel."""
+        """Register these pages of a host buffer with the kernel."""
         self.store.register(address, nbytes)
 
     def seconds(self, nbytes: int) -> float:
-        """What a read or a write of so many bytes takes at the rate so far; 0 where that is not known."""
+        """Return the seconds of a read or write of `nbytes` at the rate so far; 0 where the rate is not known."""
         if not self._stores:
             return 0.0
         totals = self.store.statistics()

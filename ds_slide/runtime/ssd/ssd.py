@@ -1,11 +1,11 @@
-"""The SSD tier of an engine: the state files, the host buffers in front of them, and what is read ahead.
+"""The SSD tier of an engine: the state files, the host buffers in front of them, and the read-ahead.
 
     store      reads a chunk of optimizer states and the block's weights into pooled host buffers
     update     one step in place, on the update lane
     store      writes both back; h2d copies the new weights from the same buffer
 
-No thread of its own: every hand-over is a completion of the store, a task of the update lane or a call of the compute
-thread, ordered by the two `BufferCache`s. The units lease from them (`ds_slide.store.ssd.unit`).
+The tier has no thread of its own: every hand-over is a completion of the store, a task of the update lane or a call of
+the compute thread, ordered by the two `BufferCache`s. The units lease from them (`ds_slide.store.ssd.unit`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ds_slide.store.ssd.unit import ChunkKey, GradientBuffer, HeldOnSsd, SsdOpti
 
 @dataclass(frozen=True)
 class SsdParts:
-    """What units have on SSD, by their order."""
+    """The state buffers of units on SSD, by `Unit.order`."""
 
     weights: dict[int, SsdWeights] = field(default_factory=dict)
     optimizer: dict[int, SsdOptimizerStates] = field(default_factory=dict)
@@ -35,8 +35,8 @@ class SsdParts:
 
 
 class SsdStates:
-    """`store` is closed by `close`. The buffers come last (`provide`): until the units have their states, host memory
-    still has what the model came with."""
+    """The states on SSD. `close` closes `store`. The buffers come last (`provide`): until the units have their states,
+    host memory still has the model's own weights."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class SsdStates:
         update_meter: LaneMeter,
         units: Sequence[str],
     ) -> None:
-        """`units`: their names, by their order."""
+        """Begin without buffers. `units`: the names of the units, by `Unit.order`."""
         self.store = store
         self.parts = SsdParts()
         self.chunks: BufferCache[ChunkKey] = BufferCache(
@@ -65,32 +65,32 @@ class SsdStates:
         """Blocks whose weights may be read ahead."""
 
     def provide(self, chunk_buffers: BufferPool, weight_buffers: BufferPool) -> None:
-        """Before `start`."""
+        """Set the buffers, before `start`."""
         self.chunks.provide(chunk_buffers)
         self.weights.provide(weight_buffers)
         self.ahead = len(weight_buffers.addresses)
 
     def start(self) -> None:
-        """Begin to read chunks ahead, in the order of the updates, whenever a buffer is free: the disk does not stop
+        """Begin to read chunks ahead, in the order of the updates, whenever a buffer is free. So the disk does not stop
         between two steps."""
         self.chunks.read_ahead()
 
     def expect_weights(self, coming: Sequence[Unit], kept: Sequence[Unit]) -> None:
-        """Blocks whose weights are needed next in host memory, for the GPU or an update, in order; and those of them
-        that must not make room."""
+        """Set the blocks whose weights are needed next in host memory, for the GPU or an update, in order. `kept`: the
+        blocks among them that must not make room."""
         self.weights.expect(self._on_ssd(coming), self._on_ssd(kept))
 
     def statistics(self) -> dict[str, Any]:
-        """Statistics of the store since its start."""
+        """Return statistics of the store since its start."""
         return dict(self.store.statistics())
 
     def abandon(self) -> None:
-        """Before the lanes end: nothing more is brought to them."""
+        """Give the lanes no more work. Called before the lanes end."""
         self.chunks.abandon()
         self.weights.abandon()
 
     def close(self) -> None:
-        """After the lanes have ended. The files are removed."""
+        """Close the store, which removes its files. Called after the lanes have ended."""
         self.store.close()
         self.chunks.close()
         self.weights.close()
@@ -106,6 +106,7 @@ class SsdStates:
 
 
 def moved_bytes(store: SsdStore) -> int:
-    """Bytes that the disk has read and written since the start: requests, not whole transfers."""
+    """Return the bytes that the disk has read and written since the start, counted by request and not by whole
+    transfer."""
     statistics = store.statistics()
     return int(statistics["read_bytes"] + statistics["written_bytes"])

@@ -1,9 +1,9 @@
-"""The gradients of the coming step, micro-batch by micro-batch, and what an exception has made of them.
+"""The gradients of the coming step, micro-batch by micro-batch, and their state after an exception.
 
-An exception in the middle of backward comes when gradients have left some units and not others. Where nothing has left
-any unit yet, or nothing was accumulated before, the micro-batch never happened, and training goes on. Where they were
-added to those of earlier micro-batches, or applied, nothing takes them out again: the first is over with `zero_grad()`,
-the second with a checkpoint.
+An exception in the middle of backward may leave some units with their gradients taken and others not. If no gradient
+was taken yet, or nothing was accumulated before, the micro-batch is dropped and training goes on. Gradients that were
+added to earlier micro-batches, or applied, cannot be removed again. After the first `zero_grad()` is needed, after the
+second a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from ds_slide.runtime.step.phases import Event, Phase, require
 
 @dataclass
 class Backward:
-    """The backward that is under way, or will be the next one. Each has an object of its own."""
+    """The open backward, or the next one. Each has an object of its own."""
 
     is_open: bool = False
-    """It is under way, or has ended with an exception that nobody has noticed yet."""
+    """Whether it is under way, or has ended with an exception that the engine has not noticed yet."""
     task: int = 0
-    """Its autograd graph, or the one that has begun it."""
+    """Its autograd graph task, or the task that has begun it."""
     is_nested: bool = False
-    """The model has been called from inside of it. What blocks get there adds up to what they have, so without held
-    gradients no update can begin before the backward ends."""
+    """Whether the model has been called from inside of it. Gradients from there are added to the blocks' gradients, so
+    without held gradients no update can begin before the backward ends."""
     has_gradients: bool = False
-    """It has given a parameter a gradient, as far as the units it has finished tell."""
+    """Whether it has given a parameter a gradient, judging by its finished units."""
     has_taken: bool = False
-    """Gradients of it have left the parameters, or updates have begun under it."""
+    """Whether its gradients have left the parameters, or updates have begun under it."""
 
 
 class Accumulation:
-    """The state of the accumulation; called by the thread that computes."""
+    """The state of the accumulation; called by the compute thread."""
 
     def __init__(self) -> None:
         self.steps = 0
-        """Optimizer steps so far, those of a checkpoint included."""
+        """Optimizer steps so far, including the steps of a loaded checkpoint."""
         self.micro_batches = 0
         """Backwards that have ended since the last step."""
         self.phase = Phase.EMPTY
         self.backward = Backward()
         self.ended_at_boundary = False
-        """The last backward that has ended was the last one before a step."""
+        """Whether the last ended backward was the last one before a step."""
         self.mixed_by: str | None = None
-        """The call that has left weights of two steps, None where there are none."""
+        """The call that has left a mixture of two steps' weights; None without a mixture."""
 
     def require(self, event: Event) -> None:
-        """SlideError where the phase refuses `event`."""
+        """Raise SlideError where the phase refuses `event`."""
         require(self.phase, event, what=self.mixed_by or "")
 
     # ---- a backward --------------------------------------------------------------------------------------------------
@@ -57,22 +57,22 @@ class Accumulation:
         return self.backward.is_open
 
     def open(self, task: int) -> None:
-        """A backward is under way, in the autograd graph `task` or one that this has begun."""
+        """Open the backward that runs in the autograd graph task `task`, or in a task that this one has begun."""
         if not self.backward.is_open:
             self.backward.is_open, self.backward.task = True, task
 
     def nest(self) -> None:
-        """The engine has been called from inside of the open backward: a backward of what it returns has another task
-        and is a part of that."""
+        """Note a call of the engine from inside of the open backward. A backward through its output has another task,
+        and is a part of the open backward."""
         self.backward.is_nested = True
 
     def is_another(self, task: int) -> bool:
-        """Whether one is open that `task` does not belong to, so that it has ended with an exception."""
+        """Whether a backward is open that `task` does not belong to, so that it has ended with an exception."""
         return self.backward.is_open and self.backward.task != task and not self.backward.is_nested
 
     def pass_over(self, task: int) -> bool:
-        """`task` has ended by itself and without DeepSpeed's epilogue, as `torch.autograd.grad` does. -> whether it was
-        the open backward and took nothing, so that it is over."""
+        """Handle a `task` that has ended without DeepSpeed's epilogue, as in `torch.autograd.grad`. Returns whether it
+        was the open backward and took no gradient, so that it is over."""
         backward = self.backward
         if not backward.is_open or backward.task != task or backward.is_nested or backward.has_gradients:
             return False
@@ -80,12 +80,12 @@ class Accumulation:
         return True
 
     def leave_out(self) -> None:
-        """The backward has ended and given no parameter a gradient: it is no micro-batch."""
+        """Close a backward that has given no parameter a gradient: it is no micro-batch."""
         self.backward = Backward()
 
     def close(self, *, at_boundary: bool, updates: bool) -> None:
-        """The backward has ended, and all of its gradients are on their way. `at_boundary`: a step follows. `updates`:
-        weights are updated from them before it."""
+        """Close the backward; transfers of all its gradients are under way. `at_boundary`: a step follows. `updates`:
+        the weights are updated with these gradients before the step."""
         self.micro_batches += 1
         self.ended_at_boundary = at_boundary
         self.backward = Backward()
@@ -94,17 +94,17 @@ class Accumulation:
 
     @property
     def is_over(self) -> bool:
-        """No backward is under way, because the last one has ended with an exception."""
+        """Whether no backward is under way because the last one has ended with an exception."""
         return self.phase in (Phase.LOST_BACKWARD, Phase.LOST_SUM, Phase.MIXED) and not self.backward.is_open
 
     # ---- exceptions --------------------------------------------------------------------------------------------------
 
     def interrupt(self, *, deferred: bool) -> bool:
-        """The open backward has ended with an exception. `deferred`: gradients wait for the step. -> whether what was
-        accumulated before still counts."""
+        """Close the open backward after an exception. `deferred`: gradients wait for the step. Returns whether the
+        gradients accumulated before still count."""
         taken, self.backward = self.backward.has_taken, Backward()
         if not taken:
-            # Without held gradients a backward before this one is all of the step, which goes on.
+            # Without held gradients an earlier backward is the whole step, and the step goes on.
             if deferred or not self.micro_batches:
                 self._lose(Phase.LOST_BACKWARD)
         elif not deferred:
@@ -114,7 +114,7 @@ class Accumulation:
         return not taken
 
     def interrupt_step(self) -> None:
-        """A step has ended with an exception when updates may have begun."""
+        """Note that a step has ended with an exception when updates may have begun."""
         self._mix("engine.step()")
 
     def _mix(self, what: str) -> None:
@@ -126,17 +126,17 @@ class Accumulation:
 
     @property
     def is_spoiled(self) -> bool:
-        """What was accumulated before cannot be applied."""
+        """Whether the gradients accumulated before cannot be applied."""
         return self.phase in (Phase.LOST_SUM, Phase.MIXED)
 
     # ---- what makes it good ------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """The gradients have been applied or dropped. A mixture of weights remains one."""
+        """Begin a new accumulation after the gradients have been applied or dropped. A mixture of weights remains."""
         self.micro_batches = 0
         if self.phase is not Phase.MIXED:
             self.phase = Phase.EMPTY
 
     def reload(self) -> None:
-        """Weights and optimizer states have come from a checkpoint."""
+        """Begin anew with the weights and optimizer states of a checkpoint."""
         self.micro_batches, self.phase, self.backward, self.mixed_by = 0, Phase.EMPTY, Backward(), None

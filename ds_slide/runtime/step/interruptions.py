@@ -1,8 +1,8 @@
-"""Finds out that a forward or backward has ended with an exception, and takes back what it has left behind.
+"""Detects that a forward or backward has ended with an exception, and cleans up after it.
 
-Nobody tells the engine of an exception that the client catches: it looks when it is called again. After it no slot of
-the window is bound, no gradient lies in a parameter, no lane waits for more of a gradient, and what has been
-accumulated is either whole or refused by name (`ds_slide.runtime.step.accumulation`).
+The engine is not told of an exception that the script catches: it checks when it is called again. After the clean-up no
+slot of the window is bound, no parameter has a gradient, and no lane waits for the rest of a gradient. The accumulated
+gradients are either whole or refused with an error (`ds_slide.runtime.step.accumulation`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class HoldsSlots(Protocol):
     """The engine (`ds_slide.runtime.engine.SlideRuntime`)."""
 
     def release_all(self) -> None:
-        """Unbind all blocks: nothing computes any more."""
+        """Unbind all blocks, because no computation runs any more."""
 
 
 class Interruptions:
-    """What ends backwards that an exception has interrupted; called by the thread that computes."""
+    """Ends backwards that an exception has interrupted; called by the compute thread."""
 
     def __init__(
         self,
@@ -50,19 +50,20 @@ class Interruptions:
         self._failures = failures
         self._engine = engine
         self.deferred = deferred
-        """Gradients wait for the step."""
+        """Whether gradients wait for the step."""
         self._begun = 0
         """Collectives before the forward that began last."""
 
     def begin_forward(self, *, with_gradient: bool) -> None:
-        """SlideError where training cannot go on."""
+        """Begin a forward. Raises SlideError where training cannot go on."""
         self.notice()
         self._failures.raise_first()
         self._accumulation.require(Event.TRAINING_FORWARD if with_gradient else Event.FORWARD)
         self._begun = self._ranks.begun
 
     def begin_backward(self) -> None:
-        """SlideError likewise. Harmless outside of a backward, and for one that has begun already."""
+        """Begin a backward. Raises SlideError where training cannot go on. Harmless outside of a backward, and when the
+        backward has begun already."""
         task = graph_task()
         if task == NO_TASK:
             return
@@ -73,33 +74,34 @@ class Interruptions:
         self._accumulation.open(task)
 
     def begin_backward_of_block(self) -> None:
-        """Do what `begin_backward` does for a graph whose backward DeepSpeed has not announced, and which may end
-        unannounced."""
+        """Do the work of `begin_backward` for a graph whose backward DeepSpeed has not announced, and whose end it may
+        not announce."""
         task = graph_task()
         if task == NO_TASK or self._accumulation.is_open:
             return
         self._accumulation.open(task)
-        # Called when the whole graph has run, and not after an exception.
+        # The callback runs after the whole graph, and not after an exception.
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_unannounced(task))
 
     def nest(self) -> None:
-        """The engine or its model is called, maybe from inside of a backward (gradient caching calls it in a hook)."""
+        """Note a call of the engine or its model, maybe from inside of a backward (gradient caching calls it in a
+        hook)."""
         if graph_task() != NO_TASK:
             self._accumulation.nest()
 
     def is_between_steps(self) -> bool:
-        """Whether nothing is accumulated, and no forward or backward is under way, or waited for by a graph."""
+        """Whether nothing is accumulated, no forward or backward is under way, and no graph waits for its backward."""
         self.notice()
         if self._root.active or self._accumulation.is_open or self._accumulation.micro_batches:
             return False
         return not any(unit.gradient_ready or unit.awaits_backward for unit in self._units)
 
     def backward_is_under_way(self) -> bool:
-        """Whether the calling thread is in the backward that has begun last."""
+        """Whether the calling thread is in the open backward."""
         return self._accumulation.is_open and not self._accumulation.is_another(graph_task())
 
     def notice(self) -> None:
-        """Look, from outside of any forward and backward."""
+        """Check for an exception, from outside of any forward and backward."""
         if self._root.is_left_open():
             self._root.end()
             self._engine.release_all()
@@ -107,13 +109,13 @@ class Interruptions:
             self._recover()
 
     def has_lost_gradients(self) -> bool:
-        """Whether an exception has spoilt what was accumulated before it."""
+        """Whether an exception has spoilt the gradients accumulated before it."""
         self.notice()
         return self._accumulation.is_spoiled
 
     def why_spoiled(self) -> str:
-        """Why the weights are a mixture of two steps, for whoever takes the model over; empty where they are whole. A
-        backward that is open now will not go on."""
+        """Return why the weights are a mixture of two steps, for the next user of the model; empty where they are
+        whole. An open backward will not go on."""
         if self._failures.message:
             return "it has failed in the middle of its work"
         self.notice()
@@ -124,7 +126,7 @@ class Interruptions:
         return f"its {what} ended with an exception when some blocks had been updated and others had not"
 
     def require_weights(self, what: str) -> None:
-        """SlideError where weights and optimizer states are a mixture of two steps, which `what` must not see."""
+        """Raise SlideError where weights and optimizer states are a mixture of two steps, which `what` must not see."""
         self.notice()
         try:
             self._accumulation.require(Event.READ)
@@ -132,7 +134,7 @@ class Interruptions:
             raise SlideError(f"{what} is refused: {error}") from None
 
     def require_gradients(self) -> None:
-        """SlideError where the last backward has ended with an exception: a step has nothing to apply."""
+        """Raise SlideError where the last backward has ended with an exception: a step has nothing to apply."""
         self.notice()
         self._failures.raise_first()
         self._accumulation.require(Event.STEP)
@@ -162,8 +164,8 @@ class Interruptions:
                 unit.gradient_ready = False
 
     def _end_with_the_others(self) -> None:
-        """Other ranks are in the middle of what has ended here: the next collective of this one would be taken for its
-        part in that, and gradients of different blocks be added up."""
+        """End all ranks, because the others are in the middle of the work that has ended here. They would take the next
+        collective of this rank for its part in that work, and add up gradients of different blocks."""
         if self._ranks.world_size > 1 and self._ranks.begun != self._begun:
             self._failures.end(
                 f"backward() on rank {self._ranks.rank} ended with an exception in the middle of what all ranks do "

@@ -26,7 +26,7 @@ HOLD_HINT = (
 
 
 class Phase(Enum):
-    """Of the coming step."""
+    """A phase of the coming step."""
 
     EMPTY = auto()
     HELD = auto()
@@ -37,21 +37,21 @@ class Phase(Enum):
 
 
 class Event(Enum):
-    """What a phase may refuse."""
+    """An event that a phase may refuse."""
 
     FORWARD = auto()
-    """Of the whole model, also one without gradients."""
+    """A forward of the whole model, with or without gradients."""
     TRAINING_FORWARD = auto()
     BACKWARD = auto()
-    """It begins at an output of the model."""
+    """A backward that begins at an output of the model."""
     BLOCK_BACKWARD = auto()
-    """It comes to a block, whichever way it has begun."""
+    """A backward that comes to a block, however it has begun."""
     STEP = auto()
     DISCARD = auto()
-    """All gradients go: other states have been loaded, or numbers have overflowed."""
+    """All gradients are dropped: other states have been loaded, or numbers have overflowed."""
     ZERO_GRAD = auto()
     READ = auto()
-    """Weights and optimizer states are read: saved, for example."""
+    """Weights and optimizer states are read, to save them for example."""
 
 
 _LOST_BACKWARD = (
@@ -87,11 +87,11 @@ REFUSED: dict[tuple[Phase, Event], str] = {
     (Phase.UPDATED, Event.BLOCK_BACKWARD): _SECOND_BACKWARD,
     (Phase.UPDATED, Event.DISCARD): f"the gradients cannot be discarded: their updates are under way; {HOLD_HINT}",
 }
-"""The sentences. What is not here may happen. `{what}`: the call that has ended with an exception."""
+"""The error messages. Any other pair is allowed. `{what}`: the call that has ended with an exception."""
 
 
 def require(phase: Phase, event: Event, *, what: str = "") -> None:
-    """SlideError where `phase` refuses `event`."""
+    """Raise SlideError where `phase` refuses `event`."""
     sentence = REFUSED.get((phase, event))
     if sentence is not None:
         raise SlideError(sentence.replace("{what}", what))
