@@ -1,4 +1,4 @@
-"""Puts a runtime together: allocates the state buffers unit by unit, fills them, starts the lanes."""
+"""Builds a runtime: allocates the state buffers unit by unit, fills them, starts the lanes."""
 
 from __future__ import annotations
 
@@ -77,8 +77,9 @@ def build_runtime(
     clients: Clients,
     sharing: Sharing | None = None,
 ) -> SlideRuntime:
-    """Build and start. Raises SlideError when memory cannot be had. `sharing`: of several ranks whose weights in host
-    memory all of them are to read; closed when these are mapped, and by the caller when that fails."""
+    """Build and start a runtime. Raises SlideError when an allocation fails. `sharing`: the memory files of several
+    ranks that share weights in host memory. It is closed when the weights are mapped, and by the caller when that
+    fails."""
     failures = Failures(Waits(device))
     ranks.watched_by(failures)
     device.expand_segments()
@@ -100,14 +101,14 @@ def build_runtime(
         if settings.slide.gpu_states == "auto":
             parts.spare.states = RunningStates(runtime)
     except BaseException:
-        # No lane has been given anything yet, so none waits for another one, or for the disk.
+        # No lane has a job yet, so none waits for another lane, or for the disk.
         started.close()
         if ssd is not None:
             ssd.close()
             ssd.store.undo()
         raise
     try:
-        # The buffers were zeroed on this thread's stream; the lanes' streams know nothing of it.
+        # The buffers were zeroed on this thread's stream, and the lanes' streams do not wait for it.
         device.synchronize()
         runtime.resident_weights.fill_all()
         if parts.watchdog is not None:
@@ -134,7 +135,8 @@ def _context(
     sharing: Sharing | None,
     started: ExitStack,
 ) -> Context:
-    """`started`: gets what ends the threads, for a caller that is left with them when the rest fails."""
+    """Make the context. `started`: gets the functions that end the threads, for the caller to use when the rest
+    fails."""
     recorder = StepRecorder(device, failures.traced, _trace(unit_plans, settings, ranks, device), rank=ranks.rank)
     memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.slide.huge_pages)
     shared = None if sharing is None else SharedWeights(ranks, sharing, memory, len(unit_plans), failures)
@@ -151,7 +153,7 @@ def _context(
 
 
 def _make_units(context: Context, unit_plans: Sequence[UnitPlan], ssd: SsdStates | None) -> list[Unit]:
-    """With their weights, which the clients let go of."""
+    """Make the units with their weights, which the clients then free."""
     units: list[Unit] = []
     begin_codecs(context, unit_plans)
     on_ssd = SsdParts() if ssd is None else ssd.parts
@@ -167,8 +169,8 @@ def _make_units(context: Context, unit_plans: Sequence[UnitPlan], ssd: SsdStates
 
 
 def _trace(unit_plans: Sequence[UnitPlan], settings: RuntimeSettings, ranks: Ranks, device: Device) -> Trace | None:
-    """The record of the steps that the settings choose, with a file of its own for every rank. Without an optimizer
-    there are no steps, and the file is that of the engine that trains with the same JSON."""
+    """Return the trace of the steps that the settings choose, with a file for every rank. Without an optimizer there
+    are no steps, and the file belongs to the engine that trains with the same JSON."""
     request = trace_request(settings.slide.trace) if settings.trains else None
     if request is None:
         return None
@@ -177,7 +179,7 @@ def _trace(unit_plans: Sequence[UnitPlan], settings: RuntimeSettings, ranks: Ran
 
 
 def _update_threads(settings: RuntimeSettings) -> tuple[int, Sequence[int]]:
-    """How many threads update, and the cores that they are pinned to."""
+    """Return the number of update threads, and the cores that they are pinned to."""
     if not settings.trains:
         return 0, ()
     slide, local_rank = settings.slide, int(os.environ.get("LOCAL_RANK", "0"))
@@ -185,7 +187,7 @@ def _update_threads(settings: RuntimeSettings) -> tuple[int, Sequence[int]]:
 
 
 def _choices(unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettings) -> dict[str, object]:
-    """What all ranks have to have decided alike, because it sets which collectives they call in which order."""
+    """Return the decisions that all ranks must share, because they determine the collectives and their order."""
     placement, model = plan.placement, repr([(unit.spec.name, unit.spec.precision, unit.layout) for unit in unit_plans])
     return {
         "the digest of the model's layout": f"{zlib.crc32(model.encode()):08x}",
@@ -243,7 +245,7 @@ def _make_lanes(
 ) -> Lanes:
     meters, debug, idle = recorder.meters, settings.slide.debug, not settings.trains
     delays = [Delay(debug.lane_delay_ms, debug.seed + number) for number in range(4)]
-    # Without updates it has the chunks of a streamed head to bring.
+    # Without updates this lane still uploads the chunks of a streamed head.
     nothing_for_outer = idle and not any(unit_plan.chunk_rows for unit_plan in unit_plans)
     return Lanes(
         h2d=StreamWorker("h2d", device, failures, meters["h2d"], delays[0]),
@@ -256,7 +258,7 @@ def _make_lanes(
 
 
 def _scratch(context: Context, what: str) -> torch.Tensor | None:
-    """A buffer of bytes in which weights of several ranks meet; None where none do."""
+    """Return a buffer of bytes for the weights of several ranks; None with one rank, or where the plan has none."""
     if context.ranks.world_size == 1:
         return None
     (buffer,) = context.allocator.buffers(what)
@@ -269,7 +271,8 @@ def _watchdog(context: Context) -> Watchdog | None:
         return None
     peers = Peers.of(ranks) if ranks.world_size > 1 else None
 
-    # Its thread must not keep the engine alive, so it knows the store, which may come later, and not what that is for.
+    # Its thread must not keep the engine alive. So it refers to the list of stores, which may be filled later, and not
+    # to the parts that use them.
     return Watchdog(
         context.failures,
         context.device,
@@ -280,14 +283,14 @@ def _watchdog(context: Context) -> Watchdog | None:
 
 
 def make_stagings(allocator: Allocator, world_size: int, failures: Failures) -> list[Staging]:
-    """GPU buffers for gradients, as the plan of `allocator` has them."""
+    """Make the GPU buffers for gradients that the plan of `allocator` has."""
     packed = allocator.buffers(STAGED)
     own = packed if world_size == 1 else allocator.buffers(STAGED_PARTS)
     return [Staging(*buffers, failures) for buffers in zip(packed, own, strict=True)]
 
 
 def _row_buffers(context: Context, units: Sequence[Unit]) -> RowBuffers | None:
-    """Of the outer module whose weight passes through the GPU, None where there is none."""
+    """Make the buffers of the outer module whose weight is streamed through the GPU; None where there is none."""
     unit = next((unit for unit in units if unit.chunk_rows), None)
     if unit is None:
         return None

@@ -1,4 +1,4 @@
-"""Builds what shares out spare GPU memory, and what handles activations."""
+"""Builds the objects that divide spare GPU memory, and the objects that handle activations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ds_slide.runtime.updates.updating import Updating
 
 
 def make_spare_memory(module: nn.Module, context: Context, units: Sequence[Unit], updating: Updating) -> SpareMemory:
-    """Of the engine of `module`."""
+    """Make the spare memory of the engine of `module`."""
     settings, device = context.settings, context.device
     gpu = device if device.is_cuda and settings.trains else None
     limit = settings.slide.gpu_memory if settings.trains else None
@@ -38,7 +38,7 @@ def make_spare_memory(module: nn.Module, context: Context, units: Sequence[Unit]
 
 
 def _vocabulary(module: nn.Module) -> int:
-    """Logits that the head of a model of transformers makes of a token; 0 for models without one."""
+    """Return the number of logits per token of a transformers model's head; 0 for models without a head."""
     outputs = getattr(module, "get_output_embeddings", None)
     head = None if outputs is None else outputs()
     return int(getattr(head, "out_features", 0))
@@ -58,13 +58,13 @@ def _moved_inputs(context: Context) -> MovedInputs:
 
 
 def _input_disk(context: Context) -> InputDisk | None:
-    """The way of inputs to SSD and back; None where nothing may go there."""
+    """Make the transfer of inputs to SSD and back; None where nothing may go there."""
     device, failures, debug = context.device, context.failures, context.settings.slide.debug
     if (space := space_for_inputs(context)) is None:
         return None
     delay = Delay(debug.lane_delay_ms, debug.seed + 6)
     return InputDisk(
-        # As all buffers in front of the disk, they come on top of what `ds_slide.host_memory` limits.
+        # Like all buffers in front of the disk, they are not part of the memory that `ds_slide.host_memory` limits.
         InputBuffers(context.memory, _host_room(None), context.allocator.pools, failures, BETWEEN),
         space,
         lambda: StreamWorker("inputs on SSD", device, failures, LaneMeter(), delay),
@@ -75,7 +75,8 @@ def _input_disk(context: Context) -> InputDisk | None:
 
 
 def _host_room(limit: int | None) -> Callable[[], int]:
-    """What tells the bytes of host memory that may still be taken. `limit`: of `ds_slide.host_memory`."""
+    """Return a function for the bytes of host memory that may still be taken. `limit`: the value of
+    `ds_slide.host_memory`."""
 
     def room() -> int:
         free = host_room(local_ranks(), running.untouched_host_bytes()).nbytes * SPARE_HOST_SHARE

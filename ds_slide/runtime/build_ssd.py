@@ -1,4 +1,4 @@
-"""Puts the SSD tier of a runtime together: the state files, every unit's place in them, the pools in front of them."""
+"""Builds the SSD tier of a runtime: the state files, every unit's place in them, the pools in front of them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ INPUT = "the input of a block"
 
 
 def open_ssd(context: Context, unit_plans: Sequence[UnitPlan]) -> SsdStates | None:
-    """The state files, and what the units have in them; without the buffers in front of them. None where all states
-    are in memory."""
+    """Make the state files and the units' parts of them, without the buffers in front of them. Returns None where all
+    states are in memory."""
     settings, failures, nbytes = context.settings, context.failures, total(context.plan.allocations, "ssd")
     if not nbytes or settings.ssd is None:
         return None
@@ -56,7 +56,7 @@ def _open_store(
     table: torch.Tensor | None,
     what_lies_at: Callable[[int], str],
 ) -> SsdStore:
-    """Open a store of the SSD tier. `name`: of its files. `table`: of checksums."""
+    """Open a store of the SSD tier. `name`: the name of its files. `table`: the table of checksums."""
     settings, failures = context.settings, context.failures
     store = SsdStore(
         ssd.parents,
@@ -76,7 +76,7 @@ def _open_store(
 
 
 def space_for_inputs(context: Context) -> SpaceOnSsd | None:
-    """Space beside the states; None where the JSON opens no SSD tier."""
+    """Make the space besides the states; None where the JSON opens no SSD tier."""
     if (ssd := context.settings.ssd) is None:
         return None
 
@@ -97,7 +97,7 @@ def _add_unit(context: Context, ssd: SsdStates, unit_plan: UnitPlan, order: int,
     settings, requests, store = context.settings, context.recorder.requests, ssd.store
     if (offset := places.weight_offset) is not None:
         buffer = in_one_piece(store, unit_plan.dtype, places.weight_bytes // unit_plan.dtype.itemsize, offset)
-        # Backward waits for updates under it (for gradient buffers), never for those under the next forward.
+        # Backward waits for updates that run under it (for gradient buffers), never for updates under the next forward.
         urgent = settings.held_dtype is None
         ssd.parts.weights[order] = SsdWeights(order, buffer, ssd.weights, urgent, requests)
     if places.chunks:
@@ -114,19 +114,19 @@ def _add_unit(context: Context, ssd: SsdStates, unit_plan: UnitPlan, order: int,
 def _update_order(
     unit_plans: Sequence[UnitPlan], extents: Mapping[int, UnitExtents], *, under_backward: bool
 ) -> list[ChunkKey]:
-    """Chunks in the order in which their updates become ready: by deadline, or as backward finishes the units."""
+    """Return the chunks as their updates become ready: by deadline, or in the order of backward."""
     orders = list(range(len(unit_plans)))
     if under_backward:
         outer = [order for order in orders if unit_plans[order].spec.kind == "outer"]
         blocks = [order for order in reversed(orders) if order not in outer]
-        # A streamed head is finished before backward has come to the blocks, the other outer modules after them.
+        # Backward finishes a streamed head before it comes to the blocks, and the other outer modules after them.
         first = [order for order in outer if unit_plans[order].chunk_rows]
         orders = [*first, *blocks, *(order for order in outer if order not in first)]
     return [(order, index) for order in orders if order in extents for index in range(len(extents[order].chunks))]
 
 
 def _extents(context: Context, unit_plan: UnitPlan, order: int, start: int, chunk_numel: int) -> UnitExtents:
-    """The extents of the unit's entries in the plan, from byte `start` on."""
+    """Return the extents of the unit's entries in the plan, from byte `start` on."""
     placement, allocator, specs = context.plan.placement, context.allocator, unit_plan.specs(context.settings)
 
     def nbytes(state_buffer: str, on_ssd: frozenset[int]) -> int:
@@ -146,7 +146,8 @@ def _extents(context: Context, unit_plan: UnitPlan, order: int, start: int, chun
 
 
 def _what_lies_at(extents: Sequence[tuple[str, UnitExtents]]) -> Callable[[int], str]:
-    """`extents`: with the names of their units, in the order of their offsets."""
+    """Return a function that names the content at an offset. `extents`: the extents with the names of their units, in
+    the order of their offsets."""
 
     def what(offset: int) -> str:
         found = next(((name, place) for name, place in extents if offset < place.end), None)
@@ -156,9 +157,9 @@ def _what_lies_at(extents: Sequence[tuple[str, UnitExtents]]) -> Callable[[int],
 
 
 def provide_buffers(context: Context, ssd: SsdStates) -> None:
-    """The pools in front of the disk. Weights are page-locked, because the GPU copies from them."""
+    """Make the pools in front of the disk. Weights are page-locked, because the GPU copies from them."""
     if context.plan.placement.gradients_on_ssd:
-        # The update lane's own, for as long as the engine lives: nobody else ever asks for it.
+        # The update lane keeps this buffer as long as the engine lives: no other thread leases it.
         ssd.gradient.buffer = _pool(context, ssd.store, GRADIENT_BUFFER).lease().buffer
     ssd.provide(*(_pool(context, ssd.store, what) for what in (CHUNK_BUFFERS, WEIGHT_BUFFERS)))
 
@@ -176,7 +177,7 @@ class _ReadAhead:
 
     ssd: SsdStates
     under_backward: bool
-    """Weights are updated there."""
+    """Whether weights are updated under backward."""
 
     @property
     def horizon(self) -> int:
@@ -186,14 +187,14 @@ class _ReadAhead:
         if not self.under_backward:
             self.ssd.expect_weights(coming, ())
             return
-        # Updated under backward, a block needs its weights in host memory soon after the GPU has used them, which may
-        # have had them since forward.
+        # A block that is updated under backward needs its weights in host memory soon after the GPU has used them. The
+        # GPU may have had them since forward.
         updated = [unit for unit in in_backward if unit.layout.trainable_numel]
         self.ssd.expect_weights([*updated, *(unit for unit in coming if unit not in updated)], updated)
 
 
 def read_ahead(ssd: SsdStates | None, settings: RuntimeSettings) -> Ahead | None:
-    """What the window tells of the blocks to come; None where no weights are read ahead."""
+    """Return the receiver of the window's next blocks; None where no weights are read ahead."""
     if ssd is None or not ssd.ahead:
         return None
     return _ReadAhead(ssd, under_backward=settings.held_dtype is None)

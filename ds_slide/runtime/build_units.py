@@ -1,4 +1,4 @@
-"""Makes the units of a runtime: their states where the plan has them, filled with the weights."""
+"""Makes the units of a runtime, with their states where the plan has them, filled with the weights."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from ds_slide.store.tiers import GradientSink, OptimizerStates, StateBuffer, Wei
 from ds_slide.store.undo_log import UndoLog
 
 SPLIT_NUMEL = 1 << 22
-"""Elements of narrowed weights that are split at once: 16 MiB a temporary."""
+"""Elements of narrowed weights that are split at once: 16 MiB for each temporary tensor."""
 
 
 def make_unit(context: Context, unit_plan: UnitPlan, order: int, ssd: SsdParts) -> Unit:
-    """Unit number `order`, with zeroed states. `ssd`: those that are on SSD."""
+    """Make the unit with index `order`, with zeroed states. `ssd`: the states that are on SSD."""
     settings, precision, name = context.settings, unit_plan.spec.precision, unit_plan.spec.name
     several, on_gpu = context.ranks.world_size > 1, order in context.plan.placement.on_gpu
     codec, held = unit_plan.codec, settings.held_of(precision)
@@ -92,7 +92,7 @@ def state_on_gpu(
     take: Callable[[str, torch.dtype], torch.Tensor],
     device: Device,
 ) -> UnitState:
-    """States that are updated on the GPU. `take`: GPU memory for a state buffer, by its name."""
+    """Return states that are updated on the GPU. `take`: gives GPU memory for a state buffer, by its name."""
     return UnitState(
         specs,
         WeightsOnGpu(InMemory(weight, "gpu"), device.synchronize),
@@ -102,13 +102,13 @@ def state_on_gpu(
 
 
 def _state(context: Context, unit_plan: UnitPlan, order: int, ssd: SsdParts) -> UnitState:
-    """What is not in `ssd` is in host memory."""
+    """Return the states of a unit; states that are not in `ssd` are in host memory."""
 
     def on_host(name: str, dtype: torch.dtype, memory: SharedHostMemory | None = None) -> InMemory:
         return InMemory(context.allocator.tensor(state_buffer_of(unit_plan.spec.name, name), dtype, memory))
 
     specs = unit_plan.specs(context.settings)
-    # What updates write and other ranks read is in memory that they can map.
+    # The buffer that updates write and other ranks read is in memory that they can map.
     shared = None if context.shared is None else context.shared.memory
     held = context.settings.held_of(unit_plan.spec.precision)
     weights: Weights | None = ssd.weights.get(order)
@@ -128,8 +128,8 @@ def _state(context: Context, unit_plan: UnitPlan, order: int, ssd: SsdParts) -> 
 
 
 def _masters_on_gpu(context: Context, unit_plan: UnitPlan) -> tuple[Weights, dict[str, StateBuffer]]:
-    """The weights of a unit whose gradients are compressed, and what completes them to the masters, if these are not
-    the weights themselves. All of both are on the GPU of every rank."""
+    """Return the weights of a unit with compressed gradients, and the remainders that complete them to masters, unless
+    the weights are the masters. Both are whole on the GPU of every rank."""
     synchronize = context.device.synchronize
     low = None if context.plan.needs.rounds_masters else REMAINDER_DTYPE[unit_plan.dtype]
 
@@ -148,7 +148,7 @@ def _masters_on_gpu(context: Context, unit_plan: UnitPlan) -> tuple[Weights, dic
 
 
 def begin_codecs(context: Context, unit_plans: Sequence[UnitPlan]) -> None:
-    """Give the codecs that compress what they keep on the GPU."""
+    """Give the compressing codecs their GPU buffers."""
     allocator = context.allocator
     if allocator.tier(CHANGES) is None:
         return
@@ -160,7 +160,7 @@ def begin_codecs(context: Context, unit_plans: Sequence[UnitPlan]) -> None:
 
 
 def join_parts(units: Sequence[Unit]) -> None:
-    """Tell blocks which units are parts of them."""
+    """Tell blocks which units are their parts."""
     block_of = {unit.spec.module: unit for unit in units if unit.spec.kind == "block"}
     for unit in units:
         if unit.spec.kind == "part":
@@ -168,9 +168,9 @@ def join_parts(units: Sequence[Unit]) -> None:
 
 
 def load_weights(unit: Unit, context: Context) -> None:
-    """Fill the weights' state buffer, and what completes it to the masters: of fp16 weights these themselves, of
-    narrowed ones the remainders. Other state buffers start at zero and are zero already: new memory, and the unwritten
-    parts of a preallocated file."""
+    """Fill the weights' state buffer and the buffer that completes it to masters: the masters themselves for fp16
+    weights, the remainders for narrowed weights. Other state buffers start at zero, and new memory and unwritten parts
+    of a preallocated file are zero already."""
     state, numel = unit.state, unit.layout.trainable_numel
     with state.weights.to_fill() as weight:
         for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True):

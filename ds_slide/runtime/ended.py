@@ -1,8 +1,8 @@
-"""What an engine that has ended leaves behind: the weights of its model, whole or not, and none of its other memory.
+"""Ends an engine: its model keeps the weights, whole or not, and all its other memory is freed.
 
-Its objects may live on for a long time: a script keeps the engine in a variable, accelerate keeps every engine that it
-has prepared, and Python collects the circles of DeepSpeed's engine when it likes. So the memory goes at the end of the
-engine, and not with the last reference to it. An engine of 50 M parameters had kept 750 MiB that way.
+The objects of an ended engine may live long: a script keeps the engine in a variable, accelerate keeps every engine
+that it has prepared, and Python collects the reference cycles of DeepSpeed's engine late. So the memory is freed at the
+end of the engine, and not with its last reference. Otherwise an engine of 50 M parameters kept 750 MiB.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ENDED = "this engine has ended, by destroy() or by a later deepspeed.initialize 
 
 
 def why_incomplete(units: Sequence[Unit]) -> str:
-    """Which update of weights in memory has not run, of an engine whose lanes have ended; empty where all have."""
+    """Return which update of weights in memory has not run, after the lanes have ended; empty where all have run."""
     for unit in units:
         if unit.state.weights.buffer.tensor is not None and not unit.updated.is_kept:
             return f"it ended before the update of {unit.name} was done"
@@ -26,7 +26,7 @@ def why_incomplete(units: Sequence[Unit]) -> str:
 
 
 def close_lanes(parts: Parts) -> None:
-    """End the lanes in the order in which work flows, so that nothing queued is lost."""
+    """End the lanes in the order of the flow of work, so that nothing queued is lost."""
     lanes, ssd, shared, failures = parts.context.lanes, parts.ssd, parts.context.shared, parts.context.failures
     if ssd is None:
         lanes.d2h.close()
@@ -34,13 +34,13 @@ def close_lanes(parts: Parts) -> None:
     else:
         with ssd.weights.hurry():
             lanes.d2h.close()
-        # Its files end with the run: updates that have not begun would be for nothing. The h2d lanes may be waiting for
+        # The files on SSD end with the run, so updates that have not begun are not needed. The h2d lanes may wait for
         # them.
         ssd.abandon()
         lanes.update.close()
         failures.record("runtime", SlideError("the engine was destroyed"))
     if shared is not None:
-        # The same for those who wait for other ranks. They in turn have all of this rank's updates by now.
+        # This also ends waits for other ranks. The other ranks have all of this rank's updates by now.
         failures.record("runtime", SlideError("the engine was destroyed"))
         shared.close()
     lanes.h2d.close()
@@ -50,7 +50,8 @@ def close_lanes(parts: Parts) -> None:
 
 
 def free_memory(parts: Parts) -> None:
-    """Let go of weights, states, gradients and buffers. The parameters keep the weights, which they have views of."""
+    """Free states, gradients and buffers. The parameters keep the memory of the weights, because they have views of
+    it."""
     for unit in parts.units:
         unit.way_back = unit.home = unit.resident = None
         for buffer in unit.state.buffers.values():

@@ -1,4 +1,4 @@
-"""The runtime: units, window and lanes wired together, and the events of a training step.
+"""The runtime: connects units, window and lanes, and handles the events of a training step.
 
     forward     root begins -> block enters (wait for its slot, bind) -> block leaves (unbind, prefetch the next)
     backward    block enters (bind) -> recompute, gradients -> block leaves (unbind, gradient on its way) -> end
@@ -54,12 +54,12 @@ class Newcomers(Protocol):
     """Finds parameters that require a gradient and did not when the engine was built."""
 
     def look(self) -> None:
-        """Before a forward with gradients: give them states, or raise SlideError."""
+        """Give new trainable parameters states, or raise SlideError. Called before a forward with gradients."""
         ...
 
 
 class SlideRuntime:
-    """All methods are called by the thread that computes."""
+    """The runtime of one engine. The compute thread calls all methods."""
 
     def __init__(self, module: nn.Module, parts: Parts) -> None:
         self.parts = parts
@@ -74,7 +74,7 @@ class SlideRuntime:
         self.residents = self.bindings.residents
         self._window = parts.window
         self.rows = None if parts.rows is None else StreamedRows(parts.rows, parts.context, parts.gradients, self)
-        """The weight of the outer module that is not on the GPU as a whole, for the module that computes with it."""
+        """The weight of the streamed outer module, for the module that computes with it."""
         self._root = RootState()
         self.parked = ParkedStates(parts.context.device)
         self.accumulation = Accumulation()
@@ -99,11 +99,12 @@ class SlideRuntime:
         )
         self.has_ended = False
         self.spoiled = ""
-        """Why the weights that an ended engine has left are no whole weights; empty where they are."""
+        """Why the weights that an ended engine has left are not whole; empty where they are."""
         self._totals = Totals(parts.context.ranks, self.device, [unit.state.writes_change for unit in parts.units])
         self._module = module
         self.prologue: OutputEvents | None = None
-        """Of a backward: the host's, which calls `begin_backward`. None: a backward begins by itself."""
+        """The host's handler of the begin of a backward, which calls `begin_backward`. None: a backward begins by
+        itself."""
         self.newcomers: Newcomers | None = None
         by_storage = {} if self._window is None else self._window.by_storage
         self._saved = SavedWeights(by_storage, self.bindings.slots, self)
@@ -113,8 +114,8 @@ class SlideRuntime:
         self._at_exit = running.close_at_exit(self)
 
     def attach(self) -> None:
-        """Put the hooks into the model, in place of those that are there: without them the model computes with what
-        its parameters hold (whole ones, gathered for generation)."""
+        """Put new hooks into the model, in place of the present ones. Without hooks the model computes with the content
+        of its parameters (whole weights, gathered for generation)."""
         self.detach()
         outer_units = [unit for unit in self.units if unit.spec.kind == "outer"]
         self.hooks = [
@@ -131,14 +132,14 @@ class SlideRuntime:
         return any(isinstance(hooks, RootHooks) and hooks.are_there for hooks in self.hooks)
 
     def detach(self) -> None:
-        """Take them out."""
+        """Take the hooks out of the model."""
         self.parts.spare.end_forward()
         for hooks in self.hooks:
             hooks.remove()
         self.hooks = []
 
     def start(self) -> None:
-        """Fetch the first blocks. Called when everything that was put on the device so far has arrived there."""
+        """Fetch the first blocks. Called when all copies to the device so far have arrived."""
         if self.parts.ssd is not None:
             self.parts.ssd.start()
         if self._window is not None:
@@ -146,11 +147,11 @@ class SlideRuntime:
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether one of the whole model is under way."""
+        """Whether a forward of the whole model is under way."""
         return self._root.active
 
     def release_all(self) -> None:
-        """Release all slots after an exception: nothing computes any more with what is bound."""
+        """Release all slots after an exception: nothing computes with the bound weights any more."""
         self.parts.spare.end_forward()
         self.take_back(self.units)
         self.bindings.release_all(self.units)
@@ -159,7 +160,7 @@ class SlideRuntime:
         self.residents.end_computing()
 
     def wait(self, future: Future) -> None:
-        """Make the compute stream wait for a transfer, and book the time it stands still."""
+        """Make the compute stream wait for a transfer, and record the time of the wait."""
         wait_on_stream(future, self.device, self.parts.context.recorder)
 
     # ---- forward ---------------------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ class SlideRuntime:
         self.residents.begin_computing()
         self.taking.doubts.begin_forward(args, kwargs)
         if in_backward():
-            return  # what the backward under way has kept, and has moved, stays as it is
+            return  # activations that the backward under way has kept or moved stay as they are
         if self.newcomers is not None and torch.is_grad_enabled():
             self.newcomers.look()
         self.parts.spare.begin_forward(args, kwargs)
@@ -187,7 +188,7 @@ class SlideRuntime:
             if unit.order in self.bindings.slots and not unit.in_backward:
                 self.bindings.unbind_slot(unit)
         if not in_backward() and not (self.parts.context.trains and self._module.training and torch.is_grad_enabled()):
-            self.residents.end_computing()  # otherwise a backward is to come, and its end is the end
+            self.residents.end_computing()  # otherwise a backward follows, and computing ends with it
 
     def enter_forward(self, unit: Unit, *, with_backward: bool) -> None:
         require_no_transform()
@@ -216,18 +217,18 @@ class SlideRuntime:
             self.bindings.unbind_slot(unit)
             is_wide = any(part.dtype == torch.float32 for part in (unit, *unit.parts))
             if is_wide and torch.is_autocast_enabled(self.device.torch.type):
-                # Autocast would keep the copies in lower precision that it has made of the block's weights, on the GPU,
-                # until the forward of the whole model has ended.
+                # Autocast would keep its copies of the block's weights in lower precision on the GPU until the forward
+                # of the whole model has ended.
                 torch.clear_autocast_cache()
 
     # ---- backward --------------------------------------------------------------------------------------------
 
     def enter_backward(self, unit: Unit) -> Slot | None:
-        """The unit's weights are bound from here to `leave_backward`."""
+        """Bind the unit's weights until `leave_backward`."""
         self.passes.begin_backward()  # `begin_backward` may be called before the forward, too
         self.accumulation.require(Event.BLOCK_BACKWARD)
         self.interruptions.begin_backward_of_block()
-        if not torch.is_grad_enabled():  # not inside of what is computed again
+        if not torch.is_grad_enabled():  # not inside of a recomputation
             self.taking.look()
         self.parts.spare.activations.enter_backward(unit.order)
         if (compute := self.parts.context.recorder.compute) is not None:
@@ -238,7 +239,7 @@ class SlideRuntime:
         return self.bindings.bind_for_backward(unit)
 
     def visit(self, unit: Unit) -> Slot:
-        """A node of a graph that a backward with `create_graph` has made needs the weights of a block."""
+        """Bind a block for a node of a graph that a backward with `create_graph` has made."""
         self.interruptions.begin_backward_of_block()
         return self.bindings.visit(unit)
 
@@ -249,20 +250,20 @@ class SlideRuntime:
             unit.in_backward = False
             self.bindings.unbind_slot(unit)
         if torch.is_grad_enabled():
-            return  # of a backward with create_graph: the block's use ends with the backward of what that makes
+            return  # a backward with create_graph: the block's use ends with the backward of the new graph
         unit.uses_done += 1
         if unit.uses_done >= unit.uses and (self.deferred or not self.accumulation.backward.is_nested):
             with AS_THEY_ARE():
                 self.taking.finalize_block(unit)
 
     def end_use(self, unit: Unit) -> None:
-        """A gradient of the unit has come by another way than the backward of its module."""
+        """End a use whose gradient has come in another way than by the backward of its module."""
         unit.uses_done += 1
         if unit.uses_done >= unit.uses and unit.spec.kind == "block" and self.accumulation.is_open:
             self.taking.finalize_block(unit)
 
     def on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient has reached an output of the model: a backward begins, if it has not."""
+        """Begin a backward, if it has not begun, when a gradient reaches an output of the model."""
         if self.prologue is not None:
             return self.prologue.on_output_gradient(gradient)
         self.interruptions.begin_backward()
@@ -271,24 +272,25 @@ class SlideRuntime:
     def begin_backward(
         self, hypers: Sequence[Hyper], grad_scale: float = 1.0, *, of_another: str | None = None
     ) -> None:
-        """Prepare for the first gradient. `hypers`, `grad_scale`: of the coming step, if it clips nothing.
-        `of_another`: why the step that follows may be another engine's (`Doubts.of_another`)."""
+        """Prepare for the first gradient. `hypers`, `grad_scale`: the values of the coming step, if clipping is off.
+        `of_another`: why the next step may belong to another engine (`Doubts.of_another`)."""
         if in_backward():
             self.accumulation.require(Event.BLOCK_BACKWARD)
-            self.resident_weights.bind_fetched()  # of a graph older than a step: no forward has bound them since
+            self.resident_weights.bind_fetched()  # for a graph older than a step: no forward has bound them since
         self.interruptions.begin_backward()
         self.taking.doubts.of_another = of_another
         self.residents.begin_computing()
         self.gradients.hypers, self.gradients.grad_scale = tuple(hypers), grad_scale
 
     def set_final(self, final: bool) -> None:
-        """Whether the backward under way is the last one before the step."""
+        """Set whether the backward under way is the last one before the step."""
         self.taking.final = final
 
     def end_backward(self) -> None:
-        """Take, after the last gradient, what no boundary has announced (outer modules, blocks with frozen inputs)."""
+        """Take, after the last gradient, the gradients that no boundary has announced (outer modules, blocks with
+        frozen inputs)."""
         if self.accumulation.is_over:
-            return  # what follows a backward that has ended with an exception, as its end
+            return  # called as the end of a backward that has ended with an exception
         # The end of an accumulation may be announced without a backward, and counts.
         ends_sum = not self.accumulation.is_open and self.accumulation.micro_batches > 0
         with AS_THEY_ARE():
@@ -296,20 +298,20 @@ class SlideRuntime:
             self.taking.finalize_rest(trains=trains)
         self.residents.end_computing()
         self.taking.doubts.end_backward()
-        if not trains:  # other ranks may have had no such backward; where they had, see `Taking.join`
+        if not trains:  # other ranks may have had no such backward; otherwise see `Taking.join`
             self.accumulation.leave_out()
             return
         self.taking.end()
 
     def begin_streamed_gradient(self, unit: Unit, gradient: StreamedGradient) -> None:
-        """Take the gradient of `unit` from there from now on, while its backward is still making it."""
+        """Take the gradient of `unit` from `gradient` from now on, while its backward is still making it."""
         self.taking.finalize(unit, gradient)
 
     # ---- step ------------------------------------------------------------------------------------------------
 
     @property
     def step_count(self) -> int:
-        """Optimizer steps so far, those of a checkpoint included."""
+        """Optimizer steps so far, including the steps of a loaded checkpoint."""
         return self.accumulation.steps
 
     @property
@@ -318,36 +320,38 @@ class SlideRuntime:
         return self.taking.deferred
 
     def square_sum(self) -> float:
-        """Square sum of the held gradients over all units and ranks (fp64). Waits for backward to end.
+        """Return the square sum of the held gradients over all units and ranks (fp64). Waits for backward to end.
 
-        Combined in the order of the units, so that the value does not depend on which lane finished first.
+        The sums are combined in the order of the units, so that the value does not depend on which lane finished first.
         """
         self.taking.join()
         with self.parts.context.recorder.stalled("the gradients of the step"):
             self.parts.context.lanes.d2h.drain()
             self.parts.context.lanes.update.drain()
         self._note_flags()
-        self.parts.context.ranks.join()  # GPU-tier units have been through no lane
+        self.parts.context.ranks.join()  # the gradients of GPU-tier units pass through no lane
         on_device = self.gradients.sums.cpu()
         return self._totals.now([self.gradients.square_sums_of(unit, on_device) for unit in self.units])
 
     def _note_flags(self) -> None:
-        """Each rank updates its part of a parameter, so all ranks must have it on, or all off."""
+        """Add the `requires_grad` flags to the digest: each rank updates its part of a parameter, so the flags must be
+        equal."""
         if self.parts.context.ranks.world_size > 1:
             self.parts.context.ranks.note(each.requires_grad for unit in self.units for each in unit.trained.parameters)
 
     def norm_on_device(self) -> torch.Tensor:
-        """Gradient norm of the last backward as a 0-d fp32 device tensor, without waiting for it."""
+        """Return the gradient norm of the last backward as a 0-d fp32 device tensor, without waiting for it."""
         self.taking.join()
         self._note_flags()
         sums = self.gradients.sums
-        if not any(unit.gradient_ready for unit in self.units):  # else they are the last step's
+        if not any(unit.gradient_ready for unit in self.units):  # otherwise the sums are from the last step
             sums = torch.zeros_like(sums)
         return self._totals.later(sums).sqrt().float()
 
     def step(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
-        """Apply the update. Held gradients: queue all units by deadline. Otherwise the host units are under way."""
-        self.parked.bring_all_back(self.units)  # or no unit is updated
+        """Apply the update. With held gradients all units are queued by deadline. Otherwise the updates of host units
+        are under way."""
+        self.parked.bring_all_back(self.units)  # otherwise no unit is updated
         counts = self.speculating.begin_step(self.units, hypers, grad_scale, self.gradients.grad_scale)
         self.passes.begin_step(
             backwards=max(1, self.accumulation.micro_batches), reach=self._reach_of_updates(), speculated=counts
@@ -365,7 +369,7 @@ class SlideRuntime:
         self.parts.spare.end_step()
 
     def _reach_of_updates(self) -> float:
-        """The part of a backward until the last unit that the host updates."""
+        """Return the part of a backward until the last unit that the host updates."""
         updated = (unit.order for unit in self.units if unit.is_uploaded and unit.trainable)
         return 1 - min(updated, default=0) / len(self.units)
 
@@ -378,7 +382,7 @@ class SlideRuntime:
                 Ways(
                     on_gpu=functools.partial(self._update_on_gpu, unit, hypers, grad_scale),
                     held=functools.partial(self.parts.updating.queue, unit, hypers, grad_scale),
-                    at_once=lambda: None,  # it is under way
+                    at_once=lambda: None,  # the update is under way
                 )
             )
         if self.deferred:
@@ -398,7 +402,7 @@ class SlideRuntime:
         self.accumulation.clear()
 
     def forget_gradients(self) -> None:
-        """Drop what was accumulated since the last step (`zero_grad`), if anything was. SlideError where it has been
+        """Drop the gradients accumulated since the last step (`zero_grad`), if any. Raises SlideError if they have been
         applied already."""
         self.interruptions.notice()
         self.accumulation.require(Event.ZERO_GRAD)
@@ -407,13 +411,13 @@ class SlideRuntime:
         self.accumulation.clear()
 
     def resume_after(self, step: int, counts: Mapping[str, int]) -> None:
-        """Go on after step number `step`. `counts`: updates of the parameters that have had others, by name."""
+        """Continue after step number `step`. `counts`: the updates of parameters with another count, by name."""
         self.accumulation.steps = step
         for unit in self.units:
             unit.trained.counts = [counts.get(entry.name, step) for _, entry in unit.trainable]
 
     def own_counts(self) -> dict[str, int]:
-        """Updates of the parameters that have not been updated in every step, by name."""
+        """Return the number of updates of parameters that were not updated in every step, by name."""
         return {
             entry.name: count
             for unit in self.units
@@ -422,7 +426,7 @@ class SlideRuntime:
         }
 
     def states_loaded(self) -> None:
-        """Weights and optimizer states have come from a checkpoint: nothing of an interrupted step is left in them."""
+        """Forget an interrupted step, because weights and optimizer states have come from a checkpoint."""
         self.discard_gradients()
         self.accumulation.reload()
         for unit in self.units:
@@ -442,20 +446,20 @@ class SlideRuntime:
         return unit.order in self.bindings.slots
 
     def require_running(self, what: str) -> None:
-        """SlideError where the engine has ended: its optimizer states are gone."""
+        """Raise SlideError where the engine has ended: its optimizer states are gone."""
         if self.has_ended:
             raise SlideError(f"{what} is refused: {ENDED}")
 
     def why_spoiled(self) -> str:
-        """Why the weights, as they are now, are not those of a step; empty where they are."""
+        """Return why the present weights are not the result of a whole step; empty where they are."""
         why = self.interruptions.why_spoiled()
         if not why and self.accumulation.phase is Phase.UPDATED:
             why = "it has updated weights under a backward() that no engine.step() has followed"
         return why
 
     def settle(self, unit: Unit) -> None:
-        """Wait until the unit's state buffers belong to the caller: its pending update and transfers have run, and an
-        update that no step has confirmed is taken back."""
+        """Wait until the unit's state buffers belong to the caller: its pending update and transfers have run, and a
+        speculative update is taken back."""
         self.take_back((unit,))
         self.parked.bring_back(unit)
         unit.arrived.synchronize()
@@ -466,26 +470,26 @@ class SlideRuntime:
         self.resident_weights.await_fetched(unit)
 
     def take_back(self, units: Sequence[Unit]) -> None:
-        """Give the units the bits that they had before updates that no step has confirmed, and wait for that."""
+        """Undo the units' speculative updates, bit by bit, and wait for the end."""
         self.bindings.take_back(units)
 
     def reload_weights(self) -> None:
-        """The state buffers may have been written from outside (a checkpoint was loaded): every GPU copy is renewed."""
+        """Renew every GPU copy: the state buffers may have been written from outside (a checkpoint was loaded)."""
         for unit in self.units:
             self.weights_changed(unit)
         if self._window is not None:
             self._window.prefetch(None, "forward")
 
     def begin_writing(self) -> None:
-        """Wait until no other rank reads the weights, which have settled and are about to be written from outside.
-        Collective where weights are shared: every rank calls it, whichever of its own weights it then writes."""
+        """Wait until no other rank reads the weights. They have settled, and are about to be written from outside.
+        Collective where weights are shared: every rank calls it, even if it then writes none of its own weights."""
         if self.parts.context.shared is not None:
             self.parts.context.lanes.h2d.drain()
             self.parts.context.lanes.outer_h2d.drain()
             self.parts.context.ranks.exchange(None, "waiting until no rank reads the weights that are to be written")
 
     def weights_changed(self, unit: Unit) -> None:
-        """The caller has written the unit's state buffers (after `settle`): refresh what the GPU holds of them.
+        """Refresh the GPU copies of the unit's state buffers, which the caller has written (after `settle`).
         Collective."""
         unit.version += 1
         unit.publish(unit.version)
@@ -493,14 +497,14 @@ class SlideRuntime:
         self.resident_weights.renew(unit)
 
     def close(self) -> None:
-        """Run what is queued, end the threads, remove the hooks. Harmless when called twice."""
+        """Run the queued work, end the threads, remove the hooks. Harmless when called twice."""
         running.leave(self)
         self.taking.leave()
         atexit.unregister(self._at_exit)
         if not self.has_ended:
             self.spoiled = self.why_spoiled()
         self.detach()
-        with suppress(SlideError):  # of a lane that has failed, which has been told
+        with suppress(SlideError):  # the failure of a lane, which has been reported
             self.take_back(self.units)
         self.parked.forget()
         if self.rows is not None:
@@ -516,7 +520,7 @@ class SlideRuntime:
                     pool.close()
                 self.parts.context.recorder.close()
         finally:
-            # Whoever goes on with this engine would wait for lanes that are gone.
+            # A later call of this engine would wait for lanes that have ended.
             self.parts.context.failures.end(ENDED)
             if self.parts.watchdog is not None:
                 self.parts.watchdog.close(why)

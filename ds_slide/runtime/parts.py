@@ -1,4 +1,4 @@
-"""What a runtime is made of."""
+"""The parts of a runtime."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ds_slide.runtime.weights.window import Window
 
 @dataclass
 class Parts:
-    """What `ds_slide.runtime.build` puts together; `SlideRuntime` owns all of it."""
+    """The parts that `ds_slide.runtime.build` makes; `SlideRuntime` owns them."""
 
     context: Context
     plan: Plan
-    """As it is now: states move, and more may be trained."""
+    """The present plan: states move, and more parameters may be trained."""
     units: list[Unit]
     window: Window | None
     empty: Empty
@@ -36,10 +36,10 @@ class Parts:
     spare: SpareMemory
     ssd: SsdStates | None = None
     rows: RowBuffers | None = None
-    """Of the outer module whose weight passes through the GPU."""
+    """The buffers of the outer module whose weight is streamed through the GPU."""
     watchdog: Watchdog | None = None
     announcements: Board | None = None
-    """Where ranks that may run different modules announce their gradients; None where all have to run the same."""
+    """The board where ranks that may run different modules announce their gradients; None if all must run the same."""
 
     @property
     def deferred(self) -> bool:
@@ -48,20 +48,20 @@ class Parts:
 
     @property
     def memory_report(self) -> dict[str, int]:
-        """The bytes that users see."""
+        """The bytes that are reported to users."""
         return self.plan.report()
 
     def pool_report(self) -> dict[str, dict[str, int | float | bool]]:
-        """Statistics of the pools that have buffers (`slide_stats()["pools"]`)."""
+        """Return statistics of the pools that have buffers (`slide_stats()["pools"]`)."""
         return {what: pool.statistics() for what, pool in self.context.allocator.pools.items() if pool.addresses}
 
     @property
     def taken(self) -> Taken:
-        """Bytes that are taken of the limits that all engines of a process share."""
+        """Bytes that this engine takes of the limits that all engines of a process share."""
         taken = self.plan.taken
         return replace(taken, host_states=taken.host_states + self.spare.activations.host_bytes)
 
     @property
     def kept(self) -> int:
-        """Bytes of activations that are kept on the GPU for backwards to come."""
+        """Bytes of activations kept on the GPU for later backwards."""
         return self.spare.activations.alive()

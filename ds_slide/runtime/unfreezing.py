@@ -1,10 +1,10 @@
-"""Optimizer states for parameters that were frozen when the engine was built and require a gradient later.
+"""Adds optimizer states for parameters that were frozen when the engine was built and require a gradient later.
 
-The weights stay where they are. A unit gets longer state buffers, of which the beginning is the old ones, and a longer
-buffer for its gradient; new moments are zero and new masters are the weights. Only where some of its frozen parameters
-stay frozen, or go to several optimizer groups, do the weights behind the trainable ones change their order.
+The weights stay where they are. A unit gets longer state buffers, which begin with the old content, and a longer buffer
+for its gradient. New moments are zero and new masters are the weights. If some frozen parameters stay frozen, or go to
+several optimizer groups, the order of the weights after the trainable ones changes.
 
-The memory is planned like that of the start, and is refused before any of it is taken.
+The memory is planned as at the start. If it does not fit, it is refused before any of it is allocated.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ AT_START = "let it require a gradient when deepspeed.initialize is called, and f
 
 @dataclass(frozen=True)
 class Limits:
-    """What the JSON block allows, in bytes; None where it says nothing."""
+    """The limits of the JSON block in bytes; None where it sets none."""
 
     host_memory: int | None
     gpu_memory: int | None
@@ -61,15 +61,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class _Change:
-    """A unit as it is to be."""
+    """The coming layout of a unit."""
 
     unit: Unit
     layout: UnitLayout
     codec: Identity
     order: Sequence[int]
-    """The place of each entry among those of before."""
+    """The old index of each entry."""
     names: Sequence[str]
-    """What is trained from now on."""
+    """The names of the newly trained parameters."""
 
     @property
     def moves_weights(self) -> bool:
@@ -80,7 +80,8 @@ class _Change:
 
 
 def give_states(runtime: SlideRuntime, groups: Groups, limits: Limits) -> None:
-    """Give the parameters of `groups` states, before a forward. SlideError, and nothing done, where that cannot be.
+    """Give the parameters of `groups` states, before a forward. Raises SlideError, with nothing changed, where that is
+    not possible.
 
     Collective: all ranks call it with the same parameters.
     """
@@ -145,7 +146,7 @@ def _require_possible(runtime: SlideRuntime, change: _Change) -> None:
 
 
 def _demote(runtime: SlideRuntime, changes: Sequence[_Change]) -> None:
-    """Bring units that are on the GPU for now back to where they are planned."""
+    """Move promoted units back to their planned places."""
     promoted = {unit.order for unit in runtime.units if unit.home is not None}
     stay = promoted - {change.unit.order for change in changes}
     if stay != promoted and move(runtime, frozenset(stay | runtime.parts.plan.placement.on_gpu)) is None:
@@ -161,7 +162,7 @@ def _planned(runtime: SlideRuntime, changes: Sequence[_Change]) -> Plan:
     for change in changes:
         size = units[change.unit.order]
         units[change.unit.order] = replace(size, layout=change.layout, codec=change.codec)
-    # A way back is as long as the unit's states. Without one its updates begin when the norm is known.
+    # A way back is as long as the unit's states. Without a way back its updates begin when the norm is known.
     logs, spares = plan.placement.undo_logs - changed, plan.placement.spare_states - changed
     return Plan.of(units, plan.needs, replace(plan.placement, undo_logs=logs, spare_states=spares))
 
@@ -201,7 +202,7 @@ def _require_room(runtime: SlideRuntime, plan: Plan, limits: Limits, name: str) 
 
 
 def _settle(runtime: SlideRuntime, changes: Sequence[_Change]) -> None:
-    """Wait until no lane, no rank and no stream has to do with the units, or with the buffers of gradients."""
+    """Wait until no lane, rank or stream uses the units or the buffers of gradients."""
     runtime.take_back(runtime.units)
     for change in changes:
         runtime.settle(change.unit)
@@ -229,7 +230,7 @@ def _give(runtime: SlideRuntime, change: _Change, plan: Plan) -> None:
 
 
 def _longer(runtime: SlideRuntime, change: _Change, plan: Plan) -> UnitState:
-    """Return the states of the unit with room for all that is trained."""
+    """Return the states of the unit with room for all trained parameters."""
     unit, memory, old = change.unit, runtime.parts.context.memory, change.unit.state
     entries = of_unit(plan.units[unit.order], unit.order, plan.needs, plan.placement)
     allocator = Allocator(entries, memory, runtime.device)
@@ -251,7 +252,8 @@ def _longer(runtime: SlideRuntime, change: _Change, plan: Plan) -> UnitState:
 
 
 def _move_weights(change: _Change) -> None:
-    """Bring the weights into the new order. On the GPU they get other memory: graphs may have saved the old one."""
+    """Move the weights into the new order. On the GPU they get other memory, because graphs may have saved the old
+    memory."""
     unit, buffer = change.unit, change.unit.state.weights.buffer
     assert isinstance(buffer, InMemory)
     old, moved = buffer.tensor, buffer.tensor.clone()
@@ -262,13 +264,13 @@ def _move_weights(change: _Change) -> None:
         unit.resident = moved if unit.resident is old else unit.resident
         buffer.tensor = moved
     else:
-        old.copy_(moved)  # other ranks have it mapped
+        old.copy_(moved)  # other ranks have this memory mapped
     if unit.resident is not None and unit.resident is not moved:
         unit.resident = torch.empty_like(unit.resident)
 
 
 def _show(runtime: SlideRuntime, unit: Unit) -> None:
-    """Tell those who know the places of the unit's parameters of the new ones."""
+    """Give the new places of the unit's parameters to the window and to other users of them."""
     if runtime.parts.window is not None:
         runtime.parts.window.lay_out_anew(unit)
     runtime.weights_changed(unit)
@@ -291,7 +293,7 @@ def _release_way_back(runtime: SlideRuntime, unit: Unit) -> None:
 
 
 def _fit_buffers(runtime: SlideRuntime, plan: Plan) -> None:
-    """Replace the buffers through which gradients pass where a gradient is longer now."""
+    """Replace the buffers of gradients where a gradient is longer now."""
     parts = runtime.parts
     if not parts.gradients.holds(plan.entry(STAGED).piece):
         entries = [each for each in plan.allocations if each.what in (STAGED, STAGED_PARTS)]

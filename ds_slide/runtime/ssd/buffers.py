@@ -228,8 +228,8 @@ class BufferCache(Generic[Key]):
 
     @contextmanager
     def hurry(self) -> Iterator[None]:
-        """Keep no clean entries for later uses while this context is open. The compute thread waits for updates
-        meanwhile."""
+        """Let any demand displace any clean entry while this context is open: a thread waits for updates, and nothing
+        computes."""
         with self._changed:
             self._hurry += 1
             actions = self._pump()

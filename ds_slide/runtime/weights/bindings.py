@@ -1,7 +1,7 @@
-"""Which weights the parameters of a unit point to: a slot of the window, a buffer that stays on the GPU, or nothing.
+"""Binds the parameters of a unit to weights: a slot of the window, a buffer that stays on the GPU, or nothing.
 
-A block's parameters point into its slot from the moment it is entered until it is left. The owner of a slot is the unit
-that is bound to it; `Window` gives the slot to another unit only after `release`.
+A block's parameters point into its slot from its entry until its exit. The unit that is bound to a slot owns it;
+`Window` gives the slot to another unit only after `release`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ds_slide.runtime.weights.window import Slot
 
 
 class Bindings:
-    """All methods are called by the thread that computes."""
+    """The bindings of all units. The compute thread calls all methods."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -27,31 +27,32 @@ class Bindings:
         self._clients = parts.context.clients
         self.residents = Residents(self._clients)
         self.slots: dict[int, Slot] = {}
-        """Of the units that are bound to one, by `Unit.order`, the one that was bound first at the front."""
+        """The slots of bound units, by `Unit.order`; the unit that was bound first is at the front."""
         self._visited: Unit | None = None
-        """Bound for the graph of a backward, until another block is."""
+        """The block bound for the graph of a backward, until another block is bound for it."""
 
     def bind(self, unit: Unit, views: Sequence[torch.Tensor]) -> None:
-        """Let the unit's parameters point to `views`, one for each, in its own shape."""
+        """Point the unit's parameters to `views`, one per parameter, in its own shape."""
         self._clients.set_availability(unit.parameters, Binding.COMPUTING)
         for parameter, view in zip(unit.parameters, views, strict=True):
             parameter.data = view
 
     def unbind(self, unit: Unit) -> None:
-        """Let the unit's parameters point to nothing."""
+        """Point the unit's parameters to empty tensors."""
         self.residents.leave(unit)
         for parameter in unit.parameters:
             parameter.data = self._parts.empty.tensors[unit.parameter_dtype]
         self._clients.set_availability(unit.parameters, Binding.ABSENT)
 
     def take_back(self, units: Sequence[Unit]) -> None:
-        """Give the units the bits that they had before updates that no step has confirmed, and wait for that."""
+        """Undo the units' speculative updates, bit by bit, and wait for the end."""
         self._parts.updating.speculating.take_back(units, self._window)
 
     # ---- slots -------------------------------------------------------------------------------------------------------
 
     def bind_slot(self, unit: Unit, direction: str) -> Slot:
-        """Bind a block to a slot, which the compute stream finds filled. `direction`: as `Window.acquire` has it."""
+        """Bind a block to a slot, and make the compute stream wait until it is filled. `direction`: see
+        `Window.acquire`."""
         assert self._window is not None
         self.take_back((unit,))
         if self._window.is_full_for(unit):
@@ -77,7 +78,7 @@ class Bindings:
             self._window.release(slot)
 
     def _give_up_slot(self) -> None:
-        """Unbind the first bound block that does not compute. Its backward binds its weights again when it needs
+        """Unbind the first bound block that does not compute. Its backward binds the weights again when it needs
         them."""
         for slot in self.slots.values():
             if slot.unit is not None and slot.unit.can_give_up_slot:
@@ -103,7 +104,7 @@ class Bindings:
             self.unbind_slot(unit)
 
     def release_all(self, units: Sequence[Unit]) -> None:
-        """Release all slots after an exception: nothing computes any more with what is bound."""
+        """Release all slots after an exception: nothing computes with the bound weights any more."""
         for unit in units:
             unit.computing = unit.raw = 0
             self.unbind_slot(unit)

@@ -1,9 +1,9 @@
-"""Differentiable tensors inside objects that a block gets: a dataclass, a namespace, a graph batch.
+"""Finds differentiable tensors inside objects that a block gets: a dataclass, a namespace, a graph batch.
 
-A block's inputs pass through an identity (`_Boundary`), so what it makes of them has to reach the block. Tuples, lists
-and dictionaries among the arguments are made anew. An object is not: the caller may hand one and the same object to all
-blocks, and look at it afterwards. So its fields hold what came out of the identity as long as the block computes, and
-get back what they held when the block has ended, unless the block has put something else there.
+A block's inputs pass through an identity (`_Boundary`), and its outputs have to reach the block. Tuples, lists and
+dictionaries among the arguments are copied. An object is not: the caller may give the same object to all blocks, and
+read it afterwards. So its fields hold the outputs of the identity while the block computes. Afterwards each field gets
+its old value back, unless the block has put something else there.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 DEPTH = 8
-"""Of objects within objects that are looked into; a batch of torch_geometric has its tensors at 5."""
+"""The depth to which nested objects are searched; a batch of torch_geometric has its tensors at 5."""
 MOST_OBJECTS = 256
-"""That are looked into for one call. What lies behind them is left as it is: that costs speed and memory, no bits."""
+"""The most objects that are searched for one call. Tensors beyond them are left as they are: that costs speed and
+memory, no bits."""
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
 _CLOSED = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, torch.device)
@@ -40,7 +41,7 @@ def differentiable(leaf: Any) -> bool:
 
 
 def fields_in(*trees: Any) -> list[Field]:
-    """The fields of objects in `trees` that hold differentiable tensors."""
+    """Return the fields of objects in `trees` that hold differentiable tensors."""
     found: list[Field] = []
     seen: set[int] = set()
     level = list(trees)
@@ -52,13 +53,14 @@ def fields_in(*trees: Any) -> list[Field]:
 
 
 def tensors_of(fields: Sequence[Field]) -> list[torch.Tensor]:
-    """Each tensor once, in the order of the fields."""
+    """Return each tensor once, in the order of the fields."""
     leaves = (leaf for field in fields for leaf in _leaves(field.held) if differentiable(leaf))
     return list({id(leaf): leaf for leaf in leaves}.values())
 
 
 def put(fields: Sequence[Field], instead: Mapping[int, torch.Tensor]) -> list[Any]:
-    """Put other tensors into the fields. `instead`: by `id` of what they take the place of. -> what the fields hold."""
+    """Put other tensors into the fields. `instead`: the new tensors, by `id` of the replaced tensor. Returns the new
+    values of the fields."""
     held = [_replaced(field.held, instead) for field in fields]
     for field, value in zip(fields, held, strict=True):
         field.write(field.owner, field.key, value)
@@ -66,18 +68,18 @@ def put(fields: Sequence[Field], instead: Mapping[int, torch.Tensor]) -> list[An
 
 
 def restore(fields: Sequence[Field], held: Sequence[Any]) -> None:
-    """Give the fields back what they held before `put`, where they still hold what that put there."""
+    """Give the fields their values from before `put`, where they still hold the values that `put` has set."""
     for field, value in zip(fields, held, strict=True):
         if field.read(field.owner, field.key) is value:
             field.write(field.owner, field.key, field.held)
 
 
 def _look(node: Any, found: list[Field], seen: set[int]) -> Iterator[Any]:
-    """Add the fields of `node` to `found`. -> what else it holds."""
+    """Add the fields of `node` to `found`, and yield what else it holds."""
     if isinstance(node, _PLAIN) or isinstance(node, _CLOSED) or id(node) in seen or len(seen) >= MOST_OBJECTS:
         return
     seen.add(id(node))
-    if isinstance(node, tuple):  # nothing can be put into it: what holds it gets another one
+    if isinstance(node, tuple):  # a tuple cannot change: its owner gets another one
         yield from node
         return
     for write, read, owner, key, value in _places(node):
@@ -117,7 +119,7 @@ def _item(owner: Any, key: Any) -> Any:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What a value consists of, taken apart where it is a tuple."""
+    """Return the leaves of a value; tuples are taken apart."""
     return [leaf for each in value for leaf in _leaves(each)] if isinstance(value, tuple) else [value]
 
 

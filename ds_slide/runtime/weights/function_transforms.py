@@ -1,8 +1,8 @@
-"""Transforms of `torch.func` that cannot go through a model whose weights come and go.
+"""Refuses transforms of `torch.func` that cannot work with streamed weights.
 
-`grad`, `vjp`, `jacrev` and `hessian` allow no hooks for saved tensors, without which backward would find other weights
-than the forward had. Under these and `jvp`, giving a parameter its weights has ended the process (torch 2.13: a
-segmentation fault). `vmap` alone is none of them, and forward mode by `torch.autograd.forward_ad` is not either.
+`grad`, `vjp`, `jacrev` and `hessian` allow no hooks for saved tensors. Without hooks backward would find other weights
+than the forward had. Under these and `jvp`, binding a parameter to its weights has ended the process (torch 2.13: a
+segmentation fault). `vmap` alone is allowed, and so is forward mode by `torch.autograd.forward_ad`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _REFUSED = (TransformType.Grad, TransformType.Jvp)
 
 
 def require_no_transform() -> None:
-    """SlideError inside of such a transform."""
+    """Raise SlideError inside of such a transform."""
     if not torch._C._are_functorch_transforms_active():
         return
     if any(interpreter.key() in _REFUSED for interpreter in get_interpreter_stack() or ()):

@@ -1,9 +1,9 @@
-"""Weights that no rank has as a whole in memory it can read: each uploads its part, the compute thread gathers.
+"""Weights that no rank can read as a whole in its memory: each rank uploads its part, and the compute thread gathers.
 
-Of several machines, of blocks on SSD, of units that are updated on the GPU, and of all units with `"share_weights":
-false`. A gather is a collective, so it must not depend on what a rank's window happens to hold: a block is gathered
-each time that it is bound. Only where the window has a slot for each of its blocks none ever makes room for another,
-on any rank, and what was gathered stays until the weights change.
+They are the weights of several machines, of blocks on SSD, of units that are updated on the GPU, and of all units with
+`"share_weights": false`. A gather is a collective, so it must not depend on the present content of a rank's window: a
+block is gathered each time it is bound. If the window has a slot for each of its blocks, no block ever makes room for
+another on any rank. Only then gathered weights stay until they change.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ds_slide.runtime.weights.window import Slot
 
 
 class Gathers:
-    """Gathers weights, called by the thread that computes. `scratch` (bytes of world_size times the largest rank's
-    part, None where nothing is gathered) belongs to the collectives stream."""
+    """Gathers weights, called by the compute thread. `scratch` belongs to the collectives stream. It has the bytes of
+    world_size times the largest rank's part; None where nothing is gathered."""
 
     def __init__(self, ranks: Ranks, scratch: torch.Tensor | None, *, all_fit: bool) -> None:
-        """The gathers of an engine. `all_fit`: the window has a slot for each block that passes through it."""
+        """Make the gathers of an engine. `all_fit`: the window has a slot for each streamed block."""
         self._ranks = ranks
         self.scratch = scratch
         self._all_fit = all_fit
@@ -31,23 +31,22 @@ class Gathers:
         """The upload that was gathered last, by slot."""
 
     def forget(self, *, all_fit: bool) -> None:
-        """What a slot holds counts as not gathered, whoever has gathered it: the slots of another rank may have held
-        something else."""
+        """Treat all slots as not gathered: the slots of another rank may have held something else."""
         self._all_fit = all_fit
         self._gathered.clear()
 
     def into_slot(self, unit: Unit, slot: Slot) -> Marker:
-        """Gather the unit into the slot that holds it, behind its upload. -> when it is there."""
+        """Gather the unit into the slot that holds it, after its upload. Returns the marker of its end."""
         assert slot.ready is not None
         uploaded = slot.ready.wait()
         if self._all_fit and self._gathered.get(slot.index) is slot.ready:
             return PASSED  # the compute stream has waited for it when it was bound before
         self._gathered[slot.index] = slot.ready
-        # The upload has waited for what computed with the slot before it, but not for what did so since.
+        # The upload has waited for compute that used the slot before it, but not for later compute.
         return self.into(unit, slot.buffer, uploaded, slot.free)
 
     def into(self, unit: Unit, buffer: torch.Tensor, *after: Marker, in_step: bool = False) -> Marker:
-        """Gather the unit into a buffer in slot layout, from its weights on the GPU or from what was uploaded."""
+        """Gather the unit into a buffer in slot layout, from its weights on the GPU or from the uploaded parts."""
         assert self.scratch is not None
         buffer = buffer.view(unit.dtype)
         own = unit.state.weights.own_part(own_part(unit, buffer))

@@ -1,15 +1,15 @@
-"""What the model calls: module hooks that bracket every use of a block, in forward and in backward.
+"""The hooks that the model calls: they enclose every use of a block, in forward and in backward.
 
-Forward brackets are plain module hooks. For backward, the inputs of a block pass through `_Boundary`, an
-identity whose backward runs when autograd has finished everything the block did with them: autograd takes
-the newest ready node first, and every node of the block is newer than its boundary. The other end, the first
-gradient that reaches an output, is a multi-grad hook. Nothing is inferred from which parameters received a
-gradient, so unused ones need no special case.
+In forward they are plain module hooks. For backward, the inputs of a block pass through `_Boundary`, an identity whose
+backward runs when autograd has finished everything the block did with them: autograd takes the newest ready node first,
+and every node of the block is newer than its boundary. The other end, the first gradient that reaches an output, is a
+multi-grad hook. The hooks do not depend on which parameters received a gradient, so unused parameters need no special
+case.
 
-Activation checkpointing recomputes a block inside backward. Such a forward (`calls` recognises it) binds the weights
-like the block's backward, and leaves them bound for it.
+Activation checkpointing recomputes a block inside backward. Such a forward (`calls` recognises it) binds the weights as
+the block's backward does, and leaves them bound for the backward.
 
-A block without a differentiable input has no boundary: its use ends with its last gradient (`uses`).
+A block without a differentiable input has no boundary. Its use ends with its last gradient (`uses`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ds_slide.runtime.weights.written import Passed
 
 
 class BlockEvents(Protocol):
-    """Who listens. All calls come from the thread that computes."""
+    """The receiver of a block's events. All calls come from the compute thread."""
 
     def enter_forward(self, unit: Unit, *, with_backward: bool) -> None: ...
     def leave_forward(self, unit: Unit) -> None: ...
@@ -54,7 +54,7 @@ class BlockEvents(Protocol):
 
 
 class RootEvents(OutputEvents, Protocol):
-    """What is told of the forward of the whole model."""
+    """The receiver of events of the whole model's forward."""
 
     def begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None: ...
     def end_forward(self, *, completed: bool) -> None: ...
@@ -67,7 +67,8 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(_done: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # New tensors on the same storage: returning the inputs themselves would make them views of each other.
+        # These are new tensors on the same storage: returning the inputs themselves would make them views of each
+        # other.
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
@@ -92,8 +93,9 @@ def _is_opaque(node: Any) -> bool:
 
 
 def _mapped(function: Callable[[Any], Any], node: Any) -> Any:
-    """`node` with `function` of each leaf in its place."""
-    # What torch's tree_map does, in half the time for the usual containers: it is called twice in each block's forward.
+    """Return `node` with each leaf replaced by `function` of it."""
+    # This does the work of torch's tree_map in half the time for the usual containers: each block's forward calls it
+    # twice.
     kind = type(node)
     if kind is tuple:
         return tuple([_mapped(function, each) for each in node])
@@ -105,8 +107,9 @@ def _mapped(function: Callable[[Any], Any], node: Any) -> Any:
 
 
 def _gradients_enter(output: Any, given: Any, known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a module's output through which gradients reach it. Where the output has none in plain containers
-    they are looked for in its objects, and in those that it was `given` and may have changed; `known`: not these."""
+    """Return the tensors of a module's output through which gradients reach it. If plain containers in the output have
+    none, its objects are searched, and the objects that the module was `given` and may have changed. Tensors in `known`
+    are left out."""
     leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
     found = [leaf for leaf in leaves if differentiable(leaf)]
     if found:
@@ -122,7 +125,7 @@ def _gradients_enter(output: Any, given: Any, known: Sequence[torch.Tensor]) -> 
 def _on_first_gradient(
     output: Any, call: Callable[[], None], given: Any = None, known: Sequence[torch.Tensor] = ()
 ) -> None:
-    """Call once in each backward, when the first gradient reaches a tensor of a module's output."""
+    """Call `call` once in each backward, when the first gradient reaches a tensor of a module's output."""
     if not torch.is_grad_enabled():
         return
     if isinstance(output, torch.Tensor) and output.requires_grad:  # mostly
@@ -136,17 +139,18 @@ def _on_first_gradient(
 
 
 class _Forward:
-    """One call of a block, from its beginning to its end. One is made for each, so what is rare is set where it is."""
+    """One call of a block, from its beginning to its end. An object is made for each call, so rare values are set only
+    where they occur."""
 
     call = Call.FORWARD
     raw = False
-    """It saves weights as they are: they stay bound until its backward has ended."""
+    """Whether it saves weights as they are: they stay bound until its backward has ended."""
     token: UseToken | None = None
-    """Of a use that no boundary ends."""
+    """The token of a use that no boundary ends."""
     passed: Passed | None = None
-    """What has gone through the boundary."""
+    """The tensors that have gone through the boundary."""
     given: Any = None
-    """The arguments, where the block may return nothing and change them."""
+    """The arguments, if the block may return nothing and change them."""
 
 
 class BlockHooks:
@@ -174,8 +178,8 @@ class BlockHooks:
         self._whole_gradients.give_up()
 
     def close_left_open(self) -> None:
-        """Take the hooks for saved tensors away, if that has not happened: an interrupt (Ctrl-C) ends a forward without
-        a call of any hook, not even of those that are for always."""
+        """Take the hooks for saved tensors away, if they are still there: an interrupt (Ctrl-C) ends a forward without
+        a call of any hook, not even of hooks with `always_call`."""
         if self._open is not None:
             self._open.close()
             self._open = None
@@ -211,9 +215,9 @@ class BlockHooks:
             if forward.call is Call.REENTRANT:
                 token = token_of_recomputation(unit)
             args, kwargs = self._through_boundary(forward, inputs, token, args, kwargs)
-        # Weights that are on the GPU all the time are saved as they are. What a re-entrant recomputation saves needs no
-        # reference either: the weights stay bound until its backward has ended. One block can stay so; of several
-        # that are recomputed together, the others may have to give their slots up.
+        # Weights that are always on the GPU are saved as they are. Tensors saved by a re-entrant recomputation need no
+        # reference either: the weights stay bound until its backward has ended. Only one block can stay bound like
+        # this; if several are recomputed together, the others may have to give up their slots.
         if unit.is_streamed and with_graph:
             stays = forward.call is Call.REENTRANT and forward.passed is not None and hooks_around() is None
             if stays and not self._saved.has_raw():
@@ -237,7 +241,7 @@ class BlockHooks:
         forward.passed = Passed(inputs, through, fields)
         if fields:
             return args, kwargs
-        if len(inputs) == 1 and args and args[0] is inputs[0]:  # mostly the hidden states are the only one
+        if len(inputs) == 1 and args and args[0] is inputs[0]:  # mostly the hidden states are the only input
             return (through[0], *args[1:]), kwargs
         rest = iter(through)
         return _mapped(lambda leaf: next(rest) if differentiable(leaf) else leaf, (args, kwargs))
@@ -250,7 +254,7 @@ class BlockHooks:
         self._forward = None
         unit.computing = max(0, unit.computing - 1)
         passed, given = forward.passed, forward.given
-        forward.passed = forward.given = None  # the boundary's node has `forward`, and must not hold itself
+        forward.passed = forward.given = None  # the boundary's node holds `forward`, and must not hold itself
         known: Sequence[torch.Tensor] = ()
         if passed is not None:
             known = passed.inputs
@@ -262,7 +266,7 @@ class BlockHooks:
         _on_first_gradient(output, functools.partial(self._enter_backward, forward.token), given, known)
 
     def _enter_backward(self, token: UseToken | None) -> None:
-        """Begin the backward. `token`: of the use that ends with the block's last gradient."""
+        """Begin the backward. `token`: the token of a use that ends with the block's last gradient."""
         self._events.enter_backward(self._unit)
         if token is not None:
             self._whole_gradients.end(token)
@@ -277,8 +281,7 @@ class BlockHooks:
 
 
 class OuterHooks:
-    """Hooks of a module that owns parameters of an outer module: its weights are waited for when it runs, not
-    before."""
+    """Hooks of a module that owns parameters of an outer module. They wait for its weights when it runs, not before."""
 
     def __init__(self, module: nn.Module, units: Sequence[Unit], weights: ResidentWeights) -> None:
         self._units = units
@@ -287,7 +290,7 @@ class OuterHooks:
 
     @classmethod
     def on(cls, root: nn.Module, outer_units: Sequence[Unit], weights: ResidentWeights) -> list[OuterHooks]:
-        """One for every module below `root` that owns outer module parameters directly."""
+        """Return hooks for every module below `root` that owns parameters of an outer module directly."""
         owner = {id(parameter): unit for unit in outer_units for parameter in unit.parameters}
         hooks = []
         for module in root.modules():
@@ -305,7 +308,7 @@ class OuterHooks:
 
 
 class RootHooks:
-    """Hooks of the whole model: open and close the forward."""
+    """Hooks of the whole model, which open and close the forward."""
 
     def __init__(
         self,

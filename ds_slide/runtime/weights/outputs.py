@@ -1,8 +1,9 @@
-"""The outputs of the whole model: each one gets a node of its own, so that no output lies behind another's.
+"""Gives each output of the whole model a node of its own, so that no output's hook sees the gradient of another.
 
 DeepSpeed divides the gradient of each output by the number of micro-batches when a script calls `loss.backward()`. A
 model that returns (loss, logits) has computed the loss from the logits. A hook on the logits themselves would divide
-what comes from the loss a second time; a hook on an alias of them sees only what the script computes from the logits.
+the gradient from the loss a second time; a hook on an alias sees only the gradient of what the script computes from the
+logits.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from ds_slide.patching.pending import PendingLogits, identity
 
 
 class OutputEvents(Protocol):
-    """Who is told of gradients that reach an output."""
+    """The receiver of gradients that reach an output."""
 
     def on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The one that goes on."""
+        """Return the gradient to propagate further."""
 
 
 def hook_outputs(output: Any, events: OutputEvents) -> Any:
     """Return `output` with a hook on each differentiable tensor in it, which tells `events` of its gradient.
 
-    Lists, dictionaries and objects stay the same object and get the aliases in the place of their tensors. Tuples,
-    which cannot change, are made anew.
+    Lists, dictionaries and objects stay the same object, and their tensors are replaced by the aliases. Tuples, which
+    cannot change, are made anew.
     """
     if isinstance(output, torch.Tensor):
         return _hooked(output, events)
@@ -46,7 +47,7 @@ def _hooked(tensor: torch.Tensor, events: OutputEvents) -> torch.Tensor:
     if not tensor.requires_grad:
         return tensor
     if isinstance(tensor, PendingLogits) and tensor.made is None:
-        alias: torch.Tensor = tensor  # makes its alias itself, when it is computed
+        alias: torch.Tensor = tensor  # it makes its alias itself, when it is computed
     elif tensor.is_leaf:
         return tensor
     else:
@@ -69,7 +70,7 @@ def _places(node: Any) -> Iterator[tuple[Any, Any]]:
     elif hasattr(node, "__dataclass_fields__") and not isinstance(node, type):
         yield from ((name, getattr(node, name)) for name in node.__dataclass_fields__ if hasattr(node, name))
     elif hasattr(node, "__dict__") and not isinstance(node, type | nn.Module):
-        # Of an object of a class that is not known (a key-value cache) only the tensors that it has itself.
+        # An object of an unknown class (a key-value cache) gives only the tensors that are its own attributes.
         yield from ((name, item) for name, item in list(vars(node).items()) if isinstance(item, torch.Tensor))
 
 

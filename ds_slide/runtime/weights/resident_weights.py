@@ -1,11 +1,11 @@
-"""The weights of units that stay on the GPU: bound all the time, and renewed there after each update.
+"""The weights of units that stay on the GPU: always bound, and renewed there after each update.
 
     update on the host   `fetch_updated` submits a copy up, behind what compute has submitted
     update on the GPU    in place; where ranks have a part each, `gather` collects the others' parts
     next use             `bind` waits for either on the compute stream
 
-From the update to the next use the parameters are partitioned: a script that looks at them in between has to gather
-them, and so cannot see the old weights.
+From the update to the next use the parameters are partitioned: a script that reads them in between has to gather them,
+and so cannot see the old weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ds_slide.runtime.weights.bindings import Bindings
 
 
 class ResidentWeights:
-    """All methods are called by the thread that computes."""
+    """The resident weights of an engine. The compute thread calls all methods."""
 
     def __init__(self, parts: Parts, bindings: Bindings, root: RootState) -> None:
         self._parts = parts
@@ -33,18 +33,18 @@ class ResidentWeights:
         self._bindings = bindings
         self._root = root
         self._fetched: dict[int, Future] = {}
-        """New weights on their way, by `Unit.order`."""
+        """Uploads of new weights under way, by `Unit.order`."""
 
     # ---- binding -----------------------------------------------------------------------------------------------------
 
     def bind_all(self) -> None:
-        """Give all these units their weights."""
+        """Bind all resident units."""
         for unit in self._parts.units:
             if unit.resident is not None:
                 self.bind(unit)
 
     def bind(self, unit: Unit) -> None:
-        """Give one such unit its weights. The compute stream waits for a copy that is under way."""
+        """Bind one resident unit. The compute stream waits for a copy under way."""
         assert unit.resident is not None
         if (future := self._fetched.pop(unit.order, None)) is not None:
             recorder = self._parts.context.recorder
@@ -57,17 +57,17 @@ class ResidentWeights:
         self._bindings.residents.bound(unit, computing=self._root.active or in_backward())
 
     def bind_if_fetched(self, unit: Unit) -> None:
-        """Bind such a unit before a module that owns parameters of it runs: its new weights may be on their way."""
+        """Bind a unit with an upload under way, before a module that owns its parameters runs."""
         if unit.order in self._fetched:
             self.bind(unit)
 
     def bind_fetched(self) -> None:
-        """Bind all whose new weights are on their way."""
+        """Bind all units with an upload of new weights under way."""
         for unit in [unit for unit in self._parts.units if unit.order in self._fetched]:
             self.bind(unit)
 
     def unbind_all(self) -> None:
-        """Empty the parameters of all these units, as ZeRO-3 expects while checkpoints are saved and loaded."""
+        """Empty the parameters of all resident units, as ZeRO-3 expects while checkpoints are saved and loaded."""
         for unit in self._parts.units:
             if unit.resident is not None:
                 self._bindings.unbind(unit)
@@ -75,7 +75,8 @@ class ResidentWeights:
     # ---- after an update ---------------------------------------------------------------------------------------------
 
     def gather(self, unit: Unit) -> None:
-        """An update on the GPU has changed this rank's part: collect the others', as a part of the step."""
+        """Gather the other ranks' parts after an update on the GPU has changed this rank's part. This belongs to the
+        step."""
         assert unit.resident is not None
         self._bindings.unbind(unit)
         gathered = self._parts.gathers.into(unit, unit.resident, self._device.mark(), in_step=True)
@@ -84,12 +85,12 @@ class ResidentWeights:
         )
 
     def fetch_updated(self) -> None:
-        """Bring what updates of the host have written to the buffers on the GPU, behind what compute has submitted."""
+        """Upload what updates on the host have written. The copies run after all work already on the compute stream."""
         h2d, free = self._parts.context.lanes.outer_h2d, self._device.mark()
         for unit in self._parts.units:
             if unit.resident is None or not unit.is_uploaded or not unit.layout.trainable_numel:
                 continue
-            if unit.updated is unit.applied:  # frozen, or without a gradient: no update, and nothing new to bring
+            if unit.updated is unit.applied:  # frozen, or without a gradient: no update, and nothing to upload
                 continue
             unit.applied = unit.updated
             self._bindings.unbind(unit)
@@ -123,19 +124,20 @@ class ResidentWeights:
             return unit.codec.apply(shared.parts[unit.order], span, masters, steps)
         if self._parts.context.ranks.world_size > 1:
             return self._parts.uploads.fill(unit, masters.weight)
-        # A view: what is written for a unit that is on the GPU is in memory.
+        # This is a view: the updates of a resident unit write to host memory.
         written = unit.state.written.buffer.read(slice(0, unit.codec.numel))
         return unit.codec.apply([written], span, masters, steps)
 
     # ---- written from outside ----------------------------------------------------------------------------------------
 
     def await_fetched(self, unit: Unit) -> None:
-        """Wait for new weights of the unit that are on their way."""
+        """Wait for an upload of the unit's new weights that is under way."""
         if (future := self._fetched.get(unit.order)) is not None:
             future.synchronize()
 
     def renew(self, unit: Unit) -> None:
-        """The unit's state buffers have been written, while no lane has to do with it: upload them. Collective."""
+        """Upload the unit's weights after its state buffers have been written, while no lane works on it.
+        Collective."""
         self._fetched.pop(unit.order, None)
         several = self._parts.context.ranks.world_size > 1
         if unit.resident is not None and (several or unit.resident is not unit.state.weights.buffer.tensor):
@@ -144,7 +146,7 @@ class ResidentWeights:
             self._device.synchronize()
 
     def fill_all(self) -> None:
-        """Fill the buffers, once, when the units of all ranks have their weights: they need the others' parts."""
+        """Fill the buffers, once, when the units of all ranks have their weights: each rank needs the others' parts."""
         for unit in self._parts.units:
             if self._parts.context.ranks.world_size > 1 and unit.resident is not None:
                 self._fill(unit, unit.resident)
@@ -161,7 +163,7 @@ class ResidentWeights:
             self._device.wait(self._parts.gathers.into(unit, resident, self._device.mark()))
 
     def _gather_masters(self, unit: Unit) -> None:
-        """Give every rank the others' parts of weights that all of them have whole."""
+        """Gather the other ranks' parts of weights that every rank keeps whole."""
         for buffer in (unit.state.weights.buffer, *unit.state.masters.values()):
             assert buffer.tensor is not None
             for entry in unit.layout.entries:

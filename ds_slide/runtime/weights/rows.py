@@ -1,12 +1,12 @@
-"""An outer module that stays in host memory: chunks of its rows pass through two GPU buffers, their gradients through
-two more.
+"""An outer module that stays in host memory: chunks of its rows are streamed through two GPU buffers, their gradients
+through two more.
 
     h2d lane        fills a row buffer when its last reader has been submitted and the rows have had their update
     compute stream  reads the rows, and in backward writes the gradient of the same rows
     d2h lane        copies that down while the next one is made (`StreamedGradient`)
 
-So a vocabulary matrix needs no memory of its size on the GPU. Two buffers suffice: for 16,384 tokens and a chunk of
-8,192 x 2,048 there is 0.55 TFLOP to do forward and three times that backward, 0.8 and 2.4 ms at 700 TFLOP/s, under
+So a vocabulary matrix needs no memory of its size on the GPU. Two buffers suffice. For 16,384 tokens, a chunk of 8,192
+x 2,048 takes 0.55 TFLOP in forward and three times as much in backward: 0.8 and 2.4 ms at 700 TFLOP/s. This hides the
 transfers of 34 MB, 0.6 ms each at 55 GB/s.
 """
 
@@ -28,18 +28,18 @@ from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 
 CHUNK_NUMEL = 1 << 24
-"""Elements of a chunk, at most: 32 MiB of bf16, 0.6 ms of transfer, 8,192 rows of 2,048."""
+"""The most elements of a chunk: 32 MiB of bf16, 0.6 ms of transfer, 8,192 rows of 2,048."""
 ROW_MULTIPLE = 128
 
 
 def chunk_rows(rows: int, width: int) -> int:
-    """Rows of a chunk of a matrix [rows, width]."""
+    """Return the rows of a chunk of a matrix [rows, width]."""
     fitting = max(1, CHUNK_NUMEL // width)
     return min(rows, fitting // ROW_MULTIPLE * ROW_MULTIPLE or fitting)
 
 
 class RowEvents(Protocol):
-    """What the runtime does for rows that pass."""
+    """The part of the runtime that serves streamed rows."""
 
     def wait(self, future: Future) -> None: ...
     def enter_backward(self, unit: Unit) -> object: ...
@@ -48,7 +48,7 @@ class RowEvents(Protocol):
 
 @dataclass(frozen=True)
 class RowBuffers:
-    """The GPU buffers of `unit`, a single matrix, [rows * width] each; none for gradients of a frozen one."""
+    """The GPU buffers of `unit`, a single matrix, [rows * width] each. A frozen unit has no buffers for gradients."""
 
     unit: Unit
     rows: int
@@ -57,7 +57,7 @@ class RowBuffers:
 
     @classmethod
     def of(cls, unit: Unit, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> RowBuffers:
-        """`weights`, `gradients`: buffers of bytes."""
+        """Make row buffers of buffers of bytes, `weights` and `gradients`."""
         rows = unit.chunk_rows
         return cls(
             unit, rows, [each.view(unit.dtype) for each in weights], [each.view(unit.dtype) for each in gradients]
@@ -67,9 +67,9 @@ class RowBuffers:
 class StreamedRows:
     """The weight [v, h] of one unit, chunk by chunk; a WeightRows of `ds_slide.kernels`.
 
-    All methods are called by the thread that computes. A row buffer belongs to the h2d lane from its request until its
-    future is kept, then to the compute stream until the next chunk is asked for. A gradient buffer belongs to the
-    compute stream until the next chunk is asked for, then to the d2h lane until its future is kept.
+    The compute thread calls all methods. A row buffer belongs to the h2d lane from its request until its future is
+    kept, then to the compute stream until the next chunk is requested. A gradient buffer belongs to the compute stream
+    until the next chunk is requested, then to the d2h lane until its future is kept.
     """
 
     def __init__(
@@ -94,37 +94,38 @@ class StreamedRows:
 
     @property
     def requires_grad(self) -> bool:
-        """A parameter that the script has frozen since has buffers, but gets no gradient."""
+        """Whether the weight gets a gradient. A parameter that was frozen later has buffers, but gets none."""
         return bool(self._buffers.gradients) and self.unit.parameters[0].requires_grad
 
     def close(self) -> None:
-        """No pass begins any more, and one that was left open holds up no lane."""
+        """Refuse further passes, and end an open pass so that no lane waits for it."""
         self._closed = True
         if self._open is not None:
             self._open.close()
 
     def give_up(self) -> None:
-        """The backward of a pass has ended with an exception, which may keep the pass open for as long as it is kept
-        itself: zeros go down for what it has not made."""
+        """End the open pass of a backward that an exception has ended: zeros are copied down for the missing rows. The
+        exception object may keep the pass alive."""
         if self._open is not None:
             self._open.close()
             self._open = None
 
     @property
     def version(self) -> int:
-        """Counts the weight's generations."""
+        """The version of the weight."""
         return self.unit.version
 
     def rows(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, chunk [c, h]): all rows in order, each the reader's until it asks for the next."""
+        """Yield (first row, chunk [c, h]) for all rows in order. A chunk belongs to the reader until it requests the
+        next."""
         return self._pass(self._updates())
 
     def rows_and_gradients(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """The same with a buffer [c, h] that takes the gradient of these rows, of this backward.
+        """Yield the same with a buffer [c, h] for the gradient of these rows in this backward.
 
-        A pass that is given up half-way leaves zeros for what it has not made.
+        A pass that is given up early leaves zeros for the missing rows.
         """
-        updates = self._updates()  # before this gradient begins one that the rows would wait for
+        updates = self._updates()  # before this gradient opens an update that the rows would wait for
         self._events.enter_backward(self.unit)
         self._open = gradient = StreamedGradient(self._device, self._d2h.stream, self._failures)
         self._events.begin_streamed_gradient(self.unit, gradient)
@@ -143,7 +144,7 @@ class StreamedRows:
                 self._open = None
 
     def _updates(self) -> list[tuple[slice, Future]]:
-        """What the rows wait for."""
+        """Return the updates that the rows wait for, by span."""
         if self._closed:
             raise SlideError("the weight of the streamed head is gone: its engine was destroyed")
         return list(zip(self.unit.spans, self.unit.span_updated, strict=True))
@@ -168,7 +169,7 @@ class StreamedRows:
         updated = [future for span, future in updates if span.start < part.stop and part.start < span.stop]
         ready = Future(self._failures, f"rows of {self.unit.name} on the GPU")
         read, buffer = self._read[turn], self._buffers.weights[turn]
-        lane, rows = self._h2d, self.unit.state.weights.buffer.read(part)  # a view: an outer module's are in memory
+        lane, rows = self._h2d, self.unit.state.weights.buffer.read(part)  # a view: outer modules are in memory
 
         def job() -> None:
             for future in updated:

@@ -1,20 +1,21 @@
-"""What autograd saves while a block computes: weights are remembered by their place, everything else as it would be.
+"""Handles what autograd saves while a block computes: weights are saved as references to their place, other tensors as
+usual.
 
-A weight that has changed by then raises autograd's own error. Autograd compares versions itself where no hooks are.
+A weight that has changed before backward raises autograd's own error. Without hooks autograd compares versions itself.
 
 A weight lies in a slot of the window, and so do its views (`weight.t()`, which a linear layer saves). Autograd would
-read whatever block occupies the slot when backward comes. So hooks for saved tensors lie around each block that passes
-through the window, and around those only: what other modules save is in no slot, each hook costs the host 2 us a tensor
-and direction, and autograd gives a parameter back as the very object only where no hook has been at it (an
-autograd.Function may look for `ds_status` on what it has saved).
+read whatever block occupies the slot when backward comes. So hooks for saved tensors enclose each streamed block, and
+only these. Tensors saved by other modules are in no slot, and each hook costs the host 2 us a tensor and direction.
+Autograd returns a parameter as the same object only without hooks (an autograd.Function may look for `ds_status` on its
+saved parameter).
 
-Of several hooks torch applies the innermost alone. A block's are the innermost, so they hand what is no weight to those
-that lie around them: activation checkpointing's, `save_on_cpu`, a trainer's. A block that is recomputed for one of
-those is hooked as in its first forward, because checkpointing counts what is saved in both.
+Torch applies only the innermost hooks. A block's hooks are the innermost, so they hand other tensors than weights to
+the hooks around them: activation checkpointing's, `save_on_cpu`, a trainer's. A block that is recomputed for such hooks
+is hooked as in its first forward, because checkpointing counts the saved tensors in both.
 
 With `create_graph=True` a backward makes a graph of its own, which saves the weights that it computes with. Hooks for
-that are opened when a node of the backward asks for a weight. They end with the node: autograd brings each node's
-hooks from the thread that has called backward.
+that graph are opened when a node of the backward needs a weight. They end with the node: for each node autograd uses
+the hooks of the thread that has called backward.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ Unpack = Callable[[Any], torch.Tensor]
 
 
 class Events(Protocol):
-    """Binds the weights that backward asks for. All calls come from the thread that computes."""
+    """Binds the weights that backward needs. All calls come from the compute thread."""
 
     def enter_backward(self, unit: Unit) -> Slot | None: ...
     def visit(self, unit: Unit) -> Slot: ...
 
 
-# These are NamedTuples: one is made for every saved tensor, and a frozen dataclass takes twice as long.
+# These classes are NamedTuples: an object is made for every saved tensor, and a frozen dataclass takes twice as long.
 
 
 class SlotReference(NamedTuple):
-    """A saved tensor that lies in a slot, remembered by unit and place: by the time backward needs it, other blocks
-    have been through the slot and the unit may lie in another one."""
+    """A reference to a saved tensor in a slot, by unit and place: when backward needs it, other blocks have used the
+    slot and the unit may be in another one."""
 
     unit: Unit
     dtype: torch.dtype
@@ -54,14 +55,14 @@ class SlotReference(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     parameter: torch.Tensor | None
-    """The parameter that it is a view of, if autograd knows."""
+    """The parameter whose view it is, if autograd knows."""
     version: int | None
-    """Of the parameter when it was saved; None where a changed one is no error."""
+    """The version of the parameter when it was saved; None where a change is no error."""
 
 
 class ParameterReference(NamedTuple):
-    """A saved tensor that is a whole parameter of `unit`. Backward gets the parameter itself, or, since torch copies
-    what requires a gradient and comes from a hook, a tensor on its memory."""
+    """A saved tensor that is a whole parameter of `unit`. Backward gets the parameter itself or a tensor on its memory,
+    because torch copies a hook's result that requires a gradient."""
 
     unit: Unit
     parameter: nn.Parameter
@@ -69,7 +70,7 @@ class ParameterReference(NamedTuple):
 
 
 class SavedTensor(NamedTuple):
-    """A saved tensor as it is. Autograd compares versions only where no hooks are."""
+    """A saved tensor as it is, with its version: autograd compares versions only without hooks."""
 
     tensor: torch.Tensor
     version: int
@@ -80,7 +81,7 @@ class SavedTensor(NamedTuple):
         return cls(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
     def unchanged(self) -> torch.Tensor:
-        """RuntimeError, as autograd's own, where it has been modified since."""
+        """Return the tensor. Raises RuntimeError, like autograd's own, if it has been modified since."""
         if self.tensor._version != self.version:
             raise _modified(self.tensor, list(self.tensor.shape), self.version)
         return self.tensor
@@ -96,7 +97,7 @@ def _modified(tensor: torch.Tensor, shape: Sequence[int], expected: int) -> Runt
 
 
 def _require_unchanged(saved: SlotReference | ParameterReference) -> None:
-    """RuntimeError, as autograd's own, where the weight has been updated or modified since it was saved."""
+    """Raise RuntimeError, like autograd's own, if the weight has been updated or modified since it was saved."""
     parameter = saved.parameter
     if saved.version is not None and parameter is not None and parameter._version != saved.version:
         of = zip(saved.unit.parameters, saved.unit.layout.entries, strict=True)
@@ -105,14 +106,14 @@ def _require_unchanged(saved: SlotReference | ParameterReference) -> None:
 
 
 class _Packed(NamedTuple):
-    """What the hooks around the block's have made of a saved tensor."""
+    """The result of the outer hooks for a saved tensor."""
 
     value: Any
 
 
 class SavedWeights:
-    """Makes the hooks of each block's forward. `slots`: by address of their memory. `bound`: by `Unit.order`, those
-    whose weights the parameters are."""
+    """Makes the hooks of each block's forward. `slots`: all slots, by the address of their memory. `bound`: the slots
+    that parameters point to, by `Unit.order`."""
 
     def __init__(self, slots: Mapping[int, Slot], bound: Mapping[int, Slot], events: Events) -> None:
         self._slots = slots
@@ -120,8 +121,8 @@ class SavedWeights:
         self._events = events
 
     def open(self) -> OpenHooks:
-        """Hooks that are in force until they are closed."""
-        # A checkpoint computes with the weights that are there at its recomputation, and torch does not compare them.
+        """Open hooks that are in force until they are closed."""
+        # A checkpoint computes with the weights at the time of its recomputation, and torch does not compare versions.
         around = hooks_around()
         recomputes = around is not None and around[0].__module__ == "torch.utils.checkpoint"
         return OpenHooks(self._unchecked if recomputes else self._reference, self._restore)
@@ -131,7 +132,7 @@ class SavedWeights:
         return None if reference is None else reference._replace(version=None)
 
     def has_raw(self) -> bool:
-        """Whether a graph has weights of a bound block as they are."""
+        """Whether a graph has saved weights of a bound block as they are."""
         return any(slot.unit is not None and slot.unit.raw for slot in self._bound.values())
 
     def _reference(self, tensor: torch.Tensor) -> SlotReference | ParameterReference | None:
@@ -152,14 +153,14 @@ class SavedWeights:
 
     def _restore(self, saved: SlotReference | ParameterReference) -> torch.Tensor:
         _require_unchanged(saved)
-        # Entered and bound for another of its saved tensors, mostly: a block has nine or more.
+        # Mostly the block is bound already, for another saved tensor: a block has nine or more.
         slot = self._bound.get(saved.unit.order) if saved.unit.in_backward else None
         if slot is None:
             slot = self._events.enter_backward(saved.unit)
         return self._restored(saved, slot)
 
     def _restore_again(self, saved: SlotReference | ParameterReference) -> torch.Tensor:
-        """Give a weight to the graph of a backward, whose nodes run when the block's own have not begun."""
+        """Give a weight to the graph of a backward. Its nodes run before the block's own nodes."""
         _require_unchanged(saved)
         return self._restored(saved, self._bound.get(saved.unit.order) or self._events.visit(saved.unit))
 
@@ -173,7 +174,7 @@ class SavedWeights:
 
 
 def _parameter_at(unit: Unit, tensor: torch.Tensor) -> nn.Parameter | None:
-    """The parameter of `unit` that has the memory of `tensor`, which is no view of it for autograd."""
+    """Return the parameter of `unit` on the memory of `tensor`, which is no view of it for autograd."""
     start = tensor.storage_offset() * tensor.element_size()
     for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True):
         if 0 <= start - entry.slot_offset * unit.dtype.itemsize < entry.numel * unit.dtype.itemsize:
@@ -182,26 +183,26 @@ def _parameter_at(unit: Unit, tensor: torch.Tensor) -> nn.Parameter | None:
 
 
 def _is_open(restore: Callable[[Any], torch.Tensor]) -> bool:
-    """Whether the topmost hooks are those that restore by this function."""
+    """Whether the topmost hooks restore by this function."""
     top = hooks_around()
     owner = None if top is None else getattr(top[0], "__self__", None)
     return isinstance(owner, OpenHooks) and owner.restores_by(restore)
 
 
 def hooks_around() -> tuple[Pack, Unpack] | None:
-    """The hooks for saved tensors that are in force in this thread."""
+    """Return the innermost hooks for saved tensors in this thread."""
     around: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return around
 
 
 def only_hooks_of_block(pair: tuple[Pack, Unpack]) -> bool:
-    """Whether `pair` is that of a block, with no hooks of others around it."""
+    """Whether `pair` are a block's hooks, with no other hooks around them."""
     owner = getattr(pair[0], "__self__", None)
     return isinstance(owner, OpenHooks) and owner.are_alone
 
 
 def _stack() -> list[tuple[Pack, Unpack]]:
-    """All that are in force, those that were opened last at the end."""
+    """Return all hooks in force, with the last opened at the end."""
     above = []
     while (top := hooks_around()) is not None:
         above.append(top)
@@ -213,7 +214,7 @@ def _stack() -> list[tuple[Pack, Unpack]]:
 
 
 class OpenHooks:
-    """Hooks that are in force from their making to `close`."""
+    """Hooks that are in force from their construction to `close`."""
 
     def __init__(
         self,
@@ -227,18 +228,19 @@ class OpenHooks:
 
     @property
     def are_alone(self) -> bool:
-        """Whether no other hooks lie around these."""
+        """Whether there are no other hooks around these."""
         return self._around is None
 
     def restores_by(self, restore: Callable[[Any], torch.Tensor]) -> bool:
         return self._restore == restore
 
     def close(self) -> None:
-        """Take these hooks away, and only these: a forward hook of the block that opened others closes them after.
+        """Take away these hooks only. A forward hook of the block that opened other hooks closes them later.
 
-        An interrupt (Ctrl-C) leaves them open. The contexts around the block are left then, and each takes away what is
-        on top of the stack: the first one these hooks, the last one those of the context within. So if these are gone,
-        the topmost of what was below them and is left belongs to a context that has been left, and goes instead.
+        An interrupt (Ctrl-C) leaves these hooks open. Then the contexts around the block exit, and each pops the top of
+        the stack: the first one pops these hooks, and each later one the hooks of the context inside it. So if these
+        hooks are gone, one entry too many is left below them. It belongs to a context that has exited, and is removed
+        instead.
         """
         if (top := hooks_around()) is not None and top[0] == self._pack:
             torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -256,7 +258,7 @@ class OpenHooks:
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
     def _pack(self, tensor: torch.Tensor) -> SavedTensor | SlotReference | ParameterReference | _Packed:
-        if tensor.is_conj() or tensor.is_neg():  # a view that only says so: its place does not
+        if tensor.is_conj() or tensor.is_neg():  # a view with a flag, which its place does not show
             tensor = tensor.resolve_conj().resolve_neg()
         reference = self._reference(tensor)
         if reference is not None:

@@ -1,4 +1,4 @@
-"""Which module `ds_slide.stream_head` means, and whether its weight can stay in host memory."""
+"""Finds the module that `ds_slide.stream_head` means, and checks whether its weight can stay in host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAY_OUT = "set it to false"
 
 @dataclass(frozen=True)
 class StreamedHead:
-    """The head whose rows are streamed. `path`: of the module, as `named_modules()` has it."""
+    """The head whose rows are streamed. `path`: the name of the module in `named_modules()`."""
 
     path: str
     module: nn.Linear
@@ -26,7 +26,8 @@ class StreamedHead:
 def find_streamed_head(
     model: nn.Module, world_size: int, settings: RuntimeSettings, precision_of: PrecisionOf
 ) -> StreamedHead:
-    """The head of `model`, a plain linear layer with a weight of its own. Raises SlideConfigError for another one."""
+    """Return the head of `model`, a plain linear layer with a weight of its own. Raises SlideConfigError for any other
+    head."""
     if world_size > 1:
         raise SlideConfigError(
             f"{ASKED}, but the rows of a head pass through one GPU and there are {world_size} ranks; {WAY_OUT}"
@@ -70,7 +71,8 @@ def find_streamed_head(
 
 
 def check_is_outer(head: StreamedHead, structure: ModelStructure) -> None:
-    """Raise SlideConfigError for a head that is, or is in, a block: that passes through the window as a whole."""
+    """Raise SlideConfigError for a head that is, or is in, a block: a block is streamed through the window as a
+    whole."""
     for block in structure.blocks:
         if any(parameter is head.module.weight for _, parameter in block.parameters):
             raise SlideConfigError(
@@ -80,7 +82,7 @@ def check_is_outer(head: StreamedHead, structure: ModelStructure) -> None:
 
 
 def _output_embeddings(model: nn.Module) -> Any:
-    """The head that the outermost module with one names (adapters wrap the model that has it)."""
+    """Return the head that the outermost module with a head names (adapters wrap the model that has it)."""
     for module in model.modules():
         if callable(find := getattr(type(module), "get_output_embeddings", None)):
             head = find(module)

@@ -1,11 +1,12 @@
-"""Weights on their way from host memory or SSD into a GPU buffer, by a lane; no collective is called here.
+"""Uploads of weights from host memory or SSD into a GPU buffer, by a lane; no collective is called here.
 
-Of shared weights the parts of all ranks go up. Those of a block go to a scratch buffer, a copy each, from where one
-kernel lays them out: its many small parameters would cost a copy each. Those of an outer module, few and large, go
-straight to their places: a scratch buffer would be as large as the outer module.
+For shared weights the parts of all ranks are uploaded. A block's parts are copied to a scratch buffer, one copy each,
+and one kernel lays them out: its many small parameters would cost a copy each. An outer module's few large parts are
+copied straight to their places: a scratch buffer would be as large as the outer module.
 
-A GPU buffer of a unit whose weights are gathered ends with room for this rank's part, behind the unit in slot layout:
-the lane fills that, and the compute thread gathers from it when it binds the unit (`ds_slide.runtime.weights.gathers`).
+A GPU buffer of a unit whose weights are gathered ends with room for this rank's part, after the unit in slot layout.
+The lane fills that room, and the compute thread gathers from it when it binds the unit
+(`ds_slide.runtime.weights.gathers`).
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from ds_slide.runtime.core.unit import Unit
 
 
 def own_part(unit: Unit, buffer: torch.Tensor) -> torch.Tensor:
-    """Where this rank's part of a gathered unit lies in a GPU buffer of its data type made for it ([local_numel])."""
+    """Return this rank's part ([local_numel]) of a gathered unit's GPU buffer, which has the unit's data type."""
     return buffer[buffer.numel() - unit.layout.local_numel :]
 
 
 class Uploads:
-    """Called by a lane, or by the compute thread while no lane brings the same unit. `shared`: the parts of all ranks,
-    by the order of their unit. The scratch buffer belongs to the lane of the blocks."""
+    """Uploads weights. Called by a lane, or by the compute thread while no lane uploads the same unit. `shared`: the
+    parts of all ranks, by `Unit.order`. The scratch buffer belongs to the lane of the blocks."""
 
     def __init__(
         self,
@@ -37,14 +38,15 @@ class Uploads:
         device: Device,
         failures: Failures,
     ) -> None:
-        """`scratch`: of bytes, for the parts of the largest shared block; None where no block is shared."""
+        """Prepare uploads. `scratch`: a buffer of bytes for the parts of the largest shared block; None where no block
+        is shared."""
         self._device = device
         self._failures = failures
         self._shared = shared
         self._scratch = scratch
 
     def fill(self, unit: Unit, buffer: torch.Tensor) -> int:
-        """A `ds_slide.runtime.weights.window.Fill`: bring what is to come up of the unit into `buffer`."""
+        """Upload this rank's part of the unit's weights, or all ranks' parts of shared weights, into `buffer`."""
         buffer = buffer.view(unit.dtype)
         if (parts := self._shared.get(unit.order)) is not None:
             return self._fill_from_all(unit, parts, buffer)
@@ -71,5 +73,5 @@ class Uploads:
         return moved
 
     def _copied(self, unit: Unit) -> None:
-        """Wait, on this lane, until what it has copied so far is on the GPU."""
+        """Wait, on this lane, until its copies so far have run."""
         synchronize(self._failures, self._device.mark(host_waits=True), f"the upload of the weights of {unit.name}")

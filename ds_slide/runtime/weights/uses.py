@@ -1,9 +1,9 @@
-"""The end of each use of a unit: every forward that counts one has something in its graph that ends it.
+"""Ends each use of a unit: every forward that counts a use has something in its graph that ends it.
 
-A block with a differentiable input ends its use at its boundary. One without (a tower that reads the batch, the first
-block behind frozen embeddings) has no such place: its use ends when its last parameter has got its gradient. A block
-that a Function computes without gradients (re-entrant checkpointing) ends it when that Function's backward has run.
-A graph that is dropped without a backward takes its uses along.
+A block with a differentiable input ends its use at its boundary. A block without one (a tower that reads the batch, the
+first block after frozen embeddings) has no boundary: its use ends when its last parameter has got its gradient. A block
+that a Function computes without gradients (re-entrant checkpointing) ends its use when that Function's backward has
+run. A graph that is dropped without a backward ends its uses, too.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _USES = "_ds_slide_uses"
 
 
 class UseEvents(Protocol):
-    """Who is told that a use has ended."""
+    """The receiver of ended uses."""
 
     def leave_backward(self, unit: Unit) -> None: ...
 
 
 class UseToken:
-    """Stands for one use of a unit in a graph. A graph that is dropped without a backward takes its use back:
-    otherwise the unit would wait for it, and keep its gradients on the GPU until backward has ended."""
+    """One use of a unit in a graph. A graph that is dropped without a backward takes its use back. Otherwise the unit
+    would wait for it, and keep its gradients on the GPU until backward has ended."""
 
     __slots__ = ("_counting", "_fired", "unit")
 
@@ -49,18 +49,18 @@ class UseToken:
         events.leave_backward(self.unit)
 
     def __del__(self) -> None:
-        # torch.compile makes one without its constructor.
+        # torch.compile makes an object without its constructor.
         if hasattr(self, "_fired") and self.is_open:
             self.unit.uses = max(0, self.unit.uses - 1)
 
 
 def give_to(context: Any, token: UseToken) -> None:
-    """Let the token live as long as the Function's node does."""
+    """Keep the token alive as long as the Function's node."""
     vars(context).setdefault(_USES, []).append(token)
 
 
 def token_of_recomputation(unit: Unit) -> UseToken | None:
-    """The use that the recomputation under way will end; None in a second backward of one graph."""
+    """Return the use that the recomputation under way will end; None in a second backward of one graph."""
     for node in recomputing_nodes():
         for token in vars(node).get(_USES, ()):
             if token.unit is unit and token.is_open:
@@ -72,17 +72,18 @@ def token_of_recomputation(unit: Unit) -> UseToken | None:
 class WholeGradients:
     """Ends uses of a unit when all of its parameters that a backward reaches have got their gradients.
 
-    Autograd adds up what a parameter gets from all calls of a block before it hands that over, once in each backward.
+    Autograd adds up a parameter's gradients from all calls of a block, and delivers the sum once in each backward.
     """
 
     def __init__(self, unit: Unit, events: UseEvents) -> None:
         self._unit = unit
         self._events = events
         self.awaited: dict[int, _WholeGradient] = {}
-        """By graph task: a hook of one backward may run another one."""
+        """Awaited gradients by graph task: a hook of one backward may run another one."""
 
     def end(self, token: UseToken) -> None:
-        """End `token` then. Called when the block's backward begins, with its weights bound."""
+        """End `token` when the gradients are complete. Called when the block's backward begins, with its weights
+        bound."""
         task = graph_task()
         if task not in self.awaited:
             self.awaited[task] = _WholeGradient(self._unit, functools.partial(self._arrived, task))
@@ -96,7 +97,7 @@ class WholeGradients:
             token.fire(self._events)
 
     def give_up(self) -> None:
-        """Wait for nothing any more: the backwards have ended, with an exception perhaps."""
+        """Stop waiting: the backwards have ended, perhaps with an exception."""
         while self.awaited:
             self.awaited.popitem()[1].give_up()
 

@@ -1,9 +1,9 @@
-"""Narrowed weights where autocast is off: in the parameters' own data type while their module runs.
+"""Gives modules with narrowed weights copies in the parameters' own data type while they run without autocast.
 
-Inside autocast a linear layer takes bf16 weights beside any input. Outside of it, in `model.generate()` for instance,
-which no engine's forward surrounds, the layer multiplies by what it has, and its inputs are in fp32 there. So it gets
-copies of its weights that are wide again, which autograd can go back through. They hide the parameters for the length
-of the call: as attributes of the module object, which Python finds before it asks `nn.Module` for a parameter.
+Inside autocast a linear layer takes bf16 weights beside any input. Outside of it, for instance in `model.generate()`,
+which runs outside of the engine's forward, the layer uses its weights as they are, but its inputs are in fp32. So it
+gets wide copies of its weights, and autograd works through them. They hide the parameters during the call: they are
+attributes of the module object, which Python finds before it asks `nn.Module` for a parameter.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import nn
 from ds_slide.runtime.core.unit import Unit
 
 _Place = tuple[nn.Module, str, torch.dtype]
-"""A module, the name of a parameter that it owns, and in what it is to be."""
+"""A module, the name of a parameter that it owns, and the data type of the copy."""
 
 
 class WideHooks:
-    """Hooks of a module. They run behind those that bind its weights."""
+    """Hooks of a module. They run after the hooks that bind its weights."""
 
     def __init__(self, module: nn.Module, places: Sequence[_Place], device_type: str) -> None:
         self._places = places
         self._device_type = device_type
         self._hidden: list[list[tuple[nn.Module, str]]] = []
-        """What is hidden by every call that is under way."""
+        """The hidden parameters of every call under way."""
         self._handles = [
             module.register_forward_pre_hook(self._before),
             module.register_forward_hook(self._after, always_call=True),
@@ -35,8 +35,8 @@ class WideHooks:
 
     @classmethod
     def on(cls, root: nn.Module, units: Sequence[Unit], device_type: str) -> list[WideHooks]:
-        """One for every module that owns narrowed parameters, and one for every block with such modules: it looks at
-        the data types of their weights before it calls them."""
+        """Return hooks for every module that owns narrowed parameters, and for every block with such modules: a block
+        checks the data types of their weights before it calls them."""
         wide = {id(p): unit.parameter_dtype for unit in units if unit.spec.precision.narrowed for p in unit.parameters}
         if not wide:
             return []
@@ -44,7 +44,7 @@ class WideHooks:
         blocks = {unit.spec.module for unit in units if unit.spec.kind == "block"}
         for module in root.modules():
             inside = module.modules() if module in blocks else (module,)
-            # By `items`, which looks only; ZeRO-3's dictionary gathers what is looked up in it.
+            # `items` only reads; a lookup in ZeRO-3's dictionary gathers the parameter.
             named = [(owner, name, p) for owner in inside for name, p in owner._parameters.items()]
             places = [(owner, name, wide[id(p)]) for owner, name, p in named if id(p) in wide]
             if places:
@@ -57,8 +57,8 @@ class WideHooks:
         self.close_left_open()
 
     def close_left_open(self) -> None:
-        """Take away the copies of calls that an interrupt has ended: torch calls no hook then, and a copy that is left
-        would be what its module computes with for ever."""
+        """Take away the copies of calls that an interrupt has ended: torch calls no hook then, and the module would
+        compute with a left copy for ever."""
         while self._hidden:
             self._after()
 

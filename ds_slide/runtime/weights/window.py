@@ -1,11 +1,11 @@
-"""The window: GPU slots that hold one block each, filled ahead of the compute lane.
+"""The window: GPU slots that hold one block each, filled before compute needs them.
 
 No trace is recorded. The order of the blocks is known from the model: forward goes through them once,
 backward comes back the same way, and the next forward starts again. A block used out of that order is
 fetched on demand: slower, never wrong.
 
-A block stays in its slot until another one needs that or its weights change. So slots beyond the few that hide a fetch
-are a cache: with one for each block nothing is fetched in backward, nor in the other micro-batches of a step.
+A block stays in its slot until another block needs the slot or its weights change. So slots beyond the few that hide a
+fetch are a cache: with a slot for each block nothing is fetched in backward, nor in the other micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Direction = Literal["forward", "backward", "inference"]
 
 
 class Slot:
-    """One GPU buffer, of bytes: what it holds has its unit's data type. Owners: the h2d lane from `fill` until `ready`
-    is kept; then the compute lane, as long as it is bound and until `free` has been passed on the compute stream; then
-    the h2d lane again."""
+    """One GPU buffer of bytes; its content has its unit's data type. The h2d lane owns it from `fill` until `ready` is
+    kept. Then compute owns it while it is bound, and until the compute stream has passed `free`; then the h2d lane
+    again."""
 
     def __init__(self, index: int, buffer: torch.Tensor) -> None:
         self.index = index
@@ -55,29 +55,29 @@ class Slot:
 
 
 class Source(Protocol):
-    """Where the weights come from (`ds_slide.runtime.weights.uploads.Uploads`)."""
+    """The source of the weights (`ds_slide.runtime.weights.uploads.Uploads`)."""
 
     def fill(self, unit: Unit, buffer: torch.Tensor) -> int:
-        """Copy a unit's weights into a GPU buffer on the current stream. -> bytes moved."""
+        """Copy a unit's weights into a GPU buffer on the current stream. Returns the bytes moved."""
 
 
 class Ahead(Protocol):
-    """Who prepares weights before their fetch is asked for: the SSD tier."""
+    """Prepares weights before their fetch is requested: the SSD tier."""
 
     @property
     def horizon(self) -> int:
-        """Blocks behind those in the slots that it is told of."""
+        """The number of blocks after the blocks in the slots that it is told about."""
 
     def expect(self, coming: Sequence[Unit], in_backward: Sequence[Unit]) -> None:
-        """`coming`: blocks whose fetch is to come or under way; `in_backward`: in backward also the blocks whose
-        backward is to come or under way; both in the order of their use."""
+        """Announce blocks, both in the order of their use. `coming`: blocks whose fetch will come or is under way.
+        `in_backward`: in backward, also the blocks whose backward will come or is under way."""
 
 
 class Window:
-    """Keeps the blocks that are needed next in the slots.
+    """Keeps the next needed blocks in the slots.
 
-    All methods are called by the compute thread; the lock only protects against a user who runs
-    forward and backward from different threads.
+    The compute thread calls all methods; the lock only protects against a user who runs forward and backward from
+    different threads.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Window:
         source: Source,
         ahead: Ahead | None = None,
     ) -> None:
-        """`ahead` is told what comes after the slots each time that this changes."""
+        """Make the slots. `ahead` is told about the blocks after the slots each time they change."""
         self._ahead = ahead
         self._device = device
         self._h2d = h2d
@@ -100,15 +100,16 @@ class Window:
         self._source = source
         self._lock = threading.RLock()
         self._slots_of: dict[int, Slot] = {}
-        """The last slot that was given to each unit; another one may have it by now."""
+        """The last slot of each unit; another unit may have it by now."""
         self.slots = [Slot(index, buffer) for index, buffer in enumerate(buffers)]
         self.by_storage = {slot.buffer.untyped_storage().data_ptr(): slot for slot in self.slots}
         self.misses = 0
-        """Blocks that nobody had requested before they were needed."""
+        """Blocks that had not been requested before they were needed."""
 
     def refit(self, order: Sequence[Unit], slots: int, more: Sequence[torch.Tensor]) -> None:
-        """Serve these blocks from now on, with so many slots, of which `more` are new. No slot is bound, and no fetch
-        under way. Blocks that do not pass any more are in no slot, so that none is taken for one that has come back."""
+        """Serve these blocks from now on, with `slots` slots; `more` are the new buffers. No slot is bound, and no
+        fetch is under way. Blocks that are not streamed any more lose their slots, so that a block that returns later
+        does not find an old copy."""
         with self._lock:
             self._order = list(order)
             self._position = {unit.order: position for position, unit in enumerate(order)}
@@ -121,13 +122,13 @@ class Window:
             self.by_storage.update((slot.buffer.untyped_storage().data_ptr(), slot) for slot in self.slots)
 
     def lay_out_anew(self, unit: Unit) -> None:
-        """The places of the unit's parameters have changed. Its version has, too, so that it is fetched again."""
+        """Handle new places of the unit's parameters. Its version has changed, too, so that it is fetched again."""
         with self._lock:
             for slot in self.slots:
                 slot.drop_views(unit)
 
     def nbytes(self) -> int:
-        """Bytes of the slots."""
+        """Return the bytes of the slots."""
         return sum(slot.buffer.numel() * slot.buffer.element_size() for slot in self.slots)
 
     def is_full_for(self, unit: Unit) -> bool:
@@ -136,7 +137,7 @@ class Window:
             return self._slot_of(unit) is None and all(slot.bound for slot in self.slots)
 
     def acquire(self, unit: Unit, direction: Direction) -> Slot:
-        """The slot that holds `unit`, bound once more; requests what `direction` needs next."""
+        """Bind the slot that holds `unit` once more and return it. Requests the blocks that `direction` needs next."""
         with self._lock:
             slot = self._slot_of(unit)
             if slot is None:
@@ -158,7 +159,7 @@ class Window:
             slot.free = self._device.mark()
 
     def release_all(self) -> None:
-        """Unbind what an exception has left bound: nobody computes with it any more."""
+        """Unbind slots that an exception has left bound: nothing computes with them any more."""
         with self._lock:
             for slot in self.slots:
                 if slot.bound:
@@ -166,7 +167,7 @@ class Window:
                     slot.free = self._device.mark()
 
     def forget(self, unit: Unit) -> None:
-        """What the slots have of the unit may have been copied while its weights were being written."""
+        """Drop the unit from the slots: its weights may have been written while they were being copied."""
         with self._lock:
             if (slot := self._slot_of(unit)) is not None:
                 slot.version = -1
@@ -174,8 +175,8 @@ class Window:
     def prefetch(self, current: Unit | None, direction: Direction) -> None:
         """Request the blocks that follow `current` (None: the first forward) as far as the slots go."""
         with self._lock:
-            # A block that has ended its backward is not wanted any more: its weights are about to change, and the fetch
-            # would hold up the h2d lane, with the blocks that backward needs behind it, until its update has run.
+            # A block that has ended its backward is not wanted any more: its weights are about to change. The fetch
+            # would delay the h2d lane until its update has run, and with it the blocks that backward needs next.
             ended = current is None or (direction == "backward" and not current.awaits_backward)
             wanted: dict[int, Unit] = {} if current is None or ended else {current.order: current}
             for unit in self._upcoming(current, direction):
@@ -190,7 +191,7 @@ class Window:
 
     def _tell(self, ahead: Ahead, ended: bool, current: Unit | None, direction: Direction) -> None:
         coming: dict[int, Unit] = {}
-        # Compute may be about to wait for the current block itself: then nothing is needed sooner.
+        # Compute may be about to wait for the current block itself: then no block is needed sooner.
         standing_at = [] if current is None or ended else [current]
         for unit in (*standing_at, *self._upcoming(current, direction)):
             if len(coming) >= ahead.horizon:
@@ -229,7 +230,7 @@ class Window:
         return slot if slot is not None and slot.holds(unit) else None
 
     def _request(self, unit: Unit, keep: Container[int]) -> Slot | None:
-        """Request a block. `keep`: orders of the blocks that must not make room."""
+        """Request a block. `keep`: the blocks that must not make room, by `Unit.order`."""
         slot = self._victim(keep)
         if slot is None:
             return None
@@ -256,7 +257,7 @@ class Window:
             return slot.unit is not None and slot.unit.order in keep and slot.holds(slot.unit)
 
         free = [slot for slot in self.slots if not slot.bound and not kept(slot)]
-        # Stale or empty slots first; then the one whose block lies farthest along the order.
+        # Stale or empty slots come first, then the slot whose block is last in the order.
         return max(free, key=self._staleness, default=None)
 
     @staticmethod
