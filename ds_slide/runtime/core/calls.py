@@ -1,4 +1,4 @@
-"""Tells what a forward of a block is for: a new forward, or the recomputation of an earlier one.
+"""Finds out what a forward of a block is for: a new forward, or the recomputation of an earlier one.
 
 Both happen while an autograd graph runs. Activation checkpointing recomputes a block from the backward of an
 autograd.Function (its re-entrant form) or from an unpack hook of saved tensors (its other form). A hook of a tensor or
@@ -33,7 +33,7 @@ class Call(enum.Enum):
     """What a forward of a block is for."""
 
     FORWARD = enum.auto()
-    """It makes a new graph, or none."""
+    """A new forward, which makes a new graph or none."""
     REENTRANT = enum.auto()
     """A Function's backward recomputes the block, and will run the new graph itself."""
     SAVED_TENSORS = enum.auto()

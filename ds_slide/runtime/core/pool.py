@@ -65,7 +65,7 @@ class BufferPool:
         return None if native is None else Lease(self, native)
 
     def lease(self) -> Lease:
-        """Return a lease; threads are served in the order in which they came. Raises when a lane has failed."""
+        """Return a lease; threads are served first come, first served. Raises when a lane has failed."""
         with self._changed:
             if (lease := self.try_lease()) is not None:
                 return lease

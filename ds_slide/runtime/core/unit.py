@@ -30,7 +30,7 @@ class SquareSum:
     a gradient that `zero_grad` has dropped, and the next gradient must not count that."""
 
     place: Literal["device", "host"] | None = None
-    """Where the sum is; None: it has not been computed yet."""
+    """The place of the sum; None: it has not been computed yet."""
     on_host: float = 0.0
 
 
@@ -100,9 +100,9 @@ class Unit:
 
     * the compute thread (forward: the caller's; backward: autograd's) owns the counters and the binding
       of the parameters to GPU memory;
-    * the held gradient (`state.gradient`), wherever it is, belongs to the d2h lane (and for the tasks that it submits,
-      to the update lane) from `finalize` until `arrived` is kept, to the update lane until `completed` is kept, and to
-      the compute thread otherwise;
+    * the held gradient (`state.gradient`) belongs to the d2h lane, and to the update lane for the tasks that the d2h
+      lane submits, from `finalize` until `arrived` is kept. Then it belongs to the update lane until `completed` is
+      kept, and to the compute thread otherwise;
     * the other state buffers of `state` belong to the update lane from the moment `updated` and `completed` are
       replaced by open futures until these are kept: the weights and what completes them to the masters until `updated`,
       the states of the update rule until `completed` (the same future, but for updates in two passes). The update

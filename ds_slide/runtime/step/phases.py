@@ -1,4 +1,4 @@
-"""Where the coming step stands, and what may happen then.
+"""The phases of the coming step, and the events that each phase allows.
 
 EMPTY           no gradient of it has been taken
 HELD            the gradients of one or more backwards wait for `step()`

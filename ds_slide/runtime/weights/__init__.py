@@ -1,1 +1,1 @@
-"""Where the weights of a unit come from when the model uses it."""
+"""The sources of a unit's weights when the model uses it."""

@@ -25,7 +25,7 @@ class OutputEvents(Protocol):
 
 
 def hook_outputs(output: Any, events: OutputEvents) -> Any:
-    """Return `output` with a hook on each differentiable tensor in it, which tells `events` of its gradient.
+    """Return `output` with a hook on each differentiable tensor in it, which reports its gradient to `events`.
 
     Lists, dictionaries and objects stay the same object, and their tensors are replaced by the aliases. Tuples, which
     cannot change, are made anew.

@@ -5,9 +5,9 @@ through two more.
     compute stream  reads the rows, and in backward writes the gradient of the same rows
     d2h lane        copies that down while the next one is made (`StreamedGradient`)
 
-So a vocabulary matrix needs no memory of its size on the GPU. Two buffers suffice. For 16,384 tokens, a chunk of 8,192
-x 2,048 takes 0.55 TFLOP in forward and three times as much in backward: 0.8 and 2.4 ms at 700 TFLOP/s. This hides the
-transfers of 34 MB, 0.6 ms each at 55 GB/s.
+So a vocabulary matrix does not need its full size in GPU memory. Two buffers suffice. For 16,384 tokens, a chunk of
+8,192 x 2,048 takes 0.55 TFLOP in forward and three times as much in backward: 0.8 and 2.4 ms at 700 TFLOP/s. This hides
+the transfers of 34 MB, 0.6 ms each at 55 GB/s.
 """
 
 from __future__ import annotations

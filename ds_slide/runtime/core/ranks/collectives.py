@@ -6,9 +6,9 @@ collectives if the ranks are on several machines.
 
 One rule prevents deadlocks: all ranks issue the same collectives in the same order, whatever the threads do.
 
-* Every collective of the engine is issued by the thread that computes (the caller's thread, and autograd's while that
-  runs a backward: one after the other, never both), in the order of the program, through one process group, onto one
-  stream, the collectives stream. No lane issues any. Several engines of a process have these two in common.
+* The compute thread issues every collective of the engine, in the order of the program, through one process group, onto
+  one stream, the collectives stream. The compute thread is the caller's thread, and autograd's while that runs a
+  backward: one after the other, never both. No lane issues any. Several engines of a process have these two in common.
 * No lane waits for a collective that has not been issued yet: a lane waits for a marker, an update or another rank's
   weights, and their collectives precede, in the order of the program, the call that gave the lane the job.
 

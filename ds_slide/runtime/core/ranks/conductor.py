@@ -26,18 +26,18 @@ never completes, and the ranks that have not come to it.
   its lanes. Their jobs depend only on collectives before this entry, and these are complete. It does not wait for new
   weights of another rank, whose lanes may stand still while a GPU spins in this entry: it has announced, so its forward
   is over, and backward binds only versions that the forward has bound.
-* An order: rank 0 entered it when all ranks were in this backward. A rank then issues a unit of it at a hook, or at its
-  end, or when it leaves the backward, and until then waits only for its lanes, as above. The entries after an order are
-  followed when all of its units are issued. A backward with gathers has no order. With a second engine there is none
-  either, because its averages could have to come between.
+* An order: rank 0 entered it when all ranks were in this backward. A rank then issues a unit of the order at a hook, at
+  its end, or when it leaves the backward. Until then it waits only for its lanes, as above. The entries after an order
+  are followed when all of its units are issued. A backward with gathers has no order. With a second engine there is
+  none either, because its averages could have to come between.
 * An end or a meeting: rank 0 waits for the others, and has issued nothing that they have not. Each of them comes to a
   meeting or an end itself, because all entries before are complete; it stays there until rank 0 has made the entry. If
   all have come to the same kind, rank 0 makes the entry. Otherwise rank 0 takes part, or all raise.
 * A settled end: rank 0 makes the entry when all units are averaged and it has come to the end itself. The next step
   issues its sum, and gathers the weights that it updates on the GPU, without a meeting. Every rank comes to these, in
   the same order: before them, a rank waits for this entry alone, and rank 0 for nothing. A GPU that spins in such a
-  collective delays only the next step of its own rank, and no rank waits for another rank's next step before it has
-  issued them.
+  collective delays only the next step of its own rank. No rank waits for another rank's next step before it has issued
+  these collectives itself.
 * The wait of a rank that is ahead in its backward (`Conductor.keep_pace`): a rank waits only for a rank that is behind.
   Each rank counts its announcements, and its count is highest while it is at an end or a meeting. So these waits follow
   an order, and the last rank never waits.

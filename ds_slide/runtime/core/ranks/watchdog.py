@@ -77,7 +77,7 @@ class Watchdog:
         self._end_process = end_process
         self._seen: object = None
         self._since = 0.0
-        """Seconds for which the training has stood still without progress."""
+        """Seconds since the last progress of a training that stands still."""
         self._state = State()
         self._is_blind = False
         self._stuck_s = 0.0
