@@ -207,11 +207,13 @@ def _wire(module: nn.Module, context: Context, units: list[Unit], ssd: SsdStates
     if ssd is not None:
         provide_buffers(context, ssd)
         context.recorder.watch_ssd(ssd.statistics)
+    # Weights are uploaded into slots of the window, or into buffers that stay on the GPU.
     uploads = Uploads({} if shared is None else shared.parts, _scratch(context, UPLOADED), device, failures)
     streamed = [unit for unit in units if unit.is_streamed]
     window, slots = None, allocator.buffers(SLOTS)
     if streamed:
         window = Window(device, lanes.h2d, failures, streamed, slots, uploads, read_ahead(ssd, context.settings))
+    # Gradients leave the GPU through staging buffers and the pools.
     stagings = make_stagings(allocator, ranks.world_size, failures)
     ranks.connect(stagings[0].packed, stagings[0].own, context.settings.gradient_dtype)
     for what in (BLOCK_RING, OUTER_RING, PIECES_RING):

@@ -102,8 +102,9 @@ class SlideRuntime:
         """Why the weights that an ended engine has left are not whole; empty where they are."""
         self._totals = Totals(parts.context.ranks, self.device, [unit.state.writes_change for unit in parts.units])
         self._module = module
+        # The hooks come last: they call the objects above.
         self.prologue: OutputEvents | None = None
-        """The host's handler of the begin of a backward, which calls `begin_backward`. None: a backward begins by
+        """The host's handler for the beginning of a backward, which calls `begin_backward`. None: a backward begins by
         itself."""
         self.newcomers: Newcomers | None = None
         by_storage = {} if self._window is None else self._window.by_storage
@@ -503,6 +504,7 @@ class SlideRuntime:
         atexit.unregister(self._at_exit)
         if not self.has_ended:
             self.spoiled = self.why_spoiled()
+        # The model keeps its weights as they are after the last confirmed update.
         self.detach()
         with suppress(SlideError):  # the failure of a lane, which has been reported
             self.take_back(self.units)

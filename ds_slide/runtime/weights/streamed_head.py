@@ -32,6 +32,7 @@ def find_streamed_head(
         raise SlideConfigError(
             f"{ASKED}, but the rows of a head pass through one GPU and there are {world_size} ranks; {WAY_OUT}"
         )
+    # The head must be a plain linear layer without a bias.
     head = _output_embeddings(model)
     if head is None:
         raise SlideConfigError(
@@ -45,6 +46,7 @@ def find_streamed_head(
     if others:
         found = "a bias" if others == ["bias"] else f"a parameter {others[0]}"
         raise SlideConfigError(f"{ASKED}, but the head {path} has {found}, which needs the GPU; {WAY_OUT}")
+    # No other module may use its weight, and no hook may need the weight or its gradient as a whole.
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is head.weight]
     if len(names) > 1:
         other = next(name for name in names if name != f"{path}.weight")
@@ -59,6 +61,7 @@ def find_streamed_head(
             f"{ASKED}, but the weight of the head {path} has hooks for its gradient, which never exists as a whole; "
             f"{WAY_OUT}"
         )
+    # Its gradient is copied down as it is made, so it must be in the data type of reduced gradients.
     (weight,) = head.parameters(recurse=False)
     precision = precision_of(weight)
     gradient_dtype = settings.gradient_of(precision)
