@@ -190,7 +190,7 @@ def _is_question(func: Any, name: str) -> bool:
 
 def _is_called_by_module() -> bool:
     """Whether `nn.Module.to`, `state_dict` or `load_state_dict` calls: they go with ZeRO-3's empty parameters."""
-    frame = sys._getframe(3)  # that has called the torch function
+    frame = sys._getframe(3)  # the frame that has called the torch function
     caller = frame.f_back
     return frame.f_code in _BY_MODULES or (caller is not None and caller.f_code in _BY_MODULES)
 
@@ -301,7 +301,7 @@ class _Call:
             whole = parameter.data if is_alias else parameter
             return _StandIn(original, parameter, _seen(original, whole), whole, None)
         if is_alias and original.requires_grad and (torch.is_grad_enabled() or not self._writes):
-            snapshot = original.as_subclass(torch.Tensor)  # which a graph has
+            snapshot = original.as_subclass(torch.Tensor)  # a graph has this snapshot
             return _StandIn(original, parameter, snapshot, snapshot, None)
         whole, in_use = values.present(parameter, together=self._writes)
         gets_gradient = not is_alias and parameter.requires_grad and torch.is_grad_enabled()

@@ -63,6 +63,7 @@ def assemble(
     config = settings.slide
     device = Device(torch.device(get_accelerator().current_device_name()))
     ranks = Ranks.over(process_group, device)
+    # The model is divided into units, and the ranks agree on the memory that each of them has.
     unit_plans, head = divided(module, group_of, settings, ranks.world_size, precision_of)
     share_with(ranks.exchange(groups(), "counting the ranks in each memory control group"))
     budgets = _agreed(_budgets(module, config, device), ranks)
@@ -71,6 +72,7 @@ def assemble(
     else:
         sharing = open_sharing(ranks, config.share_weights)
     kernels = None
+    # The plan comes before any memory is taken; kernels come before the runtime's hooks.
     try:
         plan = plan_of(unit_plans, settings, budgets, shares_weights=sharing is not None)
         if device.is_cuda:
@@ -109,7 +111,7 @@ def runtime_settings(
     clips: bool,
 ) -> RuntimeSettings:
     """Return the settings of a run, from the JSON block and DeepSpeed's arguments. `ds_config`: raw."""
-    # Unmanaged, DeepSpeed does not say which backward is the last one: the script calls step() when it likes.
+    # Without management, DeepSpeed does not say which backward is the last: the script calls step() at any time.
     accumulates = accumulation_steps > 1 or not ds_config.get("managed_gradient_accumulation", True)
     ssd = ssd_settings(config, ds_config)
     return RuntimeSettings(config, ssd, gradient_dtype, accumulation_dtype, accumulates, clips, rule)
@@ -238,7 +240,7 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
 def gpu_states_of(config: SlideConfig, *, gpu_is_own: bool) -> int | None:
     """Return the bytes of the GPU that the block asks for, for optimizer states. None: the plan chooses the number."""
     if config.state_dtype != "fp32":
-        return 0  # the short formats are updated on the CPU; the contract has refused another wish
+        return 0  # the short formats are updated on the CPU; the contract has refused other values
     if not gpu_is_own and config.gpu_states == "auto":
         return 0  # the accelerator's part comes out of the same memory, so nothing is placed there unasked
     return None if config.gpu_states == "auto" else config.gpu_states

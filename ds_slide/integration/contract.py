@@ -1,4 +1,4 @@
-"""What DS-Slide does not support, refused by name before any memory is taken.
+"""Refusals of unsupported settings, models and optimizers, by name, before any memory is taken.
 
 Two entrances: `check_deepspeed_config` when the engine starts (nothing but the parsed config, the model and the
 client's optimizer exist yet), `check_supported` when the ZeRO optimizer is built (its arguments are final). Both report
@@ -70,7 +70,7 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, slid
     `init_optimizer`: the optimizer that brings the hyperparameters. `module`: the model. Raises SlideConfigError.
     """
     values, rule = dict(kwargs), update_rules.asked_for(None, init_optimizer)
-    # These two arrive under other names than they are set with.
+    # The argument names of these two settings differ from their JSON names.
     values["prescale_gradients"] = not values.get("postscale_gradients", True)
     values["zero_quantized_gradients"] = values.get("all2all_process_group") is not None
     values["fp16"] = gradient_dtype(kwargs, module) == torch.float16
@@ -249,7 +249,7 @@ def optimizer_choice_problems(json_name: str | None, client_optimizer: Any) -> I
     if isinstance(client_optimizer, torch.optim.Optimizer):
         yield from optimizer_problems(client_optimizer)
     elif client_optimizer is not None:
-        return  # a callable: what it makes is checked when it is made
+        return  # a callable: its optimizer is checked when it is made
     elif json_name is not None and update_rules.known_as(json_name) is None:
         yield (
             f'optimizer.type is "{json_name}", but DS-Slide updates with {update_rules.names()} only; use '

@@ -65,7 +65,7 @@ class Before:
         )
 
     def with_copies(self, copies: Mapping[int, torch.Tensor]) -> Before:
-        """The same state with other copies of its tensors."""
+        """Return the same state with other copies of its tensors."""
         new = copy.copy(self)
         new.copies = copies
         return new

@@ -42,8 +42,9 @@ _OFFLOADING = (
     "transformers.modeling_utils",
     "PreTrainedModel._activation_checkpointing_enable.<locals>.checkpoint_func",
 )
-"""What a layer calls where a script asks transformers 5.24 for `offload`: torch's checkpoint, with copies of its inputs
-to host memory and back on the compute stream. The engine moves inputs only where memory is short, on another stream."""
+"""The function of a layer where a script asks transformers 5.24 for `offload`: torch's checkpoint, with copies of its
+inputs to host memory and back on the compute stream. The engine moves inputs only where memory is short, on another
+stream."""
 _CAPTURING = "transformers.utils.output_capturing"
 """The module of the hooks that a model gets once a forward was asked for hidden states, attentions or router logits."""
 _SUPPORTS = "supports_gradient_checkpointing"
@@ -136,7 +137,7 @@ class TakenOver:
 
 def _as_written(module: nn.Module) -> Checkpoint | None:
     """Return the checkpoint of a block if leaving it out does not change the results, otherwise None."""
-    # In the module's own dictionary, as transformers sets it: `getattr` on a module is slow, and there are 100 of them.
+    # transformers sets it in the module's own dictionary: `getattr` on a module is slow, and there are 100 of them.
     written = vars(module).get(FUNCTION)
     if written is None or not vars(module).get(FLAG) or not module.training or module._compiled_call_impl is not None:
         return None
@@ -229,9 +230,9 @@ def goes_through(
     """Whether a backward goes through the block exactly as it would without checkpointing. `modules`: the block's own
     and all in it.
 
-    Re-entrant checkpointing gives no gradients to a block whose inputs have none, nor to results that a hook of
-    transformers takes out of it (router logits, for a loss of their own). It goes by itself through the graph of
-    tensors that it was not given as inputs.
+    Re-entrant checkpointing gives no gradients to a block whose inputs have none. Nor does it give any to results that
+    a hook of transformers takes out of the block (router logits, for a loss of their own). It goes by itself through
+    the graph of tensors that it was not given as inputs.
     """
     if not _is_reentrant(written):
         return True

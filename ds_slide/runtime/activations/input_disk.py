@@ -3,11 +3,11 @@
 Who may touch what, and when:
 
     host buffers   all of these inputs pass through a pool of their own. On the way to SSD a buffer is the lane's
-                   (`moved_inputs`) until the copy from the GPU has run, then the disk's until the write is complete,
-                   and free from then on. On the way back a buffer is the disk's until the read is complete and its sums
-                   are compared, then the lane's until the lane has issued the copy to the GPU, and free from then on.
-                   The lane may use it at once, since its stream runs all copies in one order. The disk waits for a
-                   fence, a point of that stream
+                   (`moved_inputs`) until the copy from the GPU has run, then the disk's until the write is complete.
+                   On the way back a buffer is the disk's until the read is complete and its sums are compared, then the
+                   lane's until the lane has issued the copy to the GPU. Otherwise it is free. The lane may use a free
+                   buffer at once, since its stream runs all copies in one order. The disk waits for a fence, a point of
+                   that stream
     places         in the store: an input's, from its forward until its graph is gone and no write or read of it is
                    under way. It is read when its write is complete, any number of times
 
@@ -40,7 +40,7 @@ from ds_slide.store.ssd.store import Part
 
 @dataclass(eq=False)
 class Place:
-    """Where the input of a call of block `order` lies in the store: in pieces, which begin at `offsets`."""
+    """The place in the store for the input of a call of block `order`: pieces, which begin at `offsets`."""
 
     order: int
     nbytes: int
@@ -91,7 +91,7 @@ class InputDisk:
         """Offsets of places' pieces. They come back on whichever thread drops the last reference to a place."""
         self._ahead = LEAST_AHEAD
         self._reading: dict[Place, Arriving] = {}
-        """What is read ahead, in the order in which it was begun."""
+        """Inputs that are read ahead, in the order of their reads."""
 
     # ---- room --------------------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class InputDisk:
         def job() -> None:
             down.synchronize()
             done = self._requests.around("input written", place.order, place.nbytes, then)
-            # Compute waits for free buffers, and nothing waits for the other writes of a step but the step.
+            # Compute waits for the buffers of this write, but only the step waits for its other writes.
             self._space.store.write(_parts(place, leases), done, urgent=True)
 
         self._thread.submit(job)

@@ -4,9 +4,9 @@ recomputation uses them instead of running the operators.
 As in torch's selective checkpointing, dispatcher modes run below autograd, which sees the same nodes in both runs.
 Torch's modes count the runs of all operators, also in hooks, and hooks bind a block's weights in another way when it is
 recomputed. They allow no second backward, and raise where a kept result has been modified. The modes here count, keep
-and check only what is chosen. Where a result cannot be used any more, its operator runs. A mode costs the host some 5
-to 10 us an operator, in the forward and in the recomputation of a mixed block, and 50 us in the forward where a result
-stays.
+and check only the chosen results. Where a result cannot be used any more, its operator runs. A mode costs the host some
+5 to 10 us an operator, in the forward and in the recomputation of a mixed block. A result that stays costs 50 us in the
+forward.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def _same(tree: Any) -> Any:
 
 
 class MixedCall:
-    """One call of a block: what `mixture` says stays from its forward to its first recomputation, as far as the
-    mixture's bytes reach. One more recomputation, of a second backward, runs all operators."""
+    """One call of a block. The results of `mixture` stay from its forward to its first recomputation, as far as the
+    mixture's bytes reach. Another recomputation, for a second backward, runs all operators."""
 
     def __init__(self, mixture: Mixture) -> None:
         self.mixture = mixture
@@ -88,7 +88,7 @@ class MixedCall:
         self.is_in_use = False
         self.stayed: dict[Result, _Stayed] = {}
         self.given: dict[Result, tuple[Any, ...]] = {}
-        """What identifies the forward's runs (`_known_by`) of the operators whose results stay."""
+        """The identities (`_known_by`) of the forward's runs, for operators whose results stay."""
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
         """Return the checkpoint's context managers: around its forward, and around its recomputations."""

@@ -157,7 +157,7 @@ class MovedInputs:
             self._settle(0)
             return
         self._latest.followed_by, self._latest = order, None
-        self._settle(1)  # its copy has this block's forward to hide in
+        self._settle(1)  # its copy runs during this block's forward
 
     def end(self) -> None:
         """End the forward of the whole model."""
@@ -168,7 +168,7 @@ class MovedInputs:
     def moving(self, order: int, inputs: Sequence[Any]) -> Iterator[None]:
         """Move the input of the call whose checkpoint runs in this context, if there is a place for it."""
         given, around = input_of(inputs), hooks_around()
-        # There are none around a block whose weights are on the GPU, nor around the checkpoints of transformers
+        # There are no hooks around a block whose weights are on the GPU, nor around the checkpoints of transformers
         # up to 5.22, which call a layer's hooks inside of them.
         if given is None or (around is not None and not only_hooks_of_block(around)):
             yield
@@ -253,7 +253,7 @@ class MovedInputs:
             raise RuntimeError(
                 f"{INPUT_MODIFIED}: [{list(moved.shape)}] was at version {moved.version} when it was saved"
             )
-        if self._waiting and self._waiting[-1]() is moved:  # or it would be read ahead once more
+        if self._waiting and self._waiting[-1]() is moved:  # otherwise it would be read ahead once more
             self._waiting.pop()
         tensor, up = self._coming.pop(moved) if moved in self._coming else self._bring(moved)
         self._wait(up)

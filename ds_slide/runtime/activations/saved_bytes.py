@@ -86,7 +86,7 @@ def counted(
         try:
             with learning:
                 outputs = function(*inputs)
-        except _StopRecomputationError:  # behind the last tensor that is needed; other exceptions come sooner
+        except _StopRecomputationError:  # raised after the last tensor that is needed
             again = learning.end()
             report(found(share(again)))
             raise

@@ -1,4 +1,4 @@
-"""Where a block can keep state of its own: attributes, buffers, containers, random generators, names of its class.
+"""The places where a block can keep its own state: attributes, buffers, containers, random generators, class names.
 
 `found` walks from the modules of a block to all of these. Each place can be read, compared with what was read before,
 and written back. Values are compared by identity, and numbers and strings also by value. Tensors are values of

@@ -1,4 +1,4 @@
-"""Which units have gradients in a backward, agreed by ranks that may run different modules.
+"""Agreement of ranks that may run different modules on the units that have gradients in a backward.
 
 A rank announces a unit when the unit's gradient is complete there, and keeps the gradient until the log of rank 0
 (`ds_slide.runtime.core.ranks.conductor`) says that it is averaged: at once where all ranks announce it, at the end of

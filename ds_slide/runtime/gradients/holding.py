@@ -1,10 +1,10 @@
-"""Which backwards may begin updates when clipping is off, and what happens where one may not.
+"""The choice of backwards that may begin updates when clipping is off, and the hold of gradients where one may not.
 
-Then a block is updated as soon as its gradient has arrived, and the update is never taken back. A script may have run
-the backward for something else: the gradient of its inputs (saliency, adversarial examples), or of another model whose
-output this model judges. So the first time that a backward gives a gradient and may not be meant for this engine's next
-step, the engine begins to hold gradients until `step()`. It goes on so, as with `"defer_updates": true`: the numbers
-are the same.
+With clipping off a block is updated as soon as its gradient has arrived, and the update cannot be taken back. A script
+may have run the backward for something else: the gradient of its inputs (saliency, adversarial examples), or of another
+model whose output this model judges. So the first time that a backward gives a gradient and may not be meant for this
+engine's next step, the engine begins to hold gradients until `step()`. It goes on so, as with `"defer_updates": true`:
+the numbers are the same.
 """
 
 from __future__ import annotations

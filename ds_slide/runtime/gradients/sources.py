@@ -1,4 +1,4 @@
-"""Where a unit's gradient lies on the GPU when it sets out for host memory."""
+"""The place of a unit's gradient on the GPU before its copy to host memory."""
 
 from __future__ import annotations
 

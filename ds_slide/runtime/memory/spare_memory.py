@@ -341,9 +341,9 @@ class SpareMemory:
             self.activations.take_given_up()  # it belongs to a graph that waits for its backward meanwhile
 
     def _notice_others(self) -> None:
-        """Measure anew where a step begins with another amount on the GPU (states have moved, an engine has come), or
-        where something else has made the peak since the last step (an evaluation, another engine, a checkpoint that was
-        saved). Such a peak is not the need of a batch."""
+        """Measure anew where a step begins with another amount on the GPU (states have moved, an engine has come). Also
+        where something else has made the peak since the last step (an evaluation, another engine, a saved checkpoint):
+        such a peak is not the need of a batch."""
         if self._budget.gpu is None or self._forwards > 1 or not self._steps:
             return
         changed = self._need.change_of_base(self._allocated())

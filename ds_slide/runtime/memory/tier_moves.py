@@ -125,6 +125,7 @@ def _move(runtime: SlideRuntime, moving: Sequence[Unit], slots: int) -> Moved:
     promoted: list[Unit] = []
     try:
         with _copies(runtime, moving) as copy:
+            # Demotions first: their memory may be the room for promotions.
             for unit in demoted:
                 _demote(runtime, unit, copy)
             if demoted or slots < runtime.parts.plan.placement.window:

@@ -1,11 +1,11 @@
 """Deferred updates that begin under backward, before the norm is known, as if it was below the limit.
 
 The update of a block in host memory runs as soon as its held gradient has arrived and the update lane has no other
-work, with the factor of gradients that are not clipped. The new numbers go to spare state buffers where host memory has
-room for them. Elsewhere they replace the old numbers, which the block's undo log can restore. At the step every unit's
-update is queued as usual. Where the same update, with the same hyper-parameters and factor, has been done already, it
-has next to nothing left to do: spare state buffers become the block's own, and the old ones are spare. Otherwise the
-step takes the speculative update back first.
+work. It uses the factor of gradients that are not clipped. The new numbers go to spare state buffers where host memory
+has room for them. Elsewhere they replace the old numbers, which the block's undo log can restore. At the step every
+unit's update is queued as usual. Where the same update, with the same hyper-parameters and factor, has been done
+already, it has next to nothing left to do: spare state buffers become the block's own, and the old ones are spare.
+Otherwise the step takes the speculative update back first.
 So no rank has to know the speculative updates of another one, and neither choice changes a bit.
 
 Any other use that comes first (a reader of a state, a second backward, `zero_grad`, the end of the engine) has the

@@ -1,4 +1,4 @@
-"""Which cores the CPU update uses."""
+"""The cores of the CPU update."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Literal
 
-# Left to the Python thread, autograd's thread and the two copy lanes. On small machines one core has to do.
+# Cores left to the Python thread, autograd's thread and the two copy lanes. On small machines one core is left.
 RESERVED_CORES = 2
 SMALL_MACHINE = 8
 

@@ -117,6 +117,7 @@ class Updating:
             update.finish_states()
             return moved
 
+        # With two passes the lane gets both at once, and takes the states after all weights that are queued.
         def submit(leased: Leased) -> None:
             self._lane.submit(unit.order, ready, lambda: run(leased))
             if update.two_passes:
