@@ -1,8 +1,8 @@
-"""Parameters between forwards: a script that computes with one gets its present value, or one sentence.
+"""Parameters between forwards: a script that computes with a parameter gets its present value, or an error.
 
-Outside of forward and backward the class of a parameter is one with `__torch_function__`, made once for each class of
-parameters. Inside it is the parameter's own class, so nothing is intercepted there. A torch function gets in place of
-such a parameter:
+Outside of forward and backward a parameter has a class with `__torch_function__`, made once for each class of
+parameters. Inside it has its own class, so nothing is intercepted there. Instead of such a parameter, a torch function
+gets:
 
     a question (shape, dtype, grad, repr, ...)      the parameter as it is
     a small parameter                               a copy of its value, whose gradient comes back to the parameter
@@ -37,14 +37,14 @@ class Values(Protocol):
         """Whether `present` gives its value."""
 
     def is_small(self, parameter: Any) -> bool:
-        """Whether it is as small as what stock keeps on the accelerator."""
+        """Whether it is so small that stock keeps it on the accelerator."""
 
     def is_gathered(self, parameter: Any) -> bool:
-        """Whether a script has the whole parameter, in memory of its own."""
+        """Whether a script has gathered the whole parameter, in memory of its own."""
 
     def present(self, parameter: Any, *, together: bool) -> tuple[torch.Tensor, bool]:
-        """Return its value in its shape, and whether that is the memory which the model computes with. SlideError where
-        there is none. `together`: all ranks do the same, as all writes are done."""
+        """Return its value in its shape, and whether the model computes with that same memory. SlideError where there
+        is no value. `together`: all ranks do the same, as in all writes."""
 
     def write(self, parameter: Any, value: torch.Tensor) -> None:
         """Make `value` its weights and masters."""
@@ -102,7 +102,7 @@ def _make_plain(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def watch(parameters: Iterable[Any]) -> None:
-    """Intercept what is computed with the parameters from now on. Watched parameters stay as they are."""
+    """Intercept all computations with the parameters from now on. Watched parameters stay as they are."""
     for parameter in parameters:
         parameter.__class__ = WATCHED[parameter.__class__]
 
@@ -147,12 +147,12 @@ def _alias(snapshot: torch.Tensor, parameter: Any, start: int | None) -> Alias:
 
 
 def _parameter_of(original: Any) -> Any:
-    """The parameter that an alias, or the parameter itself, stands for."""
+    """Return the parameter of an alias; a parameter is returned itself."""
     return original.parameter if isinstance(original, Alias) else original
 
 
 def _is_for_others(types: Sequence[type]) -> bool:
-    """Whether a tensor with a `__torch_function__` of its own, such as logits not computed yet, is to come first."""
+    """Whether a tensor with its own `__torch_function__`, such as logits not computed yet, is to come first."""
     default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
     others: list[Any] = [each for each in types if not issubclass(each, Watched | Alias)]
     return any(getattr(each.__torch_function__, "__func__", default) is not default for each in others)
@@ -190,7 +190,7 @@ def _is_question(func: Any, name: str) -> bool:
 
 def _is_called_by_module() -> bool:
     """Whether `nn.Module.to`, `state_dict` or `load_state_dict` calls: they go with ZeRO-3's empty parameters."""
-    frame = sys._getframe(3)  # that has called the torch function
+    frame = sys._getframe(3)  # the frame that has called the torch function
     caller = frame.f_back
     return frame.f_code in _BY_MODULES or (caller is not None and caller.f_code in _BY_MODULES)
 
@@ -260,13 +260,13 @@ def _set_data(to: Any, value: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class _StandIn:
-    """What a torch function gets in place of a parameter or an alias."""
+    """The tensor that a torch function gets in place of a parameter or an alias."""
 
     original: Any
     parameter: Any
     given: torch.Tensor
     whole: torch.Tensor
-    """All of the parameter, of which `given` may be a view."""
+    """The whole parameter; `given` may be a view of it."""
     version: int | None
     """The version of `whole` before the call. None where views and writes are plain torch's."""
 
@@ -279,7 +279,7 @@ class _Call:
         self._stand_ins: list[_StandIn] = []
 
     def given(self, node: Any) -> Any:
-        """`node`, an argument or a container of some, with stand-ins for parameters and aliases."""
+        """Return `node`, an argument or a container of arguments, with stand-ins for parameters and aliases."""
         if isinstance(node, Watched | Alias):
             for known in self._stand_ins:
                 if known.original is node:
@@ -301,7 +301,7 @@ class _Call:
             whole = parameter.data if is_alias else parameter
             return _StandIn(original, parameter, _seen(original, whole), whole, None)
         if is_alias and original.requires_grad and (torch.is_grad_enabled() or not self._writes):
-            snapshot = original.as_subclass(torch.Tensor)  # which a graph has
+            snapshot = original.as_subclass(torch.Tensor)  # a graph has this snapshot
             return _StandIn(original, parameter, snapshot, snapshot, None)
         whole, in_use = values.present(parameter, together=self._writes)
         gets_gradient = not is_alias and parameter.requires_grad and torch.is_grad_enabled()
@@ -315,13 +315,13 @@ class _Call:
         return _StandIn(original, parameter, _seen(original, whole), whole, whole._version)
 
     def write_back(self) -> None:
-        """Make the weights what the function has written."""
+        """Write the values that the function has written to the weights."""
         for each in self._stand_ins:
             if each.version is not None and each.version != each.whole._version:
                 vars(each.parameter)[VALUES].write(each.parameter, each.whole.detach())
 
     def result(self, node: Any) -> Any:
-        """`node`, a result, with the originals of stand-ins, and aliases for views of them."""
+        """Return `node`, a result, with the originals of stand-ins, and aliases for views of them."""
         if isinstance(node, torch.Tensor):
             return self._result(node)
         if type(node) in (tuple, list):
@@ -345,7 +345,7 @@ class _Call:
 
 
 def _seen(original: Any, whole: torch.Tensor) -> torch.Tensor:
-    """The elements of `whole` that `original` is, or views."""
+    """Return the elements of `whole` that `original`, a parameter or an alias, covers."""
     if not isinstance(original, Alias) or original.start is None:
         return whole
     flat = whole.reshape(-1).view(original.dtype)

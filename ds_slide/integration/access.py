@@ -35,7 +35,7 @@ class StateAccess:
         self._rule = rule
 
     def local_state(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor | None:
-        """Master (`key` None) or state of this rank's partition, [partition_numel]."""
+        """Return the master (`key` None) or state of this rank's partition, [partition_numel]."""
         place = self._trainable(parameter)
         if place is None:
             return None
@@ -91,7 +91,7 @@ class StateAccess:
         own = value.reshape(-1)[: entry.partition_numel]
         self._settle_gradient(unit)
         if not unit.gradient_ready:
-            # The others have none; what lies there is the last step's.
+            # The unit's other parameters have no gradient; the buffer still has the last step's.
             unit.state.zero_gradient()
         unit.state.write("gradient", slice(entry.offset, entry.offset + own.numel()), own)
         unit.square_sum = SquareSum()
@@ -112,7 +112,7 @@ class StateAccess:
                 self.set_full_gradient(parameter, function(gradient, parameter))
 
     def device_of(self, parameter: nn.Parameter) -> torch.device | None:
-        """Where the states of the parameter live."""
+        """Return the device of the parameter's states; None where it has none."""
         place = self._trainable(parameter)
         return None if place is None else place[0].state.device
 
@@ -155,7 +155,7 @@ class StateAccess:
 
 
 class EndedAccess:
-    """What stands in the place of an ended engine's optimizer at its parameters, which would keep it alive."""
+    """Replaces an ended engine's optimizer at its parameters, which would keep the optimizer alive."""
 
     def __getattr__(self, name: str) -> Any:
         raise SlideAttributeError(f"{name}() of a parameter is refused: {ENDED}")

@@ -1,12 +1,12 @@
-"""The switch: an engine whose config enables "ds_slide" gets SlideZeroOptimizer in place of the stage-3 optimizer, or
-SlideZeroOffload in place of what stands there when no optimizer is given.
+"""The switch: an engine whose config enables "ds_slide" gets SlideZeroOptimizer instead of the stage-3 optimizer, or,
+without an optimizer, SlideZeroOffload instead of DeepSpeedZeRoOffload.
 
 Four methods of DeepSpeedEngine are wrapped. The constructor checks first (DeepSpeed's names, then the config), so that
 a run that cannot work ends before it has taken memory. `_configure_zero_optimizer` chooses its class by a name of a
-module, so replacing that for the length of the call is enough; its ~45 keyword arguments are passed on as they are.
-`_configure_basic_optimizer` compiles no kernels, which would never be called (neither does the DeepSpeedCPUAdam that
-accelerate builds before the engine, where its config has the key), and `_configure_distributed_model` does not move
-the weights to the accelerator. An engine without the key runs the originals.
+module, so that name is replaced for the length of the call; its ~45 keyword arguments are passed on as they are.
+`_configure_basic_optimizer` compiles no kernels, which would never be called. Nor does the DeepSpeedCPUAdam that
+accelerate builds before the engine, where its config has the key. `_configure_distributed_model` does not move the
+weights to the accelerator. An engine without the key runs the originals.
 """
 
 import difflib
@@ -35,7 +35,7 @@ def install(engine_module: ModuleType) -> None:
     if engine_class in _wrapped_classes:
         return
     engine_class.__init__ = _checking(engine_class.__init__)
-    # Where the method is gone the constructor's check says so, when and only when an engine wants DS-Slide.
+    # Where the method is gone, the constructor's check says so, but only for an engine with DS-Slide.
     if hasattr(engine_class, "_configure_zero_optimizer"):
         engine_class._configure_zero_optimizer = _choosing(engine_class._configure_zero_optimizer, engine_module)
     if hasattr(engine_class, "_configure_basic_optimizer"):
@@ -57,9 +57,9 @@ def install(engine_module: ModuleType) -> None:
 
 
 def slide_config(ds_config: Any) -> Any:
-    """SlideConfig of a raw or parsed DeepSpeed config, or None where DS-Slide is off. Raises SlideConfigError.
+    """Return the SlideConfig of a raw or parsed DeepSpeed config, None where DS-Slide is off. Raises SlideConfigError.
 
-    A parsed one is read once, by all that ask for it. A raw one may change meanwhile: clients fill in what is "auto".
+    A parsed config is read once for all callers. A raw config may change meanwhile: clients fill in its "auto" values.
     """
     if not hasattr(ds_config, "_param_dict"):
         return _read(ds_config)
@@ -78,7 +78,7 @@ def _read(raw: Any) -> Any:
 
 
 def _typed(original: Callable[..., None]) -> Callable[..., None]:
-    """DeepSpeed's parser, after a look at what it would stumble over."""
+    """Return DeepSpeed's parser with a check of types before it."""
 
     @functools.wraps(original)
     def _initialize_params(self: Any, param_dict: Any, *args: Any, **kwargs: Any) -> None:
@@ -134,7 +134,7 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
         check_deepspeed_config(
             parsed, slide, model=given["model"], client_optimizer=given.get("optimizer"), mpu=given.get("mpu")
         )
-        # Not before the check: they need names of DeepSpeed that it asks for.
+        # Imported after the check, since they need the names of DeepSpeed that it looks for.
         from ds_slide.integration import (
             checkpoint,
             gradients,
@@ -164,9 +164,10 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
 def _leave_to_stock(model: Any) -> None:
     """End an engine with DS-Slide that has `model`, if any, and leave the parameters as stock partitions them.
 
-    Lightning builds one without the key for `validate()` and `test()` after `fit()`, and never destroys the first.
+    Lightning builds an engine without the key for `validate()` and `test()` after `fit()`, and never destroys the
+    first.
     """
-    if model is not None and "ds_slide.integration.ownership" in sys.modules:  # else there is none
+    if model is not None and "ds_slide.integration.ownership" in sys.modules:  # otherwise there is no such engine
         from ds_slide.integration import ownership, parameters
 
         ownership.end_earlier_engine(model)
@@ -174,21 +175,21 @@ def _leave_to_stock(model: Any) -> None:
 
 
 def _take_from_stock(model: Any) -> None:
-    """Remove the hooks of an engine of stock that has `model`, or a module in it, and was not destroyed: they would
-    gather what DS-Slide has bound, as in Lightning's `fit()` after `validate()`."""
+    """Remove the hooks of a stock engine that has `model`, or a module in it, and was not destroyed: they would gather
+    parameters that DS-Slide has bound, as in Lightning's `fit()` after `validate()`."""
     for module in model.modules():
         earlier = STOCKS.pop(module, None)
         engine = None if earlier is None else earlier()
         if engine is None:
             continue
         engine.optimizer.destroy()
-        for handle in _hooks_of(engine):  # which keep that engine and its states alive
+        for handle in _hooks_of(engine):  # the hooks keep that engine and its states alive
             handle.remove()
 
 
 def _discard(engine: Any) -> None:
-    """An engine whose constructor failed: nobody else can end its lanes, give back memory and disk, and take its hooks
-    from the model, where they would run under the next engine."""
+    """Discard an engine whose constructor failed: end its lanes, give back memory and disk, and take its hooks from the
+    model, where they would run under the next engine."""
     found = vars(engine)
     if (optimizer := found.get("optimizer")) is not None:  # ours, by `_choosing`
         optimizer.destroy()
@@ -197,7 +198,7 @@ def _discard(engine: Any) -> None:
 
 
 def _hooks_of(engine: Any) -> list[Any]:
-    """Handles of the hooks that DeepSpeed's engine has in its model."""
+    """Return the handles of the hooks that DeepSpeed's engine has in its model."""
     handles = (vars(engine).get(name) for name in ("module_forward_pre_hook", "module_forward_post_hook"))
     return [handle for handle in handles if handle is not None]
 
@@ -208,7 +209,7 @@ def _choosing(original: Callable[..., Any], engine_module: ModuleType) -> Callab
         slide = slide_config(self._config)
         if slide is None:
             return original(self, *args, **kwargs)
-        # Before the swap: its class statement names the stage-3 class as its base.
+        # Imported before the swap: its class statement names the stage-3 class as its base.
         import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
         from deepspeed.runtime.zero import stage3
 
@@ -216,7 +217,7 @@ def _choosing(original: Callable[..., Any], engine_module: ModuleType) -> Callab
         from ds_slide.integration.inference import SlideZeroOffload
         from ds_slide.integration.optimizer import SlideZeroOptimizer
 
-        # Stock gives the second one no process group: it takes that of the parameters.
+        # Stock gives DeepSpeedZeRoOffload no process group: it takes the parameters' group.
         with_optimizer = functools.partial(SlideZeroOptimizer, slide=slide)
         without_optimizer = functools.partial(
             SlideZeroOffload, slide=slide, dp_process_group=self.seq_data_parallel_group
@@ -274,7 +275,7 @@ def _sparing_clients(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _config_of_accelerate() -> Any:
-    """The DeepSpeed config with which accelerate will call `initialize`; None where it is not used or not set up."""
+    """Return the DeepSpeed config that accelerate will give `initialize`; None where it is not used or not set up."""
     state = sys.modules.get("accelerate.state")
     if state is None or not state.is_initialized():
         return None

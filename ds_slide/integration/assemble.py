@@ -54,15 +54,16 @@ def assemble(
     process_group: Any,
     precision_of: PrecisionOf = Precision.declared,
 ) -> tuple[SlideRuntime, Replaced]:
-    """Build the runtime for `module`, whose parameters have ZeRO-3's attributes already, and put kernels into it: who
-    closes the runtime undoes the second.
+    """Build the runtime for `module`, whose parameters have ZeRO-3's attributes already, and put kernels into the
+    module. The caller undoes the kernels when it closes the runtime.
 
-    `group_of`: optimizer group of every trainable parameter. `precision_of`: of every parameter. Collective over the
-    ranks.
+    `group_of`: optimizer group of every trainable parameter. `precision_of`: the precision of a parameter. Collective
+    over the ranks.
     """
     config = settings.slide
     device = Device(torch.device(get_accelerator().current_device_name()))
     ranks = Ranks.over(process_group, device)
+    # The model is divided into units, and the ranks agree on the memory that each of them has.
     unit_plans, head = divided(module, group_of, settings, ranks.world_size, precision_of)
     share_with(ranks.exchange(groups(), "counting the ranks in each memory control group"))
     budgets = _agreed(_budgets(module, config, device), ranks)
@@ -71,6 +72,7 @@ def assemble(
     else:
         sharing = open_sharing(ranks, config.share_weights)
     kernels = None
+    # The plan comes before any memory is taken; kernels come before the runtime's hooks.
     try:
         plan = plan_of(unit_plans, settings, budgets, shares_weights=sharing is not None)
         if device.is_cuda:
@@ -108,16 +110,16 @@ def runtime_settings(
     accumulation_steps: int,
     clips: bool,
 ) -> RuntimeSettings:
-    """What a run is to do, by the JSON block and DeepSpeed's arguments. `ds_config`: raw."""
-    # Unmanaged, DeepSpeed does not say which backward is the last one: the script calls step() when it likes.
+    """Return the settings of a run, from the JSON block and DeepSpeed's arguments. `ds_config`: raw."""
+    # Without management, DeepSpeed does not say which backward is the last: the script calls step() at any time.
     accumulates = accumulation_steps > 1 or not ds_config.get("managed_gradient_accumulation", True)
     ssd = ssd_settings(config, ds_config)
     return RuntimeSettings(config, ssd, gradient_dtype, accumulation_dtype, accumulates, clips, rule)
 
 
 def forward_settings(config: SlideConfig, ds_config: Mapping[str, Any], dtype: torch.dtype) -> RuntimeSettings:
-    """The settings of an engine without an optimizer: what the JSON says of updates and gradients does not concern
-    it."""
+    """Return the settings of an engine without an optimizer: the JSON's settings of updates and gradients do not
+    concern it."""
     ssd = ssd_settings(config, ds_config)
     return RuntimeSettings(config, ssd, dtype, dtype, accumulates=False, clips=False, rule=None)
 
@@ -129,7 +131,7 @@ def divided(
     world_size: int,
     precision_of: PrecisionOf = Precision.declared,
 ) -> tuple[list[UnitPlan], StreamedHead | None]:
-    """The units of `module` in the order in which a forward needs them, and the head whose rows are streamed."""
+    """Return the units of `module` in the order of their use in a forward, and the head whose rows are streamed."""
     config = settings.slide
     head = find_streamed_head(module, world_size, settings, precision_of) if config.stream_head else None
     leaves = [child for child in module.modules() if z3_leaf_module(child)]
@@ -162,10 +164,10 @@ def _check_compressed(compression: CompressionConfig, parts: Sequence[UnitSpec])
 
 
 def _in_forward_order(module: nn.Module, units: Sequence[UnitSpec]) -> list[UnitSpec]:
-    """The units by the place of their first parameter in the module: the embedding before the blocks, an untied head
-    after.
+    """Return the units by the index of their first parameter in the module: the embedding before the blocks, an untied
+    head after.
 
-    It is the order of the updates' deadlines: a head that is needed last does not hold up the first block.
+    Updates have their deadlines in this order: a head that is needed last does not hold up the first block.
     """
     place = {parameter: number for number, parameter in enumerate(module.parameters())}
     return sorted(units, key=lambda unit: place[unit.parameters[0][1]])
@@ -194,7 +196,7 @@ def _unit_plan(
 def plan_of(
     unit_plans: Sequence[UnitPlan], settings: RuntimeSettings, budgets: Budgets, *, shares_weights: bool
 ) -> Plan:
-    """Where everything is to be. Raises SlideError where it does not fit."""
+    """Return the plan of all memory. Raises SlideError where it does not fit."""
     needs = settings.needs(
         world_size=unit_plans[0].layout.world_size, shares_weights=shares_weights, gpu_is_own=budgets.gpu_is_own
     )
@@ -202,7 +204,7 @@ def plan_of(
 
 
 def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
-    """Free memory as it will be once the parameters' present copies, which DS-Slide takes over, are gone."""
+    """Return the free memory as it will be once the parameters' present copies, which DS-Slide takes over, are gone."""
     on_gpu = on_host = 0
     files = FileMappings.now()
     for parameter in module.parameters():
@@ -236,18 +238,18 @@ def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
 
 
 def gpu_states_of(config: SlideConfig, *, gpu_is_own: bool) -> int | None:
-    """Bytes of the GPU for optimizer states that the block asks for, None for as many as suit."""
+    """Return the bytes of the GPU that the block asks for, for optimizer states. None: the plan chooses the number."""
     if config.state_dtype != "fp32":
-        return 0  # the short formats are updated on the CPU; the contract has refused another wish
+        return 0  # the short formats are updated on the CPU; the contract has refused other values
     if not gpu_is_own and config.gpu_states == "auto":
         return 0  # the accelerator's part comes out of the same memory, so nothing is placed there unasked
     return None if config.gpu_states == "auto" else config.gpu_states
 
 
 def _agreed(budgets: Budgets, ranks: Ranks) -> Budgets:
-    """The budgets with the memory that every rank has: the plan sets which weights are gathered when, which must be the
-    same everywhere."""
-    # What earlier engines hold, too: one that was dropped without destroy() goes when Python collects it.
+    """Return the budgets with the memory that every rank has: the plan decides when weights are gathered, and must be
+    the same on all ranks."""
+    # Memory of earlier engines, too: an engine dropped without destroy() goes when Python collects it.
     negative = [-taken for taken in dataclasses.astuple(budgets.taken)]
     least = ranks.least([budgets.gpu_total, budgets.gpu_free, budgets.host_free, *negative])
     taken = Taken(*(-value for value in least[3:]))
@@ -284,12 +286,12 @@ def install_kernels(module: nn.Module, which: Which) -> Replaced:
 # DeepSpeed's `torch_autocast`: a model in fp32 whose matrix products run in bf16.
 #
 # Stock ZeRO-3 gathers the weights of modules that are safe in lower precision (linear and convolutional ones, or
-# those that the JSON names) in bf16, widens them again, and autocast narrows them at each use. Here the weights
-# themselves are kept in bf16, beside the low halves of their exact masters: what crosses to the GPU is what autocast
-# computes with, so that it has nothing to cast. A weight that another module has as well (a tied embedding, which
-# computes in fp32) stays as it is, and so do frozen ones, which have no master that would keep their low halves.
+# the modules that the JSON names) in bf16, widens them again, and autocast narrows them at each use. Here the weights
+# themselves are kept in bf16, beside the low halves of their exact masters: they cross to the GPU in the type that
+# autocast computes with, so that it has nothing to cast. A weight that another module has as well (a tied embedding,
+# which computes in fp32) stays as it is, and so do frozen weights, which have no master for their low halves.
 #
-# Gradients leave as in stock: in bf16 those of weights that are gathered in it, the rest as the parameters are.
+# Gradients leave as in stock: in bf16 where stock gathers the weights in bf16, otherwise in the parameters' type.
 
 
 def autocast_is_enabled(ds_config: Mapping[str, Any]) -> bool:
@@ -300,8 +302,8 @@ def autocast_is_enabled(ds_config: Mapping[str, Any]) -> bool:
 def precision_under_autocast(
     module: nn.Module, ds_config: Mapping[str, Any], trainable: Collection[nn.Parameter]
 ) -> PrecisionOf:
-    """The precision of the parameters of `module`, which DeepSpeed has marked with the data type of their collectives.
-    `trainable`: those that an optimizer updates."""
+    """Return the precision of the parameters of `module`, which DeepSpeed has marked with the data type of their
+    collectives. `trainable`: the parameters that an optimizer updates."""
     names = ds_config["torch_autocast"].get("lower_precision_safe_modules")
     safe = {_class_of(name) for name in names or get_default_autocast_lower_precision_modules()}
     owners: dict[nn.Parameter, set[type[nn.Module]]] = defaultdict(set)
@@ -321,12 +323,12 @@ def precision_under_autocast(
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    # By `values`, which looks only; ZeRO-3's dictionary gathers what is looked up in it.
+    # `values` gathers nothing; ZeRO-3's dictionary gathers a parameter that is looked up in it.
     return (parameter for parameter in module._parameters.values() if parameter is not None)
 
 
 def _class_of(name: str) -> type[nn.Module]:
-    """DeepSpeed has found it before, and compares exact types."""
+    """Return the class of that name. DeepSpeed has found it before, and compares exact types."""
     package, _, attribute = name.rpartition(".")
     found: type[nn.Module] = getattr(importlib.import_module(package), attribute)
     return found

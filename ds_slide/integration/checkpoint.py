@@ -1,8 +1,8 @@
 """Checkpoints of an engine that runs DS-Slide: crash-safe, and in bounded memory however large the model.
 
-The files are DeepSpeed's, for its tools and for stock ZeRO-3. `checkpoint_save` and `load_checkpoint` say what is done
-when. Of `ds_slide.checkpoint`, `archive`, `sums` and `restricted` write and read one file piece by piece;
-`publish` and `manifest` make the files of all ranks one checkpoint, which is there or not.
+The files are DeepSpeed's, for its tools and for stock ZeRO-3. `checkpoint_save` and `load_checkpoint` have the order of
+the work. In `ds_slide.checkpoint`, `archive`, `sums` and `restricted` write and read one file piece by piece;
+`publish` and `manifest` make the files of all ranks one checkpoint, which is complete or absent.
 
 The engine gets these as attributes of the object: the class, and with it every engine without the key, keeps
 DeepSpeed's.
@@ -73,8 +73,8 @@ def load_checkpoint(
 ) -> Loaded:
     """DeepSpeedEngine.load_checkpoint. Collective. Raises SlideError, with nothing changed, for a broken checkpoint.
 
-    Without optimizer states the masters, rounded to the model's dtype, become the weights, as in stock; but those of
-    the tag that is asked for, and with `load_module_only` alone too, where stock loads no weights at all.
+    Without optimizer states the masters, rounded to the model's dtype, become the weights, as in stock. Unlike stock,
+    they come from the requested tag, and also with `load_module_only` alone, where stock loads no weights at all.
     """
     directory = Path(load_dir)
     finish_save(engine)
@@ -129,8 +129,8 @@ def load_checkpoint(
 def _subspaces(
     units: compressed.Compressed, tag: Path, reading: Reading, rank: int
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """What a tag holds of the subspaces of `units`, in the files of rank 0 and of `rank`; None where neither has any.
-    Collective. Raises SlideError."""
+    """Return a tag's content for the subspaces of `units`, from the files of rank 0 and of `rank`; None where no unit
+    is compressed. Collective. Raises SlideError."""
     path, own = tag / compressed.NAME, tag / compressed.name_of(rank)
     if not units:
         if os.path.lexists(path):
@@ -154,7 +154,7 @@ def _subspaces(
                 "load_optimizer_states=False to load_checkpoint for its weights"
             )
 
-    together(require_own)  # what is missing on one rank must leave no other one waiting
+    together(require_own)  # a file that is missing on one rank must not leave another rank waiting
     return saved, reading.files.load(str(own), "cpu") if rank else saved
 
 
@@ -170,7 +170,7 @@ def _reading(engine: Any) -> Iterator[Reading]:
         complete = True
     finally:
         engine.optimizer.mapped_files = None
-        # Alone, a rank that has failed must not wait for the others, which this needs.
+        # The epilogue needs all ranks, and a rank that has failed alone must not wait for the others.
         if complete or ranks() == 1:
             engine.optimizer.checkpoint_event_epilogue()
 
@@ -208,8 +208,8 @@ def _load_weights(engine: Any, reading: Reading, load_dir: str, tag: str) -> Non
 # ----------------------------------------------------------------------------------------------------------------------
 # The whole model in fp32 out of a ZeRO-3 checkpoint of any number of ranks, as DeepSpeed's `zero_to_fp32` makes it.
 #
-# DeepSpeed's own load calls that module, whose torch.load runs whatever a file says, on the tag that `latest` names.
-# Here a second copy of the module reads, restricted, the tag that is asked for.
+# DeepSpeed's own load calls that module on the tag that `latest` names, and its torch.load runs any code in a file.
+# Here a second copy of the module reads the requested tag, restricted.
 
 _MODULE = "deepspeed.utils.zero_to_fp32"
 
@@ -227,7 +227,7 @@ class _Torch(ModuleType):
 
 @contextmanager
 def whole_model_loaded(engine: Any, load_dir: str, tag: str) -> Iterator[None]:
-    """Let what `engine` loads into its module is the whole model out of `tag`."""
+    """Let `engine` load the whole model out of `tag` into its module meanwhile."""
     owner = type(engine)
 
     def load_module_state_dict(checkpoint: dict[str, Any], **options: Any) -> None:
@@ -250,7 +250,7 @@ def _state_dict(load_dir: str, tag: str) -> dict[str, Any]:
 def _zero_to_fp32() -> Any:
     spec = importlib.util.find_spec(_MODULE)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)  # not in sys.modules: everybody else's is as it was
+    module = importlib.util.module_from_spec(spec)  # not in sys.modules: the module of other code stays as it was
     spec.loader.exec_module(module)
     module.torch = _Torch("torch")  # type: ignore[attr-defined]
     return module

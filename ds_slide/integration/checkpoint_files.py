@@ -32,7 +32,7 @@ restricted.also_allow(LossScaler, DynamicLossScaler, ZeroStageEnum)
 
 
 class Reading:
-    """One load. `frozen`: this rank's parts of the frozen parameters by name, as maps of the file."""
+    """One load. `frozen`: this rank's parts of the frozen parameters by name, mapped from the file."""
 
     def __init__(self) -> None:
         self.files = MappedFiles()
@@ -42,14 +42,14 @@ class Reading:
         value = self.files.load(path, map_location)
         if not isinstance(value, dict) or OPTIMIZER_STATE_DICT in value:
             return value
-        # The model's file. What the caller gets out of it lives on, so it is copied and no map of a file that may be
-        # removed; the frozen parameters may be larger than memory, and DeepSpeed would write them to the state buffers.
+        # The model's file. The caller keeps its content, so it is copied: a mapped file may be removed. The frozen
+        # parameters may be larger than memory, and DeepSpeed would write them to the state buffers.
         self.frozen = value.pop(FROZEN_PARAM_FRAGMENTS, None) or {}
         return {**copy.deepcopy(value), FROZEN_PARAM_FRAGMENTS: None}
 
 
 class SlideCheckpointEngine(TorchCheckpointEngine):
-    """Writes beside and renames; while a checkpoint is saved or loaded, does what that needs."""
+    """Writes a temporary file and renames it; while a checkpoint is saved or loaded, plans or maps the files."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class SlideCheckpointEngine(TorchCheckpointEngine):
 
     @contextlib.contextmanager
     def collecting(self, *, copied: bool = False) -> Iterator[list[tuple[Path, Archive]]]:
-        """Let `save` only plan its files meanwhile, which are the list. `copied`: as in Archive."""
+        """Let `save` only add its planned files to the list meanwhile. `copied`: as in Archive."""
         collected: list[tuple[Path, Archive]] = []
         self._collected, self._copies = collected, copied
         try:
@@ -100,16 +100,17 @@ class SlideCheckpointEngine(TorchCheckpointEngine):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The parameters of a checkpoint and those of the model, compared by name before anything is changed.
+# The parameters of a checkpoint and of the model, compared by name before anything is changed.
 #
 # DeepSpeed finds out in the middle of a save or a load that a parameter is not its own, and prints the whole tensor.
 
 _SHOWN = 4
-"""Names in a sentence; a model with adapters has hundreds."""
+"""The most names in a message; a model with adapters has hundreds."""
 
 
 def require_own_parameters(engine: Any) -> None:
-    """SlideError for a save of a model that has got parameters since its engine started: they would not be in it."""
+    """Raise SlideError for a save of a model with parameters added since its engine started: the checkpoint would not
+    have them."""
     places = engine.optimizer.protocol.places
     added = [name for name, parameter in engine.module.named_parameters() if parameter not in places]
     if added:
@@ -120,12 +121,12 @@ def require_own_parameters(engine: Any) -> None:
 
 
 def require_same_parameters(engine: Any, path: Path, file: str) -> None:
-    """SlideError where the tag at `path`, whose model states are in `file`, has other parameters than the model."""
+    """Raise SlideError where the tag at `path`, with model states in `file`, has other parameters than the model."""
     content = MappedFiles().load(file, "cpu")
     groups, frozen = content.get(PARAM_SHAPES), content.get(FROZEN_PARAM_SHAPES)
     if groups is None:
         return
-    # What was frozen for a while when it was saved is in both, and has optimizer states.
+    # A parameter that was frozen for a while when it was saved is in both, and has optimizer states.
     saved = dict.fromkeys(frozen or (), False) | {name: True for group in groups for name in group}
     own = {
         engine.param_names[parameter]: place[1].trainable
@@ -155,22 +156,22 @@ def _listed(names: list[str]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Steps that all ranks take together: they go on when every one of them has succeeded, or stop with the same fault.
+# Steps that all ranks take together: they go on when every rank has succeeded, or stop with the same fault.
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on a rank, in words."""
+    """The fault of a rank, in words."""
 
     message: str
 
 
 def together(step: Callable[[], T]) -> list[T]:
-    """Run `step` on every rank and return what each of them returned, by rank. Collective.
+    """Run `step` on every rank and return all results, by rank. Collective.
 
-    Where a rank fails, it raises its own exception and the others SlideError: nobody is left waiting.
+    Where a rank fails, it raises its own exception and the others SlideError: no rank is left waiting.
     """
     own: Any
     fault: Exception | None = None

@@ -1,6 +1,6 @@
 """`save_checkpoint`: DeepSpeed's files, written piece by piece, whole or not at all.
 
-At once; or, with `ds_slide.async_save`, by a thread from a copy of the states.
+They are written at once or, with `ds_slide.async_save`, by a thread from a copy of the states.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_publisher(engine: Any) -> bool:
-    """Whether this rank makes directories and renames them: one a file system."""
+    """Whether this rank makes directories and renames them: one rank for each file system."""
     return bool((engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0)
 
 
@@ -84,7 +84,7 @@ def finish_save(engine: Any) -> None:
         together(saving.require)
         together(saving.complete if is_publisher(engine) else lambda: None)
         agreed = True
-    except SlideError:  # as all ranks do then; after anything else (a rank is gone) others may still write or publish
+    except SlideError:  # raised on all ranks; after other exceptions (a rank is gone) ranks may still write or publish
         agreed = True
         raise
     finally:
@@ -101,7 +101,7 @@ class _Request:
 
 
 def _snapshot(engine: Any, target: Path, *, frozen: bool) -> Snapshot | None:
-    """What to copy for an asynchronous save; None for one that waits. Collective."""
+    """Return the copy of states for an asynchronous save; None where the save waits. Collective."""
     optimizer = engine.optimizer
     if not optimizer.async_save:
         return None
@@ -142,7 +142,7 @@ def _save(engine: Any, request: _Request, snapshot: Snapshot | None) -> None:
     agreement = Agreement(staging, tag, len(sizes), request.save_latest)
     try:
         together(functools.partial(_begin, engine, agreement, archives))
-    except SlideError:  # on all ranks: none may have a save that another has not
+    except SlideError:  # raised on all ranks: either all ranks have a save, or none
         saving, engine.optimizer.saving = engine.optimizer.saving, None
         if saving is not None:
             saving.close(all_have_ended=False)
@@ -150,14 +150,14 @@ def _save(engine: Any, request: _Request, snapshot: Snapshot | None) -> None:
 
 
 def _begin(engine: Any, agreement: Agreement, archives: list[tuple[Path, Archive]]) -> None:
-    """The thread knows nothing of the engine, which may be destroyed under it."""
+    """Begin the save in a thread, which has no reference to the engine: the engine may be destroyed meanwhile."""
     target, rank = agreement.staging.save_dir / agreement.tag, engine.global_rank
     nbytes = sum(archive.nbytes for _, archive in archives)
 
     def write(wrote: Wrote) -> None:
         with _as_failure(target, nbytes):
             agreement.finish(rank, _write_files(archives, wrote))
-            archives.clear()  # with them goes the copy of the states
+            archives.clear()  # this also frees the copy of the states
 
     def complete() -> None:
         with _as_failure(target, nbytes):
@@ -168,7 +168,7 @@ def _begin(engine: Any, agreement: Agreement, archives: list[tuple[Path, Archive
 
 
 def _planned_files(engine: Any, request: _Request, snapshot: Snapshot | None) -> list[tuple[Path, Archive]]:
-    """This rank's files as DeepSpeed composes them. `snapshot`: holds the states when they are written."""
+    """Return this rank's files as DeepSpeed composes them. `snapshot`: the states to be written, if copied."""
     directory, tag = request.staging.path, request.tag
     copied = snapshot is not None
     states = engine.optimizer.sub_groups.settled if snapshot is None else snapshot.of
@@ -187,7 +187,7 @@ def _planned_files(engine: Any, request: _Request, snapshot: Snapshot | None) ->
 
 
 def _say_what_will_be_refused(engine: Any, target: Path, archives: list[Archive]) -> None:
-    """Warn, once for each class: now there is time to allow it, and when the checkpoint is needed somebody may wait."""
+    """Warn, once for each class, while there is still time to allow it: a later load would fail."""
     names = {name for archive in archives for name in restricted.refused_names(archive.pickled)}
     if names := names - engine.optimizer.names_said_to_be_refused:
         engine.optimizer.names_said_to_be_refused |= names
@@ -201,7 +201,8 @@ def _say_what_will_be_refused(engine: Any, target: Path, archives: list[Archive]
 
 @contextmanager
 def _planned_fragments(engine: Any, states: States) -> Iterator[None]:
-    """DeepSpeed saves `ds_tensor` of frozen parameters, a view, with which the whole state buffer would be pickled."""
+    """Let DeepSpeed save planned tensors of frozen parameters: with `ds_tensor`, a view, it would pickle the whole
+    state buffer."""
     places = engine.optimizer.protocol.places
 
     def fragment(parameter: nn.Parameter) -> Planned:
@@ -257,7 +258,7 @@ def _publish(engine: Any, staging: Staging, tag: str, written: list[dict[str, Su
 
 @contextmanager
 def _as_failure(target: Path, nbytes: int) -> Iterator[None]:
-    """What the operating system says becomes a sentence."""
+    """Turn an error of the operating system into a SlideError."""
     try:
         yield
     except OSError as error:

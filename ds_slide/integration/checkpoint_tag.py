@@ -1,4 +1,4 @@
-"""Which tag a load takes, and what is checked of it by all ranks together before anything is changed."""
+"""The tag that a load takes, and its checks by all ranks together before anything is changed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_")
 
 
 def universal_tag(engine: Any, directory: Path, tag: Any, *, everything: bool) -> str:
-    """The universal tag to load, when each of its files holds what this model needs. Collective. Raises SlideError."""
+    """Return the universal tag to load, when each of its files fits this model. Collective. Raises SlideError."""
 
     def verify() -> str:
         if engine.optimizer.require_manifest:
@@ -46,6 +46,7 @@ def universal_tag(engine: Any, directory: Path, tag: Any, *, everything: bool) -
                     "checkpoint with ds_to_universal.py, pass its tag, or set checkpoint.load_universal to false"
                 )
             chosen = tag_in(directory / LATEST)
+        # The files of the tag, then their content against this model.
         path = directory / chosen
         metadata = engine._get_all_ckpt_names(str(directory), chosen)
         if not metadata:
@@ -63,7 +64,7 @@ def universal_tag(engine: Any, directory: Path, tag: Any, *, everything: bool) -
 
 
 def whole_tag(engine: Any, directory: Path, tag: Any, *, every_rank: Callable[[Path], bool]) -> str:
-    """The tag to load, when what this load reads of it is as the manifest says and holds nothing that is refused.
+    """Return the tag to load, when the files that this load reads match the manifest and hold nothing that is refused.
     `every_rank`: whether the files of all ranks are read. Collective. Raises SlideError."""
     chosen = str(tag)
 
@@ -87,7 +88,7 @@ def whole_tag(engine: Any, directory: Path, tag: Any, *, every_rank: Callable[[P
         return chosen
 
     try:
-        together(put_back)  # a step of its own: no rank looks for the tag before it is back
+        together(put_back)  # a separate step: no rank looks for the tag before it is back
         return together(verify)[0]
     except SlideError as error:
         other = together(lambda: newest_whole_tag(directory, {chosen}) if is_publisher(engine) else None)[0]
@@ -103,8 +104,8 @@ def _checked(directory: Path, tag: str) -> str:
 
 
 def saved_ranks(path: Path) -> int:
-    """Number of ranks that have saved the tag at `path`."""
-    # By their numbers: the Hub's cache has each file twice, as a blob and as a link to it.
+    """Return the number of ranks that have saved the tag at `path`."""
+    # Counted by rank numbers: the Hub's cache has each file twice, as a blob and as a link to it.
     return len(set(_RANK.findall(" ".join(file.name for file in path.glob(_OPTIMIZER)))))
 
 
@@ -137,7 +138,7 @@ def _verify(engine: Any, directory: Path, tag: str, every_rank: Callable[[Path],
 
 
 def _check_that_none_is_due(engine: Any, path: Path, files: list[str]) -> None:
-    """The tag has no manifest."""
+    """Raise SlideError for a tag without a manifest where one is required; warn where DS-Slide has written the tag."""
     if engine.optimizer.require_manifest:
         raise SlideError(
             f"the checkpoint {path} has no {NAME}, which ds_slide.checkpoint.require_manifest asks for; load another "

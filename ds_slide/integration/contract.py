@@ -1,4 +1,4 @@
-"""What DS-Slide does not support, refused by name before any memory is taken.
+"""Refusals of unsupported settings, models and optimizers, by name, before any memory is taken.
 
 Two entrances: `check_deepspeed_config` when the engine starts (nothing but the parsed config, the model and the
 client's optimizer exist yet), `check_supported` when the ZeRO optimizer is built (its arguments are final). Both report
@@ -39,9 +39,9 @@ _FOREIGN_MODULES = {
 def check_deepspeed_config(
     config: Any, slide: SlideConfig, *, model: nn.Module, client_optimizer: Any = None, mpu: Any = None
 ) -> None:
-    """Refuse what a parsed `DeepSpeedConfig` asks for and DS-Slide cannot do.
+    """Refuse the requests of a parsed `DeepSpeedConfig` that DS-Slide cannot fulfil.
 
-    `client_optimizer` and `mpu` are those given to `deepspeed.initialize`. Raises SlideConfigError.
+    `client_optimizer` and `mpu` are the arguments of `deepspeed.initialize`. Raises SlideConfigError.
     """
     require_stage(int(config.zero_optimization_stage))
     values = values_of_config(config) | {"mpu": mpu}
@@ -70,7 +70,7 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, slid
     `init_optimizer`: the optimizer that brings the hyperparameters. `module`: the model. Raises SlideConfigError.
     """
     values, rule = dict(kwargs), update_rules.asked_for(None, init_optimizer)
-    # These two arrive under other names than they are set with.
+    # The argument names of these two settings differ from their JSON names.
     values["prescale_gradients"] = not values.get("postscale_gradients", True)
     values["zero_quantized_gradients"] = values.get("all2all_process_group") is not None
     values["fp16"] = gradient_dtype(kwargs, module) == torch.float16
@@ -89,7 +89,7 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, slid
 
 
 def check_without_optimizer(module: nn.Module) -> None:
-    """Refuse a model, as it is when the engine is built, of which DS-Slide cannot run forwards. Raises
+    """Refuse a model, as it is when the engine is built, whose forwards DS-Slide cannot run. Raises
     SlideConfigError."""
     raise_all(*dtype_problems({}, module), *model_problems(module))
 
@@ -100,14 +100,14 @@ def has_optimizer(json_name: str | None, client_optimizer: Any) -> bool:
 
 
 def require_stage(stage: Any) -> None:
-    """Raise SlideConfigError for another stage, and for nothing else: the other settings were made for that stage."""
+    """Raise SlideConfigError for another stage, without other problems: the other settings were made for that stage."""
     if stage != 3:
         problem = f"zero_optimization.stage is {shown(stage)}, but DS-Slide is an engine for stage 3"
         raise SlideConfigError(f'{problem}; set it to 3 or remove "ds_slide"')
 
 
 def values_of_config(config: Any) -> dict[str, Any]:
-    """What the checks read from a parsed `DeepSpeedConfig`. Settings that a version lacks may be absent there."""
+    """Return the settings that the checks read from a parsed `DeepSpeedConfig`. A version may lack some of them."""
     zero, fp16, bf16 = config.zero_config, config.float16_config, config.bfloat16_config
     return {
         "offload_optimizer_config": zero.offload_optimizer,
@@ -159,7 +159,7 @@ def parallel_problems(values: Values) -> Iterator[str]:
 
 
 def offload_problems(values: Values) -> Iterator[str]:
-    """DeepSpeed's own offload sections: not needed at all; the device "nvme" opens the SSD tier."""
+    """Yield problems of DeepSpeed's own offload sections. They are not needed; the device "nvme" opens the SSD tier."""
     settings = values.get("offload_optimizer_config")
     path = "zero_optimization.offload_optimizer"
     if (ratio := getattr(settings, "ratio", 1.0)) != 1.0:
@@ -171,7 +171,7 @@ def offload_problems(values: Values) -> Iterator[str]:
 
 
 def state_dtype_problems(slide: SlideConfig) -> Iterator[str]:
-    """Moments in a short format are updated on the CPU only."""
+    """Yield a problem where moments in a short format are to be on the GPU: only the CPU updates them."""
     if slide.state_dtype != "fp32" and slide.gpu_states not in ("auto", 0):
         yield (
             f'ds_slide.state_dtype is "{slide.state_dtype}", which is updated on the CPU, but ds_slide.gpu_states is '
@@ -180,7 +180,8 @@ def state_dtype_problems(slide: SlideConfig) -> Iterator[str]:
 
 
 def rule_problems(slide: SlideConfig, rule: UpdateRule | None) -> Iterator[str]:
-    """A format of optimizer states that the update rule has no kernels for. `rule`: None where it is not known yet."""
+    """Yield a problem where the update rule has no kernels for the format of optimizer states. `rule`: None where it is
+    not known yet."""
     if rule is not None and slide.state_dtype not in rule.state_dtypes:
         kept = " and ".join(rule.state_dtypes)
         yield (
@@ -190,7 +191,7 @@ def rule_problems(slide: SlideConfig, rule: UpdateRule | None) -> Iterator[str]:
 
 
 def core_problems(slide: SlideConfig) -> Iterator[str]:
-    """Cores that the update threads could not be pinned to."""
+    """Yield a problem where the update threads could not be pinned to a core."""
     if isinstance(slide.cpu_cores, str):
         return
     core = first_unusable_core(slide.cpu_cores)
@@ -202,7 +203,8 @@ def core_problems(slide: SlideConfig) -> Iterator[str]:
 
 
 def holding_problems(values: Values, slide: SlideConfig) -> Iterator[str]:
-    """`ds_slide.defer_updates: false` against what is only right with gradients held until backward has ended."""
+    """Yield a problem where `ds_slide.defer_updates` is false, but a setting needs gradients held until backward has
+    ended."""
     if slide.defer_updates is not False:
         return
     reasons = []
@@ -222,7 +224,7 @@ def holding_problems(values: Values, slide: SlideConfig) -> Iterator[str]:
 
 
 def dtype_problems(values: Values, module: nn.Module) -> Iterator[str]:
-    """Parameters of a data type that cannot be trained, and gradients that would be added up in a shorter one."""
+    """Yield problems of parameters whose data type cannot be trained, and of gradients added up in a shorter type."""
     for name, parameter in module.named_parameters():
         if parameter.dtype not in _DTYPES:
             kind = f"parameter {name} is {parameter.dtype}"
@@ -243,11 +245,11 @@ def dtype_problems(values: Values, module: nn.Module) -> Iterator[str]:
 
 
 def optimizer_choice_problems(json_name: str | None, client_optimizer: Any) -> Iterator[str]:
-    """The optimizer as it is asked for: `optimizer.type` in the JSON, or an object or a callable from the script."""
+    """Yield problems of the requested optimizer: `optimizer.type` in the JSON, or the script's object or callable."""
     if isinstance(client_optimizer, torch.optim.Optimizer):
         yield from optimizer_problems(client_optimizer)
     elif client_optimizer is not None:
-        return  # a callable: what it makes is checked when it is made
+        return  # a callable: its optimizer is checked when it is made
     elif json_name is not None and update_rules.known_as(json_name) is None:
         yield (
             f'optimizer.type is "{json_name}", but DS-Slide updates with {update_rules.names()} only; use '
@@ -256,7 +258,7 @@ def optimizer_choice_problems(json_name: str | None, client_optimizer: Any) -> I
 
 
 def optimizer_problems(optimizer: Any) -> Iterator[str]:
-    """The optimizer object whose parameter groups DS-Slide takes over."""
+    """Yield problems of the optimizer object whose parameter groups DS-Slide takes over."""
     kind, known = type(optimizer), update_rules.known(optimizer)
     if known is None:
         yield (
@@ -270,7 +272,7 @@ def optimizer_problems(optimizer: Any) -> Iterator[str]:
 
 
 def model_problems(model: nn.Module) -> Iterator[str]:
-    """Modules that bring a parallelism of their own."""
+    """Yield a problem for a module that brings its own parallelism."""
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
             missing = _FOREIGN_MODULES.get((_package(kind), kind.__name__))
@@ -281,9 +283,9 @@ def model_problems(model: nn.Module) -> Iterator[str]:
 
 
 def gradient_dtype(values: Values, module: nn.Module) -> torch.dtype:
-    """The data type in which gradients are reduced: DeepSpeed gives it, by default that of the precision which is
-    enabled in the JSON whatever the parameters have. Without it that of the first trainable parameter, or of the first
-    one."""
+    """Return the data type of reduced gradients. DeepSpeed gives it, by default the precision enabled in the JSON,
+    whatever the parameters have. Otherwise it is the data type of the first trainable parameter, or of the first
+    parameter."""
     given: torch.dtype | None = values.get("communication_data_type")
     parameters = sorted(module.parameters(), key=lambda parameter: not parameter.requires_grad)
     return given or (parameters[0].dtype if parameters else torch.float32)
@@ -294,6 +296,6 @@ def _package(kind: type) -> str:
 
 
 def raise_all(*problems: str) -> None:
-    """One error for all of them, if there are any."""
+    """Raise one error for all problems, if there are any."""
     if problems:
         raise SlideConfigError("\n".join(problems))

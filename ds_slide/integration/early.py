@@ -1,8 +1,8 @@
-"""What a JSON by itself decides, refused where it is first read: before a model is loaded.
+"""Checks of the JSON alone, which refuse a fault where the JSON is first read: before a model is loaded.
 
-Two places read it earlier than `deepspeed.initialize`: `deepspeed.zero.Init`, in which Hugging Face loads models, too,
-and `HfDeepSpeedConfig` of accelerate, which Trainer's TrainingArguments make. Values that are "auto" there are left to
-the check of the engine, and so is everything that the model or the script's optimizer has a say in.
+Two places read it earlier than `deepspeed.initialize`: `deepspeed.zero.Init`, where Hugging Face also loads models, and
+`HfDeepSpeedConfig` of accelerate, which Trainer's TrainingArguments make. Values that are "auto" there are left to the
+check of the engine, and so are all problems that depend on the model or the script's optimizer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ds_slide.report.refusals import end_in_one_sentence
 
 
 def enabled_block(raw: Mapping[str, Any]) -> SlideConfig | None:
-    """The "ds_slide" block of `raw`, None where it is off. Raises SlideConfigError for a fault in it.
+    """Return the "ds_slide" block of `raw`, None where it is off. Raises SlideConfigError for a fault in it.
 
     Every entry point of DS-Slide calls it first. From the first call on, refusals end the process in one sentence.
     """
@@ -35,10 +35,9 @@ def enabled_block(raw: Mapping[str, Any]) -> SlideConfig | None:
 
 
 def check_types(raw: Mapping[str, Any], *, filled: bool = True) -> SlideConfig | None:
-    """The block as `enabled_block` gives it; also raises SlideConfigError for sections that are not what their readers
-    take them for.
+    """Return the block as `enabled_block` does; also raise SlideConfigError for sections of a wrong type.
 
-    `filled`: nobody replaces an "auto" now.
+    `filled`: no "auto" will be replaced any more.
     """
     slide = enabled_block(raw)
     if slide is not None:
@@ -49,7 +48,7 @@ def check_types(raw: Mapping[str, Any], *, filled: bool = True) -> SlideConfig |
 
 
 def check_json(raw: Mapping[str, Any]) -> None:
-    """Raise SlideConfigError for what no engine with DS-Slide could do. `raw`: as it was written, "auto" included."""
+    """Raise SlideConfigError for settings that no engine with DS-Slide supports. `raw`: as written, with "auto"."""
     slide = check_types(raw, filled=False)
     if slide is None:
         return
@@ -59,6 +58,7 @@ def check_json(raw: Mapping[str, Any]) -> None:
 
     if (stage := _at(raw, "zero_optimization.stage", 0)) != AUTO:
         contract.require_stage(stage)
+    # The values of the JSON by the names that the checks of the engine use, without "auto".
     rows = (*REFUSED_ENGINE_SETTINGS, *REFUSED_ZERO_SETTINGS)
     values = {row.name: value for row in rows if _is_set(value := _at(raw, row.path))} | _numbers(raw)
     offload = _at(raw, "zero_optimization.offload_optimizer")
@@ -79,7 +79,7 @@ def check_json(raw: Mapping[str, Any]) -> None:
 
 
 def _ssd_is_open(slide: SlideConfig, raw: Mapping[str, Any]) -> bool:
-    """Whether there is an SSD tier, or where, is still to be filled in."""
+    """Whether the existence or the place of an SSD tier is still to be filled in."""
     sections = [_at(raw, f"zero_optimization.{name}") for name in SECTIONS]
     if any(device_of(section) == AUTO for section in sections):
         return True
@@ -88,7 +88,7 @@ def _ssd_is_open(slide: SlideConfig, raw: Mapping[str, Any]) -> bool:
 
 
 def _dtype(name: Any) -> Any:
-    """The data type that DeepSpeed takes `name` for; `name` itself where it is none, which DeepSpeed reports."""
+    """Return the data type that `name` means for DeepSpeed; `name` itself where it is none, which DeepSpeed reports."""
     try:
         return DtypeEnum(name).value
     except ValueError:
@@ -96,7 +96,7 @@ def _dtype(name: Any) -> Any:
 
 
 def _numbers(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What `holding_problems` reads."""
+    """Return the settings that `holding_problems` reads."""
     return dict(_set_numbers(raw)) | {"fp16": _at(raw, "fp16.enabled") is True}
 
 

@@ -1,11 +1,10 @@
-"""What DS-Slide puts around an engine's gradients: `zero_grad`, the prologue of a backward, and `backward`.
+"""DS-Slide's methods around an engine's gradients: `zero_grad`, the prologue of a backward, and `backward`.
 
 Every `zero_grad` drops the gradients that DS-Slide holds, as in plain torch.
 
-`parameter.grad` is empty after a backward, because its gradient waits elsewhere for the step. So `engine.zero_grad()`,
-`zero_grad` of the model, of a wrapper or of a submodule, and that of the client's optimizer drop what waits.
-Micro-batches of an accumulation under way stay: scripts call `engine.zero_grad()` before each of them, and DeepSpeed
-keeps them.
+`parameter.grad` is empty after a backward, because its gradient waits elsewhere for the step. So `engine.zero_grad()`
+and `zero_grad` of the model, a wrapper, a submodule or the client's optimizer drop the waiting gradients. Micro-batches
+of an accumulation under way stay: scripts call `engine.zero_grad()` before each of them, and DeepSpeed keeps them.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from ds_slide.runtime.gradients.dropping import drop_gradients
 
 
 def attach(engine: Any) -> None:
-    """Give `engine`, whose optimizer is a SlideZeroOptimizer, and the client's optimizer this `zero_grad`, and the
-    engine a prologue and a `backward`. All are attributes of the objects, not of their classes; modules get their
+    """Give `engine`, whose optimizer is a SlideZeroOptimizer, and the client's optimizer this `zero_grad`. The engine
+    also gets a prologue and a `backward`. All are attributes of the objects, not of their classes; modules get their
     `zero_grad` from `ownership`."""
     # Not the engine itself, which would then own itself.
     engine.optimizer.engine = reference = weakref.ref(engine)
@@ -67,9 +66,9 @@ class _ClientZeroGrad:
 
 
 def drop_all(engine: Any) -> None:
-    """Drop all gradients since the last step, but for micro-batches of an accumulation under way. A sum that an
-    exception has spoilt goes, too; the step then begins with its first micro-batch. SlideError where weights have been
-    updated from what is to go."""
+    """Drop all gradients since the last step, except micro-batches of an accumulation under way. A sum that an
+    exception has spoilt is dropped, too; the step then begins with its first micro-batch. SlideError where weights have
+    been updated from these gradients."""
     if engine.optimizer.runtime.interruptions.has_lost_gradients():
         engine.optimizer.zero_grad()
         _restart(engine)
@@ -82,7 +81,7 @@ def _is_accumulating(engine: Any) -> bool:
     if not accumulation.micro_batches:
         return False
     if engine.managed_gradient_accumulation() and engine._is_gradient_accumulation_boundary is None:
-        # A backward that no engine.step() has followed, as in an evaluation, is no micro-batch of it.
+        # A backward without an engine.step() after it, as in an evaluation, is no micro-batch of the accumulation.
         return bool(engine.micro_steps % engine.gradient_accumulation_steps())
     return not accumulation.ended_at_boundary
 
@@ -96,7 +95,7 @@ def _restart(engine: Any) -> None:
 
 
 def drop_some(engine: Any, parameters: Sequence[nn.Parameter], *, set_to_none: bool) -> None:
-    """Drop the gradients of some of the model's parameters likewise."""
+    """Drop the gradients of some of the model's parameters in the same way."""
     runtime = engine.optimizer.runtime
     given = {id(parameter) for parameter in parameters}
     if all(id(parameter) in given for unit in runtime.units for parameter, _ in unit.trainable):
@@ -108,9 +107,9 @@ def drop_some(engine: Any, parameters: Sequence[nn.Parameter], *, set_to_none: b
 # ----------------------------------------------------------------------------------------------------------------------
 # DeepSpeed's prologue of a backward, and its division by the number of micro-batches, for each output of the model.
 #
-# DeepSpeed hangs both on the outputs of `engine.forward`, where it looks into tuples, lists and dictionaries, and calls
-# the prologue for the first backward of a forward only. Here the runtime's hooks on the outputs do both. They are there
-# in dataclasses, too, after `engine.module(x)`, and in each further backward of one forward.
+# DeepSpeed puts both on the outputs of `engine.forward`, only in tuples, lists and dictionaries, and calls the prologue
+# for the first backward of a forward only. Here the runtime's hooks on the outputs do both. They also work in
+# dataclasses, after `engine.module(x)`, and in each further backward of one forward.
 
 
 def _attach_prologue(engine: Any) -> None:
@@ -121,7 +120,7 @@ def _attach_prologue(engine: Any) -> None:
 
 
 def _unchanged(gradient: torch.Tensor) -> torch.Tensor:
-    """What DeepSpeed's own hook on an output calls: the runtime's hook on the same output divides."""
+    """Return `gradient`. DeepSpeed's hook on an output calls this, but the runtime's hook on the output divides."""
     return gradient
 
 
@@ -149,9 +148,9 @@ class _Prologue:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `engine.backward` in which an operator that finds no GPU memory runs again (`ds_slide.runtime.memory.retries`).
+# `engine.backward`: an operator that finds no GPU memory runs again (`ds_slide.runtime.memory.retries`).
 #
-# A script that calls `loss.backward()` is not seen before its backward has begun, when it is too late.
+# `loss.backward()` of a script is noticed only when its backward has begun, which is too late.
 
 
 def _attach_retries(engine: Any) -> None:

@@ -1,8 +1,8 @@
 """Weights that the script made in host memory wait there for their state buffers.
 
 Stock moves a model that was not built under `deepspeed.zero.Init` to the accelerator as a whole before it partitions
-it, where a model that needs offloading does not fit: 24 GB for 12 G parameters. Only buffers
-belong there; `parameters.DeepSpeedClients` reads each unit's weights where they are.
+it. A model that needs offloading does not fit there: 24 GB for 12 G parameters. Only buffers belong there;
+`parameters.DeepSpeedClients` reads each unit's weights where they are.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def weights_stay(engine: Any) -> Iterator[None]:
     finally:
         del engine._broadcast_model
         engine.dont_change_device = not moves
-    # As in stock, where zero.Init has placed them with the parameters.
+    # As in stock. Under zero.Init the buffers are on the accelerator already, with the parameters.
     if moves and not any(is_zero_param(parameter) for parameter in engine.module.parameters()):
         move_all_but_parameters(engine.module, engine.device)
 
 
 def move_all_but_parameters(module: nn.Module, device: torch.device) -> None:
-    """Buffers, and what a module of its own kind carries along where it is moved (`nn.Module._apply`)."""
+    """Move buffers, and other tensors that a module's own `_apply` moves, but no parameters and gradients."""
     gradients = {id(parameter.grad) for parameter in module.parameters()}
     moved: dict[torch.Tensor, torch.Tensor] = {}  # two modules may share one
 

@@ -1,8 +1,8 @@
-"""An engine without an optimizer: forwards of a model whose blocks pass through the window, weights and nothing else.
+"""An engine without an optimizer: forwards of a model whose blocks pass through the window, with weights only.
 
 TRL's and LLaMA-Factory's reference models and `Trainer.evaluate()` alone take the JSON of the training and leave the
-optimizer out. DeepSpeed builds a `DeepSpeedZeRoOffload` then, which the engine calls its optimizer; here that is a
-`SlideZeroOffload`.
+optimizer out. DeepSpeed builds a `DeepSpeedZeRoOffload` then, which the engine calls its optimizer. DS-Slide builds a
+`SlideZeroOffload` instead.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ GIVE_ONE = (
 
 
 class SlideZeroOffload(ParameterOffload, DeepSpeedZeRoOffload):
-    """ZeRO stage 3 without an optimizer, streamed by `ds_slide.runtime`. Constructor arguments: `slide`,
-    and stock's, of which the sizes of its prefetching mean nothing here.
+    """ZeRO stage 3 without an optimizer, streamed by `ds_slide.runtime`. Constructor arguments: `slide` and stock's;
+    the sizes of stock's prefetching are ignored.
 
     A subclass only because `isinstance` gates much of the engine; the stock constructor is not run.
     """
@@ -88,7 +88,7 @@ class SlideZeroOffload(ParameterOffload, DeepSpeedZeRoOffload):
 
     @property
     def parameter_offload(self) -> ParameterOffload:
-        """Itself, as clients expect of an engine with an optimizer."""
+        """This object itself, as clients expect of an engine with an optimizer."""
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -102,9 +102,9 @@ class SlideZeroOffload(ParameterOffload, DeepSpeedZeRoOffload):
 
 
 def attach(engine: Any) -> None:
-    """Give `engine`, whose optimizer is a `SlideZeroOffload`, the line at its start, `save_16bit_model`, which needs a
-    checkpoint engine, and a sentence for what only an engine that trains can do. Attributes of the object, not of the
-    class."""
+    """Give `engine`, whose optimizer is a `SlideZeroOffload`, the line at its start, a checkpoint engine for
+    `save_16bit_model`, and an error for methods that only an engine that trains can run. Attributes of the object, not
+    of the class."""
     monitor.log_start(engine)
     engine.checkpoint_engine = SlideCheckpointEngine()
     for name in ("backward", "step", "save_checkpoint", "load_checkpoint"):

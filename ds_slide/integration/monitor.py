@@ -1,11 +1,11 @@
-"""What tools read of an engine: its log, its monitors, and stock's private attributes.
+"""The sources that tools read of an engine: its log, its monitors, and stock's private attributes.
 
-What the engine has decided, once, and step statistics: into the log of DS-Slide and, beside DeepSpeed's own events,
-into its monitors (TensorBoard, W&B, Comet, CSV).
+The engine reports its decisions once, and step statistics, to the log of DS-Slide and, beside DeepSpeed's own events,
+to its monitors (TensorBoard, W&B, Comet, CSV).
 
 An engine that runs DS-Slide gets its own `_take_model_step`, as an attribute of the object: the class, and with it
 every engine without the key, keeps DeepSpeed's. After that method the engine has counted the step, so events have the
-x value (`global_samples`) and the log line the rhythm (`steps_per_print`) of DeepSpeed's own.
+x value (`global_samples`) of DeepSpeed's own events, and log lines come at its interval (`steps_per_print`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def attach(engine: Any) -> None:
         running: Any = owner()
         result = take_model_step(running, *args, **kwargs)
         statistics = running.optimizer.slide_stats()
-        # A step that was skipped for its overflow has no statistics: the newest are those of an earlier one.
+        # A step that was skipped for its overflow has no statistics: the newest belong to an earlier step.
         if statistics and statistics["step"] != reported:
             reported = statistics["step"]
             _report(running, statistics)
@@ -51,7 +51,7 @@ def attach(engine: Any) -> None:
 
 
 def log_start(engine: Any) -> None:
-    """Report what `engine`, whose optimizer is one of ours, has decided. Rank 0 writes."""
+    """Report the decisions of `engine`, whose optimizer is ours. Rank 0 writes."""
     if engine.global_rank != 0:
         return
     parts, kernels = engine.optimizer.runtime.parts, engine.optimizer.kernels.counts
@@ -70,7 +70,7 @@ def log_start(engine: Any) -> None:
 
 
 def events_of(statistics: dict[str, Any], samples: int) -> list[Event]:
-    """Events (name, value, samples) of the dictionary that `slide_stats()` returns. Seconds, bytes and ratios."""
+    """Return events (name, value, samples) from the dictionary of `slide_stats()`. Seconds, bytes and ratios."""
     events = [(f"Slide/{name}", float(statistics[name]), samples) for name in ("step_s", "bound_s", "efficiency")]
     for lane, totals in statistics["lanes"].items():
         events += [(f"Slide/{lane}_{name}", float(value), samples) for name, value in totals.items()]
@@ -95,7 +95,7 @@ def _report(engine: Any, statistics: dict[str, Any]) -> None:
 
 
 def _decided(statistics: dict[str, Any]) -> str:
-    """What the GPU's memory is used for, as the end of a line."""
+    """Return the uses of the GPU's memory, as the end of a line."""
     memory, activations = statistics["memory"], statistics["activations"]
     said = f", {memory['gpu_units']} of {memory['units']} units updated on the GPU" if memory["gpu_units"] else ""
     if not activations.get("checkpointed"):
@@ -112,8 +112,8 @@ def _decided(statistics: dict[str, Any]) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 # Attributes of DeepSpeedZeroOptimizer_Stage3 that tools read, though they are private.
 #
-# Those that cost nothing have the value that they would have in stock. The rest describe partitions, buffers and hooks
-# that DS-Slide does not have: whoever asks for one is told so, and what to use instead.
+# Attributes that cost nothing have stock's value. The rest describe partitions, buffers and hooks that DS-Slide does
+# not have: a read of one raises an error that says so, and what to use instead.
 
 _MASTERS = (
     "the masters of all parameters are not in flat groups; use deepspeed.utils.safe_get_full_fp32_param or "
@@ -168,7 +168,7 @@ _REASONS = {name: reason for reason, names in _INSTEAD.items() for name in names
 
 
 def missing(name: str) -> SlideAttributeError:
-    """The error for an attribute that SlideZeroOptimizer has not."""
+    """Return the error for an attribute that SlideZeroOptimizer does not have."""
     reason = _REASONS.get(name)
     if reason is None:
         reason = (
@@ -180,8 +180,8 @@ def missing(name: str) -> SlideAttributeError:
 
 
 def leaf_parameters(module: nn.Module, groups: Iterable[Iterable[nn.Parameter]]) -> dict[nn.Module, list[Any]]:
-    """Stock's attribute of that name: trainable parameters by the module that
-    `deepspeed.utils.set_z3_leaf_modules` has flagged, the outermost of nested ones."""
+    """Return stock's attribute of that name: trainable parameters by the module that
+    `deepspeed.utils.set_z3_leaf_modules` has flagged, the outermost of nested modules."""
     owner: dict[nn.Parameter, nn.Module] = {}
     for leaf in filter(z3_leaf_module, module.modules()):
         for parameter in leaf.parameters():

@@ -1,8 +1,8 @@
 """Parameters that require a gradient and did not when the engine was built, or were not in the model then.
 
-One of a unit gets optimizer states at the next forward. One that was put into the model since belongs to no unit, and
-would never train: it is named. torch tells of every parameter and module that is registered, so the model is walked
-only after one was, and what is read at each forward is `requires_grad` of frozen parameters (30 ns each).
+A unit's parameter gets optimizer states at the next forward. A parameter that was put into the model since belongs to
+no unit, and would never train: an error names it. torch reports every parameter and module that is registered, so the
+model is walked only after a registration. Each forward reads only `requires_grad` of frozen parameters (30 ns each).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Places = Mapping[nn.Parameter, tuple[Unit, Entry]]
 
 
 class Newcomers:
-    """Looks before each forward with gradients (`ds_slide.runtime.engine.Newcomers`)."""
+    """Looks for such parameters before each forward with gradients (`ds_slide.runtime.engine.Newcomers`)."""
 
     def __init__(self, module: nn.Module, places: Places, train: Callable[[Sequence[nn.Parameter]], None]) -> None:
         """`train`: gives parameters of units optimizer states."""
@@ -35,8 +35,8 @@ class Newcomers:
         self._places = places
         self._train = train
         self._frozen = [parameter for parameter in places if not parameter.requires_grad]
-        """Those that have no states. What requires a gradient from the start and is in no group of the optimizer is
-        none of them: plain torch does not update it either."""
+        """Frozen parameters without states. A parameter that requires a gradient from the start and is in no group of
+        the optimizer is left out: plain torch does not update it either."""
         self._strangers: list[tuple[str, nn.Parameter]] = []
         """Parameters of the model that belong to no unit."""
         self._modules: set[int] = set()
@@ -60,7 +60,7 @@ class Newcomers:
         self._leave_out_trained()
 
     def look(self) -> None:
-        """Give optimizer states to parameters that require a gradient now. SlideError names one that is in no unit."""
+        """Give optimizer states to parameters that require a gradient now. SlideError for a parameter in no unit."""
         self._walk()
         with AS_THEY_ARE():
             for name, parameter in self._strangers:
@@ -72,7 +72,7 @@ class Newcomers:
             self._leave_out_trained()
 
     def require_no_gradient(self) -> None:
-        """SlideError at a step for a gradient of a parameter that no forward of the whole model has seen."""
+        """Raise SlideError at a step for a gradient of a parameter that no forward of the whole model has seen."""
         self._walk()
         for name, parameter in self._strangers:
             if parameter.grad is not None:
@@ -86,7 +86,7 @@ class Newcomers:
                 )
 
     def close(self) -> None:
-        """Look no more."""
+        """Remove the hooks on registrations."""
         self._end()
 
     def _leave_out_trained(self) -> None:
@@ -121,12 +121,12 @@ class OptimizerGroups:
 
     @classmethod
     def of(cls, optimizer: Any, module: nn.Module) -> OptimizerGroups:
-        """The groups of `optimizer`, before DS-Slide empties them."""
+        """Return the groups of `optimizer`, before DS-Slide empties them."""
         order = {parameter: number for number, parameter in enumerate(module.parameters())}
         return cls([list(group["params"]) for group in optimizer.param_groups], order)
 
     def index_of(self, parameter: nn.Parameter, name: str) -> int:
-        """The group of a parameter that is trained from now on. SlideError where nothing says which that is."""
+        """Return the group of a parameter that is trained from now on. SlideError where it is not known."""
         for index, group in enumerate(self.given):
             if any(each is parameter for each in group):
                 return index
@@ -140,8 +140,8 @@ class OptimizerGroups:
     def with_later(
         self, trainable: Sequence[dict[str, Any]], later: Mapping[nn.Parameter, int]
     ) -> list[dict[str, Any]]:
-        """`trainable`, DeepSpeed's groups of what is trained, with `later` in the order that an engine would have that
-        had trained them from the start, so that it can load a checkpoint of this one."""
+        """Return `trainable`, DeepSpeed's groups of trained parameters, with the parameters `later`. The order is as in
+        an engine that trains them from the start, so that such an engine can load a checkpoint of this one."""
         by_index = {group["_ds_source_param_group_id"]: dict(group) for group in trainable}
         for index in sorted(set(later.values())):
             group = by_index.setdefault(index, {"params": [], "_ds_source_param_group_id": index})

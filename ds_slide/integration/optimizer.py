@@ -1,8 +1,8 @@
-"""The facade: what DeepSpeedEngine, Hugging Face and checkpoint tools expect of a ZeRO-3 optimizer object.
+"""The facade: the ZeRO-3 optimizer object that DeepSpeedEngine, Hugging Face and checkpoint tools expect.
 
-A subclass only because `isinstance` gates much of the engine. The stock constructor is not run: it would build the
-partitions, hooks and buffers that DS-Slide replaces. What is inherited and used is small arithmetic over attributes
-that are set here: parameter groups, sub-groups, loss scale properties, the backward hook state.
+It is a subclass only because `isinstance` gates much of the engine. The stock constructor is not run: it would build
+the partitions, hooks and buffers that DS-Slide replaces. The inherited methods in use are small arithmetic over
+attributes that are set here: parameter groups, sub-groups, loss scale properties, the backward hook state.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from ds_slide.runtime.gradients.norm_watch import NormWatch
 from ds_slide.runtime.unfreezing import Limits, give_states
 
 _COUNTS = "ds_slide_update_counts"
-"""Key of a checkpoint's optimizer states: updates of each parameter that was off in some steps, by its name."""
+"""Key of a checkpoint's optimizer states: update counts, by name, of the parameters that were off in some steps."""
 
 
 class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
@@ -73,6 +73,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         ZeROOptimizer.__init__(self)
         check_supported(kwargs, init_optimizer, module, slide)
         ownership.end_earlier_engine(module)
+        # The attributes that DeepSpeed reads, its parameter groups, and ZeRO-3's attributes of parameters.
         self._slide = slide
         self.async_save = slide.async_save
         self.require_manifest = slide.checkpoint.require_manifest
@@ -83,6 +84,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._make_sub_groups()
         for child in module.modules():
             _init_external_params(child)
+        # The runtime, from the settings, the group and the precision of each parameter.
         self.rule = rule_of(init_optimizer)
         settings = runtime_settings(
             slide,
@@ -109,7 +111,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             raise
 
     def _take_over(self, module: nn.Module) -> None:
-        """Make the model's parameters, and what asks for their states, those of the runtime."""
+        """Connect the model's parameters, and the access to their states, with the runtime."""
         self.protocol = protocol.ParameterProtocol(self.runtime, self.dp_process_group, self._most_elements_of_small)
         self.access = StateAccess(self.runtime, self.protocol.places, self.dp_process_group, self.rule)
         self._serve_sub_groups()
@@ -178,7 +180,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._coalescing = False
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of stock that is neither here nor in the classes: most of it is stock's private state."""
+        """Raise the error for an attribute of stock that DS-Slide does not have: most are stock's private state."""
         raise missing(name)
 
     @property
@@ -209,7 +211,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         raise _no_further_groups(param_group)
 
     def _hypers(self) -> list[Hyper]:
-        """Hyper-parameters of the coming update, by optimizer group."""
+        """Return the hyper-parameters of the coming update, by optimizer group."""
         step = self.runtime.step_count + 1
         return [self.rule.hyper_of(group, step, self.optimizer) for group in self.optimizer.param_groups]
 
@@ -224,8 +226,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.runtime.begin_backward(self._hypers(), 1.0 / float(self.loss_scale))
 
     def scale_if_loss(self, value: Any) -> Any:
-        """The loss with its scale, before each backward, also of one whose first backward has ended with an exception,
-        and that has no prologue any more."""
+        """Return the scaled loss, before each backward. A loss whose first backward has ended with an exception has no
+        prologue any more, only this call."""
         self.runtime.interruptions.notice()
         # The engine's module may have been called, not the engine: its output announces no backward.
         self.runtime.begin_backward(self._hypers(), 1.0 / float(self.loss_scale))
@@ -239,9 +241,10 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.runtime.begin_backward(self._hypers(), 1.0 / float(self.loss_scale), of_another=of_another)
 
     def _leave_interrupted_backward(self) -> None:
-        """DeepSpeed counts the backwards that have begun and not ended. One that has ended with an exception stays in
-        that count, and the next `loss.backward()` would go without an epilogue. So would a second `loss.backward()`
-        since the last forward: DeepSpeed takes it for a part of the first, whose epilogue it has asked for already."""
+        """Reset DeepSpeed's count of the backwards that have begun and not ended. A backward that has ended with an
+        exception stays in that count, and the next `loss.backward()` would have no epilogue. Nor would a second
+        `loss.backward()` since the last forward: DeepSpeed takes it for a part of the first, whose epilogue it has
+        asked for already."""
         if not self.runtime.interruptions.backward_is_under_way():
             self._backward_active_depth = 0
             self._backward_hook_state.reset_for_new_step()
@@ -262,20 +265,19 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     @property
     def _coalesce_grad_reduction(self) -> bool:
-        """Whether reduction is coalesced: set by `engine.coalesce_grad_reduction()` for the length of its block, and
-        read when that begins."""
+        """Whether reduction is coalesced. `engine.coalesce_grad_reduction()` sets it for the length of its block, and
+        reads it when the block begins."""
         self.runtime.taking.require_held("engine.coalesce_grad_reduction()")
         return self._coalescing
 
     @_coalesce_grad_reduction.setter
     def _coalesce_grad_reduction(self, coalesces: bool) -> None:
         self._coalescing = coalesces
-        if not coalesces:  # the block has ended, with an exception perhaps: the epilogue follows all the same
+        if not coalesces:  # the block has ended: the epilogue follows also after an exception
             self.runtime.interruptions.notice()
 
     def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
-        """Nothing: a gradient that a parameter still has when such a block ends is taken by the epilogue, which
-        follows."""
+        """Do nothing: the epilogue that follows takes a gradient that a parameter still has when such a block ends."""
 
     def backward_epilogue(self) -> None:
         if self._coalescing:  # the engine leaves out the other epilogue, which runs when the block ends
@@ -298,7 +300,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self.runtime.interruptions.require_gradients()
             self._norm_watch.check(wait=False)
             self.newcomers.require_no_gradient()
-            self.protocol.release()  # of forwards without a backward
+            self.protocol.release()  # parameters of forwards without a backward
             if self.runtime.deferred:
                 self._step_held()
             else:
@@ -332,7 +334,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._norm_watch.note(self._global_grad_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the accumulation window, if there are any that step() has not taken."""
+        """Forget the gradients of the accumulation window that step() has not taken."""
         self._epilogue_ran_this_backward = False
         self.runtime.forget_gradients()
         with AS_THEY_ARE():
@@ -341,7 +343,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
                     parameter.grad = None
 
     def slide_stats(self) -> dict[str, Any]:
-        """Statistics of the newest finished step (see `ds_slide.report.statistics`); empty before the first."""
+        """Return statistics of the newest finished step (see `ds_slide.report.statistics`); empty before the first."""
         statistics = self.runtime.parts.context.recorder.as_dict(self.runtime.parts.memory_report)
         own = {
             "kernels": self.kernels.as_dict(),
@@ -387,7 +389,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def checkpoint_event_prologue(self) -> None:
-        """DeepSpeed saves and loads with every parameter partitioned; pending updates are waited for."""
+        """Wait for pending updates and partition every parameter, as DeepSpeed saves and loads them."""
         self.runtime.require_running("saving or loading a checkpoint")
         self._norm_watch.check(wait=True)
         self.protocol.release()
@@ -403,25 +405,25 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.runtime.resident_weights.bind_all()
 
     mapped_files: MappedFiles | None = None
-    """The files of the load that runs (see checkpoint_load)."""
+    """The files of the load that runs (see checkpoint)."""
     engine: weakref.ref[Any] | None = None
     """The DeepSpeed engine, from the end of its constructor on."""
     engine_hooks: Sequence[RemovableHandle] = ()
     saving: BackgroundSave | None = None
-    """The asynchronous save that was begun last, until its end has been noticed (see checkpoint_save)."""
+    """The last asynchronous save, until its end has been noticed (see checkpoint_save)."""
     has_said_that_saves_wait = False
 
     def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's ZeRO-3 format, readable by zero_to_fp32.py, ds_to_universal.py and stock DeepSpeed."""
+        """Return DeepSpeed's ZeRO-3 format, readable by zero_to_fp32.py, ds_to_universal.py and stock DeepSpeed."""
         state: dict[str, Any] = materialized(self.planned_state_dict())
         return state
 
     def planned_state_dict(self, states: States | None = None) -> dict[str, Any]:
-        """`state_dict` whose tensors are made when they are written, from `states` if not from the units."""
+        """Return the `state_dict` with tensors that are made when they are written, from `states` or else the units."""
         states = states or self.sub_groups.settled
         counts = self.runtime.own_counts()
         return {
-            # DeepSpeed's format has one count for a sub-group. Stock reads the keys that it knows.
+            # DeepSpeed's format has one count for a sub-group. Stock reads only the keys that it knows.
             **({_COUNTS: counts} if counts else {}),
             "zero_stage": 3,
             "loss_scaler": self.loss_scaler,
@@ -435,8 +437,8 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         }
 
     def _saved_step(self) -> int | torch.Tensor:
-        """The step count as the optimizer keeps it: torch's Adam in a tensor, which it takes for one when a universal
-        checkpoint is loaded; DeepSpeed's as a number, which its kernels take."""
+        """Return the step count as the optimizer keeps it: torch's Adam as a tensor, which it expects when a universal
+        checkpoint is loaded; DeepSpeed's optimizers as a number, which their kernels take."""
         step = self.runtime.step_count
         return torch.tensor(float(step)) if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW) else step
 
@@ -470,7 +472,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self.runtime.resume_after(step, saved.get(_COUNTS, {}))
 
     def universal_checkpoint(self, path: Path) -> UniversalCheckpoint:
-        """The universal checkpoint of a tag's directory, for this model."""
+        """Return the universal checkpoint of a tag's directory, for this model."""
         return UniversalCheckpoint(path, self.param_names)
 
     def _load_universal(self, path: Path, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
@@ -486,13 +488,13 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self.runtime.resume_after(saved.step, {})
 
     def refresh_fp32_params(self) -> None:
-        """The low-precision weights become the masters."""
+        """Make the low-precision weights the masters."""
         self._restore_from_bit16_weights()
 
     def _restore_from_bit16_weights(self) -> None:
         for unit in self.runtime.units:
             self.runtime.settle(unit)
-            if unit.state.has("remainder") and not unit.spec.precision.narrowed:  # those are written as masters
+            if unit.state.has("remainder") and not unit.spec.precision.narrowed:  # narrowed: written as masters
                 for span in state_buffers.pieces(unit.layout.trainable_numel, PIECE):
                     weight = unit.state.read("weight", span)
                     exact = unit.state.dtype_of("remainder").is_floating_point
@@ -504,7 +506,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.parameter_offload.empty_partition_cache()
 
     def get_param_coordinator(self, training: bool = True) -> Coordinator:
-        """Of DeepSpeed before 0.8, which some scripts still ask."""
+        """Return the coordinator, as DeepSpeed before 0.8 did: some scripts still call this."""
         return self.parameter_offload.get_param_coordinator(training)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
@@ -514,10 +516,10 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         )
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing, as in stock where nothing was offloaded."""
+        """Do nothing, as in stock where nothing was offloaded."""
 
     def add_param_group(self, param_group: Any) -> None:
-        """Refuse: which state lies where was planned when the engine started."""
+        """Refuse: the places of all states were planned when the engine started."""
         raise _no_further_groups(param_group)
 
     def destroy(self) -> None:

@@ -1,9 +1,9 @@
-"""Which engine a model belongs to, which engines train, and whose step follows a backward.
+"""The engine that a model belongs to, the engines that train, and the engine whose step follows a backward.
 
 A model belongs to one engine at a time.
 
-`Trainer.evaluate()` builds an engine and `Trainer.train()` after it another one of the same model, and nobody destroys
-the first. Its hooks would run under the second's.
+`Trainer.evaluate()` builds an engine and `Trainer.train()` after it another engine of the same model, and does not
+destroy the first. Its hooks would run under the second's.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ds_slide.runtime.engine import SlideRuntime
 
 
 class Owner(Protocol):
-    """What DeepSpeed's engine calls its optimizer."""
+    """The object that DeepSpeed's engine calls its optimizer."""
 
     runtime: SlideRuntime
     engine_hooks: Sequence[RemovableHandle]
-    """Of DeepSpeed's engine, in the model."""
+    """Hooks of DeepSpeed's engine in the model."""
 
     def destroy(self) -> None: ...
 
@@ -42,19 +42,19 @@ _owners = WeakIdKeyDictionary()
 
 
 def enter(owner: Owner, module: nn.Module) -> None:
-    """The parameters of `module` are `owner`'s from now on."""
+    """Make `owner` the owner of the parameters of `module`."""
     allow_forwards(module)
     reference = weakref.ref(owner)
     for parameter in module.parameters():
         _owners[parameter] = reference
-    # Where DeepSpeed registers a parameter that is used outside its module. Not the module itself, which would live for
-    # ever, and with it, by its hooks, the engine.
+    # DeepSpeed registers a parameter that is used outside its module here. A proxy, since the module itself would live
+    # for ever, and with it, by its hooks, the engine.
     FWD_MODULE_STACK.append(weakref.proxy(module, _take_away))
 
 
 def end(owner: Owner, module: nn.Module) -> None:
-    """Do what is left when the lanes of `owner` have ended. The hooks of DeepSpeed's engine would keep that engine, and
-    with it all of its states, for as long as there is the model."""
+    """End the ownership when the lanes of `owner` have ended. The hooks of DeepSpeed's engine would keep that engine
+    and all of its states alive while the model lives."""
     for handle in owner.engine_hooks:
         handle.remove()
     if owner.runtime.spoiled:
@@ -66,7 +66,7 @@ def end(owner: Owner, module: nn.Module) -> None:
 
 
 def leave(owner: Owner, module: nn.Module) -> bool:
-    """Forget `owner`; harmless when it has never entered, or left before. -> whether it had the model."""
+    """Forget `owner`; harmless when it has never entered, or has left before. -> whether it had the model."""
     own = [parameter for parameter in module.parameters() if owner_of(parameter) is owner]
     for parameter in own:
         del _owners[parameter]
@@ -82,8 +82,8 @@ def _take_away(stand_in: Any) -> None:
 
 def end_earlier_engine(module: nn.Module) -> None:
     """End the engines that have any parameter of `module`, as by their `destroy`, before another is built. Their
-    updates run first; what they had in host memory stays with the parameters. SlideError, and nothing is ended, where
-    their weights would go with an SSD tier, or are no weights of a step."""
+    updates run first; weights in host memory stay with the parameters. SlideError, and nothing is ended, where weights
+    would go with an SSD tier, or are no weights of a step."""
     owners = _owners_of(module)
     for owner in owners:
         _require_whole_weights(owner)
@@ -114,7 +114,7 @@ def _owners_of(module: nn.Module) -> list[Owner]:
 
 
 def owner_of(parameter: nn.Parameter) -> Any:
-    """The engine's optimizer that has `parameter`; None where none has it."""
+    """Return the engine's optimizer that has `parameter`; None where none has it."""
     reference = _owners.get(parameter)
     return None if reference is None else reference()
 
@@ -122,17 +122,17 @@ def owner_of(parameter: nn.Parameter) -> Any:
 # ----------------------------------------------------------------------------------------------------------------------
 # The living engines that train, and `nn.Module.zero_grad` while there is one.
 #
-# A script empties gradients through whatever module it has at hand: the model, a wrapper around it, a part of it. All
-# of them call `nn.Module.zero_grad`, so that is replaced, once, from the first engine with the key to the end of the
-# last. Nothing is put into modules, which remain picklable and can be copied.
+# A script empties gradients through any module: the model, a wrapper around it, a part of it. All of them call
+# `nn.Module.zero_grad`, so this method is replaced once, from the first engine with the key to the end of the last.
+# Nothing is put into modules, which remain picklable and can be copied.
 
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Their optimizers."""
+"""The optimizers of these engines."""
 _stock = nn.Module.zero_grad
 
 
 def enter_training(optimizer: Any) -> None:
-    """`optimizer`, a SlideZeroOptimizer with an engine, begins to train."""
+    """Note that `optimizer`, a SlideZeroOptimizer with an engine, begins to train."""
     _living.add(optimizer)
     if nn.Module.zero_grad is _stock:
         nn.Module.zero_grad = _zero_grad  # type: ignore[method-assign]
@@ -140,18 +140,18 @@ def enter_training(optimizer: Any) -> None:
 
 
 def leave_training(optimizer: Any) -> None:
-    """Forget `optimizer`; harmless when it has never entered, or left before."""
+    """Forget `optimizer`; harmless when it has never entered, or has left before."""
     _living.discard(optimizer)
     _restore()
 
 
 def living_trainers() -> list[Any]:
-    """Their optimizers."""
+    """Return the optimizers of the living engines that train."""
     return list(_living)
 
 
 def _restore() -> None:
-    # A script may have put a function of its own in place of ours: then ours stays below it, and finds no engine.
+    # A script may have replaced our function by its own: then ours stays below it, and finds no engine.
     if not living_trainers() and nn.Module.zero_grad is _zero_grad:
         nn.Module.zero_grad = _stock  # type: ignore[method-assign]
 
@@ -170,14 +170,14 @@ def _zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Whose step follows a backward that runs through the outputs of several engines.
+# The engine whose step follows a backward that runs through the outputs of several engines.
 #
 # The generator's loss of a GAN passes the discriminator, which then gets gradients that its own next step must not use.
 
 
 def part_in_backward(engine: Any) -> str | None:
-    """Return, while a backward through an output of `engine` runs, a clause that says why the step that follows may be
-    another engine's; None where the backward is this engine's own."""
+    """Return why the next step may be another engine's, as a clause; None where the backward is this engine's own.
+    Called while a backward through an output of `engine` runs."""
     if engine._running_engine_backward or engine._manual_backward_expected:
         return None
     if deepspeed_engine._ENGINE_BACKWARD_GRAPH_TRACKER.is_current_graph_registered():

@@ -1,9 +1,9 @@
 """`optimizer.parameter_offload`: takes the engine's hooks from a model for a while, and puts them back.
 
-`unwrap_model_for_generation` of TRL, DeepSpeed and others gathers the parameters, removes what is in `forward_hooks`
-and `backward_hooks`, empties both lists, lets the model generate with its whole weights, and puts the hooks back with
-`setup_zero_stage3_hooks()`, `_register_deepspeed_module` or, in older versions, `_register_hooks_recursively`. Scripts
-reach for the coordinator of the prefetches on the way, whose trace is stale then; here there is no trace.
+`unwrap_model_for_generation` of TRL, DeepSpeed and others gathers the parameters, removes the hooks in `forward_hooks`
+and `backward_hooks`, empties both lists, and lets the model generate with its whole weights. It puts the hooks back
+with `setup_zero_stage3_hooks()`, `_register_deepspeed_module` or, in older versions, `_register_hooks_recursively`.
+Meanwhile scripts use the coordinator of the prefetches, whose trace is stale then; here there is no trace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_TRACE = (
 
 
 class Coordinator:
-    """What scripts ask of DeepSpeed's PartitionedParameterCoordinator. There is never a trace that could be stale."""
+    """The methods of DeepSpeed's PartitionedParameterCoordinator that scripts call. There is never a stale trace."""
 
     hierarchy = 0
 
@@ -60,7 +60,7 @@ class _NoHook:
 
 
 class ParameterOffload:
-    """DeepSpeed's name for what owns a model's hooks, with the attributes that clients use."""
+    """The owner of a model's hooks, by DeepSpeed's name, with the attributes that clients use."""
 
     hierarchy = 0
 
@@ -78,13 +78,13 @@ class ParameterOffload:
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
     def setup_zero_stage3_hooks(self) -> None:
-        """Put the hooks into the model, in place of those that are there."""
+        """Put the hooks into the model, and remove present ones."""
         self._runtime.require_running("putting hooks into the model")
         self._runtime.attach()
         self.forward_hooks, self.backward_hooks = list(self._runtime.hooks), []
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        """`setup_zero_stage3_hooks` by another name. `count` is stock's, and not needed."""
+        """Put the hooks into the model, as `setup_zero_stage3_hooks` does. `count` is stock's, and not needed."""
         if module is not self.module:
             raise SlideError(
                 f"the hooks are to be registered in a {type(module).__name__}, but DS-Slide has those of the whole "
@@ -93,18 +93,18 @@ class ParameterOffload:
         self.setup_zero_stage3_hooks()
 
     _register_hooks_recursively = _register_deepspeed_module
-    """Its name before DeepSpeed 0.16.4."""
+    """The name of that method before DeepSpeed 0.16.4."""
 
     def _remove_module_hooks(self) -> None:
         self._runtime.detach()
         self.forward_hooks, self.backward_hooks = [], []
 
     def destroy(self) -> None:
-        """Stock's name for the removal of the hooks alone."""
+        """Remove the hooks only, as stock's method of that name."""
         self._remove_module_hooks()
 
     def require_hooks(self) -> None:
-        """SlideError for a training step of a model whose hooks were not put back, or whose engine has ended."""
+        """Raise SlideError for a training step of a model whose hooks were not put back, or whose engine has ended."""
         self._runtime.require_running("backward()")
         if not self.forward_hooks or not self._runtime.is_attached:
             raise SlideError(
@@ -118,7 +118,7 @@ class ParameterOffload:
         return self.param_coordinator
 
     def partition_all_parameters(self) -> None:
-        """Let go of what a script has gathered. A forward leaves no gathered parameters behind."""
+        """Let go of the parameters that a script has gathered. A forward leaves none."""
         self.param_coordinator.release_and_reset_all(self.module)
 
     def empty_partition_cache(self) -> None:
@@ -127,7 +127,7 @@ class ParameterOffload:
     def release_backward_leftovers(self) -> None: ...
 
     def mark_persistent_parameters(self, param_threshold: int, model_threshold: int) -> list[nn.Parameter]:
-        """None: small parameters of a block move with it."""
+        """Return an empty list: small parameters of a block move with it."""
         return []
 
     def __getattr__(self, name: str) -> Any:

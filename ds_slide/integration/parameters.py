@@ -28,14 +28,15 @@ from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
 
 _STOCKS = "ds_slide_stocks_methods"
-"""Attribute of a parameter: the methods of stock by their names, in whose place DS-Slide's are."""
+"""Attribute of a parameter: stock's methods by their names, which DS-Slide's methods replace."""
 
 
 def convert(module: nn.Module, group: Any, dtype: torch.dtype) -> None:
     """Give every ordinary parameter ZeRO-3's attributes, without partitioning or moving it.
 
-    `deepspeed.zero.Init` on a module would broadcast and copy each parameter into page-locked memory of its own, from
-    where it would be copied again; only its attribute pass is needed. SlideError for a parameter without weights.
+    `deepspeed.zero.Init` on a module would broadcast and copy each parameter into its own page-locked memory, and the
+    parameter would be copied again from there. Only its attribute pass is needed. SlideError for a parameter without
+    weights.
     """
     absent_parameters.leave(module.parameters())
     _require_weights(module)
@@ -51,7 +52,7 @@ def convert(module: nn.Module, group: Any, dtype: torch.dtype) -> None:
 
 
 def _require_weights(module: nn.Module) -> None:
-    """SlideError for a parameter whose elements went with an engine that had them on SSD, or are of no step."""
+    """Raise SlideError for a parameter whose elements went with an engine's SSD tier, or are not of one step."""
     for name, parameter in _partitioned(module):
         if parameter.ds_numel and not parameter.ds_tensor.numel():
             raise present_values.without_weights(name)
@@ -59,7 +60,7 @@ def _require_weights(module: nn.Module) -> None:
 
 
 def _require_unspoiled(module: nn.Module) -> None:
-    """SlideError for weights that an ended engine has left as a mixture of two steps."""
+    """Raise SlideError for weights that an ended engine has left as a mixture of two steps."""
     for name, parameter in module.named_parameters():
         if why := getattr(getattr(parameter, "ds_tensor", None), "ds_slide_spoiled", ""):
             raise SlideError(
@@ -76,8 +77,8 @@ def mark_spoiled(parameters: Iterable[Any], why: str) -> None:
 
 
 def require_own_partitions(module: nn.Module) -> None:
-    """SlideError where a script has put another tensor in the place of an engine's partition: which of the two has the
-    weights is not known."""
+    """Raise SlideError where a script has replaced an engine's partition by another tensor: it is not known which of
+    the two has the weights."""
     for name, each in module.named_parameters():
         parameter: Any = each
         if hasattr(parameter, _STOCKS) and not isinstance(parameter.ds_tensor, Partition):
@@ -88,7 +89,7 @@ def require_own_partitions(module: nn.Module) -> None:
 
 
 def _partitioned(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Names and parameters whose elements are in their partitions alone."""
+    """Yield names and parameters whose elements are in their partitions alone."""
     for name, each in module.named_parameters():
         parameter: Any = each
         if is_zero_param(each) and parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE:
@@ -98,18 +99,18 @@ def _partitioned(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _as_partitioned(module: nn.Module) -> None:
     """Give partitioned parameters the data type of their elements back.
 
-    `module.to(torch.float32)` changes nothing but the empty tensor that stands for them, and stock gathers what the
-    partition has: axolotl does this to norms, whose outputs would no longer fit the weights behind them.
+    `module.to(torch.float32)` changes only their empty tensors, and stock gathers the partition in its own data type.
+    axolotl does this to norms, whose outputs would no longer fit the weights after them.
     """
     for _, parameter in _partitioned(module):
         partition = parameter.ds_tensor
-        # An earlier engine's narrowed weights are shorter than what the parameter is declared as.
+        # An earlier engine's narrowed weights are shorter than the parameter's declared data type.
         if not hasattr(partition, LOW_HALVES) and partition.dtype != parameter.dtype:
             parameter.data = torch.empty(0, dtype=partition.dtype, device=parameter.device)
 
 
 def _placeholder(parameter: Any, group: Any) -> torch.Tensor:
-    """A stand-in for the partition until there is one: it has the sizes, and no elements."""
+    """Return a stand-in for the partition, with its sizes and no elements, until there is a partition."""
     tensor = torch.empty(0, dtype=parameter.dtype)
     return _as_partition(tensor, -(-parameter.ds_numel // dist.get_world_size(group)))
 
@@ -124,34 +125,34 @@ def _as_partition(tensor: torch.Tensor, numel: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DeepSpeedClients:
-    """What DeepSpeed is told of the engine's parameters (`ds_slide.runtime.core.clients.Clients`), by rank `rank` of
+    """Shows the engine's parameters to DeepSpeed (`ds_slide.runtime.core.clients.Clients`), on rank `rank` of
     `group`."""
 
     rank: int
     group: Any
 
     def take_weights(self, parameter: Any, entry: Entry) -> torch.Tensor:
-        """This rank's elements of a parameter, from wherever they are before DS-Slide has them. Collective over the
-        ranks for what is not partitioned yet."""
+        """Return this rank's elements of a parameter, from their place before DS-Slide has them. Collective over the
+        ranks for a parameter that is not partitioned yet."""
         start, stop = piece(entry, self.rank)
         if parameter.ds_status == ZeroParamStatus.AVAILABLE:
             return _of_first_rank(parameter.data, self.group).reshape(-1)[start:stop]
         return present_values.read_left(parameter.ds_tensor, entry.name)[: stop - start]
 
     def adopt(self, unit: Unit) -> None:
-        """Point the parameters of `unit` at its state buffers and let go of what they held before."""
+        """Point the parameters of `unit` at its state buffers and let go of their earlier memory."""
         _adopt(unit)
 
     def set_availability(self, parameters: Sequence[Any], binding: Binding) -> None:
-        """ZeRO-3's status follows the binding."""
+        """Set ZeRO-3's status of the parameters to that binding."""
         set_availability(parameters, binding)
 
 
 def _of_first_rank(own: torch.Tensor, group: Any) -> torch.Tensor:
-    """The ranks may have drawn different weights; rank 0's are everyone's, as under zero.Init.
+    """Return rank 0's weights, which all ranks take, as under zero.Init: the ranks may have drawn different ones.
 
-    A copy elsewhere for the length of one parameter: NCCL takes nothing from host memory, and to write into weights
-    that are mapped from a file would make a copy of them all.
+    One parameter at a time is copied to the accelerator: NCCL takes nothing from host memory, and writes into weights
+    that are mapped from a file would copy all of them.
     """
     if dist.get_world_size(group) == 1:
         return own
@@ -167,20 +168,20 @@ def _adopt(unit: Unit) -> None:
     for parameter, entry in zip(parameters, unit.layout.entries, strict=True):
         span = state_buffers.local_span(entry)
         view = weights.view(span)
-        if view is None:  # on SSD: whoever wants the elements gathers them
+        if view is None:  # the weights are on SSD: a read of the elements has to gather them
             view = torch.empty(0, dtype=unit.dtype)
         access = getattr(parameter.ds_tensor, "ds_slide_access", None)  # of the same engine, whose states have moved
         parameter.ds_tensor = _as_partition(as_partition(view), entry.partition_numel)
         parameter.ds_tensor.ds_slide_access = access
         if unit.spec.precision.narrowed:
             setattr(parameter.ds_tensor, LOW_HALVES, None if remainder is None else remainder.view(span))
-        # Not where the weights were: who asks a parameter for its device wants to know where the model computes.
+        # The accelerator, not the place of the weights: a parameter's device says where the model computes.
         device = get_accelerator().current_device_name()
         absent_parameters.leave((parameter,))
         parameter.data = torch.empty(0, dtype=unit.parameter_dtype, device=device)
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-        # Stock's word for "replicated throughout training". What its stage3_param_persistence_threshold has chosen says
-        # nothing here: small parameters of a block that is not on the GPU move with it.
+        # Stock's word for "replicated throughout training". The choice of stage3_param_persistence_threshold has no
+        # meaning here: small parameters of a block that is not on the GPU move with it.
         parameter.ds_persist = unit.resident is not None
         parameter.grad = None
         absent_parameters.watch((parameter,))
@@ -189,7 +190,7 @@ def _adopt(unit: Unit) -> None:
 def leave_to_stock(module: nn.Module) -> None:
     """Give the parameters of an ended engine stock's methods back, and whole elements where weights were kept shorter.
 
-    Raises SlideError where an engine has taken weights, or what completes them, with its SSD, or has left a mixture.
+    Raises SlideError where weights, or their low halves, went with an engine's SSD, or are a mixture of two steps.
     """
     _require_unspoiled(module)
     plain_copy.forget(module)
@@ -211,8 +212,8 @@ def leave_to_stock(module: nn.Module) -> None:
 
 
 def set_availability(parameters: Sequence[Any], binding: Binding) -> None:
-    """ZeRO-3's status follows the binding, because its parameter dictionaries read it on every access; and so does the
-    class of the parameters."""
+    """Set ZeRO-3's status and the class of the parameters to `binding`. ZeRO-3's parameter dictionaries read the status
+    on every access."""
     status = ZeroParamStatus.NOT_AVAILABLE if binding is Binding.ABSENT else ZeroParamStatus.AVAILABLE
     classes = absent_parameters.OWN if binding is Binding.COMPUTING else absent_parameters.WATCHED
     for parameter in parameters:  # 0.15 us each, for every block of every forward and backward
@@ -231,19 +232,21 @@ class ParameterProtocol:
     """`all_gather` and `partition` for every parameter of a runtime."""
 
     def __init__(self, runtime: SlideRuntime, group: Any, most_elements: int) -> None:
-        """`most_elements`: of a parameter that is there between forwards (`stage3_param_persistence_threshold`)."""
+        """`most_elements`: the limit for a parameter that is readable between forwards
+        (`stage3_param_persistence_threshold`)."""
         self._runtime = runtime
         self._group = group
         self.places: dict[nn.Parameter, tuple[Unit, Entry]] = {}
         self.refresh()
         self._until_backward_ends: list[Any] = []
-        """Gathered because a module outside of theirs has read them in its forward: nobody else lets go of them."""
+        """Parameters gathered because a module other than their own has read them in its forward: only `release` lets
+        go of them."""
         self.values = PresentValues(runtime, self.places, most_elements, self._copied)
         for parameter in self.places:
             self._install(parameter)
 
     def refresh(self) -> None:
-        """Take the places of the parameters from their units, in which more of them may be trainable now."""
+        """Take the places of the parameters from their units, where more parameters may be trainable now."""
         for unit in self._runtime.units:
             self.places |= {
                 parameter: (unit, entry) for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True)
@@ -270,7 +273,7 @@ class ParameterProtocol:
             self.partition([parameter] if param_list is None else param_list, updated=has_been_updated)
 
         ours = {"all_gather": all_gather, "all_gather_coalesced": all_gather_coalesced, "partition": partition}
-        if not hasattr(parameter, _STOCKS):  # else those that are there are an earlier engine's
+        if not hasattr(parameter, _STOCKS):  # otherwise the present methods are an earlier engine's
             setattr(parameter, _STOCKS, {method: getattr(parameter, method) for method in ours})
         for method, function in ours.items():
             setattr(parameter, method, function)
@@ -280,9 +283,9 @@ class ParameterProtocol:
         setattr(parameter, absent_parameters.VALUES, self.values)
 
     def _is_bound_in_forward(self, parameter: Any) -> bool:
-        """Whether a parameter that a forward reads has been given the weights that are on the GPU anyway, as its own
-        module gets them: a copy of a vocabulary matrix would lie there until the backward has ended. One that a script
-        has cast gets a copy."""
+        """Bind a parameter that a forward reads to its weights, if these are on the GPU anyway: a copy of a vocabulary
+        matrix would stay there until the backward has ended. -> whether it is bound. A parameter that a script has cast
+        gets a copy instead."""
         unit, _ = self.places[parameter]
         if unit.resident is None or parameter.dtype != unit.parameter_dtype or not self._runtime.is_in_forward:
             return False
@@ -291,19 +294,19 @@ class ParameterProtocol:
         return True
 
     def gather(self, parameters: Iterable[Any]) -> None:
-        """Put the whole parameters on the accelerator, each in memory of its own: what the caller does to them there
-        (merging an adapter and taking it out again) is not done to the weights. In a forward, those of outer modules on
-        the GPU are the weights themselves (`_is_bound_in_forward`). Waits for the updates of their units only.
-        Collective over the ranks for those that are not there.
+        """Put the whole parameters on the accelerator, each in its own memory: changes that the caller makes there
+        (merging an adapter and taking it out again) do not change the weights. In a forward, parameters of outer
+        modules on the GPU are the weights themselves (`_is_bound_in_forward`). Waits for the updates of their units
+        only. Collective over the ranks for parameters that are not on the accelerator.
         """
         mine: list[Any] = []
         for parameter in parameters:
             if parameter in self.places:
                 mine.append(parameter)
-            else:  # of another engine, named in the same call
+            else:  # a parameter of another engine, named in the same call
                 parameter.all_gather()
         self._require_room(mine)
-        # What an evaluation in inference mode makes could not be saved by the graph of a forward behind it.
+        # Tensors made in inference mode, by an evaluation, could not be saved by the graph of a later forward.
         with torch.inference_mode(False):
             for parameter in mine:
                 unit = self.places[parameter][0]
@@ -324,7 +327,7 @@ class ParameterProtocol:
                 parameter.data = parameter.data.clone() if here else self._whole(parameter)
 
     def _require_room(self, parameters: Sequence[Any]) -> None:
-        """SlideError where the GPU cannot hold all of them, before any of them is there."""
+        """Raise SlideError where the GPU cannot hold all parameters, before any of them is there."""
         device = self._runtime.device
         if not device.is_cuda or len(parameters) < 2:
             return
@@ -334,7 +337,7 @@ class ParameterProtocol:
             if parameter.ds_status != ZeroParamStatus.AVAILABLE or self.places[parameter][0].resident is not None
         )
         (free,) = self._runtime.parts.context.ranks.least([device.memory()[0] - needed])
-        free += needed  # of the rank that has the least: all of them refuse, or none
+        free += needed  # the rank with the least memory counts: all ranks refuse, or none
         if needed > free:
             raise SlideError(
                 f"gathering {len(parameters)} parameters takes {size(needed)} of the GPU, where {size(free)} are free; "
@@ -343,7 +346,7 @@ class ParameterProtocol:
             )
 
     def _own(self, parameter: Any) -> torch.Tensor:
-        """This rank's elements of a parameter, as a script sees them."""
+        """Return this rank's elements of a parameter, as a script sees them."""
         unit, entry = self.places[parameter]
         if self._runtime.has_ended:
             own = present_values.read_left(parameter.ds_tensor, entry.name)
@@ -355,7 +358,7 @@ class ParameterProtocol:
         return unit.state.read("weight", span)
 
     def _whole(self, parameter: Any) -> torch.Tensor:
-        """The weights of a parameter that is not on the accelerator as a script sees it, in its shape."""
+        """Return the weights of a parameter that is not on the accelerator as a script sees it, in its shape."""
         entry, own = self.places[parameter][1], self._own(parameter)
         own = own.to(self._runtime.device.torch, copy=True)
         whole = own
@@ -365,8 +368,8 @@ class ParameterProtocol:
         return whole[: entry.numel].view(entry.shape)
 
     def whole_weights(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
-        """The whole weights of those parameters that are the engine's, each in memory of its own. Collective for
-        weights that this rank cannot read by itself."""
+        """Return the whole weights of the engine's own `parameters`, each in its own memory. Collective for weights
+        that this rank cannot read by itself."""
         mine = [parameter for parameter in parameters if parameter in self.places]
         self._require_room(mine)
         with torch.inference_mode(False), torch.no_grad():
@@ -386,7 +389,7 @@ class ParameterProtocol:
         return whole.to(self._runtime.device.torch)
 
     def _shared_parts(self, unit: Unit) -> Sequence[torch.Tensor] | None:
-        """All ranks' parts of the newest weights; None where they are not in memory that this rank can read."""
+        """Return all ranks' parts of the newest weights; None where this rank cannot read all of them."""
         shared = self._runtime.parts.context.shared
         parts = None if shared is None else shared.parts.get(unit.order)
         if parts is None or unit.spec.precision.narrowed or unit.state.change is not None:
@@ -396,13 +399,13 @@ class ParameterProtocol:
         return parts
 
     def release(self) -> None:
-        """Let go of what was gathered where it was read: its backward has ended, its weights are about to change."""
+        """Let go of the parameters that forwards have gathered: the backward has ended, and the weights will change."""
         parameters, self._until_backward_ends = self._until_backward_ends, []
         if parameters:
             self.partition(parameters, updated=False)
 
     def _take_back(self, parameters: Iterable[Any]) -> None:
-        """Write what the caller left in the parameters to the state buffers."""
+        """Write the caller's values of the parameters to the state buffers."""
         ranks = self._runtime.parts.context.ranks
         if self._runtime.has_ended:
             for parameter in parameters:
@@ -421,7 +424,7 @@ class ParameterProtocol:
             changed = state_buffers.write_weight(unit, entry, parameter.data.reshape(-1)[start:stop])
             if changed or ranks.world_size > 1:
                 written[unit.order] = unit
-        # Only now: renewing a unit's GPU copy would undo what was written to its other parameters.
+        # Only after all writes: renewing a unit's GPU copy would undo writes to its other parameters.
         for unit in written.values():
             self._runtime.weights_changed(unit)
 
@@ -430,8 +433,8 @@ class ParameterProtocol:
             self._runtime.settle(self.places[parameter][0])
 
     def _write_partition(self, parameter: Any, values: torch.Tensor) -> None:
-        """Make what a script has put into `ds_tensor` this rank's elements of the weights. Collective where weights are
-        shared."""
+        """Make the values that a script has put into `ds_tensor` this rank's elements of the weights. Collective where
+        weights are shared."""
         unit, entry = self.places[parameter]
         state_buffers.require_stepped(self._runtime, unit, "writing to ds_tensor")
         if self._runtime.has_ended:
@@ -443,7 +446,7 @@ class ParameterProtocol:
             self._runtime.weights_changed(unit)
 
     def partition(self, parameters: Iterable[Any], *, updated: bool) -> None:
-        """Take the parameters back from the accelerator; with `updated`, what the caller wrote becomes the weights.
+        """Take the parameters back from the accelerator; with `updated`, the caller's values become the weights.
 
         Elements whose low-precision value did not change keep their exact fp32 master.
         """

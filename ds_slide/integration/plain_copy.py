@@ -1,7 +1,7 @@
 """`copy.deepcopy` of a model that an engine has: a plain model with whole weights, as for an average or a reference.
 
-What makes the model an engine's stays behind: hooks, which lead to lanes and locks, and ZeRO-3's parameters, which are
-empty between forwards. Python asks each object how it is copied, so every module is told, and a part of a model is
+The engine's additions are not copied: hooks, which lead to lanes and locks, and ZeRO-3's parameters, which are empty
+between forwards. Python asks each object for its way of copying, so every module gets one, and a part of a model is
 copied like the whole.
 """
 
@@ -42,7 +42,7 @@ def teach(module: nn.Module, whole: WholeWeights) -> None:
 
 
 def forget(module: nn.Module) -> None:
-    """Copy them as ever."""
+    """Let `module` be copied as usual again."""
     for each in (*module.modules(), *module.parameters()):
         vars(each).pop(_COPY, None)
 
@@ -69,13 +69,13 @@ def _plain_copy(module: nn.Module, whole: WholeWeights, memo: dict[int, Any]) ->
             vars(child).pop(name, None)
         if type(child) is StreamedLinear:
             child.__class__ = nn.Linear  # type: ignore[assignment]
-        if type(child._parameters) is not dict:  # stock's, which gathers what is read from it
+        if type(child._parameters) is not dict:  # stock's dictionary gathers a parameter that is read
             child._parameters = dict(child._parameters)
     return copied
 
 
 def _leave_hooks_out(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Tell `memo` which hooks a copy of `module` has: the script's own."""
+    """Put into `memo` the hooks that a copy of `module` has: the script's own."""
     tables = [getattr(module, name) for name in _HOOKS]
     ours = {number for table in tables for number, hook in table.items() if _is_of_engine(hook)}
     for table in tables if ours else ():

@@ -1,7 +1,7 @@
-"""What an engine would place where, from a DeepSpeed JSON and a model on the meta device, without an engine.
+"""The plan of an engine, from a DeepSpeed JSON and a model on the meta device, without an engine.
 
-The JSON goes through DeepSpeed's parser and DS-Slide's checks, and its units, settings and plan are made by the
-functions that make an engine's.
+The JSON goes through DeepSpeed's parser and DS-Slide's checks. The same functions as for an engine make its units,
+settings and plan.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ FILLED = {
     "fp16.enabled": False,
     "zero_optimization.stage": 3,
 }
-"""What Trainer puts in the place of an "auto" by default, but bf16, which scripts switch on; other settings that are
-"auto" do not change the plan."""
+"""Trainer's default values for "auto", except bf16, which scripts switch on. Other settings that are "auto" do not
+change the plan."""
 
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -46,7 +46,7 @@ BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 @dataclass(frozen=True)
 class Planned:
-    """What an engine would be built from."""
+    """The plan of an engine, and the data that it is made from."""
 
     plan: Plan
     needs: Needs
@@ -56,16 +56,17 @@ class Planned:
     raw: Mapping[str, Any]
     """The JSON without its "auto" values."""
     notes: Sequence[str]
-    """What was assumed, a sentence each."""
+    """The assumptions, a sentence each."""
 
 
 def filled(raw: Mapping[str, Any], batch: int | None, ranks: int) -> tuple[dict[str, Any], list[str]]:
-    """The JSON with a value for every "auto", and a sentence for each of them that counts.
+    """Return the JSON with a value for every "auto", and a sentence for each value that counts.
 
-    `batch`: None for that of the JSON. Raises SlideConfigError where nobody says it.
+    `batch`: None for the JSON's batch. Raises SlideConfigError where neither gives it.
     """
     config, notes = copy.deepcopy(dict(raw)), []
     block = config.pop(CONFIG_KEY, None)
+    # Each "auto" is removed, or replaced by Trainer's default where it changes the plan.
     for path in list(_autos(config)):
         *parents, key = path.split(".")
         section = config
@@ -77,6 +78,7 @@ def filled(raw: Mapping[str, Any], batch: int | None, ranks: int) -> tuple[dict[
             section[key] = not _is_fp16(config) if by_script else FILLED[path]
             source = "TrainingArguments say it" if by_script else "the default of transformers' Trainer"
             notes.append(f'{path} is "auto" and taken for {shown(section[key])}; {source}')
+    # Batch sizes are whole numbers that agree with each other.
     for key in BATCH_SIZES:
         if key in config and (type(config[key]) is not int or config[key] < 1):
             raise SlideConfigError(f"{key} is {shown(config[key])}; expected a whole number above 0")
@@ -96,7 +98,7 @@ def _is_fp16(config: Mapping[str, Any]) -> bool:
 
 
 def _micro_batch(config: Mapping[str, Any], whole: int | None, ranks: int) -> int:
-    """Sequences of a micro-batch by the JSON, as DeepSpeed reads it. `whole`: its train_batch_size."""
+    """Return the sequences of a micro-batch from the JSON, as DeepSpeed reads it. `whole`: its train_batch_size."""
     batch: int | None = config.get("train_micro_batch_size_per_gpu")
     times: int | None = config.get("gradient_accumulation_steps")
     if whole is None:
@@ -121,19 +123,19 @@ def _autos(section: Mapping[str, Any], path: str = "") -> Any:
 
 
 def with_block(raw: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
-    """The JSON with other values in its "ds_slide" block."""
+    """Return the JSON with other values in its "ds_slide" block."""
     return {**raw, CONFIG_KEY: {**raw.get(CONFIG_KEY, {}), **settings}}
 
 
 def plan_json(model: nn.Module, raw: Mapping[str, Any], room: Room) -> Planned:
-    """Plan a run of `raw`, which is `filled`, on a model on the meta device. Raises SlideConfigError for what an engine
-    would refuse, and SlideError for what does not fit `room`."""
+    """Plan a run of `raw`, which is `filled`, on a model on the meta device. Raises SlideConfigError where an engine
+    would refuse it, and SlideError where it does not fit `room`."""
     slide = check_types(raw)
     if slide is None:
         raise SlideConfigError(f'the JSON does not switch DS-Slide on; add "{CONFIG_KEY}": {{"enabled": true}}')
     notes = []
     parsed = DeepSpeedConfig(dict(raw))
-    # The cores are those of the machine that runs it.
+    # The cores belong to the machine of the run, not to this one.
     check_deepspeed_config(parsed, slide.model_copy(update={"cpu_cores": "auto"}), model=model)
     raise_all(*compressed_ranks_problems(slide, room.ranks))
     if autocast_is_enabled(raw):
@@ -166,7 +168,7 @@ def plan_json(model: nn.Module, raw: Mapping[str, Any], room: Room) -> Planned:
 
 
 def _engine_of(parsed: DeepSpeedConfig) -> Any:
-    """An engine that has its config and nothing else: for its methods that say what follows from that."""
+    """Return an engine that has only its config, for its methods that derive values from the config."""
     engine = object.__new__(DeepSpeedEngine)
     object.__setattr__(engine, "_config", parsed)
     return engine

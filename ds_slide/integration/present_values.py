@@ -39,15 +39,16 @@ class PresentValues:
         most_elements: int,
         read: Callable[[nn.Parameter], torch.Tensor],
     ) -> None:
-        """`most_elements`: of a small parameter (`stage3_param_persistence_threshold`). `read`: gives the whole weights
-        of one that is not on the accelerator, without a collective where this rank can read all of them."""
+        """`most_elements`: the limit of a small parameter (`stage3_param_persistence_threshold`). `read`: returns the
+        whole weights of a parameter that is not on the accelerator, without a collective where this rank can read
+        them."""
         self._read = read
         self._runtime = runtime
         self._places = places
         self._most_elements = most_elements
         self._block_of = {part.order: unit for unit in runtime.units for part in unit.parts}
         self.gathered: set[nn.Parameter] = set()
-        """Parameters that a script has whole, in memory of their own."""
+        """Parameters that a script has gathered, in memory of their own."""
 
     def is_gathered(self, parameter: Any) -> bool:
         return parameter in self.gathered and parameter.ds_status == ZeroParamStatus.AVAILABLE
@@ -74,7 +75,7 @@ class PresentValues:
             return parameter.data, True
 
     def _refusal(self, unit: Unit, entry: Entry, *, together: bool) -> SlideError | None:
-        """Why the value cannot be had, if it cannot."""
+        """Return the error if the value cannot be read, otherwise None."""
         if unit.resident is None and entry.numel > self._most_elements:
             return SlideError(
                 f"{entry.name} of shape {tuple(entry.shape)} is not on the accelerator between forwards, because it "
@@ -124,9 +125,9 @@ class PresentValues:
 
 
 class _Bringer:
-    """Brings the gradient of a copy to its parameter, where it is added and leaves with that of the block.
+    """Brings the gradient of a copy to its parameter, where it is added and leaves with the block's gradient.
 
-    The copy counts as a use of the block, which so keeps its gradients until they are complete.
+    The copy counts as a use of the block, so that the block keeps its gradients until they are complete.
     """
 
     def __init__(self, runtime: SlideRuntime, block: Unit, unit: Unit, parameter: Any) -> None:
@@ -152,30 +153,29 @@ class _Bringer:
         torch.autograd.Variable._execution_engine.queue_callback(self._take_left)
 
     def leave_backward(self, unit: Unit) -> None:
-        """The block's use by the copy has ended."""
+        """End the block's use by the copy."""
         self._runtime.end_use(unit)
 
     def _take_left(self) -> None:
-        """Take the gradient of a graph that has ended and has no output of the engine's forward: no end of backward
-        follows."""
+        """Take the gradient of an ended graph without an output of the engine's forward: no end of backward follows."""
         with AS_THEY_ARE():
             if self._parameter.grad is not None and not self._runtime.accumulation.is_open:
                 self._runtime.taking.take_left_gradient(self._unit)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The weights that an ended engine has left: in `ds_tensor` of each parameter, and nowhere else.
+# The weights that an ended engine has left: only in `ds_tensor` of each parameter.
 #
 # An engine's state buffers go with it (`ds_slide.runtime.ended`). A view of the weights stays with each parameter, so
 # that a script can still gather them, and so that the next engine of the model begins with them.
 
 LOW_HALVES = "ds_slide_low_halves"
-"""Attribute of the partition of narrowed weights: what completes them to their masters, None where that is on SSD. It
-outlives the engine, for the next one that takes the model over."""
+"""Attribute of the partition of narrowed weights: the low halves of their masters, None where these are on SSD. It
+outlives the engine, for the next engine of the model."""
 
 
 def without_weights(name: str) -> SlideError:
-    """The error for parameter `name`, whose weights were on an SSD tier."""
+    """Return the error for parameter `name`, whose weights were on an SSD tier."""
     return SlideError(
         f"parameter {name} has no weights: they were on the SSD of an engine that was destroyed; build the model "
         "again, or load it, before deepspeed.initialize"
@@ -183,7 +183,7 @@ def without_weights(name: str) -> SlideError:
 
 
 def read_left(partition: Any, name: str) -> torch.Tensor:
-    """The elements of the partition of parameter `name`, flat; of narrowed weights their masters."""
+    """Return the elements of the partition of parameter `name`, flat; the masters of narrowed weights."""
     low: torch.Tensor | None = getattr(partition, LOW_HALVES, partition)
     if low is None:
         raise SlideError(
@@ -211,26 +211,27 @@ def write_left(partition: Any, values: torch.Tensor) -> None:
 # `parameter.ds_tensor` of an engine with DS-Slide: this rank's elements of a parameter, a view of a state buffer.
 #
 # Scripts write to it as to any tensor of ZeRO-3: `parameter.ds_tensor.data = values`. An ordinary tensor would point
-# elsewhere from then on: the engine would train the weights that it has, and the next engine of the model would begin
-# with those that the script has left there.
+# elsewhere from then on: the engine would train its own weights, and the next engine of the model would begin with the
+# script's values.
 
 
 @dataclass(frozen=True)
 class Access:
-    """How the engine's weights are reached. `settle` waits until no update of them is under way."""
+    """The access to an engine's weights. `settle` waits until no update of them is under way."""
 
     settle: Callable[[], None]
     write: Callable[[torch.Tensor], None]
 
 
 class Partition(torch.Tensor):
-    """A tensor whose `data` can be set to values and stays where it is. What is computed from it is a plain tensor."""
+    """A tensor whose `data` can be set to values and stays where it is. Results computed from it are plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     ds_slide_access: Access | None = None
-    """None before there is an engine."""
+    """The access to the engine's weights; None before there is an engine."""
     ds_slide_spoiled = ""
-    """Why these are no weights of a step, and whose; empty where they are. It outlives the engine."""
+    """Why these are no weights of one step, as a clause about the engine; empty where they are. It outlives the
+    engine."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -260,25 +261,25 @@ def as_partition(view: torch.Tensor) -> Any:
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor on the same memory, which stock may point elsewhere."""
+    """Return a plain tensor on the same memory, which stock may point elsewhere."""
     return tensor.detach()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A model whose engine has ended: its weights are partitioned, and a forward of it has nothing to compute with.
+# A model whose engine has ended: its weights are partitioned, and a forward has no weights to compute with.
 #
-# It may be computed with while a script has gathered its parameters, and as soon as another engine has it.
+# Forwards are possible while a script has gathered the parameters, and as soon as another engine has the model.
 
 
 def refuse_forwards(module: nn.Module) -> None:
-    """Give each module in `module` that has parameters of its own a sentence in the place of torch's error of sizes."""
+    """Let each module in `module` that has its own parameters raise a clear error instead of torch's error of sizes."""
     for child in module.modules():
         if any(True for _ in child.parameters(recurse=False)):
             child.register_forward_pre_hook(_require_weights)
 
 
 def allow_forwards(module: nn.Module) -> None:
-    """An engine has the model."""
+    """Allow forwards again: an engine has the model."""
     for child in module.modules():
         for number in [number for number, hook in child._forward_pre_hooks.items() if hook is _require_weights]:
             del child._forward_pre_hooks[number]

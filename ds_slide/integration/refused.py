@@ -1,7 +1,7 @@
-"""Settings with one value that is right for DS-Slide and others that are not, as tables.
+"""Tables of the settings that DS-Slide supports with some values only.
 
-A row is a key of `Values` (where the check finds the setting), the JSON path (where the user finds it), what is
-supported, and the two halves of the sentence that refuses the rest.
+A row has a key of `Values` (where the check finds the setting) and the JSON path (where the user finds it). It also has
+the supported values, and the two halves of the sentence that refuses other values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Refused:
-    """One setting of which DS-Slide supports `allowed` only (the first of them stands for an absent one)."""
+    """One setting. DS-Slide supports the values `allowed` only; an absent setting counts as the first of them."""
 
     name: str
     """Key in `Values`."""
@@ -110,7 +110,7 @@ REFUSED_ZERO_SETTINGS = (
 
 
 def setting_problems(values: Values, refused: Iterable[Refused]) -> Iterator[str]:
-    """Settings with one value that is right and others that are not."""
+    """Yield a problem for each setting whose value is not allowed."""
     for setting in refused:
         value = values.get(setting.name, setting.allowed[0])
         if value not in setting.allowed:
@@ -118,13 +118,14 @@ def setting_problems(values: Values, refused: Iterable[Refused]) -> Iterator[str
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Where gradients cannot be compressed, refused by name.
+# Settings whose gradients cannot be compressed, refused by name.
 
 REMOVE = "remove ds_slide.compression"
 
 
 def compressed_json_problems(values: Values, slide: SlideConfig, rule: UpdateRule | None) -> Iterator[str]:
-    """What the JSON asks for beside `ds_slide.compression`. `rule`: None where it is not known yet."""
+    """Yield problems of the JSON's other settings beside `ds_slide.compression`. `rule`: None where it is not known
+    yet."""
     if slide.compression is None:
         return
     if slide.compression.d == "auto":
@@ -150,7 +151,7 @@ def compressed_rule_problems(slide: SlideConfig, rule: UpdateRule | None) -> Ite
 
 
 def compressed_engine_problems(kwargs: Values, init_optimizer: Any, slide: SlideConfig) -> Iterator[str]:
-    """What is known when the optimizer is built: the number of ranks, and whether it is AdamW."""
+    """Yield the problems that are known when the optimizer is built: the number of ranks, and whether it is AdamW."""
     if slide.compression is None:
         return
     yield from compressed_ranks_problems(
@@ -166,7 +167,7 @@ def compressed_engine_problems(kwargs: Values, init_optimizer: Any, slide: Slide
 
 
 def compressed_ranks_problems(slide: SlideConfig, ranks: int) -> Iterator[str]:
-    """What is known by the number of ranks."""
+    """Yield a problem of the number of ranks."""
     if slide.compression is not None and ranks > 1 and slide.share_weights is False:
         yield (
             f"ds_slide.share_weights is false and there are {ranks} ranks, but compressed gradients are for ranks that "
@@ -175,6 +176,6 @@ def compressed_ranks_problems(slide: SlideConfig, ranks: int) -> Iterator[str]:
 
 
 def require_own_layout(unit: Unit, what: str) -> None:
-    """Raise SlideError where `what` of the parameters of `unit` is in a subspace, and so no parameter's own."""
+    """Raise SlideError where `what` of the parameters of `unit` is in a subspace, not in the parameters' own layout."""
     if unit.state.writes_change:
         raise SlideError(f"{what} of {unit.name} is in the subspace of ds_slide.compression, and no parameter's own")

@@ -244,7 +244,7 @@ def check_extension() -> None:
 
 
 def faults(symbols: Iterable[Symbol]) -> list[str]:
-    """One phrase for each symbol that is missing or has other parameters than expected."""
+    """Return one phrase for each symbol that is missing or has other parameters than expected."""
     return [fault for symbol in symbols if (fault := _fault(symbol)) is not None]
 
 

@@ -1,4 +1,4 @@
-"""Which optimizer is updated by which rule. A new rule gets a line in `OPTIMIZERS`."""
+"""The update rule of each optimizer. A new rule gets a line in `OPTIMIZERS`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ds_slide.optim.rule import UpdateRule
 class Optimizers:
     """Optimizers that one module of rules updates. `json_names`: `optimizer.type`, as DeepSpeed's parser leaves it (it
     writes its own names small). `classes`: (package, class): a subclass may change the update, so the type must be
-    exact. `rule`: of an optimizer object; of None where only its name is known."""
+    exact. `rule`: returns the rule of an optimizer object, or of None where only its name is known."""
 
     name: str
     json_names: tuple[str, ...]
@@ -24,7 +24,7 @@ class Optimizers:
     rule: Callable[[Any], UpdateRule]
 
 
-# Imported when they are used, because the modules of rules define Triton kernels, and importing Triton takes a second.
+# The modules of rules are imported when they are used: they define Triton kernels, and importing Triton takes a second.
 
 
 def _lion(_optimizer: Any) -> UpdateRule:
@@ -52,26 +52,26 @@ OPTIMIZERS = (
 
 
 def known_as(json_name: str) -> Optimizers | None:
-    """The optimizers that `optimizer.type` names."""
+    """Return the optimizers that `optimizer.type` names; None where it names none of them."""
     return next((known for known in OPTIMIZERS if json_name in known.json_names), None)
 
 
 def known(optimizer: Any) -> Optimizers | None:
-    """The optimizers that an optimizer object is one of."""
+    """Return the optimizers with the class of an optimizer object; None where there are none."""
     kind = type(optimizer)
     own = (kind.__module__.partition(".")[0], kind.__name__)
     return next((known for known in OPTIMIZERS if own in known.classes), None)
 
 
 def rule_of(optimizer: Any) -> UpdateRule:
-    """The rule of an optimizer that the contract has let pass."""
+    """Return the rule of an optimizer that the contract has accepted."""
     found = known(optimizer)
     assert found is not None
     return found.rule(optimizer)
 
 
 def asked_for(json_name: str | None, client_optimizer: Any) -> UpdateRule | None:
-    """The rule of the optimizer that a JSON or a script asks for; None where there is none, or it is not known yet."""
+    """Return the rule of the optimizer that a JSON or a script asks for; None where there is none, or not yet."""
     if client_optimizer is None:
         found = None if json_name is None else known_as(json_name)
         return None if found is None else found.rule(None)
@@ -80,13 +80,13 @@ def asked_for(json_name: str | None, client_optimizer: Any) -> UpdateRule | None
 
 
 def names() -> str:
-    """All optimizers, as the end of a sentence that begins with "updates with"."""
+    """Return all optimizers, as the end of a sentence that begins with "updates with"."""
     *others, last = (known.name for known in OPTIMIZERS)
     return f"{', '.join(others)} and {last}" if others else last
 
 
 def classes() -> str:
-    """All classes, to choose from."""
+    """Return all classes, to choose from."""
     *others, last = (
         f"torch.optim.{name}" if package == "torch" else name for known in OPTIMIZERS for package, name in known.classes
     )
@@ -94,7 +94,7 @@ def classes() -> str:
 
 
 def json_names() -> str:
-    """All values of `optimizer.type`, to choose from."""
+    """Return all values of `optimizer.type`, to choose from."""
     *others, last = (f'"{name}"' for known in OPTIMIZERS for name in known.json_names)
     return f"{', '.join(others)} or {last}"
 
@@ -102,12 +102,12 @@ def json_names() -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 # DeepSpeed's optimizers without their compiled kernels.
 #
-# With an Adam or a Lion in the JSON, DeepSpeed builds an optimizer of its own, and the constructor compiles an op:
+# With an Adam or a Lion in the JSON, DeepSpeed builds its own optimizer, and the constructor compiles an op:
 # about 50 s on two cores, and a failure without a compiler. Here the object only carries hyper-parameters, so the op
 # builder is replaced for the length of the construction; type, parameter groups and attributes are the real ones.
 #
-# accelerate turns a script's Adam into a DeepSpeedCPUAdam before it calls `initialize`. Where its config has the key
-# that one gets kernels that are compiled when they are first called, which nobody does who goes on to `initialize`.
+# accelerate turns a script's Adam into a DeepSpeedCPUAdam before it calls `initialize`. Where its config has the key,
+# the kernels of that optimizer are compiled at their first call, which never comes after `initialize`.
 
 _BUILDERS = (
     ("deepspeed.ops.adam.cpu_adam", "CPUAdamBuilder"),
@@ -118,7 +118,7 @@ _BUILDERS = (
 
 
 class _NoKernels:
-    """Op builder and op in one: nothing to compile, nothing to create, and nothing that could be called by mistake."""
+    """Op builder and op in one: it compiles and creates nothing, and has no kernel that could be called by mistake."""
 
     multi_tensor_adam = multi_tensor_lion = None
 
@@ -153,7 +153,7 @@ class _KernelsOnUse:
             self._op.destroy_adam(*args)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # copy and pickle ask for such
+        if name.startswith("_"):  # copy and pickle ask for such names
             raise AttributeError(name)
         if self._op is None:
             op = self._builder().load()
@@ -164,14 +164,14 @@ class _KernelsOnUse:
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Optimizers constructed inside have hyper-parameters and no kernels."""
+    """Let optimizers constructed inside have hyper-parameters and no kernels."""
     with _built(lambda _builder: _NoKernels):
         yield
 
 
 @contextmanager
 def kernels_on_use() -> Iterator[None]:
-    """Each DeepSpeedCPUAdam constructed inside compiles its kernels when it first calls them."""
+    """Let each DeepSpeedCPUAdam constructed inside compile its kernels when it first calls them."""
     with _built(lambda builder: lambda: _KernelsOnUse(builder), _BUILDERS[:1]):
         yield
 
@@ -181,7 +181,7 @@ def _built(instead_of: Callable[[Any], Any], builders: Sequence[tuple[str, str]]
     replaced: list[tuple[Any, str, Any]] = []
     for module_name, name in builders:
         module = importlib.import_module(module_name)
-        if hasattr(module, name):  # elsewhere in this DeepSpeed: then the op is compiled, as in stock
+        if hasattr(module, name):  # otherwise the op is compiled, as in stock
             replaced.append((module, name, getattr(module, name)))
             setattr(module, name, instead_of(getattr(module, name)))
     try:

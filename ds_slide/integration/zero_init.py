@@ -1,7 +1,7 @@
 """`deepspeed.zero.Init` with parameters on NVMe: under DS-Slide they wait in host memory until the plan places them.
 
-Stock would compile and start its own swapper at the first `zero.Init`, write every parameter to a file of its own and
-leave that behind; DS-Slide would only read them back. Without the key "ds_slide" nothing changes.
+Stock would compile and start its own swapper at the first `zero.Init`, write every parameter to its own file and leave
+the files behind; DS-Slide would only read them back. Without the key "ds_slide" nothing changes.
 
 The JSON may still have "auto" there: axolotl loads the model before it makes Trainer's TrainingArguments, which fill in
 the numbers.
@@ -65,7 +65,7 @@ def _reading() -> Iterator[None]:
 
 
 def in_host_memory(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`config` with `offload_param.device` "cpu" where it is "nvme"; the object given is not changed."""
+    """Return `config` with `offload_param.device` "cpu" instead of "nvme"; the object given is not changed."""
     section = (config.get("zero_optimization") or {}).get("offload_param") or {}
     if section.get("device") != "nvme":
         return config
@@ -75,11 +75,11 @@ def in_host_memory(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The DeepSpeed config as somebody gives it, which may be a dictionary or the path of a JSON file.
+# The DeepSpeed config as a script gives it, which may be a dictionary or the path of a JSON file.
 
 
 def as_written(config: Any) -> Mapping[str, Any] | None:
-    """The config as a dictionary; None for what DeepSpeed has to judge (absent, base64, unreadable)."""
+    """Return the config as a dictionary; None where DeepSpeed has to judge it (absent, base64, unreadable)."""
     if isinstance(config, Mapping):
         return config
     if isinstance(config, str | Path) and os.path.isfile(config):  # a long base64 text is no file, and no error
@@ -95,7 +95,7 @@ def as_written(config: Any) -> Mapping[str, Any] | None:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object as DeepSpeed reads it, whose own hook is not to be had without all of DeepSpeed."""
+    """Return a JSON object as DeepSpeed reads it. DeepSpeed's own hook cannot be imported without all of DeepSpeed."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key stands there twice")
@@ -121,7 +121,7 @@ def install(module: ModuleType) -> None:
         if given is not None and "ds_slide" in given:
             from ds_slide.integration.early import check_types
 
-            check_types(given, filled=False)  # which the constructor reads before anybody has looked at them
+            check_types(given, filled=False)  # the constructor reads these types before any other check
         original(self, *args, **kwargs)
         config = getattr(self, "config", None)
         # Without the key nothing of DS-Slide is imported, let alone run.

@@ -1,1 +1,1 @@
-"""Activations of blocks: kept or recomputed, and GPU memory that is left over claimed for them and for states."""
+"""Activations of blocks: kept, recomputed, or moved to host memory and SSD."""

@@ -1,4 +1,4 @@
-"""Which blocks keep their saved tensors, call by call, and what a block's saved tensors and its forward cost."""
+"""The choice of blocks that keep their saved tensors, call by call, and the cost of a block's tensors and forward."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.unit import Unit
 
 BACKWARD_PASSES = 3
-"""Forwards in whose time a block is recomputed and has its backward."""
+"""The time of a block's recomputation and backward, in forwards of the block."""
 
 
 @dataclass(frozen=True)
 class MeasuredBlock:
-    """What a call of a block saves, its mixtures, and the part of its forward that a recomputation runs. `squares`:
-    bytes, of what it saves and of what it was given, of tensors with an element for each pair of tokens. `alone`: no
-    other rank takes part in it. Ranks keep activations each for itself, and one that recomputed a collective alone
-    would wait for ever, so blocks with one are recomputed on all of them."""
+    """The bytes that a call of a block saves, its mixtures, and the part of its forward that a recomputation runs.
+    `squares`: bytes of saved and given tensors with an element for each pair of tokens. `alone`: no other rank takes
+    part in the block. Each rank decides alone what it keeps, and a rank that recomputed a collective alone would wait
+    for ever, so all ranks recompute blocks with a collective."""
 
     saved: Measured
     mixtures: tuple[Mixture, ...]
@@ -72,10 +72,10 @@ class MeasuredBlock:
 
 
 def shape_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shape | None:
-    """Of the batch that the model's forward is called with; None where that has no tensor of two dimensions.
+    """Return the shape of the batch in a call of the model's forward; None where it has no tensor of two dimensions.
 
-    Where a token is fed to a long cache, only the input itself has that shape; in calls of other models token numbers
-    say it best ([batch, sequence]), and otherwise what there is ([batch, sequence, hidden])."""
+    Where a token is fed to a long cache, only the input itself has that shape. In calls of other models token numbers
+    tell it best ([batch, sequence]), and otherwise the largest tensor does ([batch, sequence, hidden])."""
     for name in ("input_ids", "inputs_embeds"):
         if isinstance(given := kwargs.get(name), torch.Tensor) and given.dim() >= 2:
             return _shape_of(given)
@@ -118,7 +118,7 @@ class Activations:
             unit.order: BlockState(unit.name, unit.spec.module) for unit in blocks if unit.spec.module is not None
         }
         self._named: set[type] = set()
-        """Classes of blocks that the log has named because they change their state."""
+        """Classes of blocks that change their state, and that the log has named."""
         self._orders: frozenset[int] = frozenset()
         """Blocks that were taken over in the newest forward."""
         self._shape: Shape | None = None
@@ -126,37 +126,37 @@ class Activations:
         self._moved: frozenset[int] = frozenset()
         """Blocks whose inputs leave the GPU in the newest forward."""
         self._free: float | None = None
-        """Bytes of the GPU, where what a batch needs is not known yet."""
+        """Free bytes of the GPU, where the need of a batch is not known yet; otherwise None."""
         self.keeps_first = False
-        """Of equal blocks, the first ones; set between backwards."""
+        """Whether the first of equal blocks are kept; set between backwards."""
         self._inputs = moved
         self._input_bytes: dict[Hashable, tuple[int, int]] = {}
-        """Of a block's input, by kind: tokens of the largest batch so far, and bytes there."""
+        """(tokens of the largest batch so far, bytes of a block's input in it), by kind of block."""
         self._bytes: dict[int, list[int]] = {}
-        """Of each block: what is kept of its calls since a forward began in which none waited for its backward."""
+        """Bytes kept of each call of a block, since a forward began while no call of it waited for its backward."""
         self._calls: Counter[int] = Counter()
-        """Of each block, in the newest forward."""
+        """Calls of each block in the newest forward."""
         self._most_calls: Counter[int] = Counter()
-        """In one forward so far."""
+        """The most calls of each block in one forward so far."""
         self._measured: dict[Hashable, MeasuredBlock] = {}
-        """By kind of block, at the largest shape so far."""
+        """Measurements by kind of block, at the largest shape so far."""
         self._asked: set[Hashable] = set()
         """Kinds that are to be measured by the next recomputation of one of their blocks."""
         self._calls_kept = KeptCalls()
         self._may_give_up = False
-        """What the newest forward keeps can be given up."""
+        """Whether the tensors that the newest forward keeps can be given up."""
         self._given_up = 0
-        """Bytes, since somebody has asked."""
+        """Bytes given up since the last `take_given_up`."""
         self.times = CallTimes(device, self._kind)
-        """Of the blocks' forwards."""
+        """Times of the blocks' forwards."""
         self._handled = _statistics(0, Kept(), 0)
-        """Of the newest forward with gradients."""
+        """Counts of blocks in the newest forward with gradients."""
 
     # ---- a forward ---------------------------------------------------------------------------------------------------
 
     def begin(self, shape: Shape | None, room: float, free: float | None = None) -> None:
-        """A forward of the whole model begins, with gradients, in which `room` bytes may be kept, or as many are
-        missing. `free`: bytes of the GPU, where it is not known yet what a batch needs."""
+        """Begin a forward of the whole model with gradients, which may keep `room` bytes; a negative `room` is the
+        number of bytes missing. `free`: free bytes of the GPU, where the need of a batch is not known yet."""
         self._may_give_up = False
         self._taken.begin()
         self._calls_kept.forget_ended()
@@ -181,12 +181,12 @@ class Activations:
         self._handled = _statistics(len(checkpointed), self._kept, self._kept.nbytes(candidates))
 
     def watch(self) -> None:
-        """Be able to give up what the forward that has begun keeps."""
+        """Make the tensors that this forward keeps ready to be given up."""
         self._may_give_up = True
 
     def give_up(self) -> int:
-        """Give up a portion of what is kept for backwards that are to come, and keep nothing more in the forward under
-        way. -> bytes; 0 where there is nothing that can be given up."""
+        """Give up a portion of the tensors kept for coming backwards, and keep nothing more in this forward. -> bytes;
+        0 where nothing can be given up."""
         given = self._calls_kept.give_up()
         self._given_up += given
         self._kept = Kept()
@@ -198,7 +198,7 @@ class Activations:
         return given
 
     def leave_unasked(self) -> None:
-        """In this forward the script's model runs as it is written."""
+        """Run the script's model as it is written in this forward."""
         self._taken.leave_unasked()
         self._orders = self._taken.orders
         self._kept = self._kept.of(self._orders)
@@ -210,7 +210,7 @@ class Activations:
         return self._taken.unasked
 
     def end(self) -> None:
-        """The forward has ended, with an exception perhaps."""
+        """Note that the forward has ended, also where an exception has ended it."""
         self._taken.end()
         self.times.end_forward()
         if self._inputs is not None:
@@ -218,7 +218,7 @@ class Activations:
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Of the newest forward with gradients."""
+        """Counts and bytes of the newest forward with gradients."""
         moved = 0 if self._inputs is None else len(self._inputs.orders)
         recomputed = self._handled[Handling.RECOMPUTE.value] - moved
         handled = {**self._handled, Handling.RECOMPUTE.value: recomputed, Handling.MOVE.value: moved}
@@ -226,7 +226,7 @@ class Activations:
 
     @property
     def _on_ssd(self) -> dict[str, int]:
-        """The moved bytes that have gone on to SSD; the space for such there, and the host memory for that."""
+        """The moved bytes that have gone on to SSD, the bytes of their places there, and of the host memory for it."""
         if self._inputs is None or (disk := self._inputs.disk) is None:
             return {}
         return {
@@ -283,24 +283,24 @@ class Activations:
         function: Callable[..., Any],
         inputs: Sequence[Any],
     ) -> Any:
-        """Run a block through the checkpoint `form`, beside which `call` keeps what it can give up."""
+        """Run a block through the checkpoint `form`, while `call` keeps the tensors that it can give up."""
         self._calls_kept.add(call)
         watched = self._watched(unit, UnchangedWeights(unit, function))
         result = form(watched, *inputs, context_fn=call.contexts)
         if isinstance(call, WholeCall) and not watched.can_run_again:
-            call.is_in_use = True  # it keeps all that it saves, as a block that nobody watches
+            call.is_in_use = True  # it keeps all that it saves, as an unwatched block does
         else:
             watched.check()
         return result
 
     def _watched(self, unit: Unit, function: Callable[..., Any]) -> WatchedCall:
-        """`function`, in one call of the block, which notices when the block changes its state."""
+        """Return `function` for one call of the block, wrapped so that it notices a change of the block's state."""
         leave = functools.partial(self._leave, unit)
         is_unasked = self._taken.is_unasked(unit.order)
         return WatchedCall(self._states[unit.order], function, leave, as_written=not is_unasked)
 
     def _leave(self, unit: Unit) -> None:
-        """The block changes its state in its forward: from the next one on it runs as it is written."""
+        """Leave the block, which changes its state, as it is written from the next forward on."""
         self._taken.leave(unit.order)
         state, kind = self._states[unit.order], type(unit.spec.module)
         state.forget()
@@ -322,7 +322,7 @@ class Activations:
     # ---- inputs ------------------------------------------------------------------------------------------------------
 
     def _moves(self, unit: Unit, inputs: Sequence[Any]) -> bool:
-        """Whether the input of this call leaves the GPU. Learns what it takes."""
+        """Whether the input of this call leaves the GPU. Learns the size of the input."""
         assert self._inputs is not None
         if self._shape is None or (given := input_of(inputs)) is None:
             return False
@@ -339,7 +339,7 @@ class Activations:
         return True
 
     def _to_move(self, missing: float, shape: Shape | None) -> frozenset[int]:
-        """Blocks whose inputs leave the GPU so that `missing` bytes come free there."""
+        """Return the blocks whose inputs leave the GPU so that `missing` bytes come free there."""
         if self._inputs is None or missing <= 0:
             return frozenset()
         inputs = self._inputs_at(shape)
@@ -350,19 +350,19 @@ class Activations:
         return moved
 
     def movable_bytes(self, shape: Shape | None) -> int:
-        """Bytes of the inputs that could go to host memory, of the blocks that were taken over in the newest forward.
-        Before any go on to SSD, states leave the GPU."""
+        """Return the bytes of the inputs that could go to host memory, in blocks taken over in the newest forward.
+        States leave the GPU before any inputs go on to SSD."""
         if self._inputs is None:
             return 0
         wanted = sum(each.nbytes for each in movable_inputs(self._inputs_at(shape)))
         return self._inputs.buffers.available(wanted) if wanted else 0
 
     def input_bytes(self, shape: Shape | None) -> int:
-        """Of all of them, as far as they are known."""
+        """Return the bytes of all known inputs at `shape`."""
         return sum(each.nbytes for each in self._inputs_at(shape))
 
     def _inputs_at(self, shape: Shape | None) -> list[Input]:
-        """The inputs of blocks at `shape`, in the order of their calls; of a kind that has not been seen none."""
+        """Return the inputs of blocks at `shape`, in the order of their calls, without kinds not seen yet."""
         found = []
         for order in sorted(self._orders):
             tokens, nbytes = self._input_bytes.get(self._kind[order], (0, 0))
@@ -372,7 +372,7 @@ class Activations:
         return found
 
     def enter_backward(self, order: int) -> None:
-        """The backward of a block begins."""
+        """Bring the next inputs back when the backward of a block begins."""
         if self._inputs is not None:
             self._inputs.ahead(order)
 
@@ -383,7 +383,7 @@ class Activations:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory in which inputs stay: what `ds_slide.host_memory` limits."""
+        """Bytes of host memory where inputs stay, which `ds_slide.host_memory` limits."""
         return 0 if self._inputs is None else self._inputs.buffers.nbytes
 
     def close(self) -> None:
@@ -394,7 +394,7 @@ class Activations:
     # ---- what it costs -----------------------------------------------------------------------------------------------
 
     def keepable(self, shape: Shape | None) -> list[Keepable]:
-        """Blocks that might be kept in a batch of `shape`; none before they have been measured."""
+        """Return the blocks that might be kept in a batch of `shape`; none before they have been measured."""
         if shape is None:
             return []
         found = []
@@ -409,9 +409,8 @@ class Activations:
         return found
 
     def square_bytes(self, shape: Shape) -> float | None:
-        """Return the bytes of tensors with an element for each pair of tokens of a sequence, of the block that has the
-        most of them, in a batch of `shape`. None where a block has not been measured: the script's checkpointing may
-        not reach it."""
+        """Return the most bytes that a block has in tensors with an element for each pair of tokens of a sequence, in a
+        batch of `shape`. None where a block has not been measured: the script's checkpointing may not reach it."""
         found = [self._measured.get(kind) for kind in self._kinds]
         if not found or None in found:
             return None
@@ -419,40 +418,40 @@ class Activations:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of a block's gradients, of the block that has the most weights to train."""
+        """Bytes of the gradients of the block that has the most of them."""
         return max((_gradient_bytes(unit) for unit in self._blocks), default=0)
 
     def _expected_calls(self, order: int) -> int:
-        """Calls of the block in one forward."""
+        """Return the expected number of calls of the block in one forward."""
         return max(1, self._most_calls[order])
 
     def _mixture_of(self, order: int) -> Mixture | None:
-        """What stays of one call of the block in this forward."""
+        """Return the mixture of one call of the block in this forward; None where it has none."""
         mixture = self._kept.mixed.get(order)
         return None if mixture is None else mixture.times(1 / self._expected_calls(order))
 
     def _bytes_of(self, order: int, shape: Shape | None) -> int:
-        """Bytes of the saved tensors of one call."""
+        """Return the bytes of the saved tensors of one call."""
         assert shape is not None
         return int(self._measured[self._kind[order]].saved.at(shape))
 
     @property
     def kept_bytes(self) -> int:
-        """Of the newest forward."""
+        """Bytes that the newest forward keeps."""
         return self._handled["kept_bytes"]
 
     @property
     def kept_seconds(self) -> float:
-        """Of the recomputations that are left out since."""
+        """Seconds of the recomputations that the kept tensors save."""
         return self._kept.seconds(self.keepable(self._shape))
 
     def alive(self) -> int:
-        """Bytes of what is kept for backwards that are to come, at most."""
+        """Return the most bytes that can be kept for coming backwards."""
         return sum(_largest(self._bytes.get(unit.order, ()), unit.uses - unit.uses_done) for unit in self._blocks)
 
 
 def _largest(given: Iterable[int], count: int) -> int:
-    """The sum of so many: which call a backward has come to is not known."""
+    """Return the sum of the `count` largest, since it is not known which calls still wait for their backward."""
     return sum(sorted(given, reverse=True)[:count]) if count > 0 else 0
 
 

@@ -1,9 +1,9 @@
 """Blocks that change state of their own in their forward: a counter, running statistics, a code book, a generator.
 
-Recomputed, such a block would change it twice, and compute with other numbers the second time. So a block whose script
-does not ask for checkpointing is watched: its state is remembered before each call and compared behind it. Where it has
-changed, the recomputation of that call computes with the state of before, and what is there now is put back behind it;
-from the next forward on the block runs as it is written.
+A recomputation would change this state a second time, and compute with other numbers. So a block whose script does not
+ask for checkpointing is watched: its state is remembered before each call and compared after it. Where it has changed,
+the recomputation of that call computes with the remembered state, and afterwards the present state is put back. From
+the next forward on the block runs as it is written.
 
 Most blocks have neither buffers nor containers. For these a call compares the attributes of a few modules by identity,
 three times 5 us, and copies nothing.
@@ -25,8 +25,8 @@ from ds_slide.errors import SlideError
 from ds_slide.runtime.activations.state_places import Attributes, Found, found, globals_of_random
 
 FIRST_CALLS = 2
-"""Calls of a block in which all that its tensors contain is compared, which waits for the GPU. Code that writes through
-`.data` changes no version; almost all of it does so from the first call on."""
+"""The number of a block's first calls in which the contents of its tensors are compared, which waits for the GPU. Code
+that writes through `.data` changes no version; almost all such code does so from the first call on."""
 SMALL = 256 * 1024
 """Bytes of a block's tensors that are copied in every call, because a layer may begin to change them later."""
 OTHER_BYTES = 16 * 1024**2
@@ -51,7 +51,7 @@ class Before:
         self._others = [(place, value) for place, value in read if type(place) is not Attributes]
 
     def is_there(self) -> bool:
-        """Whether the state is the same at present, as far as that can be told without looking into tensors."""
+        """Whether the state is the same at present, judged without the contents of tensors."""
         return (
             (not self.versions or _versions(self.found) == self.versions)
             and all(place.is_same(value) for place, value in self._others)
@@ -59,19 +59,19 @@ class Before:
         )
 
     def _is_in_dictionaries(self) -> bool:
-        # One call in C for all of them: a call each costs a block of 6 modules three times as much.
+        # One call in C for all of them: with a call each, a block of 6 modules costs three times the time.
         return list(map(len, self._dictionaries)) == self._lengths and all(
             map(is_, chain.from_iterable(map(dict.values, self._dictionaries)), self._in_dictionaries)
         )
 
     def with_copies(self, copies: Mapping[int, torch.Tensor]) -> Before:
-        """The same state with other copies of its tensors."""
+        """Return the same state with other copies of its tensors."""
         new = copy.copy(self)
         new.copies = copies
         return new
 
     def difference(self, *, into_tensors: bool) -> str | None:
-        """The name of what is different at present; None where nothing is."""
+        """Return the name of the first value that is different at present; None where all are the same."""
         for place, value in zip(self.found.places, self.values, strict=True):
             if not place.is_same(value):
                 return place.difference(value)
@@ -93,8 +93,8 @@ class Before:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Meanwhile this state is there, with copies of the copies: what is computed with them may write into them, and
-        may be computed a second time."""
+        """Put this state back for the length of the context, with copies of the copies: the computation may write into
+        them, and may run a second time."""
         now = [place.read() for place in self.found.places]
         copies = {of: kept.clone() for of, kept in self.copies.items()}
         try:
@@ -110,7 +110,7 @@ class Before:
 
 
 class BlockState:
-    """What one block may change in its forward. All methods are called by the thread that computes."""
+    """The state that one block may change in its forward. All methods are called by the thread that computes."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         """`name`: of the block."""
@@ -119,10 +119,10 @@ class BlockState:
         self._latest: Before | None = None
         self._calls = 0
         self.changes: str | None = None
-        """The name of what it has changed."""
+        """The name of the value that the block has changed."""
 
     def before(self) -> Before:
-        """Remember what is there now."""
+        """Remember the present state and return it."""
         self._calls += 1
         latest, self._latest = self._latest, None
         if self.copies_all or latest is None or self._calls == FIRST_CALLS + 1 or not latest.is_there():
@@ -155,7 +155,7 @@ class BlockState:
             return {id(tensor): tensor.clone() for tensor in copied}
 
     def after(self, before: Before) -> bool:
-        """Compare with what was there before the call. -> whether the call has changed it."""
+        """Compare with the state before the call. -> whether the call has changed it."""
         if not self.copies_all and before.is_there():
             return False
         changed = before.difference(into_tensors=self.copies_all)
@@ -164,12 +164,12 @@ class BlockState:
         return changed is not None
 
     def forget(self) -> None:
-        """Let go of what was remembered: the block is not watched any more."""
+        """Let go of the remembered state: the block is not watched any more."""
         self._latest = None
 
 
 class WatchedCall:
-    """One call of a block: its forward, and its recomputations. In the place of `function`, which computes it."""
+    """One call of a block, its forward and its recomputations. It replaces `function`, which computes the block."""
 
     def __init__(
         self, state: BlockState, function: Callable[..., Any], changed: Callable[[], None], *, as_written: bool
@@ -208,7 +208,7 @@ class WatchedCall:
 
     @property
     def can_run_again(self) -> bool:
-        """Whether a recomputation would compute with the state of before."""
+        """Whether a recomputation would compute with the state before the forward."""
         return not self._has_changed or self._before is None or self._before.is_complete
 
     def check(self) -> None:
@@ -225,7 +225,7 @@ def _too_late(name: str, what: str | None) -> str:
 
 
 def _replaced(value: Any, copies: Mapping[int, torch.Tensor]) -> Any:
-    """`value` with copies in the place of its tensors. Containers inside are places of their own, but for tuples."""
+    """Return `value` with copies instead of its tensors. Containers inside, except tuples, are places of their own."""
     if type(value) is dict:
         return {name: _replaced_in_tuples(each, copies) for name, each in value.items()}
     if type(value) is list:
@@ -240,7 +240,7 @@ def _replaced_in_tuples(value: Any, copies: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _within(limit: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The smallest of them, as far as `limit` bytes reach."""
+    """Return the smallest tensors that fit into `limit` bytes together."""
     found = []
     for tensor in sorted(tensors, key=lambda each: each.nbytes):
         limit -= tensor.nbytes

@@ -1,4 +1,4 @@
-"""How long the forwards of blocks take, measured in the steps before a decision."""
+"""Seconds of the forwards of blocks, measured in the steps before a decision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ds_slide.plan.spare import Shape
 from ds_slide.runtime.core.device import Device, Marker
 
 WAIT_S = 2e-3
-"""A GPU that does nothing for longer between two blocks waits for weights; Python's part between two layers of
+"""A GPU that idles longer than this between two blocks waits for weights; Python's part between two layers of
 transformers is shorter."""
 
 
@@ -18,25 +18,25 @@ class CallTimes:
     """Times calls between `begin` and `take`, by marks on the compute stream. All methods are called by the thread that
     computes; only `take` waits for the GPU.
 
-    Blocks of one kind have one time, the mean of theirs, so that of blocks that are alike none is chosen for the noise
-    of its own."""
+    All blocks of a kind have one time, their mean, so that noise does not choose between equal blocks."""
 
     def __init__(self, device: Device, kind: Mapping[int, Hashable]) -> None:
-        """`kind`: of each block, by `Unit.order`."""
+        """`kind`: the kind of each block, by `Unit.order`."""
         self._device = device
         self._kind = kind
         self._is_timing = False
         self._entered: dict[int, Marker] = {}
-        """When blocks have begun to compute."""
+        """Marks at which blocks have begun to compute."""
         self._calls: list[_Call] = []
         self._latest: _Call | None = None
-        """Behind which no block has begun yet."""
+        """The last call, until the next block begins."""
         self._seconds: dict[Hashable, float] = {}
-        """Of a block's forwards in a step, by kind."""
+        """Seconds of a block's forwards in a step, by kind."""
         self._plain_s: dict[tuple[Hashable, Shape | None], float] = {}
-        """Of one call that keeps nothing or all, by kind and size of the batch: what mixing takes shows beside it."""
+        """Seconds of one call that keeps nothing or all, by kind and shape of the batch. The difference from a mixed
+        call is the cost of mixing."""
         self._mixing_s: dict[Hashable, float] = {}
-        """How much longer a block's forwards in a step are where some results stay, by kind."""
+        """Additional seconds of a block's forwards in a step where some results stay, by kind."""
 
     def begin(self) -> None:
         """Time calls from now on."""
@@ -46,7 +46,7 @@ class CallTimes:
         self._is_timing = True
 
     def enter(self, order: int) -> None:
-        """A block has its weights, and begins to compute: its wait for them is no part of its recomputation."""
+        """Note that a block begins to compute with its weights: a recomputation has no wait for them."""
         if not self._is_timing:
             return
         self._entered[order] = self._device.mark(timed=True)
@@ -54,17 +54,17 @@ class CallTimes:
             self._latest.following, self._latest = self._entered[order], None
 
     def leave(self, order: int, shape: Shape | None, *, is_mixed: bool) -> None:
-        """A call of the block has ended, in a batch of `shape`. `is_mixed`: it has kept some results only."""
+        """Note that a call of the block has ended, in a batch of `shape`. `is_mixed`: it has kept some results only."""
         if (begun := self._entered.pop(order, None)) is not None:
             self._latest = _Call(order, shape, begun, self._device.mark(timed=True), is_mixed)
             self._calls.append(self._latest)
 
     def end_forward(self) -> None:
-        """What begins to compute next is no block of this forward."""
+        """End the forward: the next block that begins to compute is not part of it."""
         self._latest = None
 
     def take(self) -> None:
-        """The step has ended in which calls were timed. Waits for the GPU."""
+        """End the timing after a step, and compute the times of blocks. Waits for the GPU."""
         self._device.synchronize()
         blocks: dict[Hashable, set[int]] = {}
         alike: dict[tuple[Hashable, Shape | None], list[_Call]] = {}
@@ -90,19 +90,19 @@ class CallTimes:
         self._is_timing = False
 
     def seconds_of(self, order: int) -> float:
-        """Of the block's forwards in a step; 0 as long as nothing has been timed."""
+        """Return the seconds of the block's forwards in a step; 0 as long as nothing has been timed."""
         return self._seconds.get(self._kind[order], 0.0)
 
     def mixing_seconds_of(self, order: int) -> float:
-        """How many more they are where some results stay: a mode of the dispatcher takes time of the host, which a GPU
-        with small blocks waits for."""
+        """Return the additional seconds where some results stay: a mode of the dispatcher takes host time, and a GPU
+        with small blocks waits for the host."""
         return self._mixing_s.get(self._kind[order], 0.0)
 
 
 @dataclass
 class _Call:
-    """Of a block's forward. `shape`: of the batch. `is_mixed`: whether it has kept some results only. `following`: when
-    the next block has begun to compute in the same forward, if one has."""
+    """One timed call of a block's forward. `shape`: of the batch. `is_mixed`: it has kept some results only.
+    `following`: the mark at which the next block of the same forward has begun to compute, if one has."""
 
     order: int
     shape: Shape | None
@@ -116,10 +116,11 @@ class _Call:
         return self.begun.seconds_until(self.ended)
 
     def longer_than(self, seconds: float) -> float:
-        """What the step is longer by than with a call of `seconds`; 0 where the GPU waits behind it for the weights of
-        the next block, which a shorter call would not bring sooner. The first blocks of a forward wait for their
-        updates, and are mixed where these are in two passes: of 3 B in 24 GiB of an H100 each took 7 ms longer, as long
-        as its recomputation, and none was mixed any more (benchmarks/results/2026-11-25_nvidia-h100_plan.md)."""
+        """Return the seconds that this call adds to a step beside a call of `seconds`. 0 where the GPU then waits for
+        the weights of the next block, since a shorter call would not bring them sooner. The first blocks of a forward
+        wait for their updates, and are mixed where these are in two passes. With 3 B in 24 GiB of an H100 each such
+        block took 7 ms longer, the time of its recomputation, and none was mixed any more
+        (benchmarks/results/2026-11-25_nvidia-h100_plan.md)."""
         if self.following is not None and self.ended.seconds_until(self.following) > WAIT_S:
             return 0.0
         return self.seconds - seconds

@@ -1,11 +1,11 @@
 """The places where a layer of transformers checkpoints, taken over for the length of a forward.
 
 Such a layer calls `self._gradient_checkpointing_func(function, *inputs)`, torch's checkpoint with its options filled
-in, where `self.gradient_checkpointing` is set. While the whole model's forward runs, each block has a function of ours
-in that place, which decides call by call. Where the script has set the flag it stays, so that the layer does all else
-that it does under checkpointing (it passes no key-value cache on, for one). Where it has not (`unasked`), it is set
-for the length of the forward: not in one that is to fill or to read a key-value cache. Nothing of this is left when
-the forward has ended.
+in, where `self.gradient_checkpointing` is set. While the whole model's forward runs, each block has our function in
+that place, which decides call by call. Where the script has set the flag it stays, so that the layer does all else that
+it does under checkpointing (it passes no key-value cache on, for example). Where it has not (`unasked`), the flag is
+set for the length of the forward, unless the forward is to fill or to read a key-value cache. All of this is undone
+when the forward has ended.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ UNDERSTOOD = frozenset(("use_reentrant", "determinism_check", "early_stop", "pre
 
 Checkpoint = Callable[..., Any]
 Run = Callable[..., Any]
-"""(unit, checkpoint as the script has it, function, *inputs) -> what the block returns."""
+"""(unit, the script's checkpoint, function, *inputs) -> what the block returns."""
 
 UNASKED: Checkpoint = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
-"""The checkpoint of blocks whose script has none. Not the re-entrant one, which gives no gradients to a block none of
-whose inputs has one, as behind frozen embeddings."""
+"""The checkpoint of blocks whose script has none. The re-entrant checkpoint would give no gradients to a block whose
+inputs have none, as after frozen embeddings."""
 _LAYER = ("transformers.modeling_layers", "GradientCheckpointingLayer")
 _OFFLOADING = (
     "transformers.modeling_utils",
     "PreTrainedModel._activation_checkpointing_enable.<locals>.checkpoint_func",
 )
-"""What a layer calls where a script asks transformers 5.24 for `offload`: torch's checkpoint, with copies of its inputs
-to host memory and back on the stream that computes. The engine moves inputs where memory is short, and beside it."""
+"""The function of a layer where a script asks transformers 5.24 for `offload`: torch's checkpoint, with copies of its
+inputs to host memory and back on the compute stream. The engine moves inputs only where memory is short, on another
+stream."""
 _CAPTURING = "transformers.utils.output_capturing"
-"""Where hooks are from that are there once a forward was asked for hidden states, attentions or router logits."""
+"""The module of the hooks that a model gets once a forward was asked for hidden states, attentions or router logits."""
 _SUPPORTS = "supports_gradient_checkpointing"
 _ABSENT = object()
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """A block that is taken over: its checkpoint, and what its module's own dictionary had in the places of ours."""
+    """A block that is taken over: its checkpoint, and the values of its module's own dictionary before."""
 
     checkpoint: Checkpoint
     before: dict[str, Any]
@@ -63,14 +64,14 @@ class TakenOver:
     """The blocks whose checkpointing is ours while a forward runs; called by the thread that computes."""
 
     def __init__(self, blocks: Sequence[Unit], unasked: Collection[int], run: Run) -> None:
-        """`unasked`: of the blocks, by `Unit.order`, that are taken over as well where no checkpointing is set."""
+        """`unasked`: the blocks, by `Unit.order`, that are taken over also where no checkpointing is set."""
         self._blocks = [(unit, unit.spec.module) for unit in blocks if unit.spec.module is not None]
         # One object for each block, for ever: torch.compile compiles anew for a new one.
         self._ours = {unit.order: functools.partial(self._call, unit) for unit, _ in self._blocks}
         self._inside = {
             unit.order: list(module.modules())[1:] for unit, module in self._blocks if unit.order in unasked
         }
-        """Of blocks that may be taken over unasked: the modules in them."""
+        """The modules inside each block that may be taken over unasked."""
         self._taken: dict[int, _Taken] = {}
         self._left: set[int] = set()
         """Blocks that stay as they are written."""
@@ -83,11 +84,11 @@ class TakenOver:
 
     @property
     def unasked(self) -> int:
-        """How many of them the script has not asked for."""
+        """The number of blocks taken over that the script has not asked for."""
         return sum(taken.unasked for taken in self._taken.values())
 
     def begin(self) -> None:
-        """Take over what may be. What an interrupt has left taken is given back first."""
+        """Take over all blocks that may be. Blocks that an interrupt has left taken are given back first."""
         self.end()
         for unit, module in self._blocks:
             if unit.order in self._left:
@@ -135,8 +136,8 @@ class TakenOver:
 
 
 def _as_written(module: nn.Module) -> Checkpoint | None:
-    """The checkpoint of a block that may be left out without a change of the results; None where there is no such."""
-    # In the module's own dictionary, as transformers sets it: `getattr` on a module is slow, and there are 100 of them.
+    """Return the checkpoint of a block if leaving it out does not change the results, otherwise None."""
+    # transformers sets it in the module's own dictionary: `getattr` on a module is slow, and there are 100 of them.
     written = vars(module).get(FUNCTION)
     if written is None or not vars(module).get(FLAG) or not module.training or module._compiled_call_impl is not None:
         return None
@@ -173,7 +174,7 @@ def _is_foreign(hook: Any) -> bool:
 
 
 def _captures(hook: Any) -> bool:
-    """Whether it hands what its module has made to the whole model's output."""
+    """Whether the hook adds its module's result to the whole model's output."""
     return _owner(hook) == _CAPTURING
 
 
@@ -182,8 +183,8 @@ def _owner(hook: Any) -> str:
 
 
 def may_be_unasked(root: nn.Module, blocks: Sequence[Unit]) -> frozenset[int]:
-    """The blocks below `root`, by `Unit.order`, that can be checkpointed though their script does not: layers of
-    transformers whose model supports it, and that keep no statistics of what they have seen."""
+    """Return the blocks below `root`, by `Unit.order`, that can be checkpointed though their script does not do it:
+    layers of transformers whose model supports it, and that keep no running statistics."""
     supports: dict[int, bool] = {}
     for model in root.modules():  # outer ones first, so that the innermost decides
         if (supported := getattr(type(model), _SUPPORTS, None)) is not None:
@@ -202,7 +203,7 @@ class CacheHooks:
     """A hook of a model of transformers: it tells `found` of a forward that fills or reads a key-value cache."""
 
     NAMES = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")
-    """Of the argument that has it; "cache" since transformers 5.24."""
+    """Names of the argument that holds the cache; "cache" since transformers 5.24."""
 
     def __init__(self, model: nn.Module, found: Callable[[], None]) -> None:
         self._found = found
@@ -211,7 +212,7 @@ class CacheHooks:
 
     @classmethod
     def on(cls, root: nn.Module, found: Callable[[], None]) -> list[CacheHooks]:
-        """One for each: a wrapper around it may ask for a cache that the caller of the wrapper knows nothing of."""
+        """Return a hook for each model: a wrapper may ask its model for a cache, unknown to the wrapper's caller."""
         return [cls(module, found) for module in root.modules() if hasattr(type(module), _SUPPORTS)]
 
     def remove(self) -> None:
@@ -229,9 +230,9 @@ def goes_through(
     """Whether a backward goes through the block exactly as it would without checkpointing. `modules`: the block's own
     and all in it.
 
-    Re-entrant checkpointing gives no gradients to a block none of whose inputs has one, nor to what a hook of
-    transformers takes out of it (router logits, for a loss of their own), and goes by itself through the graph behind
-    tensors that it was not given as inputs.
+    Re-entrant checkpointing gives no gradients to a block whose inputs have none. Nor does it give any to results that
+    a hook of transformers takes out of the block (router logits, for a loss of their own). It goes by itself through
+    the graph of tensors that it was not given as inputs.
     """
     if not _is_reentrant(written):
         return True
@@ -242,9 +243,9 @@ def goes_through(
 def mixing_form(
     written: Checkpoint, function: Callable[..., Any], inputs: Sequence[Any], modules: Sequence[nn.Module]
 ) -> Checkpoint | None:
-    """The checkpoint, not re-entrant, that takes a `context_fn` in the place of the script's; None where a backward
-    would not go through it as through that, or where a hook of the script's own runs inside, which may call operators
-    in one of the two runs only."""
+    """Return the checkpoint, not re-entrant, that takes a `context_fn` and replaces the script's. None where a backward
+    would go through the two differently, or where a hook of the script runs inside: it may call operators in one of the
+    two runs only."""
     if not goes_through(written, function, inputs, modules) or _has_hooks(modules, _is_foreign):
         return None
     return _not_reentrant(written)
@@ -253,20 +254,20 @@ def mixing_form(
 def recomputing_form(
     written: Checkpoint, function: Callable[..., Any], inputs: Sequence[Any], modules: Sequence[nn.Module]
 ) -> Checkpoint:
-    """The checkpoint that recomputes a block: the script's, or torch's other form in the place of the re-entrant one.
+    """Return the checkpoint that recomputes a block: the script's, or torch's other form instead of the re-entrant.
 
-    The other form ends a recomputation at the last tensor that is needed; the re-entrant one also does the last product
-    of a block again: 38 of 520 ms of the backward of 3 B
-    (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md). It takes the place where `mixing_form` has one, for
-    the same reasons."""
+    The other form ends a recomputation at the last tensor that is needed. The re-entrant form also does the last
+    product of a block again: 38 of 520 ms of the backward of 3 B
+    (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md). The other form is used where `mixing_form` returns
+    one, for the same reasons."""
     if not _is_reentrant(written):
         return written
     return mixing_form(written, function, inputs, modules) or written
 
 
 def _not_reentrant(written: Checkpoint) -> Checkpoint:
-    """The re-entrant form compares nothing of a recomputation with its forward, and neither does what takes its
-    place, unless the script asks for it."""
+    """Return the other form of a re-entrant checkpoint. The re-entrant form does not compare a recomputation with its
+    forward, and neither does its replacement, unless the script asks for it."""
     if not _is_reentrant(written):
         return written
     options = _options(written)

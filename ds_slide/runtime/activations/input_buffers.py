@@ -1,7 +1,7 @@
-"""Page-locked host memory for the inputs of blocks: pieces of one size, of which a longer batch takes more.
+"""Page-locked host memory for the inputs of blocks: pieces of one size; a longer batch takes more pieces.
 
-It is had when inputs move for the first time, and grows when a batch needs more than there is. It never shrinks, and
-nothing is page-locked twice (0.35 s a GiB): a shorter batch takes fewer pieces, in the same memory.
+It is allocated when inputs move for the first time, and grows when a batch needs more. It never shrinks, and nothing is
+page-locked twice (0.35 s a GiB): a shorter batch takes fewer pieces, in the same memory.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ds_slide.runtime.core.pool import BufferPool, Lease
 from ds_slide.store.host_memory import HostMemory
 
 PIECES = 4
-"""Of the first input: what is left of the last piece of another one is an eighth of it in the mean."""
+"""Pieces of the first input. Another input leaves half a piece unused in the mean, an eighth of the first input."""
 PAGE = 4096
 NAME = "host buffers for inputs of blocks"
 BETWEEN = "host buffers for inputs of blocks on their way to and from SSD"
 
 
 class InputBuffers:
-    """Called by the thread that computes; leases may end on any."""
+    """Host buffers in pieces of one size. Called by the thread that computes; leases may end on any thread."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class InputBuffers:
         failures: Failures,
         name: str = NAME,
     ) -> None:
-        """`room`: bytes of host memory that may be taken at this moment. `pools`: where those that are made go, by
-        their names, which begin with `name`."""
+        """`room`: bytes of host memory that may be taken at this moment. `pools`: gets the new pools by their names,
+        which begin with `name`."""
         self._memory = memory
         self._room = room
         self._all = pools
@@ -48,7 +48,7 @@ class InputBuffers:
         """Bytes of all pieces."""
 
     def available(self, wanted: int) -> int:
-        """How much of `wanted` bytes can be had, in free pieces and in new ones."""
+        """Return the number of the `wanted` bytes that can be had, in free pieces and in new ones."""
         free = self._free_bytes()
         return wanted if free >= wanted else min(wanted, free + self._room())
 
@@ -64,14 +64,14 @@ class InputBuffers:
         return missing <= 0 or missing <= self._room()
 
     def hold(self, one: int, count: int) -> bool:
-        """Have all pieces for so many, free or not, or make none. -> whether they are there."""
+        """Have pieces for `count` inputs of `one` byte each, free or not, or make none. -> whether they are there."""
         missing = self._missing(one, count)
         if 0 < missing <= self._room():
             self._grow(missing // self.piece)
         return self._missing(one, count) <= 0
 
     def _missing(self, one: int, count: int) -> int:
-        """Bytes of the pieces that `count` inputs of `one` byte each need beside those that there are, free or not."""
+        """Return the bytes of pieces that `count` inputs of `one` byte each need beyond all present pieces."""
         return count * self.rounded(one) - self.nbytes
 
     def register(self, register: Callable[[int, int], object]) -> None:
@@ -82,7 +82,7 @@ class InputBuffers:
         self._registered = len(self._own)
 
     def lease(self, nbytes: int) -> list[Lease] | None:
-        """Pieces for so many bytes; None where so many are not free."""
+        """Return free pieces for `nbytes`; None where too few are free."""
         leases: list[Lease] = []
         for pool in self._own:
             while len(leases) < self.pieces_of(nbytes) and (lease := pool.try_lease()) is not None:
@@ -90,8 +90,8 @@ class InputBuffers:
         return leases if leases and len(leases) == self.pieces_of(nbytes) else None
 
     def lease_when_free(self, nbytes: int) -> list[Lease]:
-        """Pieces for so many bytes; waits for those that are not free. All that are in use come back by themselves, and
-        nobody else waits for any; there are as many (`hold`)."""
+        """Return pieces for `nbytes`; waits until they are free. `hold` has made enough of them. All pieces in use come
+        back by themselves, and no other thread waits for any."""
         leases: list[Lease] = []
         while len(leases) < self.pieces_of(nbytes):
             free = (lease for pool in self._own if (lease := pool.try_lease()) is not None)
@@ -99,16 +99,16 @@ class InputBuffers:
         return leases
 
     def _lent_to_others(self, leases: Sequence[Lease]) -> BufferPool:
-        """A pool, of those of which nothing is free, that these leases do not have the whole of."""
+        """Return a pool that other leases also use, to wait for it. No pool has a free piece now."""
         taken = Counter(id(lease.pool) for lease in leases)
         return next(pool for pool in self._own if taken[id(pool)] < len(pool.addresses))
 
     def rounded(self, nbytes: int) -> int:
-        """Bytes of the pieces that an input of `nbytes` takes."""
+        """Return the bytes of the pieces that an input of `nbytes` takes."""
         return self.pieces_of(nbytes) * self.piece
 
     def pieces_of(self, nbytes: int) -> int:
-        """How many pieces an input of `nbytes` takes. The first input decides how large they are."""
+        """Return the number of pieces that an input of `nbytes` takes. The first input decides the size of a piece."""
         if not self.piece:
             self.piece = -(-nbytes // (PIECES * PAGE)) * PAGE
         return -(-nbytes // self.piece)

@@ -1,20 +1,20 @@
-"""Inputs of recomputed blocks that go on from host memory to SSD, and come back there ahead of their backward.
+"""Inputs of recomputed blocks that go on from host memory to SSD, and come back to the host ahead of their backward.
 
 Who may touch what, and when:
 
-    host buffers   of a pool of their own, through which all of these inputs pass. One on its way to SSD is the lane's
-                   (`moved_inputs`) until the copy from the GPU has run, then the disk's until the write is complete,
-                   and free from then on. One that comes back is the disk's until the read is complete and its sums are
-                   compared, then the lane's until that has issued the copy to the GPU, and free from then on: for the
-                   lane at once, whose stream brings all copies into one order, and for the disk behind a fence, a point
-                   of that stream
+    host buffers   all of these inputs pass through a pool of their own. On the way to SSD a buffer is the lane's
+                   (`moved_inputs`) until the copy from the GPU has run, then the disk's until the write is complete.
+                   On the way back a buffer is the disk's until the read is complete and its sums are compared, then the
+                   lane's until the lane has issued the copy to the GPU. Otherwise it is free. The lane may use a free
+                   buffer at once, since its stream runs all copies in one order. The disk waits for a fence, a point of
+                   that stream
     places         in the store: an input's, from its forward until its graph is gone and no write or read of it is
                    under way. It is read when its write is complete, any number of times
 
-The hand-over thread waits in its order for the end of a copy and submits the write, or for the fence and the write and
-submits the read. The lane waits for it, and it waits for the lane, but each only for what was handed over before; the
-disk waits for nobody. The compute thread waits for a free buffer: when it does, all of them are in the hands of the
-lane and the disk, because what is read ahead, and waits for that thread itself, is given up before.
+The hand-over thread works in the order of its jobs: it waits for the end of a copy and submits the write, or for the
+fence and the write and submits the read. The lane and the hand-over thread wait for each other, but each only for jobs
+that were handed over before. The disk waits for neither. The compute thread waits for a free buffer only when the lane
+and the disk hold all of them: it gives up the inputs that are read ahead, which wait for itself, before it waits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ds_slide.store.ssd.store import Part
 
 @dataclass(eq=False)
 class Place:
-    """Where the input of a call of block `order` lies in the store: in pieces, which begin at `offsets`."""
+    """The place in the store for the input of a call of block `order`: pieces, which begin at `offsets`."""
 
     order: int
     nbytes: int
@@ -50,7 +50,7 @@ class Place:
 
 @dataclass(eq=False)
 class Arriving:
-    """What is being read, or has been. `here`: kept when it is in the buffers of `leases`."""
+    """An input that is being read, or has been. `here`: kept when it is in the buffers of `leases`."""
 
     place: Place
     leases: Sequence[Lease]
@@ -77,7 +77,8 @@ class InputDisk:
         failures: Failures,
         requests: Requests,
     ) -> None:
-        """`buffers`: for this alone. `make_thread`: of the hand-overs, called once, when the first input goes."""
+        """`buffers`: used here only. `make_thread`: makes the hand-over thread; called once, when the first input
+        goes to SSD."""
         self._buffers = buffers
         self._space = space
         self._room = space.room
@@ -90,20 +91,20 @@ class InputDisk:
         """Offsets of places' pieces. They come back on whichever thread drops the last reference to a place."""
         self._ahead = LEAST_AHEAD
         self._reading: dict[Place, Arriving] = {}
-        """What is read ahead, in the order in which it was begun."""
+        """Inputs that are read ahead, in the order of their reads."""
 
     # ---- room --------------------------------------------------------------------------------------------------------
 
     def available(self, wanted: int, one: int) -> int:
-        """How many of `wanted` bytes can be had, in inputs of `one` byte at most."""
+        """Return the number of the `wanted` bytes that can be had, in inputs of at most `one` byte each."""
         if not self._buffers.may_hold(one, buffers_for(LEAST_AHEAD)):
             return 0
         free = len(self._free) * self._buffers.piece
         return wanted if free >= wanted else min(wanted, free + self._room())
 
     def provide_buffers(self, one: int, backward_s: float) -> bool:
-        """Have host buffers for inputs of `one` byte at most, so many that reads hide behind the backward of a block,
-        of `backward_s` seconds (0: not known), or as many as host memory has room for. -> whether inputs can pass."""
+        """Have enough host buffers for inputs of at most `one` byte to hide reads behind the backward of a block, of
+        `backward_s` seconds (0: not known), or all that host memory has room for. -> whether inputs can pass."""
         self._ahead = reads_ahead(self._space.seconds(one), backward_s)
         while self._ahead > LEAST_AHEAD and not self._buffers.may_hold(one, buffers_for(self._ahead)):
             self._ahead -= 1
@@ -138,7 +139,7 @@ class InputDisk:
     # ---- down --------------------------------------------------------------------------------------------------------
 
     def place(self, order: int, nbytes: int) -> Place | None:
-        """A place for an input of a call of block `order`; None where there is none."""
+        """Return a place for an input of a call of block `order`; None where no place is free."""
         pieces = self._buffers.pieces_of(nbytes)
         if len(self._free) < pieces:
             return None
@@ -148,13 +149,13 @@ class InputDisk:
         return place
 
     def buffers_of(self, place: Place) -> Sequence[Lease]:
-        """Host buffers for what is to go there, or comes from there; waits until so many are free."""
+        """Return host buffers for an input on its way to `place` or from it; waits until enough are free."""
         while (leases := self._buffers.lease(place.nbytes)) is None and self._reading:
             self._give_up_last()
         return leases or self._buffers.lease_when_free(place.nbytes)
 
     def write(self, place: Place, leases: Sequence[Lease], down: Future) -> None:
-        """Write what has been copied into these buffers when `down` has run. They are the disk's from then on."""
+        """Write the input that is in these buffers when `down` has run. The buffers are the disk's from then on."""
 
         def then() -> None:
             for lease in leases:
@@ -164,7 +165,7 @@ class InputDisk:
         def job() -> None:
             down.synchronize()
             done = self._requests.around("input written", place.order, place.nbytes, then)
-            # Compute waits for free buffers, and nothing waits for the other writes of a step but the step.
+            # Compute waits for the buffers of this write, but only the step waits for its other writes.
             self._space.store.write(_parts(place, leases), done, urgent=True)
 
         self._thread.submit(job)
@@ -183,17 +184,17 @@ class InputDisk:
             self._reading[place] = self._begin(place, leases, fence)
 
     def read(self, place: Place, lane: StreamWorker) -> Arriving:
-        """What has been read ahead, or is read from now on. The caller's, until its `release`."""
+        """Return the input that was read ahead, or begin to read it now. It is the caller's until its `release`."""
         arriving = self._reading.pop(place, None)
         return arriving or self._begin(place, self.buffers_of(place), self._fence(lane))
 
     def give_up(self) -> None:
-        """What is read ahead is for a backward that nobody waits for any more."""
+        """Give up all inputs that are read ahead: their backward will not run."""
         while self._reading:
             self._give_up_last()
 
     def _give_up_last(self) -> None:
-        """What is needed last, of what is read ahead, gives its buffers back."""
+        """Give back the buffers of the input that was read ahead and is needed last."""
         _, arriving = self._reading.popitem()
         arriving.wait()
         arriving.release()
@@ -204,7 +205,7 @@ class InputDisk:
         def job() -> None:
             place.written.wait()
             fence.synchronize()
-            # It holds place and buffers until the read has ended, whoever may have given them up.
+            # The lambda holds the place and the buffers until the read has ended, also where they were given up.
             done = self._requests.around("input read", place.order, place.nbytes, lambda: arriving.here.keep())
             self._space.store.read(_parts(place, leases), done, urgent=True)
 
@@ -212,7 +213,7 @@ class InputDisk:
         return arriving
 
     def _fence(self, lane: StreamWorker) -> Future:
-        """Kept by the lane at this point: the copies that it was given before have run when it has been passed."""
+        """Return a future that the lane keeps at this point: when it has passed, all earlier copies have run."""
         fence = Future(self._failures, "copies of inputs of blocks")
         lane.submit(lambda: fence.keep(self._device.mark(lane.stream, host_waits=True)))
         return fence

@@ -1,8 +1,8 @@
-"""What calls of blocks keep on the GPU until their backward, and give up where memory turns out to be short.
+"""Tensors that calls of blocks keep on the GPU until their backward, and give up where memory turns out to be short.
 
-A call that has given up what it kept is recomputed, with the bits that it would have kept. So each such call passes
-through a checkpoint that is not re-entrant, and what it keeps lies beside it: results of operators (`mixing`), or all
-that autograd saves (`WholeCall`). Held weakly here: a graph that is dropped takes its own along.
+A call that has given up its tensors is recomputed, with the same bits. So each such call passes through a checkpoint
+that is not re-entrant, and keeps its tensors beside it: results of operators (`mixing`), or all that autograd saves
+(`WholeCall`). References here are weak: a dropped graph frees its tensors.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from ds_slide.runtime.weights.saved_weights import SavedTensor, hooks_around
 
 PORTION = 1 / 4
-"""Of what is kept, given up at a time. Before an operator fails, torch has waited for the GPU and returned its unused
-memory to the driver, so a few large portions cost less than many small ones."""
+"""The part of the kept bytes that is given up at a time. Before an operator fails, torch has waited for the GPU and
+returned its unused memory to the driver, so a few large portions cost less than many small ones."""
 
 
 class KeptCall(Protocol):
-    """What one call of a block keeps."""
+    """The tensors that one call of a block keeps."""
 
     nbytes: int
     is_in_use: bool
-    """Its backward has begun: what it keeps comes free by itself."""
+    """Its backward has begun: its tensors come free by themselves."""
 
     def give_up(self) -> None:
-        """Let go of it, and keep nothing more. Harmless when called twice."""
+        """Let go of the tensors, and keep nothing more. Harmless when called twice."""
 
 
 class KeptCalls:
@@ -43,7 +43,7 @@ class KeptCalls:
         self._calls.append(weakref.ref(call))
 
     def give_up(self) -> int:
-        """Give up a portion, of the calls whose backward comes last. -> bytes; 0 where nothing is kept any more."""
+        """Give up a portion, from the calls whose backward comes last. -> bytes; 0 where nothing is kept any more."""
         calls = [call for ref in self._calls if (call := ref()) is not None and call.nbytes and not call.is_in_use]
         wanted, given = PORTION * sum(call.nbytes for call in calls), 0
         for call in calls:
@@ -60,7 +60,7 @@ class KeptCalls:
 
 
 class _Saved:
-    """A saved tensor that may be given up, and what the hooks around have made of it, which brings it back then."""
+    """A saved tensor that may be given up, and the outer hooks' value for it, which brings it back then."""
 
     __slots__ = ("__weakref__", "_around", "_beside", "_call", "_saved")
 
@@ -72,7 +72,7 @@ class _Saved:
         self._saved = None
 
     def take(self) -> torch.Tensor:
-        """Give it to the backward."""
+        """Give the tensor to the backward."""
         self._call.is_in_use = True
         return self._around(self._beside) if self._saved is None else self._saved.unchanged()
 
@@ -81,13 +81,13 @@ class WholeCall:
     """A call of a block that keeps all that it saves."""
 
     def __init__(self, nbytes: int) -> None:
-        """`nbytes`: of it, beside what is there anyway."""
+        """`nbytes`: bytes that the call keeps, without tensors that are there anyway."""
         self.nbytes = nbytes
         self.is_in_use = False
         self._tensors: list[weakref.ref[_Saved]] = []
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """For the checkpoint: around its forward, and around its recomputations."""
+        """Return the checkpoint's context managers: around its forward, and around its recomputations."""
         return self._keeping(), nullcontext()
 
     @contextmanager

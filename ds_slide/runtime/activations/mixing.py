@@ -1,12 +1,12 @@
-"""A block that is recomputed but for some results of its operators: these are kept in its forward, and in its
-recomputation they take the place of the operators' runs.
+"""A block that is recomputed except for some results of its operators: its forward keeps these results, and its
+recomputation uses them instead of running the operators.
 
-As in torch's selective checkpointing, modes of its dispatcher stand below autograd, which sees the same nodes in both
-runs. Torch's own count the runs of all operators, those in hooks included, which bind a block's weights in another way
-when it is recomputed; allow no second backward; and end in an error where what they keep has been modified. These
-count, keep and check what is chosen only, and where a result cannot be used any more, its operator runs. A mode costs
-the host some 5 to 10 us an operator, in the forward and in the recomputation of a mixed block, and 50 us in the forward
-where a result stays.
+As in torch's selective checkpointing, dispatcher modes run below autograd, which sees the same nodes in both runs.
+Torch's modes count the runs of all operators, also in hooks, and hooks bind a block's weights in another way when it is
+recomputed. They allow no second backward, and raise where a kept result has been modified. The modes here count, keep
+and check only the chosen results. Where a result cannot be used any more, its operator runs. A mode costs the host some
+5 to 10 us an operator, in the forward and in the recomputation of a mixed block. A result that stays costs 50 us in the
+forward.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OWN_VIEWS = frozenset(
 
 
 class OperatorMode(TorchDispatchMode):
-    """Sees what runs, and nothing of what `torch.compile` has compiled, which runs as without it."""
+    """Sees every operator that runs, except inside of compiled code (`torch.compile`), which runs unchanged."""
 
     supports_higher_order_operators = True
 
@@ -72,15 +72,15 @@ class _Stayed:
 
 
 def _same(tree: Any) -> Any:
-    """`tree` with other tensors on the same memory, of the same versions: those themselves get a node of the graph, and
-    one without a backward would live for ever."""
+    """Return `tree` with new tensors on the same memory, of the same versions. The given tensors get a node of the
+    graph, and a graph without a backward would live for ever."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)
 
 
 class MixedCall:
-    """One call of a block: what `mixture` says stays from its forward to its first recomputation, as far as the
-    mixture's bytes reach. One more recomputation, of a second backward, runs all operators."""
+    """One call of a block. The results of `mixture` stay from its forward to its first recomputation, as far as the
+    mixture's bytes reach. Another recomputation, for a second backward, runs all operators."""
 
     def __init__(self, mixture: Mixture) -> None:
         self.mixture = mixture
@@ -88,10 +88,10 @@ class MixedCall:
         self.is_in_use = False
         self.stayed: dict[Result, _Stayed] = {}
         self.given: dict[Result, tuple[Any, ...]] = {}
-        """What the forward's runs are known by (`_known_by`), of the operators of which results stay."""
+        """The identities (`_known_by`) of the forward's runs, for operators whose results stay."""
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        """For the checkpoint: around its forward, and around its recomputations."""
+        """Return the checkpoint's context managers: around its forward, and around its recomputations."""
         return _Forward(self), _Recomputation(self)
 
     def give_up(self) -> None:
@@ -112,7 +112,7 @@ class _Counting(OperatorMode):
         return super().__enter__()
 
     def _result(self, function: Any) -> Result | None:
-        """What this run makes; None of an operator of which none stay."""
+        """Return what this run makes; None where no result of its operator stays."""
         name = _name_of(function)
         if name not in self._names:
             return None
@@ -125,7 +125,7 @@ class _Forward(_Counting):
     def __enter__(self) -> Any:
         self._left = self._call.mixture.nbytes
         self._places: dict[int, Result] = {}
-        """Which result is on a storage."""
+        """The result on each storage."""
         return super().__enter__()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,9 +163,9 @@ class _Recomputation(_Counting):
 
 
 def _known_by(args: Sequence[Any]) -> tuple[Any, ...]:
-    """What tells a run from another. A block may run operators in its forward that do not run in its recomputation, as
-    those for a table that it keeps from then on: autograd, and so checkpointing, knows nothing of them, and what stays
-    of the runs behind them would be taken for that of others."""
+    """Return what distinguishes two runs. A block may run operators in its forward only, for a table that it keeps from
+    then on, for example. Autograd, and so checkpointing, does not see these runs, and the kept results of later runs
+    would be taken for the results of other runs."""
     tensors = [(each.shape, each.dtype, each.requires_grad) for each in args if isinstance(each, torch.Tensor)]
     return torch.is_grad_enabled(), tensors
 
@@ -186,8 +186,9 @@ class Working(OperatorMode):
 
 
 class Learning(OperatorMode):
-    """Learns in a recomputation what its operators take and which results can stay. Those of products and attention
-    are held until it has ended, and compared by a sum of their bits: a kernel may write into one unseen by torch."""
+    """Learns in a recomputation what its operators take and which results can stay. Results of products and attention
+    are held until it has ended, and compared by a sum of their bits: a kernel may write into a result unseen by
+    torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +199,7 @@ class Learning(OperatorMode):
         self.has_collective = False
 
     def saves(self) -> None:
-        """Autograd saves a tensor: what has run until now is needed, and what comes behind the last one is not."""
+        """Note that autograd saves a tensor: all runs until now are needed, and runs after the last save are not."""
         self._needed = len(self._runs)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -216,7 +217,7 @@ class Learning(OperatorMode):
         return made
 
     def end(self) -> tuple[Run, ...]:
-        """What was needed of the recomputation. Waits for the GPU: once for a kind of block and a longest batch."""
+        """Return the runs that were needed. Waits for the GPU: once for a kind of block and a longest batch."""
         needed, self._runs = self._runs[: self._needed], []
         changed = [torch.stack([before != _sum(each) for each, before in held]).any() for _, held in needed if held]
         answers = iter(torch.stack(changed).tolist() if changed else ())
@@ -230,8 +231,8 @@ def _run_of(function: torch._ops.OpOverload, before: int, args: Any, kwargs: Any
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of all bits of its storage, as integers of 8 bytes and what is left of them: shorter ones torch copies
-    into 8 bytes each before it adds them, four times what a batch has made."""
+    """Return the sum of all bits of its storage, as integers of 8 bytes and the bytes left over. Torch copies shorter
+    integers into 8 bytes each before it adds them, which takes four times the memory of a batch's results."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
     words = storage.nbytes() // 8 * 8

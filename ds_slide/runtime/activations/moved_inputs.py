@@ -1,19 +1,20 @@
 """The inputs of recomputed blocks in host memory or on SSD, from their forward until their backward comes near.
 
-What checkpointing saves of a call, in either of its forms, passes through hooks for saved tensors. Those around the
-call of a block whose input moves put a `MovedInput` in its place. Who may touch what, and when:
+The tensors that checkpointing saves of a call, in either of its forms, pass through hooks for saved tensors. The hooks
+around a block whose input moves save a `MovedInput` instead of the input. Who may touch what, and when:
 
-    on the GPU     the input is the compute stream's. The lane copies it down behind an event of that stream; it is
-                   held until the compute stream waits for the end of the copy, when one more block has begun, and is
-                   that stream's memory again from then on
-    host buffers   the lane's alone, whose stream brings all copies, down and up, into one order. So a buffer that is
-                   free can be leased while the last copy from it is still under way. Inputs that go on to SSD pass
-                   through others (`input_disk`)
+    on the GPU     the input is the compute stream's. The lane copies it down behind an event of that stream. The input
+                   is held until one more block has begun and the compute stream waits for the end of the copy; from
+                   then on it is that stream's memory again
+    host buffers   the lane's alone: its stream runs all copies, down and up, in one order. So a free buffer can be
+                   leased while the last copy from it is still under way. Inputs that go on to SSD pass through other
+                   buffers (`input_disk`)
     back again     the compute stream allocates, the lane copies up behind an event of it, and the compute stream waits
                    for the end of the copy before the block is recomputed
 
-A copy up begins when the block that was called behind this one begins its backward: one block ahead; a read from SSD
-begins earlier. Where nobody has seen that (a second backward through a graph) they begin when they are needed.
+A copy up begins when the block that was called after this one begins its backward: one block ahead. A read from SSD
+begins earlier. Where that moment has passed unseen (a second backward through a graph), they begin when they are
+needed.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ INPUT_MODIFIED = "the input of a block, needed for gradient computation, has bee
 
 @dataclass(eq=False)
 class MovedInput:
-    """The input of one call of a block. `kept`: host buffers in which it stays, none where it has a `place` on SSD.
-    `on_gpu`: as long as the copy down may need it. `version`: of the tensor when it was saved. `followed_by`: the block
-    that was called next."""
+    """The input of one call of a block. `kept`: the host buffers that hold it; none where it has a `place` on SSD.
+    `on_gpu`: the tensor, while the copy down may need it. `version`: the tensor's when it was saved. `followed_by`: the
+    block that was called next."""
 
     order: int
     shape: torch.Size
@@ -66,13 +67,13 @@ class MovedInput:
 
 @dataclass(frozen=True)
 class _Beside:
-    """What the hooks of the block have made of another tensor that is saved."""
+    """The value that the hooks of the block return for another saved tensor."""
 
     value: Any
 
 
 def input_of(inputs: Sequence[Any]) -> torch.Tensor | None:
-    """What a layer gets from the one before, which transformers hands over first; None where it cannot move."""
+    """Return a layer's input from the layer before, which transformers passes first; None where it cannot move."""
     given = next((each for each in inputs if isinstance(each, torch.Tensor)), None)
     if given is None or not given.is_floating_point() or given.layout is not torch.strided or not given.numel():
         return None
@@ -99,7 +100,7 @@ class MovedInputs:
         self.bytes = 0
         """Bytes that have moved since `begin`."""
         self.disk_bytes = 0
-        """Those of them that have gone on to SSD."""
+        """Moved bytes that have gone on to SSD."""
         self.orders: set[int] = set()
         """Blocks whose inputs have moved since `begin`."""
         self._make_lane = make_lane
@@ -110,13 +111,13 @@ class MovedInputs:
         self._going: deque[MovedInput] = deque()
         self._coming: dict[MovedInput, tuple[torch.Tensor, Future]] = {}
         self._waiting: list[weakref.ref[MovedInput]] = []
-        """Whose backward is to come, the next one last. A graph that is dropped takes its own along."""
+        """Inputs whose backward is to come, the next one last. The inputs of a dropped graph go with it."""
         self._latest: MovedInput | None = None
 
     # ---- room --------------------------------------------------------------------------------------------------------
 
     def available(self, inputs: Sequence[Input]) -> int:
-        """How many bytes of these can be had, in host memory and on SSD."""
+        """Return the number of bytes of `inputs` that can be had, in host memory and on SSD."""
         wanted = sum(each.nbytes for each in inputs)
         host = self.buffers.available(wanted)
         if self.disk is None or host >= wanted:
@@ -124,8 +125,8 @@ class MovedInputs:
         return host + self.disk.available(wanted - host, max(each.nbytes for each in inputs))
 
     def provide(self, moved: Sequence[Input], backward_s: float = 0.0) -> None:
-        """Have places for the inputs of these blocks, in the order of their calls, as far as there is room: those of
-        the last ones in host memory. `backward_s`: of one of the blocks, in seconds; 0: not known."""
+        """Have places for the inputs of these blocks, in the order of their calls, as far as there is room. The last
+        blocks get theirs in host memory. `backward_s`: seconds of one block's backward; 0: not known."""
         one, self._to_disk = max(each.nbytes for each in moved), frozenset()
         rounded = [Input(each.order, self.buffers.rounded(each.nbytes)) for each in moved]
         wanted = sum(each.nbytes for each in rounded)
@@ -139,11 +140,11 @@ class MovedInputs:
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A forward of the whole model begins."""
+        """Begin a forward of the whole model."""
         self.bytes = self.disk_bytes = 0
         self.orders.clear()
         self.end()
-        while self._coming:  # of a backward that has been given up: the lane may still be copying
+        while self._coming:  # inputs of a backward that has been given up: the lane may still be copying
             _, (_, up) = self._coming.popitem()
             self._wait(up)
         if self.disk is not None:
@@ -151,23 +152,23 @@ class MovedInputs:
         self._waiting = [ref for ref in self._waiting if ref() is not None]
 
     def enter(self, order: int) -> None:
-        """A block is called, in forward."""
+        """Note that a block is called in forward, and take back GPU memory of earlier inputs."""
         if self._latest is None:
             self._settle(0)
             return
         self._latest.followed_by, self._latest = order, None
-        self._settle(1)  # its copy has this block's forward to hide in
+        self._settle(1)  # its copy runs during this block's forward
 
     def end(self) -> None:
-        """The forward of the whole model has ended."""
+        """End the forward of the whole model."""
         self._latest = None
         self._settle(0)
 
     @contextmanager
     def moving(self, order: int, inputs: Sequence[Any]) -> Iterator[None]:
-        """Around the checkpoint of a call: its input moves, if there is a place for it."""
+        """Move the input of the call whose checkpoint runs in this context, if there is a place for it."""
         given, around = input_of(inputs), hooks_around()
-        # There are none around a block whose weights are on the GPU, nor around the checkpoints of transformers
+        # There are no hooks around a block whose weights are on the GPU, nor around the checkpoints of transformers
         # up to 5.22, which call a layer's hooks inside of them.
         if given is None or (around is not None and not only_hooks_of_block(around)):
             yield
@@ -188,7 +189,7 @@ class MovedInputs:
             yield
 
     def _home(self, order: int, nbytes: int) -> tuple[Sequence[Lease], Place | None] | None:
-        """Host buffers for an input, and its place on SSD if it is to go on from them; None where there is no room."""
+        """Return host buffers for an input, and its place on SSD if it goes on there; None where there is no room."""
         if order not in self._to_disk and (leases := self.buffers.lease(nbytes)) is not None:
             return leases, None
         if self.disk is None or (place := self.disk.place(order, nbytes)) is None:
@@ -207,7 +208,7 @@ class MovedInputs:
             assert moved.on_gpu is not None
             self._copy(moved, leases, moved.on_gpu, made, down, to_gpu=False)
 
-        with deferred_interrupt():  # buffers that nobody gives back would be waited for
+        with deferred_interrupt():  # otherwise an interrupt could leave buffers that are never given back
             lane.submit(job)
             if self.disk is not None and place is not None:
                 self.disk.write(place, leases, down)
@@ -220,7 +221,7 @@ class MovedInputs:
         return moved
 
     def _settle(self, left: int) -> None:
-        """Take back the GPU memory of all inputs but so many, behind the ends of their copies."""
+        """Take back the GPU memory of all inputs except the last `left`, after the ends of their copies."""
         while len(self._going) > left:
             moved = self._going.popleft()
             self._wait(moved.down)
@@ -231,8 +232,8 @@ class MovedInputs:
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def ahead(self, order: int) -> None:
-        """The backward of a block begins: bring the input of the one before, if it has moved, and have those before it
-        read."""
+        """Bring the input of the block before, if it has moved, and read earlier inputs from SSD. Called when the
+        backward of a block begins."""
         while self._waiting:
             moved = self._waiting[-1]()
             if moved is not None and moved.followed_by != order:
@@ -252,7 +253,7 @@ class MovedInputs:
             raise RuntimeError(
                 f"{INPUT_MODIFIED}: [{list(moved.shape)}] was at version {moved.version} when it was saved"
             )
-        if self._waiting and self._waiting[-1]() is moved:  # or it would be read ahead once more
+        if self._waiting and self._waiting[-1]() is moved:  # otherwise it would be read ahead once more
             self._waiting.pop()
         tensor, up = self._coming.pop(moved) if moved in self._coming else self._bring(moved)
         self._wait(up)
@@ -292,7 +293,7 @@ class MovedInputs:
         *,
         to_gpu: bool,
     ) -> None:
-        """By the lane."""
+        """Copy an input down or up on the lane's stream. Called by the lane."""
         lane = self._lane
         lane.wait(ready, "the block before it")
         start = self._device.mark(lane.stream, timed=True)
@@ -309,7 +310,7 @@ class MovedInputs:
         wait_on_stream(future, self._device, self._recorder)
 
     def close(self) -> None:
-        """End the lane, and what passes inputs on. Harmless when called twice."""
+        """End the lane, and the hand-over to SSD. Harmless when called twice."""
         if self._made is not None:
             self._made.close()
         if self.disk is not None:

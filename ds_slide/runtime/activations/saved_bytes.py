@@ -1,6 +1,6 @@
-"""How much GPU memory the saved tensors of a block take, and what its operators do: counted while it is recomputed.
+"""The GPU memory of a block's saved tensors, and the work of its operators, counted while the block is recomputed.
 
-That takes no more memory than the backward that follows.
+The count takes no more memory than the backward that follows.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ds_slide.runtime.weights.saved_weights import OpenHooks
 
 @dataclass(frozen=True)
 class Saved:
-    """What a block has saved in one call. `square`: the bytes among them of tensors with an element for each pair of
-    tokens of a sequence. `given_square`: of such tensors that the block was given. `runs`: of operators that were
-    needed. `again`: the part of the forward's work that a recomputation does. `has_collective`: other ranks take part
-    in it."""
+    """The tensors that a block has saved in one call. `square`: bytes of the saved tensors with an element for each
+    pair of tokens of a sequence. `given_square`: bytes of such tensors among the block's inputs. `runs`: the runs of
+    operators that were needed. `again`: the part of the forward's work that a recomputation does. `has_collective`:
+    other ranks take part in it."""
 
     nbytes: int
     square: int
@@ -44,13 +44,13 @@ def counted(
     *,
     will_end_early: bool = False,
 ) -> Callable[..., Any]:
-    """`function`, a block's forward, which counts in its recomputation, and tells `report` what it has saved. `shape`:
-    of the batch.
+    """Return `function`, a block's forward, so that its recomputation counts what it saves and calls `report`.
+    `shape`: of the batch.
 
-    Each storage counts once; those of weights and inputs do not, which are there anyway, nor that of the output, which
-    is the next block's input. A recomputation that is not re-entrant ends at the last tensor that is needed: the last
-    product of a block, a quarter of its work, need not be done again. `will_end_early`: later recomputations end
-    there, and only this one may go on to the end of the block.
+    Each storage counts once. The storages of weights and inputs do not count, since they are there anyway, nor does the
+    output's, which is the next block's input. A recomputation that is not re-entrant ends at the last tensor that is
+    needed: the last product of a block, a quarter of its work, need not be done again. `will_end_early`: later
+    recomputations end there, and only this one may go on to the end of the block.
     """
     forward = Working()
 
@@ -86,7 +86,7 @@ def counted(
         try:
             with learning:
                 outputs = function(*inputs)
-        except _StopRecomputationError:  # behind the last tensor that is needed; other exceptions come sooner
+        except _StopRecomputationError:  # raised after the last tensor that is needed
             again = learning.end()
             report(found(share(again)))
             raise

@@ -1,8 +1,8 @@
-"""Where a block can keep state of its own: attributes, buffers, containers, random generators, names of its class.
+"""The places where a block can keep its own state: attributes, buffers, containers, random generators, class names.
 
 `found` walks from the modules of a block to all of these. Each place can be read, compared with what was read before,
-and written back. Values are compared by identity, and numbers and strings also by value. Tensors are the
-places' values here; what they contain is `block_state`'s business.
+and written back. Values are compared by identity, and numbers and strings also by value. Tensors are values of
+places here; `block_state` compares their contents.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ds_slide.plan.trace import FUNCTION
 from ds_slide.runtime.activations.checkpointing import FLAG
 
 MOST_PLACES = 200
-"""A walk stops there: a layer whose attributes lead to a whole data set is not worth a comparison of all of it."""
+"""A walk stops at this number of places: the attributes of a layer may lead to a whole data set."""
 MOST_DEPTH = 4
 MOST_ENTRIES = 1_000
 """A longer container is compared by its length alone."""
 
 _OURS = frozenset((FLAG, FUNCTION))
-"""What the engine itself sets in a block for the length of a forward."""
+"""Names that the engine itself sets in a block for the length of a forward."""
 _is_training = attrgetter("training")
 _OF_EACH_MODULE = frozenset(vars(nn.Module()))
 _SCALARS = frozenset((bool, int, float, complex, str, bytes, type(None)))
@@ -50,7 +50,7 @@ def _all_same(one: Iterable[Any], other: Iterable[Any]) -> bool:
 
 
 class Place:
-    """One place. `label`: what users call it."""
+    """One place. `label`: its name for users."""
 
     __slots__ = ("holder", "label")
 
@@ -69,7 +69,7 @@ class Place:
         raise NotImplementedError
 
     def difference(self, _value: Any) -> str:
-        """The name of what differs from what `read` has returned."""
+        """Return the name of the value that differs from the result of `read`."""
         return self.label
 
 
@@ -88,7 +88,7 @@ class Attributes(Place):
         return self._differing(value) is None
 
     def _differing(self, value: dict[Any, Any]) -> Any:
-        """The first name whose value is another one; None where there is no such."""
+        """Return the first name whose value has changed; None where none has."""
         now = self.read()
         for name in [*value, *(name for name in now if name not in value)]:
             if name not in now or name not in value or not same(now[name], value[name]):
@@ -268,8 +268,8 @@ class _Training(Place):
 
 @dataclass
 class Found:
-    """What a walk has found. `tensors`: values of the places, without parameters and without what a graph has made.
-    `buffers`: how many of them, the first ones, are registered buffers of the block's modules."""
+    """The places that a walk has found. `tensors`: values of the places, without parameters and results of a graph.
+    `buffers`: the number of registered buffers of the block's modules, which come first in `tensors`."""
 
     places: list[Place] = field(default_factory=list)
     tensors: list[tuple[torch.Tensor, str]] = field(default_factory=list)
@@ -279,7 +279,7 @@ class Found:
     _seen: set[int] = field(default_factory=set)
 
     def add(self, holder: Any, place: Place) -> bool:
-        """-> whether it is a new one, and its values are to be walked through."""
+        """Add `place` if `holder` is new. -> whether it is, and its values are to be walked through."""
         if id(holder) in self._seen or len(self.places) >= MOST_PLACES:
             return False
         self._seen.add(id(holder))
@@ -370,7 +370,7 @@ class Found:
 
 
 def found(modules: Mapping[str, nn.Module]) -> Found:
-    """All places of a block. `modules`: its own and those in it, by what users call them."""
+    """Return all places of a block. `modules`: its own module and the modules in it, by their names for users."""
     places = Found()
     plain = [module for module in modules.values() if _is_plain_module(module)]
     places.add(modules, _Training(plain, "training"))
@@ -384,7 +384,7 @@ def found(modules: Mapping[str, nn.Module]) -> Found:
 
 
 def globals_of_random() -> list[Place]:
-    """The generators that all of a process uses, but for torch's, which checkpointing keeps by itself."""
+    """Return the generators that a whole process uses, except torch's, which checkpointing restores by itself."""
     places: list[Place] = [_PythonsOwn()]
     if (numpy := sys.modules.get("numpy.random")) is not None:
         places.append(_Random(numpy.mtrand._rand, "numpy.random"))
@@ -392,7 +392,7 @@ def globals_of_random() -> list[Place]:
 
 
 def _is_plain_module(module: nn.Module) -> bool:
-    """Whether it is one of torch's own that writes nothing in its forward: linear layers, norms without statistics."""
+    """Whether it is a module of torch that writes nothing in its forward: a linear layer, a norm without statistics."""
     return not module._buffers and type(module).__module__.startswith("torch.nn.modules.")
 
 

@@ -9,7 +9,7 @@ from ds_slide.runtime.core.unit import Unit
 
 
 class UnchangedWeights:
-    """The block's function, for a checkpoint. Without the checkpoint, backward would use what the forward has saved: a
+    """The block's function, for a checkpoint. Without the checkpoint, backward would use the forward's saved tensors: a
     graph that is older than a step raises in plain torch, or computes with the activations of that time."""
 
     def __init__(self, unit: Unit, function: Callable[..., Any]) -> None:

@@ -1,1 +1,1 @@
-"""Where the gradients of a unit go when backward has made them."""
+"""The way of a unit's gradients from backward to its update."""

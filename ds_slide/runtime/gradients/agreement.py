@@ -1,17 +1,17 @@
-"""Which units have gradients in a backward, agreed by ranks that may run different modules.
+"""Agreement of ranks that may run different modules on the units that have gradients in a backward.
 
 A rank announces a unit when the unit's gradient is complete there, and keeps the gradient until the log of rank 0
 (`ds_slide.runtime.core.ranks.conductor`) says that it is averaged: at once where all ranks announce it, at the end of
-backward where some do not. These contribute zeros, so that the average is the one that DDP finds with
-`find_unused_parameters`. A unit that no rank has a gradient of is treated as with one rank, alike on all of them.
+backward where some do not. The others contribute zeros, so that the average is the same as DDP's with
+`find_unused_parameters`. A unit without a gradient on any rank is treated as with one rank, alike on all of them.
 
 Ranks that run the same modules announce the same units in the same order, backward after backward. A rank that begins a
-backward of the blocks of the last one expects that order, and says so. Where all ranks do, rank 0 enters it as a whole,
-and each rank averages its gradients when it has them, in that order. What comes out is the same.
+backward of the same blocks as the last one expects that order, and says so. Where all ranks do, rank 0 enters it as a
+whole, and each rank averages its gradients when it has them, in that order. The results are the same.
 
 A gradient that waits lies in a staging buffer if one is free, and otherwise where autograd left it. One buffer stays
-free for units that are averaged meanwhile. A unit that is used again after its announcement announces again: its
-contributions are averaged one by one, and a rank that has fewer contributes zeros.
+free for units that are averaged meanwhile. A unit that is used again after its announcement is announced again: its
+contributions are averaged one by one, and a rank with fewer contributions adds zeros.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Contribution:
 
 
 MOST = 255
-"""Contributions of a unit to one backward. What comes after the last but one is added up, and is the last."""
+"""The most contributions of a unit to one backward. All gradients after the last but one are added up as the last."""
 _ENDED, _EXPECTED, _FIRST_UNIT = 0, 1, 3
 
 
@@ -51,29 +51,29 @@ class Engine(Protocol):
         """Take the gradients out of the unit's parameters."""
 
     def drop_contribution(self, contribution: Contribution) -> None:
-        """It is not averaged."""
+        """Give up a contribution, which is not averaged."""
 
     def take_agreed(self, unit: Unit, *, final: bool) -> None:
-        """Average what `Unit.gradients` gives, and send it on its way."""
+        """Average the gradients that `Unit.gradients` returns, and send them on their way."""
 
     def forget_agreed(self, unit: Unit) -> None:
-        """What was just averaged belongs to gradients that this rank has dropped."""
+        """Forget the gradient that was just averaged: this rank has dropped its own part."""
 
     def counts_as_zero(self, unit: Unit) -> bool:
-        """Whether a unit that no rank has a gradient of is updated as if that was zero."""
+        """Whether a unit without a gradient on any rank is updated as if its gradient was zero."""
 
     def is_final(self) -> bool:
         """Whether the backward under way is the last one before the step."""
 
     def is_only(self) -> bool:
-        """Whether none may come before the step beside the backward under way."""
+        """Whether no other backward may come before the step."""
 
     def end_joined_backward(self) -> None:
-        """A backward has ended in which this rank had no gradient."""
+        """End a backward that gave this rank no gradient."""
 
 
 class Agreement:
-    """What one rank of an engine has announced. `number`: of the engine. Called by the thread that computes."""
+    """The announcements of one rank of an engine. `number`: the engine's. Called by the thread that computes."""
 
     def __init__(
         self,
@@ -93,12 +93,12 @@ class Agreement:
         self.backward = 1
         self._announced = [0] * len(units)
         self._averaged = [0] * len(units)
-        """Contributions to this backward, by `Unit.order`."""
+        """Contributions of units to this backward that are averaged, by `Unit.order`."""
         self._waiting: dict[int, deque[Contribution]] = {}
         """Contributions that are not averaged yet."""
         self._expected = ExpectedOrder(units)
         self._left: deque[int] = deque()
-        """Units of the order that all ranks expect which are not averaged yet."""
+        """Units of the expected order that are not averaged yet."""
         self._left_of = Entry(Kind.ORDER)
         """The entry of that order."""
         self._has_come_to_end = False
@@ -106,7 +106,7 @@ class Agreement:
 
     @staticmethod
     def width(num_units: int) -> int:
-        """Numbers of a row of the board."""
+        """Return the count of numbers in a row of the board."""
         return _FIRST_UNIT + num_units
 
     @property
@@ -117,8 +117,8 @@ class Agreement:
     # ---- under backward ----------------------------------------------------------------------------------------------
 
     def announce(self, unit: Unit, *, at_end: bool = False) -> None:
-        """Take the gradients out of the unit's parameters, to be averaged when all ranks have them. `at_end`: of
-        backward, when nothing more comes."""
+        """Take the gradients out of the unit's parameters, to be averaged when all ranks have them. `at_end`: backward
+        has ended, and nothing more comes."""
         count = self._announced[unit.order] + 1
         if count >= MOST and not at_end:
             return
@@ -132,20 +132,20 @@ class Agreement:
         self._conductor.announce(self)
 
     def look(self) -> None:
-        """Average what can be, and let ranks that are behind catch up where much is waiting."""
+        """Average all gradients that can be, and let ranks that are behind catch up where many wait."""
         self._conductor.look()
         self._conductor.keep_pace(len(self._waiting), self._failures)
 
     def end(self) -> None:
-        """All that this rank has is announced. Average what is left on any rank, with all ranks."""
+        """Average the gradients left on any rank, with all ranks. This rank has announced all of its own."""
         self._has_come_to_end = True
         self.finish_order()
         self._board.put(_ENDED, self.backward)
         self._conductor.end(self, self._failures)
 
     def abandon(self) -> None:
-        """Drop what is announced in a backward that has not ended. What rank 0 enters all the same, before it comes to
-        this place of the program, is averaged and dropped."""
+        """Drop the announced gradients of a backward that has not ended. Entries that rank 0 makes before it comes to
+        this place of the program are averaged and dropped."""
         if self.is_open:
             self.finish_order()
             self._expected.forget_noted()
@@ -170,7 +170,7 @@ class Agreement:
         self._board.put(_EXPECTED + 1, second)
 
     def _all_expect_the_same(self) -> bool:
-        """Whether all ranks have said, in this backward, that they expect what rank 0 does."""
+        """Whether all ranks have said, in this backward, that they expect the order of rank 0."""
         said = [
             (self._board.get(rank, _EXPECTED), self._board.get(rank, _EXPECTED + 1))
             for rank in (0, *self._board.others)
@@ -190,8 +190,8 @@ class Agreement:
         return bool(self._left)
 
     def begin_order(self, entry: Entry) -> None:
-        """Average, from now on, the units that all ranks expect, in their order. At once where this rank has come to
-        the end of that backward, or has left it."""
+        """Average the units of the expected order from now on. At once where this rank has come to the end of that
+        backward, or has left it."""
         self._left_of = entry
         self._left.extend(self._expected.order)
         if self._has_come_to_end or entry.backward != self.backward & TAG:
@@ -205,7 +205,7 @@ class Agreement:
             self._average_next()
 
     def finish_order(self) -> None:
-        """Average all that is left of the order, with zeros where this rank has nothing."""
+        """Average the rest of the order, with zeros where this rank has nothing."""
         while self._left:
             self._average_next()
 
@@ -229,7 +229,7 @@ class Agreement:
                 self._enter(order)
 
     def lead_end(self) -> None:
-        """Enter and average all that is left, in the order of the units. On rank 0."""
+        """Enter and average all remaining contributions, in the order of the units. On rank 0."""
         ranks = [0, *self._board.others]
         for unit in self._units:
             most = max(self._count(rank, unit.order) for rank in ranks)
@@ -274,7 +274,7 @@ class Agreement:
         return self._board.get(rank, _ENDED) == self.backward & 0xFFFFFFFF
 
     def close(self) -> None:
-        """The backward has ended, on all ranks."""
+        """End the backward, which has ended on all ranks."""
         self._expected.adopt_noted()
         self._end_backward()
 
@@ -290,5 +290,5 @@ class Agreement:
         self.backward += 1
 
     def joined(self) -> None:
-        """It has, and this rank took part in the end alone."""
+        """End a backward whose end is all that this rank took part in."""
         self._of.end_joined_backward()

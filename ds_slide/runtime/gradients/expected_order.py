@@ -9,27 +9,27 @@ from ds_slide.runtime.core.unit import Unit
 
 
 class ExpectedOrder:
-    """What one rank expects. Called by the thread that computes."""
+    """The order that one rank expects. Called by the thread that computes."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self.order: tuple[int, ...] = ()
-        """`Unit.order` of the units of the last backward that ended, in the order of their gradients. Empty where it is
-        no order: a unit had several."""
+        """`Unit.order` of the units of the last backward that ended, in the order of their gradients. Empty where a
+        unit had several gradients, so that there is no order."""
         self._noted: list[int] = []
 
     def note(self, unit: Unit) -> None:
-        """The unit has a gradient now."""
+        """Note that the unit has a gradient now."""
         self._noted.append(unit.order)
 
     def adopt_noted(self) -> None:
-        """The backward has ended: the next one is expected to be like it."""
+        """Expect the next backward to be like this one, which has ended."""
         is_order = len(set(self._noted)) == len(self._noted)
         self.order = tuple(self._noted) if is_order else ()
         self._noted = []
 
     def forget_noted(self) -> None:
-        """An exception has ended the backward here; other ranks may still be in it."""
+        """Forget the backward, which an exception has ended here; other ranks may still be in it."""
         self._noted = []
 
     def digest(self, backward: int) -> tuple[int, int]:

@@ -1,9 +1,10 @@
-"""With clipping off: which backwards may begin updates, and what happens where one may not.
+"""The choice of backwards that may begin updates when clipping is off, and the hold of gradients where one may not.
 
-A block is updated as soon as its gradient has arrived, which nothing takes back. A script may have run the backward for
-something else: the gradient of its inputs (saliency, adversarial examples), or of another model whose output this one
-judges. So the first time that a backward gives a gradient and may not be meant for this engine's next step, the engine
-begins to hold gradients until `step()`, and goes on so, as with `"defer_updates": true`: the numbers are the same.
+With clipping off a block is updated as soon as its gradient has arrived, and the update cannot be taken back. A script
+may have run the backward for something else: the gradient of its inputs (saliency, adversarial examples), or of another
+model whose output this model judges. So the first time that a backward gives a gradient and may not be meant for this
+engine's next step, the engine begins to hold gradients until `step()`. It goes on so, as with `"defer_updates": true`:
+the numbers are the same.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Doubts:
         self._asks_for_inputs |= any(tensor.requires_grad for tensor in tensors)
 
     def end_backward(self) -> None:
-        """Forget what was said of the backward that has ended."""
+        """Forget the doubts about the backward that has ended."""
         self._asks_for_inputs, self.of_another = False, None
 
     def why(self, *, at_boundary: bool) -> str | None:

@@ -1,12 +1,12 @@
-"""Projectors that are learned while the run goes on: checked on a gradient every so many steps, and fitted to it anew
-where they lose too much of it.
+"""Projectors that are learned while the run goes on: checked on a gradient every `check_every` steps, and fitted to it
+anew where they lose too much of it.
 
-A fit takes the last gradient of a step on the GPU, before it is compressed, and waits for it: once in `check_every`
-steps. The projectors are replaced, and the moments carried into their subspace, when the step's updates have been
-queued: the gradient, its update and the change that this makes are all in one subspace. Nothing of it is pending
-between two steps, so that checkpoints have no half of it.
+A fit takes the last gradient of a step on the GPU, before it is compressed, and waits for it. The projectors are
+replaced, and the moments carried into their subspace, when the step's updates have been queued: the gradient, its
+update and the change that this makes are all in one subspace. No replacement is pending between two steps, so
+checkpoints never hold half of one.
 
-Of several ranks each fits other matrices of a unit, to the mean of all ranks' gradients, and all get the same bits.
+Each of several ranks fits other matrices of a unit, to the mean of all ranks' gradients, and all get the same bits.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.core.unit import Unit
 
 FIT_STEPS = 50
-"""Steps of a fit at most: what it has not reached then, the next hundreds hardly bring, at a millisecond each."""
+"""Steps of a fit at most: the next hundreds of steps would hardly improve it, at a millisecond each."""
 NORM_WEIGHT = 1e-5
-"""Of the projectors' norms (a few tens) beside the bias: it keeps unused columns from growing, and nothing else."""
+"""Weight of the projectors' norms (a few tens) beside the bias: it only keeps unused columns from growing."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -40,7 +40,7 @@ class _Fitted:
     unit: Unit
     codec: Lsp
     number: int
-    """Of the matrix."""
+    """Number of the matrix."""
     pair: Pair
 
 
@@ -61,7 +61,7 @@ class Learning:
         self._ranks = ranks
         self._device = device
         self.next_check = {unit.name: 0 for unit in self._units.values()}
-        """The step before which each is checked, the first of which is 0."""
+        """The step before which each unit is checked next; the first step is 0."""
         self._looked: list[str] = []
         """Units that have been checked since the last step."""
         self._fitted: list[_Fitted] = []
@@ -75,15 +75,15 @@ class Learning:
         self.next_check.update(next_check)
 
     def look(self, unit: Unit, step: int) -> None:
-        """Check the projectors of `unit` on its parameters' gradients, which are the last before step `step`; if it is
-        time. Collective then."""
+        """Check the projectors of `unit` on its parameters' gradients, the last before step `step`, if it is time.
+        Collective then."""
         codec = self._codecs.get(unit.order)
         if codec is None or step < self.next_check[unit.name]:
             return
         means = [self._mean(unit, number, gradient) for number, gradient in enumerate(unit.gradients())]
         fits = self._fits(codec, {number: mean for number, mean in enumerate(means) if mean is not None}, step)
         given = self._ranks.exchange(fits, f"the projectors of {unit.name}")
-        if not any(given):  # nobody has used the unit, which waits for a step in which somebody does
+        if not any(given):  # no rank has used the unit, whose check waits for a step that uses it
             return
         every = codec.settings.check_every
         self.next_check[unit.name] = (step // every + 1) * every
@@ -95,8 +95,8 @@ class Learning:
                 self._fitted.append(_Fitted(unit, codec, number, pair.to(self._device.torch)))
 
     def _mean(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient that the projectors of matrix `number` are checked on by this rank; None where they are not, or
-        where no rank has one."""
+        """Return the gradient on which this rank checks the projectors of matrix `number`. None where another rank
+        checks them, or no rank has a gradient."""
         ranks, (parameter, entry) = self._ranks, unit.trainable[number]
         if ranks.world_size == 1:
             return None if gradient is None else gradient.contiguous()
@@ -110,8 +110,8 @@ class Learning:
     def _fits(
         self, codec: Lsp, gradients: Mapping[int, torch.Tensor], step: int
     ) -> dict[int, tuple[float, Pair | None]]:
-        """By number of the matrix the bias of its projectors, and new ones where they were fitted: in host memory where
-        others get them."""
+        """Return (bias of the projectors, new projectors if they were fitted) by number of the matrix. With several
+        ranks the new projectors are in host memory."""
         pairs, settings = codec.pairs, codec.settings
 
         def fit(number: int, gradient: torch.Tensor) -> Fit:
@@ -143,7 +143,7 @@ class Learning:
 
     def _carry(self, fitted: _Fitted) -> None:
         """Bring the moments of a matrix, whose unit has settled, into the subspace of its new projectors. Collective:
-        each rank has a part of them."""
+        each rank has a part of the moments."""
         state, matrix, old = fitted.unit.state, fitted.codec.matrices[fitted.number], fitted.codec.pairs[fitted.number]
         part = matrix.encoded
         own, (start, stop) = slice(part.offset, part.offset + part.partition_numel), piece(part, self._ranks.rank)
@@ -158,15 +158,15 @@ class Learning:
             state.write(name, slice(part.offset, part.offset + stop - start), moment.view(-1)[start:stop].cpu())
 
     def discard(self) -> None:
-        """The step was not taken: its gradients, which may not have been finite, count for nothing, and the next one's
-        are checked."""
+        """Discard the fits of a step that was not taken: its gradients may not have been finite. The next step's
+        gradients are checked."""
         self._fitted.clear()
         self.next_check.update(dict.fromkeys(self._looked, 0))
         self._looked.clear()
 
     def statistics(self) -> dict[str, Any]:
-        """Of the whole run: checks of units, fits of matrices; of the newest checks the mean bias by kind of matrix, on
-        the gradient that was looked at, with the projectors that came of it; bytes of a micro-batch's compressed
+        """Return figures of the whole run: checks of units and fits of matrices; the mean bias by kind of matrix in the
+        newest checks, on the checked gradient, with the projectors after the check; bytes of a micro-batch's compressed
         gradients, and of a step's changes."""
         if not self._codecs:
             return {}
@@ -190,7 +190,7 @@ class Learning:
 
 
 def _kind(name: str) -> str:
-    """What the matrices of one name in all blocks have in common: "self_attn.q_proj" of
+    """Return the part of the name that a matrix shares with all blocks: "self_attn.q_proj" of
     "model.layers.7.self_attn.q_proj.weight"."""
     parts = name.removesuffix(".weight").split(".")
     last = max((place for place, part in enumerate(parts) if part.isdecimal()), default=-1)

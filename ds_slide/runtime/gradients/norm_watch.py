@@ -1,7 +1,7 @@
-"""Looks at gradient norms that nobody waited for.
+"""Checks gradient norms after the step, which does not wait for them.
 
-When gradients are not held, their updates run before the norm is known. A step whose gradients were not finite can
-then not be skipped, but it is not passed over in silence either: it stops the run at the next step or checkpoint.
+When gradients are not held, their updates run before the norm is known. A step whose gradients were not finite cannot
+be skipped then, but it is not ignored either: it stops the run at the next step or checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NormWatch:
         self._step = 0
 
     def note(self, norm: torch.Tensor) -> None:
-        """`norm`: 0-d device tensor of the step that has just been taken."""
+        """Begin to copy `norm`, a 0-d device tensor, of the step that has just been taken."""
         self._host.copy_(norm.reshape(1), non_blocking=True)
         self._arrived = self._runtime.device.mark(host_waits=True)
         self._step = self._runtime.step_count

@@ -2,13 +2,13 @@
 update.
 
     compute stream   pack into a flat GPU staging buffer with its square sum
-    collectives      several ranks: average over the ranks, then the square sum, behind what backward goes on with
+    collectives      several ranks: average over the ranks, then the square sum, while backward goes on
     d2h lane         one contiguous copy into page-locked host memory
     update lane      accumulate (later micro-batches), or the update at once (gradients not held)
 
 GPU-tier units skip the way down: their gradient stays in a flat device state buffer until the step, which waits for
-`arrived`. Which way one takes is what its sink says (`ds_slide.store.tiers.GradientSink`); held gradients that have
-no room in host memory go on to SSD.
+`arrived`. The sink of a gradient decides its way (`ds_slide.store.tiers.GradientSink`). Held gradients that have no
+room in host memory go on to SSD.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ds_slide.store.tiers import Held, Ways
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A gradient on its way down, as the d2h lane gets it. It lies in `source` after `packed`, and is where it goes
+    """A gradient on its way down, as the d2h lane gets it. It lies in `source` after `packed`, and at its destination
     when `arrived` is kept."""
 
     unit: Unit
@@ -45,21 +45,21 @@ class _Arrival:
     packed: Marker
     arrived: Future
     before: tuple[Future, Future]
-    """The gradient before it has arrived, and has been applied if it was the last of a step."""
+    """Kept when the gradient before has arrived, and has been applied if it was the last of a step."""
     first: bool
-    """It is the first gradient of an accumulation."""
+    """Whether it is the first gradient of an accumulation."""
     final: bool
     adds: bool
-    """It is converted to the data type of the held gradient, or added to it, by the CPU."""
+    """Whether the CPU converts it to the data type of the held gradient, or adds it to the held gradient."""
     square_sum: SquareSum
-    """Of what is held then. By that time `unit` may have that of a later gradient."""
+    """The square sum of the gradient held then. `unit.square_sum` may belong to a later gradient by that time."""
     speculation: Speculation | None
     """The update that may begin when it is held."""
 
 
 @dataclass
 class _InRing:
-    """A gradient in a buffer that is given back when `left` spans of it have been used, by the update lane alone."""
+    """A gradient in a ring buffer. The update lane, which alone uses it, gives it back after `left` more spans."""
 
     lease: Lease
     whole: torch.Tensor
@@ -95,17 +95,17 @@ class Gradients:
         self._stagings = list(stagings)
         self._turn = 0
         self._early: set[Staging] = set()
-        """Staging buffers with gradients that are not averaged yet."""
+        """Staging buffers with gradients that were packed early and are not averaged yet."""
         self._updating = updating
         self.hypers: Sequence[Hyper] = ()
         """Hyper-parameters, by parameter group, of updates that start as soon as a gradient arrives."""
         self.grad_scale = 1.0
-        """The factor that such gradients get where nothing is clipped."""
+        """The factor of such gradients where nothing is clipped."""
         self.sums = torch.zeros(3, num_units, dtype=torch.float64, device=context.device.torch)
-        """Square sums by `Unit.order`: in the first row those of what this rank has of every unit's gradient;
-        `Unit.square_sum` says which entries count. Written on the collectives stream where there are several ranks.
-        Of units whose gradients are compressed, in the other rows those of this rank's own gradients, and of what
-        these were compressed to, of all micro-batches of a step added up. Written on the compute stream."""
+        """Square sums by `Unit.order`. First row: this rank's part of every unit's gradient; `Unit.square_sum` says
+        which entries count. Written on the collectives stream where there are several ranks. Other rows, for units
+        whose gradients are compressed: this rank's own gradients before and after compression, of all micro-batches of
+        a step added up. Written on the compute stream."""
         self.square_sums = self.sums[0]
 
     def free_buffers(self) -> None:
@@ -116,8 +116,8 @@ class Gradients:
         """Take the gradients out of the unit's parameters. `final`: the last micro-batch before the step.
 
         Parameters without a gradient (unused since the last step) count as zero, as in ZeRO-1 and 2 and in ZeRO-3's
-        leaf modules; elsewhere ZeRO-3 updates them once more from the last gradient that they had, which its partition
-        buffer still holds. `source`: where the gradient comes from if not from the parameters.
+        leaf modules. Elsewhere ZeRO-3 updates them once more from their last gradient, which its partition buffer still
+        holds. `source`: the gradient's source if it does not come from the parameters.
         """
         unit.finalized = True
         if not unit.codec.numel or (source is None and self._is_left_out(unit)):
@@ -139,12 +139,12 @@ class Gradients:
         unit.gradient_ready = True
 
     def _is_left_out(self, unit: Unit) -> bool:
-        """Whether the unit is frozen and has no gradient, so that nothing has to come down. Several ranks leave none
+        """Whether the unit is frozen and has no gradient, so that nothing has to come down. Several ranks leave no unit
         out: all of them have to call the same collectives, whatever their flags are."""
         if self._ranks.world_size > 1 or not unit.trained.is_off or any(each is not None for each in unit.gradients()):
             return False
         if not unit.gradient_ready and unit.square_sum.place is not None:
-            self.sums[:, unit.order] = 0.0  # that of an earlier step
+            self.sums[:, unit.order] = 0.0  # it was an earlier step's
             unit.square_sum = SquareSum()
         return True
 
@@ -171,7 +171,7 @@ class Gradients:
         return self._updater.sum_of_squares(gradient) if unit.is_uploaded else float(square_sum(gradient))
 
     def _keep_on_gpu(self, unit: Unit, state_buffer: torch.Tensor) -> None:
-        # From here on it may be there in part, whatever fails.
+        # From here on the gradient may be there in part if something fails.
         unit.arrived = Future.kept(self._failures)
         accumulate = unit.gradient_ready
         if self._ranks.world_size == 1:
@@ -229,7 +229,7 @@ class Gradients:
             raise
 
     def _add_square_sums(self, unit: Unit, of_gradient: torch.Tensor | None, encoded: torch.Tensor) -> torch.Tensor:
-        """Add those of a gradient, which its codec has given, and of what that was compressed to. -> the latter."""
+        """Add the square sum of a gradient, which its codec has given, and of its encoding. -> the encoding's."""
         assert of_gradient is not None
         of_encoded = square_sum(encoded)
         sums, new = self.sums[1:, unit.order], (of_gradient, of_encoded)
@@ -253,7 +253,7 @@ class Gradients:
     # The ways of a gradient down. Each runs on the d2h lane.
 
     def _hold(self, arrival: _Arrival, held: Held) -> None:
-        for future in arrival.before:  # the last step's update may still be reading what it held
+        for future in arrival.before:  # the last step's update may still be reading the held gradient
             future.wait()
 
         def copy(target: torch.Tensor) -> None:
@@ -262,7 +262,7 @@ class Gradients:
             self._is_held(arrival, end)
 
         def stage(store: Callable[[torch.Tensor], None]) -> None:
-            def run(_: slice, buffer: torch.Tensor) -> int:  # of a whole gradient: the buffers are for that
+            def run(_: slice, buffer: torch.Tensor) -> int:  # called once: a ring buffer takes a whole gradient here
                 store(buffer)
                 return 0
 
@@ -281,8 +281,8 @@ class Gradients:
         self._through_ring(arrival, add)
 
     def _through_ring(self, arrival: _Arrival, use: Callable[[slice, torch.Tensor], int]) -> None:
-        """Copy the gradient to a ring buffer, piece by piece where that cannot take it as a whole; `use` each piece on
-        the update lane, in order; then it has arrived."""
+        """Copy the gradient to a ring buffer, piece by piece where the buffer cannot take it as a whole. `use` runs for
+        each piece on the update lane, in order; then the gradient has arrived."""
         unit, ring = arrival.unit, self._context.ring(arrival.unit)
         numel, most = unit.codec.numel, ring.buffer_bytes // unit.codec.dtype.itemsize
         marker = PASSED
@@ -325,7 +325,7 @@ class Gradients:
         return marker
 
     def _copy(self, arrival: _Arrival, span: slice, target: torch.Tensor, target_start: int = 0) -> Marker:
-        """`target_start`: the element of the gradient that `target` begins with."""
+        """Copy `span` of the gradient to `target`, whose first element is element `target_start` of the gradient."""
         self._d2h.wait(arrival.packed, f"the gradient of {arrival.unit.name} on the GPU")
         end = PASSED
         for part in arrival.source.parts(span):
@@ -337,14 +337,15 @@ class Gradients:
         return end
 
     def _prepare(self, unit: Unit) -> Source:
-        """Blocks are packed, which frees the parameters' gradients at once. An outer module's few large gradients go
-        down from where autograd left them: packing a vocabulary matrix would take a staging buffer of its size."""
+        """Return the source of the unit's gradient. Blocks are packed, which frees the parameters' gradients at once.
+        An outer module's few large gradients go down from where autograd left them: packing a vocabulary matrix would
+        take a staging buffer of its size."""
         if unit.spec.kind == "outer" and self._ranks.world_size == 1:
             return Scattered.of(unit, self._d2h)
         return self._reduced(unit)
 
     def _reduced(self, unit: Unit) -> Packed:
-        """`_reduce` in the next staging buffer, which is given back where that fails: memory may be short."""
+        """Run `_reduce` in the next staging buffer, which is given back where that fails: memory may be short."""
         staging = unit.packed or self._take_staging()
         self._early.discard(staging)
         try:
@@ -355,7 +356,7 @@ class Gradients:
 
     def pack_early(self, unit: Unit) -> Staging | None:
         """Pack the gradients of a unit that is averaged later, so that they do not lie on the GPU as autograd left
-        them. None where no staging buffer can be had at once, or none would be left for what is averaged before."""
+        them. None where no staging buffer is free at once, or none would be left for units that are averaged before."""
         if (
             unit.state.writes_change
             or len(self._early) + 1 >= len(self._stagings)
@@ -372,12 +373,12 @@ class Gradients:
         return staging
 
     def drop(self, staging: Staging) -> None:
-        """What was packed early is not averaged."""
+        """Give back a staging buffer that was packed early: its gradient is not averaged."""
         self._early.discard(staging)
         staging.free.keep(self._device.mark())
 
     def _accumulate(self, arrival: _Arrival, held: Held, piece: slice, gradient: torch.Tensor) -> int:
-        """Add the elements `piece` of a gradient to those that are held; the last piece comes last."""
+        """Add the elements `piece` of a gradient to the held gradient; pieces come in order."""
         if arrival.first:
             for future in arrival.before:
                 future.synchronize()
@@ -389,7 +390,8 @@ class Gradients:
         return (2 * total.element_size() + gradient.element_size()) * gradient.numel()
 
     def _next_staging(self) -> Staging:
-        """The one whose turn it is. One that was packed early waits for other ranks, and is passed over."""
+        """Return the next staging buffer in turn. A buffer that was packed early waits for other ranks, and is left
+        out."""
         while self._stagings[self._turn] in self._early:
             self._turn = (self._turn + 1) % len(self._stagings)
         return self._stagings[self._turn]
@@ -402,8 +404,8 @@ class Gradients:
         return staging
 
     def _reduce(self, unit: Unit, staging: PackedGradient) -> Packed:
-        """This rank's share of the unit's gradient in the staging buffer, averaged over the ranks. With several ranks
-        the collectives stream makes it, and the compute stream does not wait for it."""
+        """Put this rank's share of the unit's gradient, averaged over the ranks, into the staging buffer. With several
+        ranks the collectives stream makes it, and the compute stream does not wait for it."""
         codec, ranks = unit.codec, self._ranks.world_size
         own = _of_dtype(staging.own, codec.dtype)[: codec.numel]
         if ranks == 1:
@@ -426,5 +428,5 @@ class Gradients:
 
 
 def _of_dtype(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A buffer of bytes, one for gradients of all data types, as elements of `dtype`."""
+    """Return a buffer of bytes, which serves gradients of all data types, as elements of `dtype`."""
     return buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)

@@ -1,4 +1,4 @@
-"""Where a unit's gradient lies on the GPU when it sets out for host memory."""
+"""The place of a unit's gradient on the GPU before its copy to host memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Source(Protocol):
     def square_sum(self) -> torch.Tensor: ...
 
     def parts(self, span: slice) -> Iterator[slice]:
-        """What `span` is made of, each when it can be copied; it has been copied when the next is asked for."""
+        """Yield the parts of `span`, each when it can be copied. The caller has copied a part before it asks for the
+        next one."""
 
     def copy(self, part: slice, target: torch.Tensor) -> None:
         """Copy `part` to `target`, which has the elements of the part alone."""
@@ -32,15 +33,14 @@ class Source(Protocol):
 
 class Staging:
     """A flat GPU buffer, of bytes, for one unit's gradient. Owners: the compute stream while it packs, the collectives
-    stream while it reduces (several ranks), then the d2h lane until `free` is kept; a GPU-tier unit's gradient is
-    copied, and `free` kept, by the collectives stream itself. Whoever takes it next waits for `free` on its own
-    stream."""
+    stream while it reduces (several ranks), then the d2h lane until `free` is kept. The collectives stream itself
+    copies a GPU-tier unit's gradient and keeps `free`. The next user waits for `free` on its own stream."""
 
     def __init__(self, packed: torch.Tensor, own: torch.Tensor, failures: Failures) -> None:
         self.packed = packed
         """[world_size * numel] elements of the largest encoded gradient, rank-major."""
         self.own = own
-        """[numel] elements of the largest; the same memory as `packed` for one rank."""
+        """[numel] elements of the largest encoded gradient; the same memory as `packed` for one rank."""
         self.free = Future.kept(failures)
 
 
@@ -49,7 +49,7 @@ class Packed:
     """A block's gradient in a staging buffer, encoded by its codec."""
 
     free: Future
-    """Kept when the staging buffer is given back: `Staging.free` is the next user's by then."""
+    """Kept when the staging buffer is given back. `Staging.free` may be the next user's by then."""
     own: torch.Tensor
     """[numel], a view of the staging buffer."""
     summed: torch.Tensor | None

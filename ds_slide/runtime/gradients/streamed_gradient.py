@@ -25,12 +25,12 @@ class StreamedGradient:
     """A `Source`. The compute thread puts pieces in the order of the state buffer, without gaps, and closes it; the d2h
     lane takes them. A piece belongs to the d2h lane from `put` until its future is kept.
 
-    What was not put counts as zero: the end of a state buffer that is longer than the gradient, or the rest of a
-    backward that ended with an exception.
+    Elements that were not put count as zero: the end of a state buffer that is longer than the gradient, or the rest of
+    a backward that ended with an exception.
     """
 
     def __init__(self, device: Device, stream: Any, failures: Failures) -> None:
-        """`stream`: of the d2h lane."""
+        """`stream`: the d2h lane's."""
         self._device, self._stream, self._failures = device, stream, failures
         self._pieces: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         self._piece: _Piece | None = None
@@ -39,18 +39,18 @@ class StreamedGradient:
     # The compute thread.
 
     def put(self, start: int, flat: torch.Tensor) -> Future:
-        """Elements [start, start + numel) of the state buffer, made by what was submitted so far. -> kept when
+        """Put elements [start, start + numel) of the state buffer, made by the work submitted so far. -> kept when
         copied."""
         copied = Future(self._failures, "the rows of a streamed gradient on their way down")
         self._pieces.put(_Piece(start, flat, self._device.mark(), copied))
         return copied
 
     def close(self) -> None:
-        """No piece comes any more."""
+        """Say that no piece comes any more."""
         self._pieces.put(None)
 
     def square_sum(self) -> torch.Tensor:
-        """Zero: `Gradients.add_square_sum` adds up what comes later."""
+        """Return zero: `Gradients.add_square_sum` adds the square sums of later pieces."""
         return torch.zeros((), dtype=torch.float64, device=self._device.torch)
 
     # The d2h lane.
@@ -79,7 +79,7 @@ class StreamedGradient:
             target.copy_(piece.flat[start : start + part.stop - part.start], non_blocking=True)
 
     def release(self, after: Marker) -> None:
-        """Nothing: each piece was handed back when it had been copied."""
+        """Do nothing: each piece was handed back when it had been copied."""
 
     def _current(self) -> _Piece | None:
         while self._piece is None and not self._ended:

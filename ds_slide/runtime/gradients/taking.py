@@ -2,8 +2,8 @@
 
     leave_backward     `finalize_block`: the block, and its parts
     end of backward    `finalize_rest`: outer modules, blocks with frozen inputs, units without a gradient
-    one rank           each goes its way at once (`Gradients.finalize`)
-    several ranks      each is announced, and goes its way when the ranks have agreed on it (`Agreement`)
+    one rank           each unit goes its way at once (`Gradients.finalize`)
+    several ranks      each unit is announced, and goes its way when the ranks have agreed on it (`Agreement`)
 
 With clipping off an update begins with the gradient, so a second gradient of the same unit is refused.
 """
@@ -28,7 +28,7 @@ from ds_slide.runtime.weights.resident_weights import ResidentWeights
 
 
 class Taking:
-    """All methods are called by the thread that computes."""
+    """Takes gradients, unit by unit. All methods are called by the thread that computes."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class Taking:
         self._resident_weights = resident_weights
         self.doubts = Doubts(module)
         self.final = True
-        """The backward under way is the last one before the step."""
+        """Whether the backward under way is the last one before the step."""
         self._agreement = self._agreement_of(parts)
 
     def _agreement_of(self, parts: Parts) -> Agreement | None:
-        """What agrees with the other ranks which units have gradients; None where all run the same modules."""
+        """Return the agreement of ranks on the units that have gradients; None where all run the same modules."""
         conductor = parts.context.ranks.conductor
         if parts.announcements is None or not isinstance(conductor, Conductor):
             return None
@@ -79,7 +79,7 @@ class Taking:
     # ---- a unit ------------------------------------------------------------------------------------------------------
 
     def finalize_block(self, unit: Unit) -> None:
-        """The last use of a block in this backward has ended."""
+        """Take the gradients of a block, whose last use in this backward has ended."""
         for finished in (*unit.parts, unit):
             # A backward for the gradient of inputs alone must begin no update, and wait for no other rank.
             if finished.has_gradient or not finished.trainable or self.has_gradients():
@@ -87,8 +87,8 @@ class Taking:
         self.look()
 
     def finalize(self, unit: Unit, source: StreamedGradient | None = None, *, at_end: bool = False) -> None:
-        """Take the gradients of `unit`. `source`: where its backward is still making them. `at_end`: of backward, when
-        nothing more comes."""
+        """Take the gradients of `unit`. `source`: given where its backward is still making them. `at_end`: backward has
+        ended, and nothing more comes."""
         if unit.finalized and not self.deferred:
             raise SlideError(
                 f"{unit.name} received gradients again after its update had begun (used more than once under "
@@ -112,9 +112,9 @@ class Taking:
             self._interruptions.deferred = True
 
     def _take(self, unit: Unit, source: StreamedGradient | None = None, *, final: bool) -> None:
-        self._bindings.take_back((unit,))  # one more gradient of the same step is added to those of before
+        self._bindings.take_back((unit,))  # one more gradient of the same step is added to the earlier ones
         if unit.state.writes_change:
-            # Of a unit that no forward has used: the next update overwrites the change, which is then lost.
+            # Perhaps no forward has used the unit: the next update overwrites the change, which would be lost.
             self._resident_weights.bind_if_fetched(unit)
         if final:
             self._learning.look(unit, self._accumulation.steps)
@@ -125,7 +125,7 @@ class Taking:
             self._gradients.finalize(unit, final=final, source=source)
         finally:
             if self.deferred:
-                # Not where packing has failed, for which memory may have been short.
+                # `arrived` is the same where packing has failed, since memory may have been short.
                 backward.has_taken |= counts and unit.arrived is not before[0]
             else:
                 backward.has_taken |= unit.updated is not before[1]
@@ -149,7 +149,7 @@ class Taking:
     # ---- the end of backward -----------------------------------------------------------------------------------------
 
     def finalize_rest(self, *, trains: bool) -> None:
-        """Take what no boundary has announced. `trains`: the backward has given gradients."""
+        """Take the gradients that no boundary has announced. `trains`: the backward has given gradients."""
         for unit in self._units:
             unit.in_backward = False
             self._bindings.unbind_slot(unit)
@@ -160,7 +160,7 @@ class Taking:
             unit.finalized = False
 
     def end(self) -> None:
-        """The backward has ended, and all of its gradients are taken here: agree with the other ranks on the rest."""
+        """End the backward, whose gradients are all taken here: agree with the other ranks on the rest."""
         if self._agreement is not None:
             self._agreement.end()
         self.end_joined_backward()
@@ -173,21 +173,21 @@ class Taking:
             self._agreement.look()
 
     def join(self) -> None:
-        """Take part, before a step, in the ends of backwards in which other ranks had gradients and this one none."""
+        """Take part, before a step, in the ends of backwards that gave gradients to other ranks and not to this one."""
         if self._agreement is not None:
             self._parts.context.ranks.meet("a step", in_step=True)
 
     def abandon(self) -> None:
-        """Drop what is announced in a backward that has not ended."""
+        """Drop the announced gradients of a backward that has not ended."""
         if self._agreement is not None:
             self._agreement.abandon()
 
     def leave(self) -> None:
-        """The engine ends."""
+        """Leave the agreement of ranks: the engine ends."""
         if self._agreement is not None:
             self._agreement.leave()
 
-    # What the agreement asks for (`ds_slide.runtime.gradients.agreement.Engine`).
+    # The methods that the agreement calls (`ds_slide.runtime.gradients.agreement.Engine`).
 
     def contribution(self, unit: Unit) -> Contribution:
         """Take the gradients out of the unit's parameters."""
@@ -196,23 +196,23 @@ class Taking:
         return Contribution(gradients) if packed is None else Contribution([None] * len(gradients), packed)
 
     def drop_contribution(self, contribution: Contribution) -> None:
-        """It is not averaged."""
+        """Give up a contribution, which is not averaged."""
         if contribution.packed is not None:
             self._gradients.drop(contribution.packed)
 
     def take_agreed(self, unit: Unit, *, final: bool) -> None:
-        """Average what `Unit.gradients` gives, and send it on its way."""
+        """Average the gradients that `Unit.gradients` returns, and send them on their way."""
         finalized = unit.finalized  # since it was announced, or not: its backward may have ended
         self._take(unit, final=final)
         unit.finalized = finalized
 
     def forget_agreed(self, unit: Unit) -> None:
-        """What was just averaged belongs to gradients that this rank has dropped."""
+        """Forget the gradient that was just averaged: this rank has dropped its own part."""
         unit.gradient_ready = False
         self._learning.discard()
 
     def counts_as_zero(self, unit: Unit) -> bool:
-        """Whether a unit that no rank has a gradient of is updated as if that was zero."""
+        """Whether a unit without a gradient on any rank is updated as if its gradient was zero."""
         return self.final and not unit.gradient_ready and bool(unit.codec.numel)
 
     def is_final(self) -> bool:
@@ -220,11 +220,11 @@ class Taking:
         return self.final
 
     def is_only(self) -> bool:
-        """Whether none may come before the step beside the backward under way."""
+        """Whether no other backward may come before the step."""
         return self.final and not self.deferred
 
     def end_joined_backward(self) -> None:
-        """A backward has ended, on all ranks; this one may have had no gradient in it."""
+        """End a backward that has ended on all ranks; this rank may have had no gradient in it."""
         updates = not self.deferred and self.final
         self._accumulation.close(at_boundary=self.final, updates=updates)
         if updates:

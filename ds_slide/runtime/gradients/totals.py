@@ -1,15 +1,16 @@
 """Sums over the ranks at the end of a step, and with them a check that all ranks have called the same collectives.
 
 A rank that runs other blocks than the others, or keeps a graph that they do not have, averages its gradients in another
-order: where blocks are of one size that does not hang, it mixes the gradients of different blocks. So a digest of what
-a rank has called, in any of its engines, travels with each sum: equal digests add up to world_size times one's own.
+order. Where blocks have one size, this does not hang: it mixes the gradients of different blocks. So each sum also
+carries a digest of the collectives that a rank has called, in any of its engines. Equal digests add up to world_size
+times a rank's own.
 
-Where gradients are compressed, only what their sum over micro-batches and ranks was compressed to exists. It is taken
-to have lost the part of its square sum that the single gradients have lost, each measured before it was compressed:
+Where gradients are compressed, their sum over micro-batches and ranks exists in compressed form only. It is taken to
+have lost the same part of its square sum as the single gradients, each measured before it was compressed:
 
     |sum G|^2  =  |sum S|^2 * (sum |G|^2 / sum |S|^2)        exact for one gradient
 
-It is made, for each unit, of numbers that are added up over the ranks, so that all ranks have the same norm.
+The result is made, for each unit, of numbers that are added up over the ranks, so that all ranks have the same norm.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ class SquareSums(NamedTuple):
     """The square sums of one unit, on one rank."""
 
     held: float
-    """That of its part of the gradient as it waits for the step, compressed where that is."""
+    """Square sum of the rank's part of the gradient as it waits for the step, compressed or not."""
     gradients: float
-    """Those of single gradients before they are compressed, added up; 0 where they are not."""
+    """Square sums of single gradients before compression, added up; 0 where gradients are not compressed."""
     encoded: float
-    """Those of what single gradients are compressed to, added up."""
+    """Square sums of single gradients after compression, added up."""
 
 
 class Totals:
     """Totals of a step over all units; called by the thread that computes."""
 
     def __init__(self, ranks: Ranks, device: Device, compressed: Sequence[bool]) -> None:
-        """`compressed`: whether gradients are, by `Unit.order`."""
+        """`compressed`: whether the unit's gradients are compressed, by `Unit.order`."""
         self._ranks = ranks
         self._device = device
         self._is_compressed = compressed
@@ -50,14 +51,14 @@ class Totals:
         chosen = torch.tensor(list(compressed), dtype=torch.bool, device=device.torch)
         self._compressed, self._exact = orders[chosen], orders[~chosen]
         self._values = torch.zeros(2 + 3 * sum(compressed), dtype=torch.float64, device=device.torch)
-        """A square sum and a digest, and `SquareSums` of units whose gradients are compressed: all that are held, all
-        of gradients, all of what these were compressed to. On the collectives stream."""
+        """A square sum and a digest, and `SquareSums` of units whose gradients are compressed: all `held`, all
+        `gradients`, all `encoded`. On the collectives stream."""
         self._seen = torch.zeros(2, dtype=torch.float64, pin_memory=device.is_cuda)
         self._arrived: Marker = PASSED
         self._expected: int | None = None
 
     def now(self, own: Sequence[SquareSums]) -> float:
-        """Square sum of the gradients of all units, of which this rank has `own`, by `Unit.order`; waits for it.
+        """Return the square sum of the gradients of all units; waits for it. `own`: this rank's, by `Unit.order`.
         SlideError when the ranks have called different collectives."""
         exact = 0.0
         for sums, compressed in zip(own, self._is_compressed, strict=True):
@@ -74,9 +75,9 @@ class Totals:
         return float(self._total(values))
 
     def later(self, own: torch.Tensor) -> torch.Tensor:
-        """The same of `own` (`SquareSums`, [3, n] fp64, made on the compute and the collectives stream), [] on the
-        compute stream; waits for nothing. SlideError when at an earlier call the ranks had called different
-        collectives."""
+        """Return the same sum of `own` (`SquareSums`, [3, n] fp64, made on the compute and the collectives stream), []
+        on the compute stream; waits for nothing. SlideError when the ranks had called different collectives at an
+        earlier call."""
         if self._ranks.world_size == 1 and not len(self._compressed):
             return own[0].sum()
         self._check()
@@ -101,8 +102,8 @@ class Totals:
         if len(values) == 2:
             return values[0]
         held, gradients, encoded = values[2:].view(3, -1)
-        # The ranks' gradients are averaged. Where all that was left of them is zero they are taken for independent; not
-        # where that is NaN, which finite gradients with infinite sums leave: the norm has to say so.
+        # The ranks' gradients are averaged. Where their compressed sum is zero they are taken for independent. A NaN,
+        # which finite gradients with infinite sums leave, goes into the norm.
         independent = gradients / self._ranks.world_size**2
         return values[0] + torch.where(encoded == 0, independent, held / encoded * gradients).sum()
 

@@ -1,10 +1,10 @@
 """Optimizer states on the GPU that wait in host memory while a forward or a backward needs their place.
 
-A promoted unit keeps its place in host memory (`Unit.home`), whose contents nobody reads meanwhile. So its states can
-be copied there at any moment between two updates, and the memory on the GPU given to others. The weights stay where
-they are: the forward under way computes with them. So do buffers of which somebody has a view (the low halves of
-weights that a script sees in fp32). `SlideRuntime` brings states back before anybody reads or writes them: in `settle`,
-and at the beginning of a step.
+A promoted unit keeps its place in host memory (`Unit.home`), whose contents are not read meanwhile. So its states can
+be copied there at any moment between two updates, and other tensors can use the memory on the GPU. The weights stay on
+the GPU: the forward under way computes with them. Buffers with a view stay too (the low halves of weights that a script
+sees in fp32). `SlideRuntime` brings states back before any read or write of them: in `settle`, and at the beginning of
+a step.
 
 Copies run on the stream that computes, as updates on the GPU do, and the host waits for them.
 """
@@ -32,7 +32,7 @@ class _Parked:
 
 
 class ParkedStates:
-    """The thread that computes calls all methods."""
+    """Parks states and brings them back. The thread that computes calls all methods."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -56,7 +56,7 @@ class ParkedStates:
             if not buffer.has_views:
                 on_host.copy_(on_gpu)
                 parked.append(_Parked(on_gpu, on_host, on_gpu.untyped_storage().nbytes()))
-        with deferred_interrupt():  # states that are empty, and nobody knows it, would be lost
+        with deferred_interrupt():  # states that are empty and not recorded as parked would be lost
             self._parked[unit.order] = parked
             for each in parked:
                 each.on_gpu.untyped_storage().resize_(0)
@@ -78,7 +78,7 @@ class ParkedStates:
             del self._parked[unit.order]
 
     def bring_all_back(self, units: Sequence[Unit]) -> None:
-        """The same for all that are parked."""
+        """Bring back all parked states."""
         for order in list(self._parked):
             self.bring_back(units[order])
 

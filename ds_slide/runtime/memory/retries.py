@@ -1,9 +1,9 @@
-"""An operator that finds no GPU memory runs again, when what can be spared has been given up.
+"""An operator that finds no GPU memory runs again, when memory that can be spared has been given up.
 
 A mode of torch's dispatcher sees each operator below autograd, in the forward and in the backward, in blocks, in the
-head and in the loss. Torch allocates what an operator makes, and the space that it works in, before it computes, so the
-operator that has failed has done nothing yet. A mode costs the host 5 to 10 us an operator, and more for kernels of our
-own, which torch then has to be told of. So it is in force only while it is not known yet that there is enough memory.
+head and in the loss. Torch allocates the results and the workspace of an operator before it computes, so the operator
+that has failed has done nothing yet. A mode costs the host 5 to 10 us an operator, and more for our own kernels, which
+torch then has to be told about. So it is in force only until enough memory has been shown.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ds_slide.plan.operations import tensors_of
 from ds_slide.runtime.activations.mixing import OperatorMode
 
 DRIVERS_OWN = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
-"""In the errors of what takes memory from the driver, past torch."""
+"""Texts in the errors of libraries that take memory from the driver, past torch."""
 
 
 class MakesRoom(Protocol):
-    """What has memory to spare (`ds_slide.runtime.memory.spare_memory.SpareMemory`)."""
+    """The part that has memory to spare (`ds_slide.runtime.memory.spare_memory.SpareMemory`)."""
 
     def make_room(self) -> bool:
         """Give up something. -> whether there was anything."""
@@ -38,11 +38,11 @@ class MakesRoom(Protocol):
         """Give unused memory back to the driver."""
 
     def explain_shortage(self) -> str:
-        """What is missing, where nothing more can be given up, as the end of a message."""
+        """Return the end of a message that says what is missing where nothing more can be given up."""
 
 
 class Retries(OperatorMode):
-    """In force between `enter` and `leave`, which the same thread calls, and in each `around_backward`."""
+    """A dispatcher mode, in force between `enter` and `leave`, which one thread calls, and in `around_backward`."""
 
     def __init__(self, room: MakesRoom) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Retries(OperatorMode):
         while True:
             try:
                 return function(*args, **kwargs)
-            except RuntimeError as error:  # of which torch.OutOfMemoryError is one
+            except RuntimeError as error:  # also torch.OutOfMemoryError, a subclass
                 if not _is_shortage(error) or _writes_several(function, args):
                     raise
                 if not self._make_room(error):
@@ -70,17 +70,17 @@ class Retries(OperatorMode):
         return True
 
     def enter(self) -> None:
-        """Harmless when called twice."""
+        """Put the mode into force. Harmless when called twice."""
         if not self.is_in_force:
             self.__enter__()
 
     @property
     def is_in_force(self) -> bool:
-        """Whether it is, in this thread."""
+        """Whether the mode is in force in this thread."""
         return bool(_len_torch_dispatch_stack()) and any(each is self for each in _get_current_dispatch_mode_stack())
 
     def leave(self) -> None:
-        """Harmless when called twice. Modes that were entered since, and not left, stay in force."""
+        """End the mode. Harmless when called twice. Modes that were entered since, and not left, stay in force."""
         if not self.is_in_force:
             return
         above = []
@@ -93,7 +93,7 @@ class Retries(OperatorMode):
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
-        """Autograd takes the modes of the thread that calls it along, to its own threads."""
+        """Put the mode into force for a backward: autograd takes the caller's modes to its own threads."""
         if self.is_in_force:  # the backward of a graph inside of a forward
             yield
             return
@@ -113,7 +113,7 @@ def _is_random(function: Any) -> bool:
 
 
 def _writes_several(function: Any, args: Sequence[Any]) -> bool:
-    """Whether the operator writes into several tensors, and may have come to some of them before it failed."""
+    """Whether the operator writes into several tensors, and may have written some of them before it failed."""
     schema = getattr(function, "_schema", None)
     if schema is None or not schema.is_mutable:
         return False

@@ -1,13 +1,14 @@
-"""Who gets the GPU memory that is left: measured in the first steps, decided between two steps, given back when a batch
-needs it.
+"""The use of spare GPU memory: measured in the first steps, decided between two steps, given back when a batch needs
+it.
 
-After a warm-up the peak of a step as the script has it shows what a batch needs beside what lies on the GPU all the
-time (`BatchNeed`). Of the rest, states of blocks are moved there where that shortens the step more than activations
-would, and to what neither activations nor one more such batch would need. Each forward keeps the activations of as many
-blocks as its own size leaves room for. The host waits for the GPU when something is decided, after steps 3 and 6, and
-where memory turns out to be short.
+After a warm-up the peak of a step without any change shows the need of a batch beside the permanent tensors
+(`BatchNeed`). States of blocks get a part of the rest where they shorten the step more than activations would, and the
+part that neither activations nor one more such batch would need. Each forward keeps the activations of the blocks that
+its own size leaves room for. The host waits for the GPU when something is decided, after steps 3 and 6, and where
+memory turns out to be short.
 
-All ranks decide alike about states, because that sets which collectives they call; about activations each for itself.
+All ranks decide alike about states, because that sets the collectives that they call. Each rank decides alone about
+activations.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ from ds_slide.runtime.memory.proof import Proof
 from ds_slide.runtime.memory.retries import Retries
 
 LOOKS = (3, 6)
-"""Steps after which it is decided. Step 1 allocates what all later ones use again and compiles kernels; so does the one
-that follows a decision, and one more is measured in between."""
+"""Steps after which the use is decided. Step 1 allocates the memory that all later steps use again and compiles
+kernels. The step after a decision does the same, and one more step is measured in between."""
 WARM_UPS = tuple(step - 2 for step in LOOKS)
 FIRST_PAUSE = 20
-"""Steps after which it is decided once more when states have gone back, for an evaluation perhaps. Twice as many each
-time: where they have to go back again and again, moving them costs more than it brings."""
+"""Steps after which the use is decided again when states have gone back, perhaps for an evaluation. The number doubles
+each time: where states have to go back again and again, moving them costs more than it saves."""
 
 
 class GpuMemory(Peaked, Protocol):
-    """What torch knows of a GPU's memory (`ds_slide.runtime.core.device.Device`)."""
+    """Torch's figures of a GPU's memory (`ds_slide.runtime.core.device.Device`)."""
 
     def memory(self) -> tuple[int, int]: ...
     def allocation_retries(self) -> int: ...
@@ -68,39 +69,40 @@ class States(Protocol):
     """Moves states of units between host memory and GPU."""
 
     def movable(self) -> Sequence[Movable]:
-        """Units in host memory that may go to the GPU, in the order in which they should."""
+        """Return the units in host memory that may go to the GPU, the most useful first."""
 
     def promoted(self) -> Sequence[Movable]:
-        """Units that have gone there, in that order."""
+        """Return the units that have gone to the GPU, in the same order."""
 
     def slots(self, forwards: int) -> Slots:
-        """Of the window, which serves so many forwards a step."""
+        """Return the slots of the window, which serves `forwards` forwards a step."""
 
     def may_park(self) -> bool:
         """Whether states on the GPU can make room for a forward or a backward under way."""
 
     def park(self) -> int:
-        """Have the states of one unit more wait in host memory. -> bytes that have come free."""
+        """Let the states of one more unit wait in host memory. -> bytes that have come free."""
 
     def may_move(self) -> bool:
-        """Whether this is the moment for it: nothing is accumulated, and no graph waits for its backward."""
+        """Whether states may move now: nothing is accumulated, and no graph waits for its backward."""
 
     def move(self, orders: frozenset[int], slots: int | None = None) -> bool:
-        """Make them the promoted ones, and the window one of so many slots at most; None: as many as now; never fewer
-        than the least. -> whether this was the moment for it. Collective."""
+        """Make `orders` the promoted units, and give the window at most `slots` slots; None: its present number; never
+        fewer than the least. -> whether they could move now. Collective."""
 
 
 class HasSchedules(Protocol):
     """Knows when updates run (`ds_slide.runtime.updates.updating.Updating`)."""
 
     def schedules(self) -> Schedules:
-        """When a step has ended."""
+        """Return the schedules of updates. Called when a step has ended."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """`gpu`: None where the accelerator has no memory of its own; nothing is placed there unasked then. `limit`: of
-    `ds_slide.gpu_memory`. `placed`: bytes of all engines that count against it so far."""
+    """The GPU memory that may be used. `gpu`: None where the accelerator has no memory of its own; nothing is placed
+    there unasked then. `limit`: the value of `ds_slide.gpu_memory`. `placed`: bytes of all engines that count against
+    the limit so far."""
 
     gpu: GpuMemory | None
     limit: int | None
@@ -113,15 +115,15 @@ class Budget:
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank has measured. `offer`: what is spare while nothing is kept; without the states that may move, which
-    all ranks know. `kept_s`: seconds of recomputation that its step has left out."""
+    """The measurements of a rank. `offer`: the spare memory while nothing is kept, without the states that may move,
+    which all ranks know. `kept_s`: seconds of recomputation that its step has left out."""
 
     offer: Offer
     kept_s: float
 
 
 class SpareMemory:
-    """The thread that computes calls all methods."""
+    """Shares out spare GPU memory. The thread that computes calls all methods."""
 
     def __init__(
         self,
@@ -132,10 +134,10 @@ class SpareMemory:
         updating: HasSchedules,
         vocabulary: int = 0,
     ) -> None:
-        """`vocabulary`: logits of a token."""
+        """`vocabulary`: the number of logits of a token."""
         self.activations = activations
         self.states: States | None = None
-        """None: they stay where the plan has them."""
+        """None: states stay where the plan has them."""
         self._budget = budget
         self._ranks = ranks
         self._recorder = recorder
@@ -149,40 +151,40 @@ class SpareMemory:
         self._margin = 0.0
         self._most_margin = 0.0
         self._retries = 0
-        """Torch's count when the newest step began."""
+        """Torch's count of allocation retries when the newest step began."""
         self._peak = 0
-        """When the last step ended."""
+        """The peak when the last step ended."""
         self._proof = Proof()
         self._forwards = 0
         """Forwards with gradients since the last step."""
         self._shapes: set[Shape] = set()
-        """Of the first two batches that differ."""
+        """Shapes of the first two batches that differ."""
         self._has_said = False
         self._is_tied = ranks.world_size > 1
-        """States cannot always go when a batch begins."""
+        """Whether states cannot always go back when a batch begins."""
         self._reserve = 0.0
         """Bytes left free because they had to be given up once."""
         self._left = 0.0
-        """Bytes of the room that the newest forward has not filled, as far as they were thought to be there."""
+        """Bytes of the predicted room that the newest forward has not filled."""
         self._parked_in_training = 0
-        """Bytes of states that have made room for a forward with gradients, or its backward. Later batches leave them
-        free; an evaluation takes them for its own time only."""
+        """Bytes of states that have made room for a forward with gradients, or its backward. Later batches leave these
+        bytes free; an evaluation takes them for its own time only."""
         self._has_told_parked = False
         self._had_shortage = False
-        """Memory was short since the last step."""
+        """Whether memory was short since the last step."""
         self._trains = False
-        """The newest forward has gradients."""
+        """Whether the newest forward has gradients."""
         self._retrying = Retries(self)
 
     @property
     def is_shared_out(self) -> bool:
-        """Whether there is any that could be."""
+        """Whether there is GPU memory to share out."""
         return self._budget.exists
 
     # ---- a forward ---------------------------------------------------------------------------------------------------
 
     def begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A forward of the whole model begins with these arguments."""
+        """Begin a forward of the whole model with these arguments."""
         if not self._budget.exists or torch.compiler.is_compiling():
             return
         shape = shape_of(args, kwargs)
@@ -195,14 +197,14 @@ class SpareMemory:
             missing = -self._room(shape, with_gradient=with_gradient, elsewhere=movable)
             if missing > 0 and self._give_back(missing):
                 room = self._room(shape, with_gradient=with_gradient)
-        self._need.end_batch()  # while it is known what of the batch before has moved
+        self._need.end_batch()  # while the moved bytes of the batch before are still known
         if with_gradient:
             self._begin_training(shape, room)
         else:
             self._begin_evaluation(shape)
 
     def _begin_training(self, shape: Shape | None, room: float) -> None:
-        """Begin a forward with gradients, which leaves `room` bytes, or lacks as many."""
+        """Begin a forward with gradients, which leaves `room` bytes; a negative `room` is the number missing."""
         self._forwards += 1
         if self._forwards == 1 and self._budget.gpu is not None:
             self._retries = self._budget.gpu.allocation_retries()  # evaluations may have had some
@@ -225,7 +227,7 @@ class SpareMemory:
             self._retrying.enter()
 
     def _watch(self, shape: Shape | None, room: float) -> None:
-        """Have operators that find no memory run again, in this forward and its backward, where little is left, and no
+        """Let operators that find no memory run again, in this forward and its backward, where little is left and no
         steps have shown yet that it is enough."""
         kept = self.activations.kept_bytes
         is_tight = room - kept < ROOMY * (self._usable or self._budget.limit or 0)
@@ -239,15 +241,15 @@ class SpareMemory:
         return self.states is not None and self.states.may_park()
 
     def _is_tight_for_evaluation(self, shape: Shape | None) -> bool:
-        """Whether a forward without gradients leaves so little that operators are to run again where they find none. A
-        single token that is generated takes next to nothing, and waits for the host."""
+        """Whether a forward without gradients leaves too little, so that operators must be able to run again. A single
+        token that is generated takes next to nothing, and waits for the host."""
         free = self._usable - self._allocated() - self._need.at(shape, with_gradient=False)
         of_a_token = shape is not None and shape.length == 1
         return free < (ROOMY_FOR_TOKENS if of_a_token else ROOMY_FOR_OTHERS) * self._usable
 
     def make_room(self) -> bool:
-        """An operator has found no memory: give up kept activations, and then the places of states. -> whether it may
-        find some now."""
+        """Give up kept activations, and then the places of states, for an operator that has found no memory. -> whether
+        it may find some now."""
         if self.activations.give_up():
             return True
         parked = self.states.park() if self._may_park() and self.states is not None else 0
@@ -258,7 +260,7 @@ class SpareMemory:
         return bool(parked)
 
     def explain_shortage(self) -> str:
-        """What is missing where nothing more can be given up."""
+        """Return the end of a message that says what is missing where nothing more can be given up."""
         shape = self._need.under_way
         if shape is None:
             return ""
@@ -270,7 +272,7 @@ class SpareMemory:
         return f"{given_up}{about}; use fewer tokens a micro-batch and more micro-batches, or more GPU memory."
 
     def _largest_that_fits(self, shape: Shape) -> int:
-        """Tokens of the largest batch of sequences as long as those of `shape` for which there is memory."""
+        """Return the tokens of the largest batch that fits, with the sequence length of `shape`."""
         known = self._need.at(shape)
         share = max(0.0, self._usable - self._need.began_with) / known if known else 1.0
         return int(share * shape.tokens)
@@ -281,12 +283,12 @@ class SpareMemory:
         return WARM_UPS[0] <= self._steps < LOOKS[0]
 
     def around_backward(self) -> AbstractContextManager[None]:
-        """Around a backward that the engine's caller asks for."""
+        """Return the context for a backward that the engine's caller asks for."""
         return self._retrying.around_backward() if self._proof.is_open else nullcontext()
 
     def _notice_given_up(self) -> None:
-        """Keep less from now on, where memory was short. Several ranks, whose states cannot go back for it, park them
-        again."""
+        """Keep less from now on, where memory was short. With several ranks states cannot go back for it, and are
+        parked again."""
         given, parked = self.activations.take_given_up(), self._parked_in_training
         self._parked_in_training = 0
         if given or (parked and self._ranks.world_size == 1):
@@ -331,17 +333,17 @@ class SpareMemory:
         self._has_said = self._has_said or bool(checkpointed)
 
     def end_forward(self, *, completed: bool = False) -> None:
-        """It has ended, with an exception where it is not `completed`."""
+        """End the forward. `completed`: no exception has ended it."""
         self._retrying.leave()
         self.activations.end()
         self._need.end_forward(completed=completed)
         if not self._trains:
-            self.activations.take_given_up()  # of a graph that waits for its backward meanwhile
+            self.activations.take_given_up()  # it belongs to a graph that waits for its backward meanwhile
 
     def _notice_others(self) -> None:
-        """Measure anew where a step begins with another amount on the GPU (states have moved, an engine has come), or
-        where others have had the peak since the last one (an evaluation, another engine, a checkpoint that was saved):
-        that is no part of what a batch needs."""
+        """Measure anew where a step begins with another amount on the GPU (states have moved, an engine has come). Also
+        where something else has made the peak since the last step (an evaluation, another engine, a saved checkpoint):
+        such a peak is not the need of a batch."""
         if self._budget.gpu is None or self._forwards > 1 or not self._steps:
             return
         changed = self._need.change_of_base(self._allocated())
@@ -353,8 +355,9 @@ class SpareMemory:
         return 0 if self._budget.gpu is None else self._budget.gpu.allocated()
 
     def _room(self, shape: Shape | None, *, with_gradient: bool, elsewhere: float = 0.0) -> float:
-        """Bytes that a batch of `shape` leaves, of the GPU and of the limit, or, less than 0, that are missing, with
-        `elsewhere` bytes of its inputs in host memory; 0 as long as nothing has been measured."""
+        """Return the bytes that a batch of `shape` leaves free, of the GPU and of the limit, with `elsewhere` bytes of
+        its inputs in host memory. A negative result is the number of bytes missing. 0 as long as nothing has been
+        measured."""
         if not self._need.is_known:
             return 0.0
         rooms = []
@@ -366,7 +369,7 @@ class SpareMemory:
         return min(rooms) - self._reserve
 
     def _inputs_missing(self, shape: Shape | None) -> float:
-        """Bytes of the inputs that have to leave the GPU for a batch of `shape`."""
+        """Return the bytes of inputs that have to leave the GPU for a batch of `shape`."""
         if self._budget.gpu is None:
             return 0.0
         free = self._usable - self._allocated() - self._reserve
@@ -397,7 +400,7 @@ class SpareMemory:
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """A step has ended: nothing is accumulated, and no graph waits for its backward."""
+        """End a step: nothing is accumulated, and no graph waits for its backward."""
         if not self._budget.exists:
             return
         self._steps += 1
@@ -419,8 +422,8 @@ class SpareMemory:
         self._peak = self._need.peak
 
     def _notice_retries(self) -> bool:
-        """Notice that torch had to look for memory in the step: to give back what it keeps for reuse, which stops the
-        GPU. Notice memory that others have taken, too. -> whether more has to be left free than is already."""
+        """Notice that torch had to look for memory in the step, by giving back its cached memory, which stops the GPU.
+        Notice memory that others have taken, too. -> whether more has to be left free than already is."""
         gpu = self._budget.gpu
         if gpu is None:
             self._proof.end_step(went_well=True)
@@ -429,21 +432,21 @@ class SpareMemory:
         usable, _ = _usable(gpu)
         is_less = usable < self._usable - self._margin / 4
         if is_less:
-            self._reserve = max(0.0, self._reserve - (self._usable - usable))  # for which it was left free
+            self._reserve = max(0.0, self._reserve - (self._usable - usable))  # the others use the reserve
             self._usable = usable
         found = self._retries == before
         self._proof.end_step(went_well=found and not is_less)
         was_short, self._had_shortage = self._had_shortage, False
-        return not (found or was_short)  # as much is left free as was short
+        return not (found or was_short)  # the bytes that were short are left free already
 
     def _widen_margin(self) -> None:
-        """Leave more free where torch had to look for memory. In the step after a decision it makes room for what has
-        been decided."""
+        """Leave more free where torch had to look for memory, except in the step after a decision, where torch makes
+        room for the new use."""
         if self._steps > max(LOOKS[-1], self._latest_look) + 1:
             self._margin = min(1.25 * self._margin, self._most_margin)
 
     def _look(self, forwards: int) -> None:
-        """Decide about states, after a step of so many forwards."""
+        """Decide about states, after a step of `forwards` forwards."""
         self.activations.times.take()
         self.activations.keeps_first = self._updating.schedules().coming == "two passes"
         self._latest_look = self._steps
@@ -457,7 +460,7 @@ class SpareMemory:
             self._share_out(min(records, key=lambda each: each.offer.room))
 
     def _record(self, forwards: int) -> Record | None:
-        """None where batches have no shape."""
+        """Return the measurements of this rank; None where batches have no shape."""
         latest = self._recorder.latest
         shape = self._need.shape
         if latest is None or shape is None:
@@ -500,7 +503,7 @@ class SpareMemory:
 
 
 def _usable(gpu: GpuMemory) -> tuple[int, int]:
-    """Bytes of the GPU that this process may use, with those that it has allocated, and bytes in all."""
+    """Return (bytes of the GPU that this process may use or has allocated, bytes of the GPU in all)."""
     free, total = gpu.memory()
     return free + gpu.allocated(), total
 

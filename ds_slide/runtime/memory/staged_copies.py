@@ -1,9 +1,8 @@
 """Copies between the GPU and host memory that is not page-locked, or SSD, through a page-locked buffer.
 
 The driver copies such memory with one thread: 31 GB of states took 18 s on a machine with 16 cores and a 55 GB/s bus.
-Here all update threads copy one half of the buffer while the bus copies the other one. The disk reads and writes the
-halves themselves, both at a time, so that it always has requests: through new tensors for each 64 MiB it reached a
-quarter of its rate.
+Here all update threads copy one half of the buffer while the bus copies the other one. The disk reads and writes both
+halves at a time, so that it always has requests: through new tensors for each 64 MiB it reached a quarter of its rate.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from ds_slide.store.ssd.unit import OnSsd
 
 @dataclass
 class _Half:
-    """Owners: the GPU's current stream from a copy until `passed`; the disk until `disk` is done; otherwise the thread
-    that copies, which brings what has come down to `target` before it uses the half again."""
+    """One half of the buffer. Owners: the GPU's current stream from a copy until `passed`; the disk until `disk` is
+    done; otherwise the thread that copies, which moves downloaded bytes to `target` before it uses the half again."""
 
     buffer: torch.Tensor
     passed: Marker = PASSED
@@ -34,12 +33,12 @@ class _Half:
 
 
 class StagedCopies:
-    """Called by one thread, on one stream. A copy has ended, and its tensors belong to the caller again, when `finish`
-    has been called after it."""
+    """Copies tensors through a page-locked buffer. Called by one thread, on one stream. A copy has ended, and its
+    tensors belong to the caller again, when `finish` has been called after it."""
 
     def __init__(self, buffer: torch.Tensor | None, updater: CpuUpdater, device: Device, failures: Failures) -> None:
-        """`buffer`: of bytes, page-locked; None where all that is to be copied is page-locked itself. For SSD it begins
-        at a page, and has two at least."""
+        """`buffer`: bytes, page-locked; None where all tensors to copy are page-locked themselves. For SSD it begins at
+        a page, and has at least two pages."""
         size = 0 if buffer is None else min(PIECE_BYTES, buffer.numel() // 2)
         size -= size % PAGE if size > PAGE else 0
         self._halves = [] if buffer is None or not size else [_Half(half) for half in buffer[: 2 * size].split(size)]
@@ -47,10 +46,10 @@ class StagedCopies:
         self._device = device
         self._failures = failures
         self._disk = ThreadPoolExecutor(2, "ds_slide-moves")
-        """Has a thread for each half that a transfer is for."""
+        """The disk's threads, one for each half."""
 
     def to_gpu(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """`target` ([n], on the GPU) becomes `source` ([n], in host memory)."""
+        """Copy `source` ([n], in host memory) to `target` ([n], on the GPU)."""
         if self._is_direct(source):
             target.copy_(source, non_blocking=True)
             return
@@ -63,7 +62,7 @@ class StagedCopies:
             half.passed = self._device.mark()
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """`target` ([n], in host memory) becomes `source` ([n], on the GPU)."""
+        """Copy `source` ([n], on the GPU) to `target` ([n], in host memory)."""
         if self._is_direct(target):
             target.copy_(source, non_blocking=True)
             return
@@ -74,7 +73,7 @@ class StagedCopies:
             half.passed, half.target = self._device.mark(), target[piece]
 
     def from_ssd(self, target: torch.Tensor, source: OnSsd) -> None:
-        """`target` ([n], on the GPU) becomes `source` ([n])."""
+        """Copy `source` ([n], on SSD) to `target` ([n], on the GPU)."""
         under_way: deque[tuple[torch.Tensor, _Half]] = deque()
         for span, transfer_with in source.transfers(self._halves[0].buffer.numel()):
             half = self._next_half()
@@ -86,7 +85,7 @@ class StagedCopies:
             self._upload(*each)
 
     def to_ssd(self, target: OnSsd, source: torch.Tensor) -> None:
-        """`target` ([n]) becomes `source` ([n], on the GPU)."""
+        """Copy `source` ([n], on the GPU) to `target` ([n], on SSD)."""
         for span, transfer_with in target.transfers(self._halves[0].buffer.numel()):
             half = self._next_half()
             half.buffer[: span.stop - span.start].copy_(source.view(torch.uint8)[span], non_blocking=True)
@@ -100,7 +99,7 @@ class StagedCopies:
         synchronize(self._failures, self._device.mark(), "states on their way")
 
     def close(self) -> None:
-        """Wait until neither GPU nor disk has the buffer, after an exception perhaps."""
+        """Wait until neither GPU nor disk uses the buffer, also after an exception."""
         self._disk.shutdown()
         self._device.synchronize()
 
@@ -112,7 +111,7 @@ class StagedCopies:
         return [slice(start, min(start + size, nbytes)) for start in range(0, nbytes, size)]
 
     def _upload(self, target: torch.Tensor, half: _Half) -> None:
-        """Copy to `target` what the disk brings into `half`."""
+        """Copy to `target` the bytes that the disk reads into `half`."""
         assert half.disk is not None
         half.disk.result()
         half.disk = None
@@ -120,7 +119,7 @@ class StagedCopies:
         half.passed = self._device.mark()
 
     def _next_half(self) -> _Half:
-        """The one that was used longest ago, which nobody uses any more."""
+        """Return the least recently used half, once it is free."""
         half = self._halves.pop(0)
         self._halves.append(half)
         synchronize(self._failures, half.passed, "states on their way")

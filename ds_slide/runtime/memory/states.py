@@ -10,7 +10,7 @@ from ds_slide.runtime.memory.tier_moves import move, why_fixed
 
 
 class RunningStates:
-    """Of the units that may move, in the order of `movable_states`."""
+    """The states of the units that may move, in the order of `movable_states`."""
 
     def __init__(self, runtime: SlideRuntime) -> None:
         self._runtime = runtime
@@ -18,18 +18,18 @@ class RunningStates:
         self._least = least_slots(plan.placement.window, plan.needs)
 
     def movable(self) -> list[Movable]:
-        """Those in host memory and on SSD."""
+        """Return the movable states in host memory and on SSD."""
         units = [unit for unit in self._runtime.units if unit.is_uploaded and unit.trainable]
         orders = (unit.order for unit in units if why_fixed(self._runtime, unit) is None)
         return movable_states(self._runtime.parts.plan, orders)
 
     def promoted(self) -> list[Movable]:
-        """Those on the GPU."""
+        """Return the states that were promoted to the GPU."""
         plan = self._runtime.parts.plan
         return movable_states(plan, plan.placement.promoted)
 
     def slots(self, forwards: int) -> Slots:
-        """Of the window, which serves so many forwards a step. One whose size the user has set stays as it is."""
+        """Return the slots of the window, which serves `forwards` forwards a step. A size set by the user stays."""
         plan, window = self._runtime.parts.plan, self._runtime.parts.window
         if window is None:
             return NO_SLOTS
@@ -42,18 +42,18 @@ class RunningStates:
         return any(map(self._runtime.parked.may_park, self._runtime.units))
 
     def park(self) -> int:
-        """Park the states of one unit more, of those that went to the GPU last. -> bytes that have come free."""
+        """Park the states of the unit that went to the GPU last and is not parked yet. -> bytes that have come free."""
         promoted = [self._runtime.units[each.order] for each in reversed(self.promoted())]
         unit = next(filter(self._runtime.parked.may_park, promoted), None)
         return 0 if unit is None else self._runtime.parked.park(unit)
 
     def may_move(self) -> bool:
-        """Whether this is the moment for it: nothing is accumulated, and no graph waits for its backward."""
+        """Whether states may move now: nothing is accumulated, and no graph waits for its backward."""
         return self._runtime.interruptions.is_between_steps()
 
     def move(self, orders: frozenset[int], slots: int | None = None) -> bool:
-        """Make them the promoted ones, as far as there is memory, and the window one of so many slots at most; None: as
-        many as now; never fewer than the least. -> whether this was the moment. Collective."""
+        """Make `orders` the promoted units, as far as there is memory, and give the window at most `slots` slots; None:
+        its present number; never fewer than the least. -> whether they could move now. Collective."""
         window = self._runtime.parts.window
         if slots is None:
             slots = 0 if window is None else len(window.slots)

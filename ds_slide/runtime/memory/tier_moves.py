@@ -1,16 +1,16 @@
 """States that move from host memory or SSD to the GPU and back while the run goes on, between two steps.
 
-How much of the GPU activations leave is known when the first steps have been run. A unit is *promoted* then: its states
-are copied to the GPU, are updated there from the next step on, and pass through no lane any more. It is *demoted* where
-the memory is needed for something else: a larger batch, an evaluation, a second engine.
+The GPU memory that activations leave free is known when the first steps have been run. A unit is *promoted* then: its
+states are copied to the GPU, are updated there from the next step on, and pass through no lane any more. It is
+*demoted* where the memory is needed for something else: a larger batch, an evaluation, a second engine.
 
 A promoted unit keeps its state buffers in host memory and its places on SSD (`Unit.home`), which stay in the plan.
-Demotion writes them back, and so takes no host memory at a moment when there may be none; nor is anything page-locked a
-second time, which takes 0.35 s a GiB. The states' copies there are older than those on the GPU in between, and nobody
-reads them: what was read ahead of them has been forgotten when the unit has settled, and nothing asks for it again.
+Demotion writes the states back there. So it takes no host memory at a moment when there may be none, and page-locks
+nothing a second time, which takes 0.35 s a GiB. In between the old copies there are out of date, and nothing reads
+them: copies that were read ahead have been forgotten when the unit has settled, and are not asked for again.
 
-The bits of weights and states are the same before and after, and later steps give the bits that they would have given
-with that placement from the start (`docs/architecture.md`, "The idea": placement never changes the result).
+The bits of weights and states are the same before and after, and later steps give the same bits as with that placement
+from the start (`docs/architecture.md`, "The idea": placement never changes the result).
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ Copy = Callable[[UnitState, UnitState], None]
 """(from, to)"""
 
 PROGRESS_AFTER_S = 3
-"""Until then nobody looks for what holds the training up."""
+"""Seconds until a progress bar shows that a move holds the training up."""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What a move has done, by `Unit.order`. `no_room`: units that were to be promoted, and stay where they are
-    because the GPU had no memory for them."""
+    """The units that a move has moved, by `Unit.order`. `no_room`: units that were to be promoted, and stay where they
+    are because the GPU had no memory for them."""
 
     promoted: tuple[int, ...] = ()
     demoted: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ class _Room:
 
 
 def why_fixed(runtime: SlideRuntime, unit: Unit) -> str | None:
-    """Why the states of `unit` stay where they are, as a clause; None where they may move."""
+    """Return why the states of `unit` stay where they are, as a clause; None where they may move."""
     placement = runtime.parts.plan.placement
     if not runtime.parts.context.trains:
         return "nothing is updated without an optimizer"
@@ -91,12 +91,12 @@ def why_fixed(runtime: SlideRuntime, unit: Unit) -> str | None:
 
 
 def move(runtime: SlideRuntime, on_gpu: frozenset[int], *, slots: int | None = None) -> Moved | None:
-    """Make the units `on_gpu`, by `Unit.order`, the ones that are updated on the GPU, and no others. `slots`: the most
-    that the window has from now on; None: as before. None is returned, and nothing done, where it is not the moment:
-    gradients are accumulated, a forward or backward is under way, or a script has gathered parameters of these units.
+    """Update the units `on_gpu`, by `Unit.order`, on the GPU from now on, and no others. `slots`: the most slots of the
+    window from now on; None: as before. Returns None, and does nothing, where units cannot move now: gradients are
+    accumulated, a forward or backward is under way, or a script has gathered parameters of these units.
 
     Units are promoted in their order as far as the GPU has memory. Collective: all ranks call it with the same values
-    at the same place of the program. SlideError for units that cannot move (`why_fixed`).
+    at the same place of the program. SlideError for units that can never move (`why_fixed`).
     """
     units, ranks, present = runtime.units, runtime.parts.context.ranks, runtime.parts.plan.placement.window
     window = present if slots is None else slots
@@ -113,7 +113,7 @@ def move(runtime: SlideRuntime, on_gpu: frozenset[int], *, slots: int | None = N
     for unit in moving:
         if (reason := why_fixed(runtime, unit)) is not None:
             raise SlideError(f"the states of {unit.name} cannot move to the GPU and back: {reason}")
-    # What an evaluation in inference mode makes could not be used in a forward with gradients.
+    # Tensors made in inference mode, by an evaluation, could not be used in a forward with gradients.
     with deferred_interrupt(), torch.inference_mode(False):
         return _move(runtime, moving, window)
 
@@ -125,13 +125,14 @@ def _move(runtime: SlideRuntime, moving: Sequence[Unit], slots: int) -> Moved:
     promoted: list[Unit] = []
     try:
         with _copies(runtime, moving) as copy:
+            # Demotions first: their memory may be the room for promotions.
             for unit in demoted:
                 _demote(runtime, unit, copy)
             if demoted or slots < runtime.parts.plan.placement.window:
                 _refit(runtime, slots)
             if wanted:
-                # What stays would otherwise lie in the middle of memory that batches use again: a state of 150 MB cut
-                # from the 1 GB of a batch's logits leaves the next batch no place for these.
+                # Otherwise the states would lie in the middle of memory that batches use again: a state of 150 MB cut
+                # from the 1 GB of a batch's logits leaves the next batch no place for its logits.
                 runtime.device.release_cached()
             for unit, room in zip(wanted, _make_rooms(runtime, wanted), strict=False):
                 _promote(runtime, unit, room, copy)
@@ -139,20 +140,20 @@ def _move(runtime: SlideRuntime, moving: Sequence[Unit], slots: int) -> Moved:
     finally:
         _refit(runtime, slots)
     if runtime.parts.window is not None:
-        runtime.device.synchronize()  # new slots are zeroed on this thread's stream, and filled on that of the lane
+        runtime.device.synchronize()  # new slots are zeroed on this thread's stream, and filled on the lane's
         runtime.parts.window.prefetch(None, "forward")
     orders = [tuple(unit.order for unit in some) for some in (promoted, demoted, wanted[len(promoted) :])]
     return Moved(*orders)
 
 
 def _is_gathered_by_script(unit: Unit) -> bool:
-    """Whether parameters hold what a script has gathered: it would be gone when they are bound anew."""
+    """Whether parameters hold weights that a script has gathered: these would be gone when they are bound anew."""
     bound = None if unit.resident is None else unit.resident.untyped_storage().data_ptr()
     return any(each.numel() and each.untyped_storage().data_ptr() != bound for each in unit.parameters)
 
 
 def _settle(runtime: SlideRuntime, moving: Iterable[Unit]) -> None:
-    """Wait until no lane, no rank and no stream has to do with the units or with the window."""
+    """Wait until no lane, no rank and no stream uses the units or the window."""
     for unit in moving:
         runtime.settle(unit)
     runtime.begin_writing()
@@ -183,8 +184,8 @@ def _promote(runtime: SlideRuntime, unit: Unit, room: _Room, copy: Copy) -> None
 
 
 def _copy_on_all(runtime: SlideRuntime, unit: Unit, copy: Copy, target: UnitState) -> None:
-    """Copy the states of `unit` to `target`. The disk of one rank may fail: the others, which would gather the weights
-    with it next, raise then, too. Collective."""
+    """Copy the states of `unit` to `target`. The disk of one rank may fail: then the other ranks raise, too, since they
+    would gather the weights with it next. Collective."""
     error: Exception | None = None
     try:
         copy(unit.state, target)
@@ -203,7 +204,8 @@ def _copy_on_all(runtime: SlideRuntime, unit: Unit, copy: Copy, target: UnitStat
 
 @contextmanager
 def _copies(runtime: SlideRuntime, moving: Sequence[Unit]) -> Iterator[Copy]:
-    """What copies weights, states, and the last gradient where both sides hold it. The host waits for each unit.
+    """Yield a function that copies weights, states, and the last gradient where both sides hold it. The host waits for
+    each unit.
 
     Gradients pass through the buffer at other times: here it is free, or comes free with the updates under way.
     """
@@ -213,7 +215,7 @@ def _copies(runtime: SlideRuntime, moving: Sequence[Unit]) -> Iterator[Copy]:
     lease = pools[0].lease() if pools and moving else None
     buffer = None if lease is None else lease.buffer
     if parts.ssd is not None and (buffer is None or buffer.numel() < 2 * PAGE):
-        buffer = page_buffer(2 * PAGE)  # of a model that is tiny
+        buffer = page_buffer(2 * PAGE)  # the model is tiny
     copies = StagedCopies(buffer, parts.context.updater, parts.context.device, parts.context.failures)
     progress = tqdm(
         total=sum(unit.state.nbytes() for unit in moving),
@@ -248,7 +250,7 @@ def _copies(runtime: SlideRuntime, moving: Sequence[Unit]) -> Iterator[Copy]:
 
 
 def _show(runtime: SlideRuntime, unit: Unit) -> None:
-    """The state buffers of `unit` are others: everybody who has known them gets to know these."""
+    """Show the new state buffers of `unit` to all parts that knew the old ones."""
     runtime.weights_changed(unit)
     runtime.residents.leave(unit)
     runtime.parts.context.clients.adopt(unit)
@@ -261,7 +263,7 @@ def _show(runtime: SlideRuntime, unit: Unit) -> None:
 
 
 def _make_rooms(runtime: SlideRuntime, units: Sequence[Unit]) -> list[_Room]:
-    """GPU memory for the units, as many of them as find some."""
+    """Return GPU memory for the first of `units` that find some."""
     if not units or not _make_scratch(runtime, units):
         return []
     return _as_many_as_fit(runtime, [functools.partial(_make_room, runtime, unit) for unit in units])
@@ -287,7 +289,7 @@ def _make_room(runtime: SlideRuntime, unit: Unit) -> _Room:
 
 
 def _make_scratch(runtime: SlideRuntime, units: Sequence[Unit]) -> bool:
-    """Whether the parts of the weights of `units`, which all ranks gather once they are promoted, can meet."""
+    """Have the GPU buffer where all ranks gather the weights of `units` once promoted. -> whether it fits."""
     parts = runtime.parts
     if parts.context.ranks.world_size == 1:
         return True
@@ -300,7 +302,7 @@ def _make_scratch(runtime: SlideRuntime, units: Sequence[Unit]) -> bool:
 
 
 def _refit(runtime: SlideRuntime, slots: int) -> None:
-    """Make the plan, and what depends on it, that of the units as they are now."""
+    """Fit the plan, the window and the buffer of gathers to the units as they are now."""
     parts, plan = runtime.parts, _plan_with(runtime, slots)
     streamed = [unit for unit in runtime.units if unit.is_streamed]
     if parts.window is not None:
@@ -322,12 +324,12 @@ def _refit(runtime: SlideRuntime, slots: int) -> None:
 def _shrink_scratch(runtime: SlideRuntime, nbytes: int) -> None:
     gathers = runtime.parts.gathers
     if gathers.scratch is not None and gathers.scratch.numel() > nbytes:
-        gathers.scratch = None  # before the next one is had, which then finds room
+        gathers.scratch = None  # before the next one is made, which then finds room
         gathers.scratch = _bytes_on_gpu(runtime, nbytes) if nbytes else None
 
 
 def _plan_with(runtime: SlideRuntime, slots: int, more: Iterable[Unit] = ()) -> Plan:
-    """The plan of the units as they are, and with `more` promoted."""
+    """Return the plan of the units as they are, with `more` promoted too."""
     promoted = [unit for unit in runtime.units if unit.home is not None]
     return runtime.parts.plan.with_promoted(frozenset(unit.order for unit in (*promoted, *more)), slots)
 
@@ -337,7 +339,7 @@ def _bytes_on_gpu(runtime: SlideRuntime, nbytes: int) -> torch.Tensor:
 
 
 def _as_many_as_fit(runtime: SlideRuntime, makers: Sequence[Callable[[], T]]) -> list[T]:
-    """What the makers make, up to the first that finds no GPU memory, on any rank. Collective."""
+    """Return the results of the makers, up to the first that finds no GPU memory, on any rank. Collective."""
     if not makers:
         return []
     made: list[T] = []

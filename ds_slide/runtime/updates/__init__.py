@@ -1,1 +1,1 @@
-"""When and where the states of a unit are updated."""
+"""The updates of a unit's states: their time and place."""

@@ -1,5 +1,5 @@
-"""One step on the state buffers of one unit, where they live: host state buffers by the CPU kernel, device state
-buffers on the device.
+"""One step on the state buffers of one unit, where they are: the CPU kernel updates host state buffers, and the device
+its own.
 
 Both give the same bits (see `ds_slide.optim.rounding` for the arithmetic they share).
 """
@@ -24,7 +24,7 @@ from ds_slide.store.undo_log import UndoLog
 
 @dataclass(frozen=True)
 class UpdateStep:
-    """What one step does with the segments of a unit. `grad_scale`: the factor that its gradient gets."""
+    """The update of a unit's segments in one step. `grad_scale`: the factor of its gradient."""
 
     segments: tuple[SegmentStep, ...]
     grad_scale: float
@@ -33,8 +33,8 @@ class UpdateStep:
 def _segments(
     unit: Unit, within: slice, state_buffers: StateBuffers, gradient: torch.Tensor, steps: Sequence[SegmentStep]
 ) -> Iterator[tuple[StateBuffers, torch.Tensor, Hyper, int]]:
-    """(state buffers, gradient, hyper-parameters, first element in the unit's state buffers) of what each of `steps`
-    has of `within`, in runs of the codec's length."""
+    """Yield (state buffers, gradient, hyper-parameters, first element in the unit's state buffers) for the part of
+    `within` in each of `steps`, in runs of the codec's length."""
     most = unit.codec.update_run
     for step in steps:
         segment = step.segment
@@ -61,8 +61,8 @@ class HostUpdates:
         part: Part = "whole",
         way_back: WayBack | None = None,
     ) -> int:
-        """Update the elements `within` of a unit. `state_buffers`, `gradient`: of these. `way_back`: the unit's, where
-        `within` is one of its runs. -> bytes moved."""
+        """Update the elements `within` of a unit. `state_buffers`, `gradient`: of these elements. `way_back`: the
+        unit's, where `within` is one of its runs. -> bytes moved."""
         for buffers, span, hyper, first in _segments(unit, within, state_buffers, gradient, step.segments):
             run = None if way_back is None else way_back.part(slice(first, first + span.numel()))
             begin = unit.codec.update_begin(buffers.weight)
@@ -85,7 +85,8 @@ class HostUpdates:
 
 
 def _arguments(log: UndoLog | StateBuffers, rule: UpdateRule) -> dict[str, Any]:
-    """Of `CpuUpdater.update_`. `log`: or the state buffers that get the new numbers."""
+    """Return keyword arguments for `CpuUpdater.update_` with an undo log, or with state buffers (`log`) that get the
+    new numbers."""
     if isinstance(log, StateBuffers):
         return {"new_weight": log.weight, "new_remainder": log.remainder, "new_states": log.states(rule)}
     if (old := log.old) is None:
@@ -108,7 +109,7 @@ def _moved(state_buffers: StateBuffers, gradient: torch.Tensor, part: Part) -> i
 
 
 def device_update(unit: Unit, gradient: torch.Tensor, steps: Sequence[SegmentStep], grad_scale: float) -> None:
-    """Update of a GPU-tier unit on the compute stream."""
+    """Update a GPU-tier unit on the compute stream."""
     whole = slice(0, unit.codec.numel)
     for state_buffers, span, hyper, _ in _segments(unit, whole, unit.state.state_buffers(whole), gradient, steps):
         _update_on_device(state_buffers, span, hyper, grad_scale)

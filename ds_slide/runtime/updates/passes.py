@@ -1,4 +1,4 @@
-"""Whether deferred updates are done in two passes, by what a step has measured (`plan.step_model.two_passes`)."""
+"""Whether deferred updates are done in two passes, decided by a step's times (`plan.step_model.two_passes`)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ds_slide.plan.step_model import Updates, mean_backward_s
 
 
 class Passes:
-    """Decides before each step, on every rank for itself: neither choice changes a bit. The times are the host's: of
-    the first forward since the last step, which ended when a block's backward began, of the backwards, and of the
-    update lane meanwhile."""
+    """Decides before each step, on each rank alone: neither choice changes a bit. The times are the host's: of the
+    first forward since the last step, which ended when a block's backward began, of the backwards, and of the update
+    lane meanwhile."""
 
     def __init__(self, wanted: Literal["auto", 1, 2]) -> None:
         self._wanted = wanted
         self.two = wanted == 2
-        """For the updates that the coming step queues."""
+        """Whether the updates that the coming step queues have two passes."""
         self.did_two = self.two
-        """For those that were done since the step before."""
+        """Whether the updates since the step before had two passes."""
         self.exceed_forward = False
         """Whether the updates of a step take longer than its forward."""
         self._lock = threading.Lock()
@@ -31,20 +31,21 @@ class Passes:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Around an update, on the update lane."""
+        """Add the time of an update, which runs inside this context on the update lane."""
         began = time.perf_counter()
         yield
         with self._lock:
             self._update_s += time.perf_counter() - began
 
     def begin_backward(self) -> None:
-        """Of a block. The first one after a step ends the forward that counts."""
+        """Note that a block's backward begins. The first one after a step ends the forward that counts."""
         if self._backward_began is None:
             self._backward_began = time.perf_counter()
 
     def begin_step(self, *, backwards: int = 1, reach: float = 1.0, speculated: bool = False) -> None:
-        """Before the step queues its updates. `backwards`: since the step before. `reach`: the part of one until the
-        last unit that the host updates. `speculated`: some of them, whole, have been done under backward."""
+        """Choose the passes before the step queues its updates. `backwards`: their number since the step before.
+        `reach`: the part of a backward until the last unit that the host updates. `speculated`: some updates have been
+        done, whole, under backward."""
         with self._lock:
             taken, self._update_s = self._update_s, 0.0
         two = self._wanted == 2
@@ -57,5 +58,5 @@ class Passes:
         self.did_two, self.two = self.two, two and not speculated
 
     def end_step(self) -> None:
-        """After the step has queued its updates."""
+        """Begin to time the next forward: the step has queued its updates."""
         self._step_ended, self._backward_began = time.perf_counter(), None

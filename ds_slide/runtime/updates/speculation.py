@@ -1,15 +1,15 @@
 """Deferred updates that begin under backward, before the norm is known, as if it was below the limit.
 
-The update of a block in host memory runs as soon as its held gradient has arrived and the update lane has nothing
-better to do, with the factor that the gradients get where nothing is clipped. The new numbers go to spare state buffers
-where host memory has room for them; elsewhere they replace the old ones, of which the block's undo log has what it
-takes. At the step every unit's update is queued as ever; where it finds that the same update, of the same
-hyper-parameters and factor, has been done already, it has next to nothing left to do (spare state buffers become the
-block's own, the old ones are spare), and otherwise it takes that back first.
-So no rank has to know what another one has speculated, and neither choice changes a bit.
+The update of a block in host memory runs as soon as its held gradient has arrived and the update lane has no other
+work. It uses the factor of gradients that are not clipped. The new numbers go to spare state buffers where host memory
+has room for them. Elsewhere they replace the old numbers, which the block's undo log can restore. At the step every
+unit's update is queued as usual. Where the same update, with the same hyper-parameters and factor, has been done
+already, it has next to nothing left to do: spare state buffers become the block's own, and the old ones are spare.
+Otherwise the step takes the speculative update back first.
+So no rank has to know the speculative updates of another one, and neither choice changes a bit.
 
-Whoever else comes first (a reader of a state, a second backward, `zero_grad`, the end of the engine) has the update
-taken back, and finds the old bits.
+Any other use that comes first (a reader of a state, a second backward, `zero_grad`, the end of the engine) has the
+update taken back, and finds the old bits.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from ds_slide.store.spare_buffers import SpareBuffers, WayBack
 from ds_slide.store.undo_log import UndoLog
 
 CALM_STEPS = 4
-"""Norms below the limit, one after the other, before the next one is expected to be."""
+"""Consecutive norms below the limit, after which the next norm is expected to be below it."""
 
 
 class Speculation:
-    """One update of a unit. The compute thread makes it, and hands it to the update lane: with the gradient, to be
-    done, and with the update of the step or a task that takes it back, to be ended. The lane does all the rest: spare
-    state buffers are written and exchanged by `run` and `end` alone, before the future of the step's update is kept."""
+    """One speculative update of a unit. The compute thread makes it, and hands it to the update lane twice: with the
+    gradient, to be done, and with the step's update or a task that takes it back, to be ended. The lane does the rest:
+    only `run` and `end` write and exchange spare state buffers, before the future of the step's update is kept."""
 
     def __init__(
         self, host: HostUpdates, unit: Unit, way_back: WayBack, step: UpdateStep, *, in_vain: bool = False
     ) -> None:
-        """`in_vain`: it is taken back, whatever the step brings."""
+        """`in_vain`: it is taken back, whatever the step is."""
         self._host = host
         self.unit = unit
         self._way_back = way_back
@@ -50,7 +50,7 @@ class Speculation:
         self._in_vain = in_vain
         self._is_over = False
         self._done = 0
-        """Runs of the way back."""
+        """Number of runs of the way back that are done."""
 
     @property
     def numel_done(self) -> int:
@@ -59,13 +59,13 @@ class Speculation:
 
     @property
     def replaces_weights(self) -> bool:
-        """Whether who reads the weights meanwhile finds new ones. With several ranks nobody does, and what a rank has
-        read does not depend on whether it has updated anything ahead."""
+        """Whether the weights are new before the step. With several ranks they never are: the weights that a rank reads
+        do not depend on its speculative updates."""
         return isinstance(self._way_back, UndoLog) and self._way_back.new_weight is None
 
     @property
     def has_more(self) -> bool:
-        """Whether it is of use to call `run` once more."""
+        """Whether `run` has something left to do."""
         return not self._is_over and self._done < len(self._way_back.runs)
 
     def run(self) -> int:
@@ -81,8 +81,8 @@ class Speculation:
         return not self._in_vain and self._step == step
 
     def end(self, step: UpdateStep) -> bool:
-        """Let it count if it has begun, and is the update of `step`: do what is left of it. -> whether it counts;
-        otherwise the unit has its old bits."""
+        """Finish the update if it has begun and is the update of `step`. -> whether it counts; otherwise the unit has
+        its old bits."""
         if not (self._done and self.agrees(step)):
             self.take_back()
             return False
@@ -108,7 +108,7 @@ class Speculation:
             return
         self._is_over, done, self._done = True, self._way_back.runs[: self._done], 0
         if isinstance(self._way_back, SpareBuffers):
-            return  # they have never been others
+            return  # the unit's own buffers have not changed
         for run in done:
             if (old := self._way_back.part(run).old) is None:
                 self._do("back", run)
@@ -120,7 +120,7 @@ class Speculation:
 
     @property
     def _part(self) -> Part:
-        """Of the step, that is done ahead."""
+        """The part of the step's update that is done ahead."""
         if isinstance(self._way_back, SpareBuffers):
             return "out_of_place"
         return "whole" if self._way_back.slices is None else "with_log"
@@ -156,20 +156,21 @@ class Speculating:
         self._random = random.Random(debug.seed)
         self._calm_steps = 0
         self._ahead: dict[int, Speculation] = {}
-        """By `Unit.order`, from the finalization of the gradient until the update counts or is taken back."""
+        """Speculative updates by `Unit.order`, from `begin` until they count or are taken back."""
         self._statistics: dict[str, Any] = {"steps": 0, "taken_back": 0, "blocks": 0, "share": 0.0}
 
     def of(self, unit: Unit) -> Speculation | None:
-        """The unit's update that no step has confirmed, None where it has none. By the compute thread."""
+        """Return the unit's update that no step has confirmed; None where it has none. Called by the compute thread."""
         return self._ahead.get(unit.order)
 
     def forget(self, unit: Unit) -> None:
-        """The unit's update of the step decides what becomes of its speculative one."""
+        """Forget the unit's speculative update: the step's update of the unit ends it."""
         self._ahead.pop(unit.order, None)
 
     def begin(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float) -> None:
-        """The unit's gradient of this step is on its way, and will be final. `hypers`: none where it is not known which
-        step that will be. A way back is for whole segments: a unit with parameters that are off has none."""
+        """Make a speculative update of the unit, whose final gradient of this step is on its way. `hypers`: empty where
+        the step is not known yet. A way back is for whole segments, so a unit with parameters that are off gets no
+        speculative update."""
         if unit.way_back is None or not unit.is_uploaded or not hypers or not self._is_promising():
             return
         segments = unit.trained.coming(hypers)
@@ -186,8 +187,8 @@ class Speculating:
         return self._calm_steps >= CALM_STEPS and self._passes.exceed_forward
 
     def submit(self, speculation: Speculation, arrived: Marker) -> None:
-        """The gradient will be in host memory when `arrived` has passed. By the lane that brings or sums it. Run by
-        run, so that what somebody waits for comes in between."""
+        """Submit the update, run by run, so that urgent work of the lane comes in between. The gradient is in host
+        memory when `arrived` has passed. Called by the lane that brings or sums the gradient."""
 
         def run() -> int:
             with self._passes.timed():
@@ -199,8 +200,8 @@ class Speculating:
         self._lane.submit(speculation.unit.order, arrived, run, "speculative update", "spare")
 
     def take_back(self, units: Iterable[Unit], window: HoldsWeights | None) -> None:
-        """Give the units their old bits, and wait until they have them. `window`: forgets each whose weights have been
-        others meanwhile. An interrupt leaves the units as they are, ahead, to be taken back once more."""
+        """Give the units their old bits, and wait until they have them. `window`: forgets each unit whose weights have
+        changed meanwhile. An interrupt leaves the units with their speculative updates, to be taken back again."""
         ahead = [(unit, speculation) for unit in units if (speculation := self.of(unit)) is not None]
         futures = [self._taken_back(speculation) for _, speculation in ahead]
         for (unit, speculation), future in zip(ahead, futures, strict=True):
@@ -223,8 +224,8 @@ class Speculating:
     # ---- the outcome of steps
 
     def begin_step(self, units: Sequence[Unit], hypers: Sequence[Hyper], grad_scale: float, expected: float) -> bool:
-        """Count what the step finds done. `expected`: the factor where nothing is clipped. -> whether any of it
-        counts."""
+        """Count the speculative updates that the step finds. `expected`: the factor where nothing is clipped. ->
+        whether any of them counts."""
         self._calm_steps = self._calm_steps + 1 if grad_scale == expected else 0
         begun = [each for unit in units if (each := self.of(unit)) is not None and each.numel_done]
         agreed = [each.agrees(UpdateStep(tuple(each.unit.trained.coming(hypers)), grad_scale)) for each in begun]
@@ -235,10 +236,10 @@ class Speculating:
         return any(agreed)
 
     def skip_step(self) -> None:
-        """The gradients were not applied."""
+        """Note that the step's gradients were not applied."""
         self._calm_steps = 0
 
     def statistics(self) -> dict[str, Any]:
-        """Since the start the steps that found updates done ahead, and those of them that took some back; of the last
-        step the blocks, and their share of the parameters, that it found done."""
+        """Return, since the start, the number of steps that found speculative updates, and of steps that took some
+        back; and for the last step, the number of blocks found updated, and their share of the parameters."""
         return dict(self._statistics)

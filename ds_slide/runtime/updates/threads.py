@@ -1,4 +1,4 @@
-"""Which cores the CPU update uses."""
+"""The cores of the CPU update."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Literal
 
-# Left to the Python thread, autograd's thread and the two copy lanes. On small machines one core has to do.
+# Cores left to the Python thread, autograd's thread and the two copy lanes. On small machines one core is left.
 RESERVED_CORES = 2
 SMALL_MACHINE = 8
 
@@ -15,7 +15,7 @@ SMALL_MACHINE = 8
 def update_cores(
     threads: int | Literal["auto"], cores: Sequence[int] | Literal["auto", "none"], local_rank: int, local_ranks: int
 ) -> tuple[int, list[int]]:
-    """Number of update threads of this rank and the cores to pin them to ([]: not pinned).
+    """Return the number of update threads of this rank and the cores to pin them to ([]: not pinned).
 
     The cores this process may use are shared evenly between the ranks of the machine; within a rank's share the
     first ones are left to the threads that launch work. Small machines are not pinned: there the operating system
@@ -34,9 +34,9 @@ def update_cores(
 
 
 def first_unusable_core(cores: Sequence[int]) -> int | None:
-    """The first of `cores` that a thread of this process cannot be pinned to; None where it can to all.
+    """Return the first of `cores` that a thread of this process cannot be pinned to; None where there is none.
 
-    Tried, not looked up: the affinity of this process says where it runs now, not where it may.
+    A thread tries each core: the affinity of this process says where it runs now, not where it may.
     """
     unusable: list[int] = []
 

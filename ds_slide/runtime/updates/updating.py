@@ -21,13 +21,13 @@ from ds_slide.store.tiers import Held
 
 
 class GradientInMemory(Protocol):
-    """Where an update finds the gradient of a unit, in host memory."""
+    """The gradient of a unit in host memory, for its update."""
 
     def load(self, span: slice) -> torch.Tensor:
-        """The elements `span`."""
+        """Return the elements `span`."""
 
     def used(self) -> None:
-        """A span of it has been used."""
+        """Note that a span has been used."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _HeldGradient:
         return self.held.load(span)
 
     def used(self) -> None:
-        """It stays where it is held."""
+        """Do nothing: the gradient stays where it is held."""
 
 
 class Updating:
@@ -56,7 +56,7 @@ class Updating:
         self.speculating = Speculating(context, self._host, self.passes)
 
     def schedules(self) -> Schedules:
-        """When updates run, as measured and as they are to come. Speculative ones count as deferred."""
+        """Return when updates ran in the measured step and will run in the next. Speculative ones count as deferred."""
         passes = self.passes
         if not self.deferred:
             return Schedules("under backward", "under backward")
@@ -65,8 +65,8 @@ class Updating:
         )
 
     def queue(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, held: Held) -> None:
-        """Update the unit, by the compute thread, from its held gradient. What has been done ahead is done if it is the
-        same update, and so has no second pass."""
+        """Update the unit from its held gradient. Called by the compute thread. A speculative update with the same
+        hyper-parameters and scale is confirmed and has no second pass."""
         speculation, step = self.speculating.of(unit), UpdateStep(tuple(unit.trained.begin(hypers)), grad_scale)
         two_passes = (
             self.passes.two
@@ -77,7 +77,7 @@ class Updating:
         ready, update = unit.arrived.wait(), unit.open_update(self._failures, two_passes=two_passes)
         for index in range(len(unit.spans)):
             self.start(unit, index, update, ready, _HeldGradient(held), step, speculation=speculation)
-        # After an interrupt before this a checkpoint is loaded, and nothing may be done ahead.
+        # After an interrupt before this line a checkpoint is loaded, and then no update may be speculative.
         self.speculating.forget(unit)
 
     def start(
@@ -92,8 +92,9 @@ class Updating:
         reserved: bool = False,
         speculation: Speculation | None = None,
     ) -> None:
-        """Update span `index` from `gradient` once `ready` has passed, on the update lane. `reserved`: after
-        `UnitState.reserve`. `speculation`: of the unit, which has one span then; it counts or is taken back."""
+        """Update span `index` from `gradient` once `ready` has passed, on the update lane. `reserved`:
+        `UnitState.reserve` was called before. `speculation`: the unit's, which has one span then; it counts or is taken
+        back."""
         span = unit.spans[index]
 
         def apply(leased: Leased, part: Part) -> int:
@@ -116,6 +117,7 @@ class Updating:
             update.finish_states()
             return moved
 
+        # With two passes the lane gets both at once, and takes the states after all weights that are queued.
         def submit(leased: Leased) -> None:
             self._lane.submit(unit.order, ready, lambda: run(leased))
             if update.two_passes:
