@@ -1,4 +1,5 @@
-"""Reads the files that `ds_slide.report.chrome` writes: recorded steps, their times in seconds from each begin."""
+"""Reads the files that `ds_slide.report.chrome` writes: recorded steps, with times in seconds from each step's
+begin."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from ds_slide.report.trace import REQUESTS
 
 @dataclass(frozen=True)
 class Work:
-    """What one lane did. May have begun before the step, and end after it."""
+    """Work of one lane. It may begin before the step, and end after it."""
 
     lane: str
     what: str
@@ -26,7 +27,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Waited:
-    """A wait within the step: fields as in `ds_slide.report.trace.Wait`."""
+    """A wait within the step; `ds_slide.report.trace.Wait` explains the fields."""
 
     row: str
     waiter: str
@@ -40,9 +41,9 @@ class Waited:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step of one rank. `begin_unix_s`: time of day; `bound_s`, `bound_lane`: of `slide_stats()`; `ssd_busy_s`: the
-    disk's, whose requests overlap; `units`: names in the engine's order; `lanes`: those that have done something or
-    waited, in the order of the file."""
+    """One step of one rank. `begin_unix_s`: time of day. `bound_s`, `bound_lane`: from `slide_stats()`. `ssd_busy_s`:
+    busy seconds of the disk, whose requests overlap. `units`: names in the engine's order. `lanes`: lanes that have
+    worked or waited, in the order of the file."""
 
     rank: int
     number: int
@@ -58,7 +59,7 @@ class RecordedStep:
 
 
 def read(path: Path) -> list[RecordedStep]:
-    """The steps of one file, in order. SlideError when it is not what an engine of this version has written."""
+    """Return the steps of one file, in order. Raises SlideError where no engine of this version has written it."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -126,7 +127,7 @@ def _steps(document: dict[str, Any]) -> Iterator[RecordedStep]:
 
 
 def _work(details: dict[str, Any], spans: dict[int, tuple[float, float]]) -> Work:
-    """With its times as in the file."""
+    """Return work with the times of the file."""
     begin, _ = spans[details["step"]]
     lane, what, unit = (str(details[key]) for key in ("lane", "what", "unit"))
     return Work(lane, what, unit, begin + float(details["begin_s"]), begin + float(details["end_s"]))
