@@ -2,7 +2,8 @@
 
 DeepSpeed's logger is at WARNING, and Python shows nothing below that by itself. A script that has set up logging
 decides: its handlers get the records, and ours is silent, so that no line comes twice. A level that the script has
-given to the logger "ds_slide" or to the root logger holds. """
+given to the logger "ds_slide" or to the root logger holds.
+"""
 
 from __future__ import annotations
 

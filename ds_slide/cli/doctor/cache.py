@@ -64,8 +64,8 @@ def of_this_machine(
     paths: Sequence[Path] = (), *, refresh: bool = False, failed: Callable[[str], None] | None = None
 ) -> Ceilings:
     """Return the ceilings; kept measurements are used where the machine is the same. They have the disks below `paths`,
-    or without paths all disks that were measured before. `failed`: gets the reason why a process cannot be measured; a
-    caller that passes it has the process measured again. Raises SlideError where a path cannot be measured."""
+    or without paths all disks that were measured before. `failed`: gets the reason why a process cannot be measured.
+    With it a failed measurement is tried again. Raises SlideError where a path cannot be measured."""
     key = machine_key()
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = folder() / f"{digest}.json"
