@@ -31,11 +31,11 @@ class Precision:
     weight: torch.dtype
     """The data type of the weights that the GPU computes with."""
     gradient: torch.dtype | None = None
-    """The data type in which their gradients are reduced and go to host memory; None: the run's data type."""
+    """The data type of gradients when they are reduced and go to host memory; None: the run's data type."""
 
     @classmethod
     def declared(cls, parameter: torch.Tensor) -> Precision:
-        """Return the precision in which weights keep the model's own data type."""
+        """Return the precision of weights that keep the model's own data type."""
         return cls(parameter.dtype, parameter.dtype)
 
     @property
@@ -126,7 +126,7 @@ def find_structure(
 
     `blocks`: module paths that name the blocks instead. Raises SlideConfigError for a path that names none. `apart`:
     module paths of outer modules whose own parameters are a unit by themselves, even if they are few. `undivided`:
-    modules whose lists are no layer lists: their ranks may run different layers, at different times. `is_compressed`:
+    modules whose lists are no layer lists: ranks may run different layers of them, at different times. `is_compressed`:
     asked for each parameter in the precision of its block; the block keeps at least one parameter.
     """
     ownership = Ownership(module)

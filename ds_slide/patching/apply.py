@@ -40,7 +40,7 @@ class Replaced:
     counts: Mapping[str, int]
     """Numbers of replaced modules, for each kind that was asked for and found."""
     reasons: Mapping[str, str]
-    """By kind, one reason why a module (or all) stayed unchanged; no entry where all were replaced."""
+    """One reason for each kind why a module (or all) stayed unchanged; no entry where all were replaced."""
     patches: list[Patch] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:

@@ -186,6 +186,7 @@ def patch_loss(model: nn.Module) -> LossPatch | str:
     language_model: Any = next((m for m in model.modules() if all(hasattr(type(m), name) for name in wanted)), None)
     if language_model is None:
         return "no module has a loss function and output embeddings"
+    # The head must be a plain nn.Linear, and the loss ForCausalLMLoss.
     name = type(language_model).__name__
     head = language_model.get_output_embeddings()
     if type(head) is LossLinear:
@@ -201,6 +202,7 @@ def patch_loss(model: nn.Module) -> LossPatch | str:
     signature = inspect.signature(type(language_model).forward)
     if "labels" not in signature.parameters:
         return f"the forward of {name} has no argument labels"
+    # Loss function, head and forward are replaced together; the head and the model share one state.
     state = LossState(head.weight.dtype)
     had_loss_function = "_loss_function" in language_model.__dict__
     loss_function = LossFunction(original)

@@ -56,7 +56,7 @@ def is_one_token(tensor: torch.Tensor, length_dimension: int = 1) -> bool:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the data type in which autocast computes; None where it is off or unknown (on the meta device)."""
+    """Return the data type that autocast computes in; None where it is off or unknown (on the meta device)."""
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)

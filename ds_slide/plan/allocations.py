@@ -4,8 +4,8 @@ The list is made from the sizes of the units, the storage settings and a placeme
 the sums of several lists, and the budgets are checked against the sums of the last one. The builder asks for entries by
 name and takes their bytes from them (`ds_slide.runtime.core.allocator`). Reports are sums of the list.
 
-The list leaves out what does not grow with the parameters (a norm and a few counters for each unit), what is freed
-again while states are placed, and activations, which are the model's own.
+The list leaves out bytes that do not grow with the parameters (a norm and a few counters for each unit) and bytes that
+are freed again while states are placed. It leaves out activations, too, which are the model's own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Why = Literal[
 ]
 
 STAGINGS = 2
-"""GPU buffers for gradients: one that is packed while the other is copied down."""
+"""GPU buffers for gradients: one is packed while the other is copied down."""
 ROW_BUFFERS = 2
 """GPU buffers for the weight of an outer module whose rows pass through the GPU; its gradient has the same number."""
 UNDO_RUN = 1 << 23
@@ -201,6 +201,7 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
         locked = copied and where == "host" and needs.page_locks
         return Allocation(state_buffer_of(unit.name, name), where, nbytes, why, page_locked=locked)
 
+    # Weights first: with compressed gradients they are on the GPU, and only their changes are in host memory.
     if unit.codec.compresses:
         made = [*_masters_on_gpu(unit, needs), state_buffer("change", "host", unit.written_bytes, copied=True)]
     else:
@@ -214,6 +215,7 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
     elif where == "gpu":
         made.append(state_buffer("gradient", where, unit.codec.nbytes, "held gradients"))
     yield from made
+    # Ways back for speculative updates, and the padding of whole pages on SSD.
     if index in placement.undo_logs:
         yield Allocation(undo_log_of(unit.name), "host", undo_bytes(unit, needs), "undo logs")
     if index in placement.spare_states:
@@ -257,8 +259,8 @@ def _extent_bytes(unit: UnitSize, index: int, needs: Needs, placement: Placement
 def _read_by_modules(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> Iterator[Allocation]:
     """Weights that are on the GPU all the time.
 
-    A unit that is updated there has them (with one rank they are the state buffer itself), and so has an outer module
-    or a part of a block (with room for this rank's part where they are gathered). Rows of an outer module have buffers.
+    A unit that is updated there has them; with one rank they are the state buffer itself. An outer module or a part of
+    a block has them, with room for this rank's part where they are gathered. Rows of an outer module have buffers.
     """
     whole = unit.layout.slot_numel * unit.weight_bytes
     if index in placement.on_gpu:

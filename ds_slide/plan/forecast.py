@@ -33,8 +33,8 @@ PYTHON_BYTES = 445 << 20
 """PROCESS_BYTES where the accelerator is the host and no CUDA is loaded: what `ds-slide doctor` measured with torch
 2.13 and transformers 5.23 (0.467 GB; 0.50 with scipy beside them, and 0.54 with transformers 5.17 and scikit-learn)."""
 PYTHON_ENGINE_BYTES = 75 << 20
-"""ENGINE_BYTES there: with it the host peaks of `benchmarks/step.py --model tiny` are forecast within 0.5 % for 2 x
-128 tokens beside each of these three, and the peak with 0.5 G parameters, 8.9 GB, within 1.5 %."""
+"""ENGINE_BYTES there: with it host peaks of `benchmarks/step.py --model tiny` are forecast within 0.5 % for 2 x
+128 tokens beside each of these three. The peak with 0.5 G parameters, 8.9 GB, is forecast within 1.5 %."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from ds_slide.plan.mixtures import Mixture
 
 @dataclass(frozen=True)
 class Keepable:
-    """A block whose activations may be kept. `seconds`: its recomputation takes. `mixtures`: choices between nothing
-    and all. `mixing_s`: seconds that keeping any mixture costs, as far as known."""
+    """A block whose activations may be kept. `seconds`: length of its recomputation. `mixtures`: choices between
+    nothing and all. `mixing_s`: seconds that keeping any mixture costs, as far as known."""
 
     order: int
     nbytes: int

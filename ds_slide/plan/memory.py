@@ -32,8 +32,8 @@ from ds_slide.report.log import size
 AUTO_GPU_STATE_SHARE = 0.05
 # Share where host memory has no place for the rest: the run has these states on the GPU, or does not begin.
 SHORT_HOST_SHARE = 0.6
-# Share for slots that hide no fetch: 14 GB on a 141 GB card hold all blocks of a 7 B model, 2.4 GB on a 24 GB card 15
-# of the 36 blocks of a 3 B model.
+# Share for slots that hide no fetch: 14 GB on a 141 GB card hold all blocks of a 7 B model. On a 24 GB card 2.4 GB hold
+# 15 of the 36 blocks of a 3 B model.
 AUTO_WINDOW_SHARE = 0.10
 # Share of the remaining host memory for undo logs and spare state buffers, or for more gradient buffers. Inputs of
 # blocks may take the same share of what is free later.
@@ -116,8 +116,8 @@ class Plan:
         return Plan.of(self.units, self.needs, replace(self.placement, promoted=promoted, window=window))
 
     def with_held_gradients(self) -> Plan:
-        """Return the plan in which gradients that went straight to their update wait for the step in host memory, each
-        in the data type in which it comes down."""
+        """Return a copy that holds gradients in host memory until the step, where they went straight to their update.
+        Each keeps the data type of its copy down."""
         units = [replace(unit, held_bytes=unit.codec.dtype.itemsize) for unit in self.units]
         return Plan.of(units, replace(self.needs, held_bytes=2), self.placement)
 

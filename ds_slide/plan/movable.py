@@ -10,9 +10,9 @@ from ds_slide.plan.spare import Movable
 
 
 def movable_states(plan: Plan, candidates: Iterable[int]) -> list[Movable]:
-    """Return the units with the indices `candidates`, in the order in which their states go to the GPU.
+    """Return the units with the indices `candidates`, sorted by when their states go to the GPU.
 
-    Units on SSD come first: a tenth of their traffic can take longer than all updates in host memory. Then come outer
+    Units on SSD come first: a tenth of their traffic can take the time of all updates in host memory. Then come outer
     modules, whose updates nothing hides, and then blocks by index. Shares count only what is not on the GPU yet."""
     units, needs, placement = plan.units, plan.needs, plan.placement
     there = placement.on_gpu | placement.promoted

@@ -27,9 +27,9 @@ class Operation:
 _LOSS_PASSES = 3
 """Passes over the logits of a chunk beside its products: read for the losses, read and written for the gradients."""
 _SUM_ROWS = 512
-"""Reads and writes of the sum of the weight's gradient add this number, divided by the rows of a chunk, of their own
-time to the chunk's products. That is a quarter with 2,048 rows, where 0.2 to 0.4 were measured, and a half with 1,024,
-where it was 0.37 to 0.76 (page kernels of H200, and profiles of 1.5 to 7 B on an H100,
+"""The sum of the weight's gradient adds a part of the time of its reads and writes to a chunk's products: this number
+divided by the rows of the chunk. That is a quarter with 2,048 rows, where 0.2 to 0.4 were measured. With 1,024 rows it
+is a half, where 0.37 to 0.76 were measured (page kernels of H200, and profiles of 1.5 to 7 B on an H100,
 benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
 _PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
 """Operators that are products of matrices, with the index of the argument that is the first matrix."""

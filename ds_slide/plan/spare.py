@@ -14,7 +14,7 @@ from ds_slide.plan.needs import Needs
 
 MARGIN_SHARE = 1 / 16
 """Part of the GPU that is left free. Torch takes memory from the driver in steps of 2 MiB, so that a saved tensor of 32
-MiB (8k tokens of a model 2,048 wide) may take a sixteenth more, and it cannot always use what lies between two live
+MiB (8k tokens of a model 2,048 wide) may take a sixteenth more. It cannot always use what lies between two live
 tensors. What differs from step to step without a longer batch (experts that get more tokens) has to fit in here,
 too."""
 MOST_MARGIN_SHARE = 4 * MARGIN_SHARE
@@ -93,7 +93,7 @@ class Measured:
         return fixed + tokens * (self.nbytes - fixed - self.square + self.square * longer)
 
     def growth(self, shape: Shape) -> float:
-        """Return the largest factor by which the bytes can grow at another shape; below 1 where that is smaller."""
+        """Return the largest growth of the bytes at another shape, as a factor; below 1 where that is smaller."""
         return self.at(shape) / self.nbytes if self.nbytes else shape.tokens / self.shape.tokens
 
 

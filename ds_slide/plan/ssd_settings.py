@@ -56,12 +56,12 @@ def named_directories(config: SlideConfig, ds_config: Mapping[str, Any]) -> list
 
 
 def ssd_parents(config: SlideConfig, ds_config: Mapping[str, Any]) -> list[tuple[str, Path]]:
-    """(JSON path, directory) of every disk. Raises SlideConfigError for one that cannot be named so."""
+    """(JSON path, directory) of every disk. Raises SlideConfigError for a text that names no directory."""
     return [(name, expanded_directory(text, name)) for name, text in named_directories(config, ds_config)]
 
 
 def directory_problems(config: SlideConfig, ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the directories: one that cannot exist, or two that are the same. Nothing is created."""
+    """Yield what is wrong with the directories: one cannot exist, or two are the same. Nothing is created."""
     try:
         parents = ssd_parents(config, ds_config)
     except SlideConfigError as error:

@@ -74,7 +74,7 @@ class StepTrace:
         return sum(each.flops * count for segment in segments for each, count in segment.operations.items())
 
     def with_moved(self, nbytes: int, on_ssd: int = 0) -> StepTrace:
-        """Return a copy in which `nbytes` of inputs wait in host memory, or `on_ssd` of them on SSD. Memory is at its
+        """Return a copy with `nbytes` of inputs that wait in host memory, or `on_ssd` of them on SSD. Memory is at its
         peak in the loss or in the first backward of a block, while all of them wait."""
         return replace(
             self,
@@ -190,6 +190,7 @@ def _listening(units: Sequence[TracedUnit], tracer: _Tracer) -> Iterator[None]:
                         copied.pop().grad = None
                 tracer.complete(index)
 
+        # Hooks on gradients, on the block's forward, and on its checkpoint.
         handles += [parameter.register_post_accumulate_grad_hook(accumulated) for parameter in trained]
         if unit.block is not None:
             handles.append(unit.block.register_forward_pre_hook(lambda *_, index=index: tracer.enter(index)))
@@ -220,7 +221,7 @@ def _checkpoint(written: Any, index: int, tracer: _Tracer, function: Callable[..
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Replace attention by the one that GPUs have: it keeps its inputs, its output and a number for each row. The
+    """Replace attention by the kernel that GPUs have: it keeps its inputs, its output and a number for each row. The
     function is replaced by name, because a mode of torch's functions does not reach recomputation in backward."""
     plain = functional.scaled_dot_product_attention
     functional.scaled_dot_product_attention = _attention  # type: ignore[assignment]

@@ -35,7 +35,7 @@ def write(trace: Trace, clock: Clock, host: Waits, *, rank: int) -> None:
             "name an earlier one in ds_slide.trace.steps"
         )
         return
-    # After the last step its work may still be under way on the device: the script waits for it here.
+    # Work of the last step may still be under way on the device: the script waits for it here.
     clock.marker.synchronize()
     trace.synchronize()
     partial = path.with_name(f"{path.name}.partial")

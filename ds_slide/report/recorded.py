@@ -95,6 +95,7 @@ def _steps(document: dict[str, Any]) -> Iterator[RecordedStep]:
         for event in events
         if event.get("cat") == "step"
     }
+    # Work and waits have "args"; rows of waits are no lanes.
     detailed = [event for event in events if event["ph"] in ("X", "b") and "args" in event]
     work = [_work(event["args"], spans) for event in detailed if event["cat"] != WAIT]
     waits = [event["args"] for event in detailed if event["cat"] == WAIT]
@@ -104,6 +105,7 @@ def _steps(document: dict[str, Any]) -> Iterator[RecordedStep]:
         begin, seconds = spans[number]
         if not seconds > 0.0:
             raise ValueError(f"step {number}, which has no duration")
+        # Work that overlaps the step, in seconds from its begin.
         of_step = [
             Work(each.lane, each.what, each.unit, each.begin - begin, each.end - begin)
             for each in work

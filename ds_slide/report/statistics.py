@@ -140,8 +140,8 @@ class StepStatistics:
     bound_lane: str
     lanes: dict[str, dict[str, float | int]]
     ssd: dict[str, Any]
-    """Bytes read, written and checked in this step, seconds of checks (in the threads that asked, beside the disk's
-    work), terabytes written a day at this rate, and the store's settings; empty without an SSD tier."""
+    """Bytes read, written and checked in this step, and seconds of checks in the threads that asked, beside the disk's
+    work. Also terabytes written a day at this rate, and the store's settings. It is empty without an SSD tier."""
 
     @property
     def efficiency(self) -> float:

@@ -113,6 +113,7 @@ def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
         raise SlideConfigError(f"--deepspeed_config {arguments.deepspeed_config} is not JSON ({error})") from error
     if not isinstance(raw, dict):
         raise SlideConfigError(f"--deepspeed_config {arguments.deepspeed_config} holds no object")
+    # The room: options first, and then the memory of the machine with the ceilings.
     ceilings, notes = _ceilings(arguments)
     sizes = {name: _size(arguments, name) for name in ("gpu_memory", "host_memory", "nvme_memory")}
     gpu = sizes["gpu_memory"]
@@ -120,6 +121,7 @@ def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
         gpu = ceilings.gpu.memory_bytes
     process, host = ceilings.process_of(on_gpu=gpu is not None), sizes["host_memory"] or ceilings.cpu.memory_bytes
     room = Room(gpu, host, sizes["nvme_memory"], arguments.ranks, process)
+    # Notes on what the forecast leaves out.
     if gpu is not None:
         notes.append(
             "the host's time is not forecast, beyond a floor: a step of a small model may be forecast up to 20 % short"

@@ -102,12 +102,14 @@ class Planner:
                 mixed = mixtures([each.run for each in again], saved[index]) if slide.activations == "auto" else ()
                 keepable.append(Keepable(index, saved[index], case.recomputation_s(again), mixed))
 
+        # Inputs that have to leave the GPU come free for the decision.
         tied = request.room.ranks > 1 or case.planned.micro_batches > 1
         spare = Spare(request.room, case.trace.peak_bytes, slide.gpu_memory, tied, case.rates.copy)
         placed, moved = case.planned.plan, Activations()
         if request.room.gpu is not None:
             moved = case.inputs.within(spare.inputs_missing(placed), moved)
         spare = replace(spare, needed=spare.needed - moved.moved_bytes)
+        # The engine's own functions decide, and the decision is forecast.
         steps, passes = Steps(case, plain, moved), 2 * case.planned.micro_batches
         found = decide(Question(placed, spare, keepable, steps, slide.gpu_states == "auto", passes))
         activations = replace(

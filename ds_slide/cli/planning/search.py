@@ -128,6 +128,7 @@ def _for_gpu(planner: Planner, request: Request) -> Iterator[Callable[[], Change
         rounded = request.with_block(compression={**compression, "master_dtype": "bf16"})
         yield lambda: Change('set "ds_slide": {"compression": {"master_dtype": "bf16"}}', rounded)
 
+    # A smaller batch comes after changes of the JSON that cost less.
     def smaller_batch() -> Change | None:
         batch = largest_batch(planner, request)
         best, block = (batch, request) if batch else (largest_batch(planner, small), small)

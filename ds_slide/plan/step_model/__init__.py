@@ -4,7 +4,7 @@ Work            seconds that a step asks of each lane. `work_of` makes it from a
 step_of(work)   The step with one schedule of updates. `scheduled` takes the schedule that the engine takes.
 Step            seconds of a step and of its lanes: a forecast, or what the engine has measured.
 Step.after      The same step after a `Change`. The engine and `ds-slide plan` share out spare memory by it.
-Updates         seconds by which both decide whether updates are done in two passes.
+Updates         seconds that tell both whether updates are done in two passes.
 """
 
 from ds_slide.plan.step_model.schedules import Work, all_schedules, scheduled, step_of

@@ -57,9 +57,9 @@ class Work:
 
     # ---- when updates begin, and what waits for them ----
     lead: float = 0.0
-    """From the begin of a backward until the first gradient for the CPU is complete."""
+    """The time from the begin of a backward until the first gradient for the CPU is complete."""
     reach: float = 0.0
-    """From the begin of a backward until the last gradient for the CPU is complete."""
+    """The time from the begin of a backward until the last gradient for the CPU is complete."""
     outer: float = 0.0
     """The part of `update` for outer modules, which a forward needs first."""
     outer_last: float = 0.0
@@ -69,9 +69,9 @@ class Work:
     begun: float = 0.0
     """The longest update of one block. An update that has begun is not interrupted by a more urgent one."""
     from_first: float = 0.0
-    """From the first block that waits for an update to the end of a forward."""
+    """The time from the first block that waits for an update to the end of a forward."""
     behind: float = 0.0
-    """From the last block that waits for an update to the end of a forward."""
+    """The time from the last block that waits for an update to the end of a forward."""
     through_ring: float = 0.0
     """Share of `update` that must have ended before the last gradient finds a host buffer, where none is held."""
 

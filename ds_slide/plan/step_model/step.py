@@ -42,7 +42,7 @@ class Step:
     lanes: Mapping[str, float]
     """Busy seconds of each lane."""
     holding_s: float = 0.0
-    """Seconds in which the update lane adds gradients of later micro-batches to the earlier sums."""
+    """Seconds that the update lane adds gradients of later micro-batches to the earlier sums."""
     inputs_share: float = 0.0
     """Part of the disk's bytes that are inputs of blocks. They stay on the disk when states leave it."""
     why: str = ""

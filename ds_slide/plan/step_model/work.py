@@ -36,6 +36,7 @@ class _Bytes:
 
 def work_of(plan: Plan, trace: StepTrace, rates: Rates, micro_batches: int, *, two: bool) -> Work:
     """Return the work of a step. `two`: its updates may be done in two passes."""
+    # Blocks beyond the window are fetched again in every forward and backward.
     placement = plan.placement
     passing = sorted(streamed(plan.units, placement))
     again = frozenset(passing[: max(0, len(passing) - placement.window)])
@@ -45,8 +46,10 @@ def work_of(plan: Plan, trace: StepTrace, rates: Rates, micro_batches: int, *, t
     outer = [index for index in updated if plan.units[index].is_outer]
     on_gpu = [plan.units[index] for index in placement.on_gpu | placement.promoted]
     ways_back = placement.ways_back - placement.promoted
+    # Seconds of the GPU's work by segment, and of the host's launches in all.
     forward, backward = ([rates.seconds(each.operations) for each in part] for part in (trace.forward, trace.backward))
     launched = [sum(rates.launches(each.operations) for each in part) for part in (trace.forward, trace.backward)]
+    # Rates of the CPU, the disk and the link, and bytes of the disk.
     update, ssd = BESIDE_COPIES * rates.update, rates.ssd or 1.0
     link = rates.both_ways if again else rates.d2h
     states = sum(unit.read + unit.written for unit in units)
