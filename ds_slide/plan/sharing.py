@@ -18,7 +18,7 @@ card, so that no state moves for a gain that its own update takes back."""
 LEAST_GAIN = 0.01
 """Part of a step. A smaller gain is within the noise, and moving states takes a second or two."""
 LEVEL = 0.03
-"""Part of a step that its prediction may be longer with states in memory that nothing else needs. An update on the
+"""The predicted step may be longer by this part with states in memory that nothing else needs. An update on the
 GPU takes a certain time. The host's work beside it is less well hidden than predicted: 1.5 B took
 0.332 s with the states of 17 blocks in host memory, where 0.282 were expected, and 0.307 with all of them on the GPU
 (benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.md)."""
